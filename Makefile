@@ -1,0 +1,41 @@
+# Every target does its own set-up: .venv is made on first use, and again when pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr -d ' ')
+PY := $(VENV)/bin/python
+PYTEST := $(PY) -m pytest
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo demo-short test test-full check setup wheel clean
+
+demo: $(STAMP)
+	$(PY) examples/train_gpt.py
+
+demo-short: $(STAMP)
+	$(PY) examples/train_gpt.py --short
+
+test: $(STAMP)
+	$(PYTEST) -m "not slow" --durations=10
+
+test-full: $(STAMP)
+	time $(PYTEST) --durations=30
+
+check: $(STAMP)
+	$(VENV)/bin/ruff check autopar passes cost_models tests examples
+	$(VENV)/bin/mypy autopar passes cost_models
+	$(PYTEST) tests/architecture
+
+setup: $(STAMP)
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "autopar needs Python 3.11 or later: make PYTHON=python3.12 ..."; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { echo "no venv module: on Debian, apt-get install python3-venv"; exit 1; }
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+wheel: $(STAMP)
+	$(PY) -m pip wheel --quiet --no-deps -w dist .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,62 @@
+"""autopar: the parallelization compiler for PyTorch.
+
+>>> parallel = autopar.parallelize(model, "local:4", example_inputs=batch)
+
+Names are loaded on first use: ``import autopar`` imports neither torch nor the solver.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import (
+    AutoparError,
+    BatchError,
+    CaptureError,
+    ClusterError,
+    Infeasible,
+    PlanError,
+    PlanMismatch,
+    StateError,
+    UnsupportedOp,
+)
+
+if TYPE_CHECKING:
+    from autopar.api import parallelize, plan, register_rule
+    from autopar.cost_models.hardware import Cluster
+    from autopar.ir.plan import Precision
+    from autopar.ir.planfile import Plan
+
+_LAZY = {
+    "parallelize": "autopar.api",
+    "plan": "autopar.api",
+    "register_rule": "autopar.api",
+    "Cluster": "autopar.cost_models.hardware",
+    "Plan": "autopar.ir.planfile",
+    "Precision": "autopar.ir.plan",
+}
+
+__all__ = [
+    "AutoparError",
+    "BatchError",
+    "CaptureError",
+    "Cluster",
+    "ClusterError",
+    "Infeasible",
+    "Plan",
+    "PlanError",
+    "PlanMismatch",
+    "Precision",
+    "StateError",
+    "UnsupportedOp",
+    "parallelize",
+    "plan",
+    "register_rule",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

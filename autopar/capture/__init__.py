@@ -1,0 +1,33 @@
+"""From an unmodified model to the folded graph of its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from autopar.capture.convert import convert
+from autopar.capture.fold import fold
+from autopar.capture.normalize import normalize
+from autopar.capture.trace import trace
+from autopar.ir.graph import Graph
+
+__all__ = ["capture"]
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    compute_dtype: str | None = None,
+    allowed_functions: tuple[str, ...] = (),
+) -> Graph:
+    """Captures the forward of `model` up to its loss. The model is not touched and may be on the meta device.
+
+    `compute_dtype` (``bfloat16``) is the dtype in which floating parameters enter the forward. `allowed_functions` are names of
+    ``autograd.Function`` classes that may be traced through. Errors: CaptureError, one line with the user's file and line.
+    """
+    traced = trace(model, args, kwargs or {}, compute_dtype, allowed_functions)
+    return fold(model, normalize(convert(traced)), traced)

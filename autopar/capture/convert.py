@@ -1,0 +1,170 @@
+"""From an exported fx graph to flat nodes: sizes become ints or expressions in B, getitem becomes several results."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind, OutputKind
+
+from autopar.capture.flat import Flat, Source
+from autopar.capture.trace import NO_GRAD_MARK, Traced
+from autopar.errors import CaptureError
+from autopar.ir.dims import BATCH, Dim, Shape, simplify
+from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
+
+_DROPPED = frozenset(("device", "layout", "memory_format", "pin_memory", "non_blocking"))
+_ASSERTS = ("_assert", "sym_constrain", "_guards")
+_NO_GRADIENT = ("detach", "_like", "new_", "argmax", "argmin", "floor", "sign", "bernoulli")
+
+
+def convert(traced: Traced) -> Flat:
+    """The whole program."""
+    return _Converter(traced).run()
+
+
+class _Converter:
+    def __init__(self, traced: Traced) -> None:
+        self.traced = traced
+        self.values: dict[str, Value] = {}
+        self.names: dict[fx.Node, str] = {}
+        self.several: dict[fx.Node, tuple[str, ...]] = {}
+        self.nodes: list[Node] = []
+
+    def run(self) -> Flat:
+        program = self.traced.program
+        signature = program.graph_signature
+        kinds = {spec.arg.name: spec for spec in signature.input_specs}
+        state = {name: parameter for name, parameter in program.named_parameters()}
+        inputs: list[Value] = []
+        sources: list[Source] = []
+        user_names = iter(self.traced.input_names)
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                spec = kinds[node.name]
+                self.names[node] = node.name
+                if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                    original = self.original(str(spec.target))
+                    trainable = spec.kind is InputKind.PARAMETER and state[str(spec.target)].requires_grad
+                    value = self.value(node.name, node.meta["val"], trainable and node.meta["val"].is_floating_point())
+                    sources.append(Source(value, original, trainable, spec.kind is InputKind.BUFFER))
+                elif spec.kind is InputKind.USER_INPUT:
+                    self.names[node] = next(user_names)
+                    inputs.append(self.value(self.names[node], node.meta["val"], False))
+                else:
+                    raise CaptureError(
+                        f"the model holds the tensor {spec.target} that is neither parameter nor buffer; "
+                        "register it with register_buffer"
+                    )
+            elif node.op == "call_function":
+                self.call(node)
+        mutated, loss = [], ""
+        output = next(node for node in reversed(program.graph.nodes) if node.op == "output")
+        for spec, result in zip(signature.output_specs, output.args[0], strict=True):
+            if spec.kind is OutputKind.USER_OUTPUT:
+                loss = self.names[result]
+            elif spec.kind is OutputKind.BUFFER_MUTATION:
+                mutated.append((self.original(str(spec.target)), self.names[result]))
+            else:
+                raise CaptureError(f"the model writes to {spec.target} in forward; only buffers may be updated there")
+        return Flat(tuple(inputs), tuple(sources), tuple(self.nodes), loss, tuple(mutated))
+
+    def original(self, target: str) -> str:
+        name = target.removeprefix("module.")
+        return self.traced.ties.get(name, name)
+
+    def dim(self, size: Any) -> Dim:
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        batch = sympy.Symbol(BATCH, integer=True, positive=True)
+        return simplify(expression.subs({symbol: batch for symbol in expression.free_symbols}))
+
+    def value(self, name: str, tensor: torch.Tensor, differentiable: bool) -> Value:
+        shape: Shape = tuple(self.dim(size) for size in tensor.shape)
+        value = Value(name, shape, str(tensor.dtype).removeprefix("torch."), differentiable)
+        self.values[name] = value
+        return value
+
+    def arg(self, arg: Any) -> Arg:
+        if isinstance(arg, fx.Node):
+            if arg in self.names:
+                return Ref(self.names[arg])
+            size = arg.meta.get("val")
+            if isinstance(size, (torch.SymInt, int)):
+                dim = self.dim(size)
+                return Symbol(dim) if isinstance(dim, str) else dim
+            if isinstance(size, (float, torch.SymFloat)):
+                text = simplify(size.node.expr) if isinstance(size, torch.SymFloat) else size
+                return Symbol(text) if isinstance(text, str) else text
+            raise CaptureError(f"{source_of(arg)}: a value of type {type(size).__name__} cannot be captured")
+        if isinstance(arg, (list, tuple)):
+            return tuple(self.arg(item) for item in arg)
+        if isinstance(arg, torch.dtype):
+            return DType(str(arg).removeprefix("torch."))
+        if isinstance(arg, torch.SymInt):
+            dim = self.dim(arg)
+            return Symbol(dim) if isinstance(dim, str) else dim
+        if arg is None or isinstance(arg, (bool, int, float, str)):
+            return arg
+        if isinstance(arg, (torch.device, torch.layout, torch.memory_format)):
+            return None
+        raise CaptureError(f"an argument of type {type(arg).__name__} cannot be captured")
+
+    def call(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            of, index = node.args
+            if of in self.several:
+                self.names[node] = self.several[of][index]  # type: ignore[index]
+            return
+        result = node.meta.get("val")
+        target = str(node.target)
+        if any(word in target for word in _ASSERTS):
+            return
+        tensors = result if isinstance(result, (tuple, list)) else (result,)
+        if not all(isinstance(tensor, torch.Tensor) or tensor is None for tensor in tensors) or result is None:
+            return  # a size: read off the values that use it
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise CaptureError(f"{source_of(node)}: {target} cannot be captured")
+        schema, overload = node.target._schema.name.replace("::", "."), node.target._overloadname
+        op = schema if overload == "default" else f"{schema}.{overload}"
+        args = tuple(self.arg(arg) for arg in node.args)
+        kwargs = tuple((key, self.arg(arg)) for key, arg in node.kwargs.items() if key not in _DROPPED)
+        no_grad = bool((node.meta.get("custom") or {}).get(NO_GRAD_MARK))
+        draft = Node(op, args, kwargs, ())
+        flows = any(self.values[name].differentiable for name in draft.operands()) and not no_grad
+        flows = flows and not any(word in op for word in _NO_GRADIENT)
+        names = tuple(f"{node.name}_{i}" if isinstance(result, (tuple, list)) else node.name for i in range(len(tensors)))
+        outputs = tuple(
+            self.value(name, tensor, flows and tensor.is_floating_point())
+            for name, tensor in zip(names, tensors, strict=True)
+            if tensor is not None
+        )
+        if isinstance(result, (tuple, list)):
+            self.several[node] = names
+        else:
+            self.names[node] = node.name
+        self.nodes.append(Node(op, args, kwargs, outputs, module_of(node), source_of(node), no_grad))
+
+
+def module_of(node: fx.Node) -> str:
+    """The module path, relative to the user's model."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    path = path.removeprefix("module").removeprefix(".")
+    return "" if path.startswith("_empty_nn_module") else path
+
+
+def source_of(node: fx.Node) -> str:
+    """``file.py:line`` of the innermost frame outside torch."""
+    found = ""
+    lines = (node.meta.get("stack_trace") or "").splitlines()
+    for line in lines:
+        line = line.strip()
+        if line.startswith('File "') and "/torch/" not in line and "/autopar/capture/" not in line:
+            file, number = line.split('"')[1], line.split(", line ")[1].split(",")[0]
+            found = f"{file.rsplit('/', 1)[-1]}:{number}"
+    return found

@@ -1,0 +1,205 @@
+"""Equal layers become one block: a repeated module's nodes, under canonical names, with one call per instance."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from autopar.capture.flat import Flat, rename
+from autopar.capture.trace import Traced
+from autopar.ir.graph import Block, Call, Graph, Node, Parameter, Value
+
+_NAMED_AFTER_MODULE = ("aten.linear", "ap.linear_kn", "aten.layer_norm", "aten.embedding", "aten.conv2d", "aten.conv1d", "aten.convolution")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive nodes of one instance (or of the glue, prefix empty)."""
+
+    prefix: str
+    nodes: tuple[Node, ...]
+
+
+def fold(model: nn.Module, flat: Flat, traced: Traced) -> Graph:
+    """The folded graph."""
+    pieces = cut(flat.nodes, instances(model))
+    blocks: dict[str, Block] = {}
+    names_taken: dict[str, int] = {}
+    calls: list[Call] = []
+    classes = {path: type(module).__name__ for path, module in model.named_modules()}
+    graph_names = {value.name: value.name for value in flat.inputs}
+    final_uses = {flat.loss, *(name for _, name in flat.updates)}
+    later = [set(final_uses)]
+    for piece in reversed(pieces[1:]):
+        later.append(later[-1] | {name for node in piece.nodes for name in node.operands()})
+    later.reverse()
+    for index, piece in enumerate(pieces):
+        shaped = shape_block(piece, flat, later[index], glue_name(index, len(pieces)) if not piece.prefix else classes[piece.prefix])
+        key = shaped.fingerprint
+        if key not in blocks:
+            taken = names_taken.get(shaped.block.name, 0)
+            names_taken[shaped.block.name] = taken + 1
+            blocks[key] = replace(shaped.block, name=f"{shaped.block.name}{taken + 1}" if taken else shaped.block.name)
+        stem = re.sub(r"\W", "_", piece.prefix)
+        for inner, outer in zip(blocks[key].outputs, shaped.outputs, strict=True):
+            graph_names[outer] = f"{stem}_{inner}" if stem else f"{blocks[key].name.lower()}_{inner}"
+            while list(graph_names.values()).count(graph_names[outer]) > 1:
+                graph_names[outer] += "_"
+        calls.append(
+            Call(
+                blocks[key].name,
+                piece.prefix,
+                tuple(graph_names[name] for name in shaped.inputs),
+                tuple(graph_names[name] for name in shaped.outputs),
+                shaped.parameters,
+            )
+        )
+    fingerprint = hashlib.sha256("\n".join((*blocks, *map(str, calls), *map(str, flat.inputs))).encode()).hexdigest()[:16]
+    return Graph(
+        type(model).__name__,
+        flat.inputs,
+        tuple(blocks.values()),
+        tuple(calls),
+        graph_names[flat.loss],
+        traced.batch,
+        fingerprint,
+        traced.symbolic,
+        flat.notes,
+    )
+
+
+def glue_name(index: int, total: int) -> str:
+    if total == 1:
+        return "Main"
+    return "Prologue" if index == 0 else "Epilogue" if index == total - 1 else "Middle"
+
+
+def instances(model: nn.Module) -> frozenset[str]:
+    """Paths of the outermost elements of ModuleLists (and of Sequentials whose elements repeat a class), leaves excepted."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if any(path == item or path.startswith(f"{item}.") for item in found):
+            continue
+        children = list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
+        kinds = [type(child) for child in children]
+        compound = bool(children) and all(any(True for _ in child.children()) for child in children)
+        repeated = isinstance(module, nn.ModuleList) or len(set(kinds)) < len(kinds)
+        if compound and repeated:
+            found.extend(f"{path}.{name}" if path else name for name, _ in module.named_children())
+    return frozenset(found)
+
+
+def cut(nodes: Sequence[Node], prefixes: frozenset[str]) -> list[Piece]:
+    """Runs of nodes of the same instance. An instance that runs in several pieces is glue."""
+    by_prefix: dict[str, str] = {}
+
+    def owner(module: str) -> str:
+        if module not in by_prefix:
+            parts = module.split(".")
+            heads = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+            by_prefix[module] = next((head for head in heads if head in prefixes), "")
+        return by_prefix[module]
+
+    runs: list[tuple[str, list[Node]]] = []
+    for node in nodes:
+        prefix = owner(node.module)
+        if not runs or runs[-1][0] != prefix:
+            runs.append((prefix, []))
+        runs[-1][1].append(node)
+    split = {prefix for prefix, _ in runs if prefix and sum(other == prefix for other, _ in runs) > 1}
+    if split:
+        return cut(nodes, prefixes - split)
+    return [Piece(prefix, tuple(items)) for prefix, items in runs]
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """A block made from one piece, with the flat names of what it reads and gives."""
+
+    block: Block
+    fingerprint: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+def shape_block(piece: Piece, flat: Flat, used_later: set[str], name: str) -> Shaped:
+    """Canonical names, relative module paths, parameters and inputs in the order of first use."""
+    values = flat.values() if not hasattr(flat, "_values") else flat.values()
+    sources = {source.value.name: source for source in flat.sources}
+    graph_inputs = {value.name for value in flat.inputs}
+    inside = {value.name for node in piece.nodes for value in node.outputs}
+    buffer_values = {source.name: source.value.name for source in flat.sources if source.buffer}
+    updates = [(buffer_values[buffer], new) for buffer, new in flat.updates if new in inside]
+    reads = [name for node in piece.nodes for name in node.operands()] + [buffer for buffer, _ in updates]
+    outside = [name for name in dict.fromkeys(reads) if name not in inside]
+    inputs = tuple(name for name in outside if name not in sources)
+    parameters = tuple(sources[name] for name in outside if name in sources)
+    outputs = tuple(value.name for node in piece.nodes for value in node.outputs if value.name in used_later)
+    outputs = tuple(output for output in outputs if output == flat.loss or output not in {new for _, new in flat.updates})
+    if flat.loss in graph_inputs:
+        outputs = (*outputs, flat.loss)
+    names: dict[str, str] = {}
+    taken: set[str] = set()
+
+    def claim(flat_name: str, wanted: str) -> str:
+        wanted = re.sub(r"\W", "_", wanted)
+        candidate, number = wanted, 1
+        while candidate in taken:
+            number += 1
+            candidate = f"{wanted}_{number}"
+        taken.add(candidate)
+        names[flat_name] = candidate
+        return candidate
+
+    paths = [relative(source.name, piece.prefix) for source in parameters]
+    for source, path in zip(parameters, paths, strict=True):
+        claim(source.value.name, path)
+    for flat_name in inputs:
+        fallback = "hidden" if values[flat_name].differentiable else "shared"
+        claim(flat_name, flat_name if flat_name in graph_inputs else fallback)
+    nodes = tuple(canonical(node, names, claim, piece.prefix) for node in piece.nodes)
+    block = Block(
+        name,
+        tuple(replace(values[flat_name], name=names[flat_name]) for flat_name in inputs),
+        tuple(
+            Parameter(replace(source.value, name=names[source.value.name]), path, source.trainable, source.buffer)
+            for source, path in zip(parameters, paths, strict=True)
+        ),
+        nodes,
+        tuple(names[flat_name] for flat_name in outputs),
+        tuple((names[buffer], names[new]) for buffer, new in updates),
+    )
+    text = str(replace(block, nodes=tuple(replace(node, source="") for node in block.nodes), inputs=canonical_inputs(block)))
+    return Shaped(block, hashlib.sha256(text.encode()).hexdigest(), inputs, outputs, tuple(source.name for source in parameters))
+
+
+def canonical_inputs(block: Block) -> tuple[Value, ...]:
+    return block.inputs
+
+
+def canonical(node: Node, names: dict[str, str], claim: object, prefix: str) -> Node:
+    """The node under canonical names."""
+    assert callable(claim)
+    read = rename(node, names)
+    module = relative(node.module, prefix)
+    leaf = next((part for part in reversed(module.split(".")) if part and not part.isdigit()), "")
+    stem = node.op.split(".")[1].lstrip("_")
+    stem = leaf if node.op in _NAMED_AFTER_MODULE and leaf else {"scaled_dot_product_attention": "attention"}.get(stem, stem)
+    outputs = tuple(replace(value, name=claim(value.name, stem)) for value in node.outputs)
+    return replace(read, outputs=outputs, module=module)
+
+
+def relative(path: str, prefix: str) -> str:
+    """`path` below `prefix`; a path outside of it stays whole."""
+    if prefix and (path == prefix or path.startswith(f"{prefix}.")):
+        return path[len(prefix) + 1 :]
+    return path
+
+
+def rename_map(names: Mapping[str, str]) -> dict[str, str]:
+    return dict(names)

@@ -1,0 +1,34 @@
+"""Rewrites to the vocabulary that rules, costs and passes know. One rewrite a function, one visible list."""
+
+from __future__ import annotations
+
+from autopar.capture.flat import Flat, drop_dead
+from autopar.capture.normalize.attention import grouped_heads, mask_recovery
+from autopar.capture.normalize.batch_norm import batch_norm
+from autopar.capture.normalize.linear import linears
+from autopar.capture.normalize.losses import cross_entropy, full_means
+from autopar.capture.normalize.simplify import casts, no_ops, reshapes
+
+REWRITES = (
+    casts,
+    reshapes,
+    no_ops,
+    drop_dead,
+    mask_recovery,
+    grouped_heads,
+    drop_dead,
+    cross_entropy,
+    linears,
+    batch_norm,
+    full_means,
+    reshapes,
+    no_ops,
+    drop_dead,
+)
+
+
+def normalize(flat: Flat) -> Flat:
+    """All rewrites in order."""
+    for rewrite in REWRITES:
+        flat = rewrite(flat)
+    return flat

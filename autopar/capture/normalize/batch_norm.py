@@ -1,0 +1,103 @@
+"""Batch norm as sums over the batch: exact global statistics wherever the batch is, and gradients through them by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.capture.flat import Flat, like, rewrite_nodes, size_args
+from autopar.capture.normalize.losses import count
+from autopar.ir.dims import Dim, Shape, expression, simplify
+from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
+
+_TRAINING = ("aten._native_batch_norm_legit_functional", "aten.native_batch_norm")
+_INFERENCE = ("aten._native_batch_norm_legit_no_training",)
+
+
+def batch_norm(flat: Flat) -> Flat:
+    """``_native_batch_norm_legit_functional`` (training) and ``..._no_training`` into primitive operations."""
+    values = flat.values()
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op in _TRAINING and node.args[5] is True:
+            return _training(node, values)
+        if node.op in _INFERENCE:
+            return _inference(node, values)
+        return None
+
+    return rewrite_nodes(flat, step)
+
+
+class _Writer:
+    """Adds nodes with names under the norm's own."""
+
+    def __init__(self, node: Node) -> None:
+        self.node, self.nodes = node, list[Node]()
+
+    def add(self, op: str, args: tuple[Arg, ...], suffix: str, shape: Shape, flows: bool | None = None) -> Ref:
+        node = like(self.node, op, args, f"{self.node.name}_{suffix}", shape, flows=flows)
+        self.nodes.append(node)
+        return Ref(node.name)
+
+    def affine(self, normal: Ref, shape: Shape, wide: Shape) -> None:
+        """``normal * weight + bias`` into the norm's own result."""
+        weight, bias = self.node.args[1], self.node.args[2]
+        if weight is not None:
+            weight = self.add("aten.reshape", (weight, size_args(wide)), "weight", wide)
+            normal = self.add("aten.mul.Tensor", (normal, weight), "scaled", shape)
+        if bias is not None:
+            bias = self.add("aten.reshape", (bias, size_args(wide)), "bias", wide)
+            normal = self.add("aten.add.Tensor", (normal, bias), "shifted", shape)
+        last = self.nodes.pop()
+        self.nodes.append(Node(last.op, last.args, (), (self.node.outputs[0],), last.module, last.source, last.no_grad))
+
+
+def _minus_one(size: Dim) -> Arg:
+    dim = simplify(expression(size) - 1)
+    return Symbol(dim) if isinstance(dim, str) else dim
+
+
+def _training(node: Node, values: Mapping[str, Value]) -> tuple[tuple[Node, ...], Mapping[str, str]]:
+    x, running_mean, running_var = node.args[0], node.args[3], node.args[4]
+    momentum, epsilon = node.args[6], node.args[7]
+    assert isinstance(x, Ref) and isinstance(momentum, float)
+    shape = values[x.name].shape
+    reduced = tuple(dim for dim in range(len(shape)) if dim != 1)
+    wide: Shape = tuple(size if dim == 1 else 1 for dim, size in enumerate(shape))
+    size = count([shape[dim] for dim in reduced])
+    number: Arg = Symbol(size) if isinstance(size, str) else size
+    writer = _Writer(node)
+    total = writer.add("aten.sum.dim_IntList", (x, reduced, True), "sum", wide)
+    mean = writer.add("aten.div.Tensor", (total, number), "mean", wide)
+    centered = writer.add("aten.sub.Tensor", (x, mean), "centered", shape)
+    squares = writer.add("aten.mul.Tensor", (centered, centered), "squares", shape)
+    deviation = writer.add("aten.sum.dim_IntList", (squares, reduced, True), "squares_sum", wide)
+    variance = writer.add("aten.div.Tensor", (deviation, number), "variance", wide)
+    shifted = writer.add("aten.add.Tensor", (variance, epsilon), "variance_eps", wide)
+    inverse = writer.add("aten.rsqrt", (shifted,), "inverse", wide)
+    writer.affine(writer.add("aten.mul.Tensor", (centered, inverse), "normal", shape), shape, wide)
+    aliases: dict[str, str] = {}
+    if running_mean is not None and running_var is not None and len(node.outputs) >= 5:
+        narrow = values[running_mean.name].shape  # type: ignore[union-attr]
+        unbiased = writer.add("aten.div.Tensor", (deviation, _minus_one(size)), "unbiased", wide)
+        for running, fresh, output in ((running_mean, mean, node.outputs[3]), (running_var, unbiased, node.outputs[4])):
+            stem = output.name.removeprefix(f"{node.name.removesuffix('_0')}_")
+            flat_fresh = writer.add("aten.reshape", (fresh, size_args(narrow)), f"new{stem}", narrow)
+            held = writer.add("aten.detach", (flat_fresh,), f"held{stem}", narrow, flows=False)
+            old = writer.add("aten.mul.Tensor", (running, 1.0 - momentum), f"old{stem}", narrow, flows=False)
+            part = writer.add("aten.mul.Tensor", (held, momentum), f"part{stem}", narrow, flows=False)
+            aliases[output.name] = writer.add("aten.add.Tensor", (old, part), f"running{stem}", narrow, flows=False).name
+    return tuple(writer.nodes), aliases
+
+
+def _inference(node: Node, values: Mapping[str, Value]) -> tuple[tuple[Node, ...], Mapping[str, str]]:
+    x, running_mean, running_var, epsilon = node.args[0], node.args[3], node.args[4], node.args[6]
+    assert isinstance(x, Ref)
+    shape = values[x.name].shape
+    wide: Shape = tuple(size if dim == 1 else 1 for dim, size in enumerate(shape))
+    writer = _Writer(node)
+    mean = writer.add("aten.reshape", (running_mean, size_args(wide)), "mean", wide, flows=False)
+    variance = writer.add("aten.reshape", (running_var, size_args(wide)), "variance", wide, flows=False)
+    inverse = writer.add("aten.rsqrt", (writer.add("aten.add.Tensor", (variance, epsilon), "eps", wide, False),), "inverse", wide, False)
+    centered = writer.add("aten.sub.Tensor", (x, mean), "centered", shape)
+    writer.affine(writer.add("aten.mul.Tensor", (centered, inverse), "normal", shape), shape, wide)
+    return tuple(writer.nodes), {}

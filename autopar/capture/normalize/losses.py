@@ -1,0 +1,97 @@
+"""Losses as sums over the batch and a count, so that a sharded batch gives the loss of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sympy
+
+from autopar.capture.flat import Flat, like, rewrite_nodes
+from autopar.errors import CaptureError
+from autopar.ir.dims import Dim, expression, has_batch, simplify
+from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
+
+_MEAN, _SUM = 1, 2
+
+
+def cross_entropy(flat: Flat) -> Flat:
+    """``cross_entropy_loss`` becomes ``cross_entropy_sum``, divided by ``count_valid`` for the mean; flattening before it vanishes."""
+    values, producers = flat.values(), flat.producers()
+
+    def unflatten(logits: str, target: str) -> tuple[str, str]:
+        one, two = producers.get(logits), producers.get(target)
+        if one is None or one.op != "aten.reshape" or len(values[logits].shape) != 2:
+            return logits, target
+        wide = one.operands()[0]
+        if values[wide].shape[-1:] != values[logits].shape[-1:]:
+            return logits, target
+        for candidate in (two.operands()[0] if two is not None and two.op == "aten.reshape" else "", target):
+            if candidate and values[candidate].shape == values[wide].shape[:-1]:
+                return wide, candidate
+        return logits, target
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op != "aten.cross_entropy_loss":
+            return None
+        given = (*node.args, *(None, _MEAN, -100, 0.0)[len(node.args) - 2 :])
+        options = dict(zip(("weight", "reduction", "ignore_index", "label_smoothing"), given[2:], strict=True)) | dict(node.kwargs)
+        if options["weight"] is not None or options["reduction"] not in (_MEAN, _SUM):
+            raise CaptureError(f"{node.source}: cross entropy with class weights or reduction='none' is not supported; reduce it yourself")
+        logits, target = node.operands()[:2]
+        if values[target].dtype != "int64":
+            raise CaptureError(f"{node.source}: cross entropy with class probabilities is not supported; give class indices")
+        new: list[Node] = []
+        if len(values[logits].shape) > 2:
+            order = (0, *range(2, len(values[logits].shape)), 1)
+            shape = tuple(values[logits].shape[dim] for dim in order)
+            last = like(node, "aten.permute", (Ref(logits), order), f"{node.name}_last", shape)
+            new.append(last)
+            values[last.name] = last.outputs[0]
+            logits = last.name
+        logits, target = unflatten(logits, target)
+        ignore = options["ignore_index"]
+        args: tuple[Arg, ...] = (Ref(logits), Ref(target), ignore, options["label_smoothing"])
+        if options["reduction"] == _SUM:
+            new.append(Node("ap.cross_entropy_sum", args, (), node.outputs, node.module, node.source, node.no_grad))
+            return tuple(new), {}
+        total = like(node, "ap.cross_entropy_sum", args, f"{node.name}_sum", ())
+        count = like(node, "ap.count_valid", (Ref(target), ignore), f"{node.name}_count", (), flows=False)
+        if values[logits].dtype != "float32":
+            count = like(node, "ap.count_valid", (Ref(target), ignore), f"{node.name}_count", (), dtype=values[logits].dtype, flows=False)
+        quotient = (Ref(total.name), Ref(count.name))
+        division = Node("aten.div.Tensor", quotient, (), node.outputs, node.module, node.source, node.no_grad)
+        return (*new, total, count, division), {}
+
+    return rewrite_nodes(flat, step)
+
+
+def full_means(flat: Flat) -> Flat:
+    """A mean over the batch becomes a sum and a division by the number of elements, which the batch determines."""
+    values = flat.values()
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op not in ("aten.mean", "aten.mean.dim"):
+            return None
+        operand = values[node.operands()[0]]
+        rank = len(operand.shape)
+        dims = node.args[1] if node.op == "aten.mean.dim" and len(node.args) > 1 and node.args[1] is not None else None
+        reduced = [int(dim) % rank for dim in dims] if isinstance(dims, tuple) and dims else list(range(rank))  # type: ignore[arg-type]
+        if node.op == "aten.mean.dim" and not any(has_batch(operand.shape[dim]) for dim in reduced):
+            return None
+        result = node.outputs[0]
+        total = Value(f"{result.name}_sum", result.shape, result.dtype, result.differentiable)
+        keep = len(node.args) > 2 and bool(node.args[2])
+        args: tuple[Arg, ...] = (node.args[0],) if result.shape == () else (node.args[0], tuple(reduced), keep)
+        op = "aten.sum" if result.shape == () else "aten.sum.dim_IntList"
+        summed = Node(op, args, (), (total,), node.module, node.source, node.no_grad)
+        size = count([operand.shape[dim] for dim in reduced])
+        number: Arg = Symbol(size) if isinstance(size, str) else size
+        mean = Node("aten.div.Tensor", (Ref(total.name), number), (), (result,), node.module, node.source, node.no_grad)
+        return (summed, mean), {}
+
+    return rewrite_nodes(flat, step)
+
+
+def count(shape: list[Dim]) -> Dim:
+    """The number of elements, in B where it depends on it."""
+    return simplify(sympy.prod([expression(dim) for dim in shape]))

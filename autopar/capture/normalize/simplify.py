@@ -1,0 +1,87 @@
+"""Copies, full slices and the like vanish; views and casts get one spelling each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.capture.flat import Flat, rewrite_nodes, size_args
+from autopar.ir.graph import DType, Node, Ref, Value
+
+_RESHAPES = ("aten.view", "aten._unsafe_view", "aten.reshape", "aten.flatten.using_ints", "aten.unflatten.int", "aten._reshape_copy")
+_COPIES = ("aten.clone", "aten.alias", "aten.lift_fresh_copy", "aten.contiguous", "aten.detach_", "aten.lift_fresh")
+_VIEWS = ("aten.reshape", "aten.expand", "aten.slice.Tensor", "aten.permute", "aten.to.dtype", "aten.squeeze.dims")
+
+
+def casts(flat: Flat) -> Flat:
+    """``_to_copy(x, dtype=d)`` becomes ``to.dtype(x, d)``; without a dtype it is a copy."""
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op != "aten._to_copy":
+            return None
+        dtype = dict(node.kwargs).get("dtype")
+        if not isinstance(dtype, DType):
+            return (), {node.name: node.operands()[0]}
+        return (replace(node, op="aten.to.dtype", args=(node.args[0], dtype), kwargs=()),), {}
+
+    return rewrite_nodes(flat, step)
+
+
+def reshapes(flat: Flat) -> Flat:
+    """Every view that keeps the order of elements is ``reshape(x, sizes)``; a reshape of a reshape is one."""
+    producers: dict[str, Node] = {}
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op not in _RESHAPES:
+            return None
+        operand = node.operands()[0]
+        while operand in producers:
+            operand = producers[operand].operands()[0]
+        new = replace(node, op="aten.reshape", args=(Ref(operand), size_args(node.outputs[0].shape)), kwargs=())
+        producers[node.name] = new
+        return (new,), {}
+
+    return rewrite_nodes(flat, step)
+
+
+def no_ops(flat: Flat) -> Flat:
+    """Operations that give back their operand are dropped; dropout gets one spelling."""
+    values = flat.values()
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        operands = node.operands()
+        if node.op in ("aten.native_dropout", "aten.dropout", "ap.dropout"):
+            probability, active = node.args[1], node.args[2] if len(node.args) > 2 else True
+            if probability == 0 or active is False:
+                return (), {node.name: operands[0]}
+            return (Node("ap.dropout", (node.args[0], probability), (), node.outputs[:1], node.module, node.source, node.no_grad),), {}
+        if not operands or len(node.outputs) != 1:
+            return None
+        before, after = values[operands[0]], node.outputs[0]
+        if not same_type(before, after) or (before.differentiable and not after.differentiable):
+            return None
+        if node.op in _COPIES or (node.op in _VIEWS and is_identity(node)) or is_neutral(node):
+            return (), {node.name: operands[0]}
+        return None
+
+    return rewrite_nodes(flat, step)
+
+
+def same_type(before: Value, after: Value) -> bool:
+    return before.shape == after.shape and before.dtype == after.dtype
+
+
+def is_identity(node: Node) -> bool:
+    """Of a view-like node that keeps shape and dtype: whether it keeps every element in place."""
+    if node.op == "aten.permute":
+        dims = node.args[1]
+        return isinstance(dims, tuple) and list(dims) == list(range(len(dims)))
+    return not (node.op == "aten.slice.Tensor" and len(node.args) > 4 and node.args[4] != 1)
+
+
+def is_neutral(node: Node) -> bool:
+    """``x + 0``, ``x - 0``, ``x * 1``, ``x / 1`` with a number."""
+    if len(node.args) < 2 or isinstance(node.args[1], (bool, tuple)) or not isinstance(node.args[1], (int, float)):
+        return False
+    base = node.op.split(".")[1]
+    return (base in ("add", "sub") and node.args[1] == 0) or (base in ("mul", "div") and node.args[1] == 1)

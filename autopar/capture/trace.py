@@ -1,0 +1,176 @@
+"""torch.export of a copy of the model without data: the model itself is never touched."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, export
+
+from autopar.capture.guards import refuse_custom_functions, refuse_hooks
+from autopar.errors import CaptureError
+
+NO_GRAD_MARK = "autopar_no_grad"
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """An exported program of a module `LossOnly` around the model, with the names of its tensor inputs."""
+
+    program: ExportedProgram
+    input_names: tuple[str, ...]
+    batch: int
+    symbolic: bool
+    ties: Mapping[str, str]
+    """Every name of a tied parameter or buffer, to its first one."""
+
+
+class LossOnly(nn.Module):
+    """Calls the model with one dictionary and returns its scalar loss."""
+
+    def __init__(self, model: nn.Module, constants: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.module = model
+        self.constants = dict(constants)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return find_loss(self.module(**batch, **self.constants))
+
+
+def find_loss(output: Any) -> Tensor:
+    """The scalar: the output itself, its ``.loss``, its ``["loss"]``, or the first of a tuple. CaptureError otherwise."""
+    candidate = output
+    if isinstance(output, Mapping):
+        candidate = output.get("loss")
+    elif hasattr(output, "loss"):
+        candidate = output.loss
+    elif isinstance(output, (tuple, list)) and output:
+        candidate = output[0]
+    if not isinstance(candidate, Tensor) or candidate.numel() != 1:
+        raise CaptureError(
+            f"the model returns {type(output).__name__} without a scalar loss; return the loss, or an object with .loss "
+            "(Hugging Face models need labels in the example inputs)"
+        )
+    return candidate.reshape(())
+
+
+def copy_without_data(model: nn.Module, compute_dtype: torch.dtype | None) -> nn.Module:
+    """A deep copy on the meta device; floating parameters in `compute_dtype`. Ties stay ties."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        dtype = compute_dtype if compute_dtype is not None and parameter.is_floating_point() else parameter.dtype
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, dtype=dtype, device="meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and constants by the names of forward's parameters. CaptureError for what cannot be named."""
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(f"the example inputs do not fit {type(model).__name__}.forward{signature}: {error}") from None
+    flat: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            flat.update(value)
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            raise CaptureError(f"{type(model).__name__}.forward takes *{name}; pass the example inputs by keyword")
+        else:
+            flat[name] = value
+    tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
+    constants = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
+    if not tensors:
+        raise CaptureError("the example inputs hold no tensor; pass a dict of keyword arguments or a tuple")
+    for name, constant in constants.items():
+        if isinstance(constant, (list, tuple, dict)) and any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(constant)):
+            raise CaptureError(f"input {name} nests tensors in a {type(constant).__name__}; pass tensors as keyword arguments")
+    return tensors, constants
+
+
+def trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], compute_dtype: str | None, allowed: tuple[str, ...]
+) -> Traced:
+    """Exports with a symbolic batch; where the model specialises it, once more with the batch as it is."""
+    refuse_hooks(model)
+    tensors, constants = bind_inputs(model, args, kwargs)
+    leading = [tensor.shape[0] for tensor in tensors.values() if tensor.dim()]
+    batch = leading[0] if leading else 1
+    clone = LossOnly(copy_without_data(model, getattr(torch, compute_dtype) if compute_dtype else None), constants)
+    for (_, module), (_, original) in zip(clone.module.named_modules(), model.named_modules(), strict=True):
+        module.training = original.training
+    batched = {name: bool(tensor.dim()) and tensor.shape[0] == batch for name, tensor in tensors.items()}
+    traced_batch = max(batch, 2)
+    for symbolic in (True, False):
+        size = traced_batch if symbolic else batch
+        example = {
+            name: torch.empty((size, *tensor.shape[1:]) if batched[name] else tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in tensors.items()
+        }
+        if compute_dtype:
+            example = {k: v.to(getattr(torch, compute_dtype)) if v.is_floating_point() else v for k, v in example.items()}
+        shapes = ({name: {0: Dim.DYNAMIC} if batched[name] else None for name in example},) if symbolic else None
+        try:
+            with warnings.catch_warnings(), refuse_custom_functions(allowed):
+                warnings.simplefilter("ignore")
+                program = export(clone, (example,), dynamic_shapes=shapes, strict=False)
+                mark_no_grad(program)
+                program = program.run_decompositions({})
+            return Traced(program, tuple(tensors), batch, symbolic, first_names(model))
+        except CaptureError:
+            raise
+        except Exception as error:
+            if symbolic and not is_data_dependent(error):
+                continue
+            raise explain(error, model) from error
+    raise AssertionError
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """All names of parameters and buffers, each with the first name of the same tensor."""
+    first: dict[int, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def mark_no_grad(program: ExportedProgram) -> None:
+    """Decompositions inline ``no_grad`` regions; the mark on the region's call survives on what comes out of it."""
+    for node in program.graph.nodes:
+        if "set_grad_enabled" in str(node.target) and node.args and node.args[0] is False:
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), NO_GRAD_MARK: True}
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Whether tracing met a branch or a size that depends on data."""
+    text = f"{type(error).__name__} {error}"
+    return any(word in text for word in ("DataDependent", "data-dependent", "meta tensors", "on a meta tensor", "GuardOnDataDependent"))
+
+
+def explain(error: Exception, model: nn.Module) -> CaptureError:
+    """One line with the user's file and line."""
+    where = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if "/torch/" not in file and "/autopar/capture/" not in file and "<" not in file and "contextlib" not in file:
+            where = f"{file}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    if match := re.search(r'File "([^"]+)", line (\d+)', str(error)):
+        where = where or f"{match[1]}:{match[2]}"
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if is_data_dependent(error):
+        return CaptureError(
+            f"{where or type(model).__name__}: control flow or a size depends on the data of a tensor; "
+            "use torch.where or masks instead of if, .item() or boolean indexing"
+        )
+    return CaptureError(f"{where or type(model).__name__}: the model cannot be captured: {type(error).__name__}: {first[:200]}")

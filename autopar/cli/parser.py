@@ -1,0 +1,88 @@
+"""Arguments of the command line. Imports nothing heavy: ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NoReturn
+
+MODEL_HELP = "a bundled name (see `autopar models`), a Hugging Face config.json, or file.py:factory"
+CLUSTER_HELP = "preset:nodes (see `autopar clusters`), local:processes, or a YAML file"
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for a wrong argument."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"autopar: error: {message}; see `{self.prog} --help`", file=sys.stderr)
+        sys.exit(2)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _lazy(module: str) -> Callable[[argparse.Namespace, Any], int]:
+    """The command's `run`, imported when it is called."""
+
+    def run(arguments: argparse.Namespace, output: Any) -> int:
+        return int(import_module(f"autopar.cli.{module}").run(arguments, output))
+
+    return run
+
+
+def _planning(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
+    parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, for models that take tokens")
+    parser.add_argument("--dtype", default=None, help="float32 (default), bf16 (bf16 compute over float32 masters) or float64")
+    parser.add_argument("--force", default="", metavar="tp=4,zero=3", help="fix degrees: dp, tp, tp2, zero")
+    parser.add_argument("--strict", action="store_true", help="an operation without a sharding rule is an error")
+    parser.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="of one mesh's solve (default 60)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; `arguments.run(arguments, output)` runs the command."""
+    parser = Parser(prog="autopar", description="Automatic parallelization of PyTorch models: plan, rewrite, run.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
+
+    def add(name: str, module: str, help: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help, description=help)
+        command.add_argument("--json", action="store_true", help="one JSON document on stdout; progress goes to stderr")
+        command.set_defaults(run=_lazy(module))
+        return command
+
+    plan = add("plan", "plan", "search for the best plan and write it down")
+    _planning(plan)
+    plan.add_argument("--cluster", required=True, metavar="C", help=CLUSTER_HELP)
+    plan.add_argument("--optimizer", default="adamw", help="adamw (default), adam, sgd, ...: how much state each parameter has")
+    plan.add_argument("-o", "--output", metavar="plan.json", help="where to write the plan")
+
+    inspect = add("inspect", "inspect", "show what a plan chose, at each level")
+    inspect.add_argument("plan", metavar="plan.json")
+    views = inspect.add_mutually_exclusive_group()
+    for view, text in (
+        ("ops", "placements of every operation"),
+        ("memory", "bytes per device by kind"),
+        ("comm", "every collective"),
+        ("program", "the generated program"),
+    ):
+        views.add_argument(f"--{view}", dest="view", action="store_const", const=view, help=text)
+
+    verify = add("verify", "verify", "run the plan on local processes beside one process, and compare loss, gradients and a step")
+    _planning(verify)
+    verify.add_argument("--cluster", default="local:4", metavar="local:N", help="processes on this machine (default local:4)")
+    verify.add_argument("--plan", metavar="plan.json", help="verify this plan instead of searching for one")
+
+    export = add("export", "export", "write the program as a folder that needs nothing but torch")
+    export.add_argument("plan", metavar="plan.json")
+    export.add_argument("folder", metavar="DIR")
+
+    add("models", "listing", "bundled models")
+    add("clusters", "listing", "bundled clusters")
+    return parser

@@ -1,0 +1,103 @@
+"""``autopar plan``: searches, says what was found, and writes plan.json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from autopar.cli.output import Output, percent, seconds, size
+from autopar.errors import PlanError
+from autopar.ir.describe import words
+from autopar.ir.planfile import Plan
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    """Plans MODEL, prints the summary, and writes the plan where `-o` says."""
+    _check_target(arguments.output)
+    plan = make(arguments, output)[0]
+    if arguments.output:
+        plan.save(arguments.output)
+    summary(plan, output)
+    if arguments.output:
+        output.text(f"written to {arguments.output}")
+    output.document(json.loads(plan.to_json()))
+    return 0
+
+
+def make(arguments: argparse.Namespace, output: Output, device: str = "meta") -> tuple[Plan, Any, dict[str, Any]]:
+    """(plan, model, example inputs) for the planning arguments of a command."""
+    from autopar.api import make_plan, parse_force
+    from autopar.cli.models import load
+    from autopar.cost_models.hardware import Cluster
+
+    force = parse_force(arguments.force)
+    cluster = Cluster.parse(arguments.cluster, cache=Path.home() / ".cache" / "autopar")
+    output.progress(f"capturing {arguments.model}")
+    model, example = load(arguments.model, arguments.batch, arguments.seq, device)
+    plan = make_plan(
+        model,
+        cluster,
+        example,
+        precision=arguments.dtype or "float32",
+        force=force,
+        optimizer=getattr(arguments, "optimizer", "adamw"),
+        strict=arguments.strict,
+        time_limit_seconds=arguments.time_limit,
+        source=arguments.model,
+        seq=arguments.seq,
+        progress=output.progress,
+    )
+    return plan, model, example
+
+
+def _check_target(path: str | None) -> None:
+    """Before minutes of search: whether the result can be written."""
+    if path and not Path(path).resolve().parent.is_dir():
+        raise PlanError(f"cannot write {path}: the folder {Path(path).resolve().parent} does not exist; make it first")
+
+
+def summary(plan: Plan, output: Output) -> None:
+    """The tables that `plan` and `inspect` share."""
+    document, predicted = plan.document, plan.document.predicted
+    rows = [
+        ("model", f"{document.model.name}, {document.model.params / 1e6:.4g} M parameters"),
+        ("cluster", f"{document.cluster.name}, {document.cluster.devices} devices"),
+        ("plan", words(plan.graph, plan.candidate)),
+        ("batch", f"{document.batch.global_} global, {document.batch.micro} per data rank" + _seq(document.batch.seq)),
+        ("precision", f"{document.precision.compute} compute, {document.precision.master} parameters, {document.optimizer}"),
+        ("step", _step(plan)),
+        ("memory", f"{size(predicted.peak_memory_bytes)} per device at the peak"),
+        ("search", f"{document.search.status}, gap {percent(predicted.gap)}, {document.search.candidates} candidates, "
+         f"{document.search.seconds:.1f} s"),
+        ("replicated", ", ".join(f"{axis}: {percent(x)} of FLOPs" for axis, x in document.replicated_share.items()) or "-"),
+    ]  # fmt: skip
+    if document.replicated_ops:
+        rows.append(("no rule for", ", ".join(document.replicated_ops)))
+    output.table(str(plan), ("", "chosen"), rows)
+    chosen = predicted.step_seconds
+    compared = [("this plan", seconds(chosen), size(predicted.peak_memory_bytes), "yes", "1")]
+    for name, baseline in document.baselines.items():
+        if baseline is not None:
+            ratio = f"{baseline.step_seconds / chosen:.3g}" if baseline.step_seconds and chosen else "-"
+            fits = "yes" if baseline.fits else "no"
+            compared.append((name.upper(), seconds(baseline.step_seconds), size(baseline.peak_memory_bytes), fits, ratio))
+    output.table("Beside plain data parallelism", ("", "step", "peak memory", "fits", "times this plan"), compared)
+    if document.search.meshes:
+        meshes = [(m.mesh, m.status, seconds(m.step_seconds), size(m.peak_memory_bytes)) for m in document.search.meshes]
+        output.table("Meshes", ("mesh", "status", "step", "peak memory"), meshes)
+
+
+def _seq(seq: int | None) -> str:
+    return f", sequences of {seq}" if seq else ""
+
+
+def _step(plan: Plan) -> str:
+    predicted = plan.document.predicted
+    said = [seconds(predicted.step_seconds)]
+    if predicted.tokens_per_second_per_device is not None:
+        said.append(f"{predicted.tokens_per_second_per_device:.4g} tokens/s per device")
+    if predicted.tflops_per_device is not None:
+        said.append(f"{predicted.tflops_per_device:.4g} TFLOP/s per device, {percent(predicted.mfu)} of peak")
+    return ", ".join(said)

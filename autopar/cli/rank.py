@@ -1,0 +1,56 @@
+"""What one spawned process of ``autopar verify`` does. Imports torch, the loader of programs and the runtime, nothing else."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def work(rank: int, size: int, folder: str) -> None:
+    """Reads `folder`/job.pt, runs one step, and on rank 0 writes `folder`/result.pt."""
+    from autopar.program.build import load
+    from autopar.runtime.mesh import MeshHandle
+    from autopar.runtime.parallel import Parallel
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    logging.getLogger("torch.distributed.tensor").setLevel(
+        logging.ERROR
+    )  # gathering a strided shard to compare it is slow: so be it
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    try:
+        job = torch.load(Path(folder) / "job.pt", weights_only=True, mmap=True)
+        program = load(job["program"]).Program(MeshHandle(job["axes"]))
+        parallel = Parallel(program, job["state"])
+        result = step(parallel, job["batch"], job["learning_rate"])
+        if rank == 0:
+            torch.save(result, Path(folder) / "result.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def step(model: torch.nn.Module, batch: dict[str, torch.Tensor], learning_rate: float) -> dict[str, Any]:
+    """Loss, every gradient and every parameter after one step of SGD, as full tensors by name. Collective on a parallel model."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+    out = model(**batch)
+    loss = out if isinstance(out, torch.Tensor) else out.loss
+    loss.backward()
+    parameters = dict(model.named_parameters())
+    gradients = {name: _full(parameters[name].grad, parameters[name]) for name in names}
+    optimizer.step()
+    return {"loss": loss.detach(), "gradients": gradients, "parameters": {name: _full(parameters[name]) for name in names}}
+
+
+def _full(tensor: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor:
+    if tensor is None:
+        assert like is not None
+        return torch.zeros(like.shape, dtype=like.dtype)
+    whole = tensor.detach()
+    return (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).clone()

@@ -1,0 +1,146 @@
+"""``autopar verify``: the plan on local processes beside the model on one: loss, every gradient, one optimizer step."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+
+from autopar.cli.output import Output
+from autopar.cli.plan import make
+from autopar.errors import ClusterError, PlanMismatch
+from autopar.ir.describe import words
+from autopar.ir.planfile import Plan, load
+
+LEARNING_RATE = 0.1
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest difference of one tensor, relative to its own largest value (or, for a gradient that is noise, to 1e-3 of the
+    largest gradient of all)."""
+
+    what: str
+    name: str
+    relative: float
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    """Exit status 0 where all agree, 1 where they do not: a plan that computes something else is a bug."""
+    plan, model, example = _plan(arguments, output)
+    size = plan.candidate.mesh.size
+    output.progress(f"running {words(plan.graph, plan.candidate)} on {size} local processes")
+    dtype = getattr(torch, plan.candidate.precision.master)
+    model = model.to(dtype)
+    batch = {name: value.to(dtype) if value.is_floating_point() else value for name, value in _named(plan, example).items()}
+    distributed = _distributed(plan, model, batch)
+    output.progress("running the model on one process")
+    from autopar.cli.rank import step
+
+    reference = step(copy.deepcopy(model), batch, LEARNING_RATE)
+    differences = compare(reference, distributed)
+    tolerance = TOLERANCE[plan.candidate.precision.compute]
+    passed = all(difference.relative <= tolerance for difference in differences)
+    _report(plan, differences, tolerance, passed, reference, distributed, output)
+    return 0 if passed else 1
+
+
+def _plan(arguments: argparse.Namespace, output: Output) -> tuple[Plan, nn.Module, dict[str, Any]]:
+    """The plan to verify, and a model with values."""
+    if not arguments.cluster.startswith("local"):
+        raise ClusterError(f"verify runs on this machine: write --cluster local:4, not {arguments.cluster}")
+    torch.manual_seed(0)
+    if arguments.plan is None:
+        return make(arguments, output, device="cpu")
+    from autopar.api import check_plan
+    from autopar.cli.models import load as load_model
+    from autopar.cost_models.hardware import Cluster
+
+    plan = load(arguments.plan)
+    batch = plan.document.batch
+    if arguments.batch not in (None, batch.global_):
+        raise PlanMismatch(f"the plan is for a batch of {batch.global_}, not {arguments.batch}: leave --batch out, or plan again")
+    model, example = load_model(arguments.model, batch.global_, arguments.seq or batch.seq, "cpu")
+    check_plan(plan, model, Cluster.parse(f"local:{plan.candidate.mesh.size}"), example)
+    return plan, model, example
+
+
+def _named(plan: Plan, example: dict[str, Any] | tuple[Any, ...]) -> dict[str, torch.Tensor]:
+    if isinstance(example, tuple):
+        return {value.name: tensor for value, tensor in zip(plan.graph.inputs, example, strict=True)}
+    return {name: tensor for name, tensor in example.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _distributed(plan: Plan, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """One step on spawned processes: they get the program's text and full tensors, and import no model library."""
+    from autopar.cli.rank import work
+    from autopar.passes.pipeline import lower
+    from autopar.program.source import render
+
+    state = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    job = {
+        "program": render(lower(plan.graph, plan.candidate)),
+        "axes": {axis.name: axis.size for axis in plan.candidate.mesh.axes},
+        "state": {name: tensor.detach() for name, tensor in state.items()},
+        "batch": batch,
+        "learning_rate": LEARNING_RATE,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(job, Path(folder) / "job.pt")
+        size = plan.candidate.mesh.size
+        spawn(work, args=(size, folder), nprocs=size)
+        result: dict[str, Any] = torch.load(Path(folder) / "result.pt", weights_only=True)
+        return result
+
+
+def compare(reference: dict[str, Any], found: dict[str, Any]) -> list[Difference]:
+    """Every tensor of two steps, side by side."""
+    noise = 1e-3 * max((float(g.abs().max()) for g in reference["gradients"].values() if g.numel()), default=0.0)
+    out = [Difference("loss", "loss", _relative(reference["loss"], found["loss"], 0.0))]
+    for what, floor in (("gradients", noise), ("parameters", LEARNING_RATE * noise)):
+        for name, tensor in reference[what].items():
+            there = found[what].get(name)
+            out.append(Difference(what, name, float("inf") if there is None else _relative(tensor, there, floor)))
+    return out
+
+
+def _relative(reference: torch.Tensor, found: torch.Tensor, floor: float) -> float:
+    if reference.shape != found.shape:
+        return float("inf")
+    a, b = reference.double(), found.double()
+    if not a.numel():
+        return 0.0
+    difference = float((a - b).abs().max())
+    return difference / max(float(a.abs().max()), floor, 1e-300) if difference == difference else float("inf")
+
+
+def _report(
+    plan: Plan,
+    differences: list[Difference],
+    tolerance: float,
+    passed: bool,
+    reference: dict[str, Any],
+    distributed: dict[str, Any],
+    output: Output,
+) -> None:
+    rows, data = [], {}
+    for what in ("loss", "gradients", "parameters"):
+        group = [d for d in differences if d.what == what]
+        worst = max(group, key=lambda d: d.relative)
+        bad = [d.name for d in group if d.relative > tolerance]
+        label = "parameters after one step" if what == "parameters" else what
+        rows.append((label, len(group), f"{worst.relative:.2e}", worst.name, f"{len(bad)} differ" if bad else "equal"))
+        data[what] = {"tensors": len(group), "worst": worst.relative, "worst_name": worst.name, "different": bad}
+    title = f"{plan.document.model.name}: {words(plan.graph, plan.candidate)} against one process"
+    output.table(title, ("", "tensors", "largest difference", "of", f"within {tolerance:g}"), rows)
+    output.text("equal" if passed else "DIFFERENT")
+    losses = {"single": float(reference["loss"]), "distributed": float(distributed["loss"])}
+    output.document({"passed": passed, "tolerance": tolerance, "mesh": str(plan.candidate.mesh), "losses": losses, **data})

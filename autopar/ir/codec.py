@@ -1,0 +1,205 @@
+"""Graphs and candidates to and from the structs of `document`. Exact both ways; ValueError on text that is no placement."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from autopar.ir.document import (
+    ArcInfo,
+    AxisInfo,
+    BlockDoc,
+    BlockInfo,
+    CallDoc,
+    GraphDoc,
+    MeshInfo,
+    NodeDoc,
+    OpInfo,
+    ParameterDoc,
+    ValueDoc,
+)
+from autopar.ir.graph import Arg, Block, Call, DType, Graph, Node, Parameter, Ref, Symbol, Value
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.placement import Placements, format_placements, parse_placements
+from autopar.ir.plan import Arc, BlockPlan, Candidate, NodePlan, Precision
+
+_INT64 = 2**63
+
+
+def encode_arg(arg: Arg) -> Any:
+    """JSON of one argument. What JSON has no word for is an object of one key: ref, size, dtype, float (inf, nan), int (wide)."""
+    if isinstance(arg, Ref):
+        return {"ref": arg.name}
+    if isinstance(arg, Symbol):
+        return {"size": arg.dim}
+    if isinstance(arg, DType):
+        return {"dtype": arg.name}
+    if isinstance(arg, tuple):
+        return [encode_arg(item) for item in arg]
+    if isinstance(arg, float) and not math.isfinite(arg):
+        return {"float": str(arg)}
+    if isinstance(arg, int) and not -_INT64 <= arg < _INT64:
+        return {"int": str(arg)}
+    return arg
+
+
+def decode_arg(data: Any) -> Arg:
+    """The inverse of `encode_arg`."""
+    if isinstance(data, list | tuple):
+        return tuple(decode_arg(item) for item in data)
+    if not isinstance(data, dict):
+        if data is None or isinstance(data, int | float | str):
+            return data
+        raise ValueError(f"{data!r} is not an argument")
+    (key, value), *rest = data.items() or ((None, None),)
+    if rest or key not in ("ref", "size", "dtype", "float", "int") or not isinstance(value, str | int):
+        raise ValueError(f"{data!r} is not an argument; write {{ref}}, {{size}}, {{dtype}}, {{float}} or {{int}}")
+    if key == "size":
+        return Symbol(value)
+    if key in ("float", "int"):
+        return float(value) if key == "float" else int(value)
+    return Ref(str(value)) if key == "ref" else DType(str(value))
+
+
+def encode_value(value: Value) -> ValueDoc:
+    return ValueDoc(value.name, value.shape, value.dtype, value.differentiable)
+
+
+def decode_value(doc: ValueDoc) -> Value:
+    return Value(doc.name, doc.shape, doc.dtype, doc.differentiable)
+
+
+def _encode_node(node: Node) -> NodeDoc:
+    return NodeDoc(
+        op=node.op,
+        args=tuple(encode_arg(arg) for arg in node.args),
+        outputs=tuple(encode_value(value) for value in node.outputs),
+        kwargs={key: encode_arg(arg) for key, arg in node.kwargs},
+        module=node.module,
+        source=node.source,
+        no_grad=node.no_grad,
+    )
+
+
+def _decode_node(doc: NodeDoc) -> Node:
+    return Node(
+        op=doc.op,
+        args=tuple(decode_arg(arg) for arg in doc.args),
+        kwargs=tuple((key, decode_arg(arg)) for key, arg in doc.kwargs.items()),
+        outputs=tuple(decode_value(value) for value in doc.outputs),
+        module=doc.module,
+        source=doc.source,
+        no_grad=doc.no_grad,
+    )
+
+
+def encode_graph(graph: Graph) -> GraphDoc:
+    """The graph as structs."""
+    blocks = tuple(
+        BlockDoc(
+            name=block.name,
+            inputs=tuple(encode_value(value) for value in block.inputs),
+            parameters=tuple(ParameterDoc(encode_value(p.value), p.path, p.trainable, p.buffer) for p in block.parameters),
+            nodes=tuple(_encode_node(node) for node in block.nodes),
+            outputs=block.outputs,
+            updates=block.updates,
+        )
+        for block in graph.blocks
+    )
+    return GraphDoc(
+        name=graph.name,
+        inputs=tuple(encode_value(value) for value in graph.inputs),
+        blocks=blocks,
+        calls=tuple(CallDoc(c.block, c.prefix, c.inputs, c.outputs, c.parameters) for c in graph.calls),
+        loss=graph.loss,
+        batch=graph.batch,
+        fingerprint=graph.fingerprint,
+        batch_is_symbolic=graph.batch_is_symbolic,
+        notes=graph.notes,
+    )
+
+
+def decode_graph(doc: GraphDoc) -> Graph:
+    """The inverse of `encode_graph`."""
+    blocks = tuple(
+        Block(
+            name=block.name,
+            inputs=tuple(decode_value(value) for value in block.inputs),
+            parameters=tuple(Parameter(decode_value(p.value), p.path, p.trainable, p.buffer) for p in block.parameters),
+            nodes=tuple(_decode_node(node) for node in block.nodes),
+            outputs=block.outputs,
+            updates=block.updates,
+        )
+        for block in doc.blocks
+    )
+    return Graph(
+        name=doc.name,
+        inputs=tuple(decode_value(value) for value in doc.inputs),
+        blocks=blocks,
+        calls=tuple(Call(c.block, c.prefix, c.inputs, c.outputs, c.parameters) for c in doc.calls),
+        loss=doc.loss,
+        batch=doc.batch,
+        fingerprint=doc.fingerprint,
+        batch_is_symbolic=doc.batch_is_symbolic,
+        notes=doc.notes,
+    )
+
+
+def _texts(placements: tuple[Placements, ...]) -> tuple[str, ...]:
+    return tuple(format_placements(each) for each in placements)
+
+
+def _placements(texts: tuple[str, ...]) -> tuple[Placements, ...]:
+    return tuple(parse_placements(text) for text in texts)
+
+
+def encode_blocks(graph: Graph, candidate: Candidate) -> tuple[tuple[BlockInfo, ...], tuple[OpInfo, ...]]:
+    """The block plans, and their node plans in one flat table."""
+    ops = {(block.name, node.name): node.op for block in graph.blocks for node in block.nodes}
+    infos, table = [], []
+    for plan in candidate.blocks:
+        arcs = tuple(ArcInfo(arc.value, format_placements(arc.source), format_placements(arc.target)) for arc in plan.arcs)
+        infos.append(BlockInfo(plan.block, plan.zero, _texts(plan.inputs), _texts(plan.parameters), _texts(plan.outputs), arcs))
+        table += [
+            OpInfo(
+                plan.block, n.node, ops.get((plan.block, n.node), ""), _texts(n.operands), _texts(n.results), n.label, n.function
+            )
+            for n in plan.nodes
+        ]
+    return tuple(infos), tuple(table)
+
+
+def decode_blocks(infos: tuple[BlockInfo, ...], ops: tuple[OpInfo, ...]) -> tuple[BlockPlan, ...]:
+    """The inverse of `encode_blocks`."""
+    nodes: dict[str, list[NodePlan]] = {info.block: [] for info in infos}
+    for op in ops:
+        if op.block not in nodes:
+            raise ValueError(f"ops name the block {op.block!r}, which is not in `blocks`")
+        nodes[op.block].append(NodePlan(op.node, _placements(op.operands), _placements(op.results), op.label, op.function))
+    return tuple(
+        BlockPlan(
+            block=info.block,
+            inputs=_placements(info.inputs),
+            parameters=_placements(info.parameters),
+            outputs=_placements(info.outputs),
+            nodes=tuple(nodes[info.block]),
+            arcs=tuple(Arc(arc.value, parse_placements(arc.source), parse_placements(arc.target)) for arc in info.arcs),
+            zero=info.zero,
+        )
+        for info in infos
+    )
+
+
+def encode_mesh(mesh: Mesh) -> MeshInfo:
+    return MeshInfo(tuple(AxisInfo(axis.name, axis.size) for axis in mesh.axes))
+
+
+def decode_mesh(info: MeshInfo) -> Mesh:
+    return Mesh(tuple(Axis(axis.name, axis.size) for axis in info.axes))
+
+
+def decode_candidate(
+    mesh: MeshInfo, blocks: tuple[BlockInfo, ...], ops: tuple[OpInfo, ...], batch: int, precision: Precision
+) -> Candidate:
+    """The candidate that the file describes."""
+    return Candidate(decode_mesh(mesh), decode_blocks(blocks, ops), batch, precision)

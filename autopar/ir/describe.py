@@ -1,0 +1,71 @@
+"""A plan in the words of the trade. Nothing reads these but people: the compiler knows placements only."""
+
+from __future__ import annotations
+
+from autopar.ir import dims
+from autopar.ir.document import Parallelism
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.placement import Shard
+from autopar.ir.plan import Candidate
+
+_PLACES = {
+    "embedding_sharded": "vocabulary-parallel embedding",
+    "cross_entropy_sharded": "vocabulary-parallel loss",
+}
+_LINEAR = {"n": "column", "k": "row"}
+
+
+def parallelism(graph: Graph, candidate: Candidate) -> Parallelism:
+    """Degrees per kind; `zero` is that of the blocks that hold most parameters."""
+    mesh = candidate.mesh
+    model_ranks = mesh.size // mesh.size_of(DATA_AXIS)
+    weight: dict[int, int] = {}
+    for plan in candidate.blocks:
+        block = graph.block(plan.block)
+        held = sum(dims.numel(p.value.shape, candidate.batch) for p in block.parameters if not p.buffer)
+        weight[plan.zero] = weight.get(plan.zero, 0) + held * graph.count(plan.block)
+    zero = max(weight, key=lambda level: weight[level], default=0)
+    return Parallelism(dp=mesh.size_of(DATA_AXIS), tp=model_ranks, zero=zero)
+
+
+def words(graph: Graph, candidate: Candidate) -> str:
+    """One line: ``dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears, attention heads, sequence)``."""
+    zero = parallelism(graph, candidate).zero
+    parts = []
+    for index, axis in enumerate(candidate.mesh.axes):
+        if axis.size == 1 and len(candidate.mesh.axes) > 1:
+            continue
+        if axis.name == DATA_AXIS:
+            kind = f"ZeRO-{zero}" if zero else "replicated state"
+            parts.append(f"{axis.name}={axis.size}" + (f" ({kind})" if axis.size > 1 else ""))
+        else:
+            parts.append(f"{axis.name}={axis.size} ({', '.join(axis_words(graph, candidate, index)) or 'nothing sharded'})")
+    return " x ".join(parts)
+
+
+def axis_words(graph: Graph, candidate: Candidate, axis: int) -> tuple[str, ...]:
+    """What is sharded on one model axis, as names of parallelism."""
+    linears: set[str] = set()
+    found: dict[str, None] = {}
+    for plan in candidate.blocks:
+        block = graph.block(plan.block)
+        nodes = {node.name: node for node in block.nodes}
+        for each in plan.nodes:
+            op, label = nodes[each.node].op, each.label[axis] if axis < len(each.label) else ""
+            if op in ("aten.linear", "ap.linear_kn") and label in _LINEAR:
+                linears.add(_LINEAR[label])
+            if op.startswith("aten.scaled_dot_product_attention") and isinstance(each.results[0][axis], Shard):
+                found["attention heads"] = None
+            if isinstance(each.operands[0][axis] if each.operands else None, Shard) or label not in ("redundant", "pass"):
+                found.update((text, None) for name, text in _PLACES.items() if name in each.function)
+    out = [f"{'- and '.join(sorted(linears))}-parallel linears"] if linears else []
+    out += found
+    if _sharded_between_blocks(graph, candidate, axis):
+        out.append("sequence-sharded activations between blocks")
+    return tuple(out)
+
+
+def _sharded_between_blocks(graph: Graph, candidate: Candidate, axis: int) -> bool:
+    repeated = {block.name for block in graph.blocks if graph.count(block.name) > 1}
+    return any(isinstance(out[axis], Shard) for plan in candidate.blocks if plan.block in repeated for out in plan.outputs)

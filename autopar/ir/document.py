@@ -1,0 +1,215 @@
+"""The schema of ``plan.json``: one struct per object of the file. Types are checked on load; meaning is checked by `verify`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """`source` rebuilds the model: a bundled name, a config.json or ``file.py:factory``; empty for a module."""
+
+    name: str
+    fingerprint: str
+    params: int
+    source: str = ""
+
+
+class ClusterInfo(msgspec.Struct, frozen=True):
+    """`name` is what `Cluster.parse` reads; `devices` is the number of processes; `description` its hardware."""
+
+    name: str
+    devices: int
+    description: dict[str, Any] = {}
+
+
+class AxisInfo(msgspec.Struct, frozen=True):
+    name: str
+    size: int
+
+
+class MeshInfo(msgspec.Struct, frozen=True):
+    axes: tuple[AxisInfo, ...]
+
+
+class Parallelism(msgspec.Struct, frozen=True):
+    """The plan in the words of the trade: degrees, and the state sharding of most parameters. For people only."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: int = 0
+    virtual_stages: int = 1
+
+
+class BatchInfo(msgspec.Struct, frozen=True):
+    """`global` is the batch of an optimizer step, `micro` that of one forward on one data rank, `seq` its tokens or None."""
+
+    global_: int = msgspec.field(name="global")
+    micro: int
+    num_microbatches: int = 1
+    seq: int | None = None
+
+
+class ScheduleInfo(msgspec.Struct, frozen=True):
+    name: str = "none"
+
+
+class StageInfo(msgspec.Struct, frozen=True):
+    """One pipeline stage: which calls it runs, by their index in `graph.calls`."""
+
+    calls: tuple[int, ...]
+
+
+class PrecisionInfo(msgspec.Struct, frozen=True):
+    compute: str
+    master: str
+
+
+class OpInfo(msgspec.Struct, frozen=True):
+    """A `NodePlan`: placements as text, one word per mesh axis (``S(0) R``)."""
+
+    block: str
+    node: str
+    op: str
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    label: tuple[str, ...]
+    function: str = ""
+
+
+class ArcInfo(msgspec.Struct, frozen=True):
+    value: str
+    source: str
+    target: str
+
+
+class BlockInfo(msgspec.Struct, frozen=True):
+    """A `BlockPlan` without its nodes, which are in `ops`."""
+
+    block: str
+    zero: int
+    inputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    outputs: tuple[str, ...]
+    arcs: tuple[ArcInfo, ...]
+
+
+class Predicted(msgspec.Struct, frozen=True):
+    """The evaluator's word. `mfu` is over the model's FLOPs (no recomputation); `gap` is to `lower_bound_seconds`, relative."""
+
+    step_seconds: float | None = None
+    tokens_per_second_per_device: float | None = None
+    tflops_per_device: float | None = None
+    mfu: float | None = None
+    peak_memory_bytes: int | None = None
+    lower_bound_seconds: float | None = None
+    gap: float | None = None
+    memory: dict[str, int] = {}
+
+
+class Baseline(msgspec.Struct, frozen=True):
+    """Plain DDP or FSDP on the same cluster, priced by the same evaluator."""
+
+    step_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    fits: bool = True
+
+
+class MeshResult(msgspec.Struct, frozen=True):
+    """What the search found on one mesh."""
+
+    mesh: str
+    status: str
+    step_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    seconds: float = 0.0
+
+
+class SearchInfo(msgspec.Struct, frozen=True):
+    seconds: float = 0.0
+    candidates: int = 0
+    status: str = ""
+    meshes: tuple[MeshResult, ...] = ()
+
+
+class ValueDoc(msgspec.Struct, frozen=True):
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    differentiable: bool = False
+
+
+class NodeDoc(msgspec.Struct, frozen=True, omit_defaults=True):
+    op: str
+    args: tuple[Any, ...]
+    outputs: tuple[ValueDoc, ...]
+    kwargs: dict[str, Any] = {}
+    module: str = ""
+    source: str = ""
+    no_grad: bool = False
+
+
+class ParameterDoc(msgspec.Struct, frozen=True, omit_defaults=True):
+    value: ValueDoc
+    path: str
+    trainable: bool = True
+    buffer: bool = False
+
+
+class BlockDoc(msgspec.Struct, frozen=True):
+    name: str
+    inputs: tuple[ValueDoc, ...]
+    parameters: tuple[ParameterDoc, ...]
+    nodes: tuple[NodeDoc, ...]
+    outputs: tuple[str, ...]
+    updates: tuple[tuple[str, str], ...] = ()
+
+
+class CallDoc(msgspec.Struct, frozen=True):
+    block: str
+    prefix: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+class GraphDoc(msgspec.Struct, frozen=True):
+    name: str
+    inputs: tuple[ValueDoc, ...]
+    blocks: tuple[BlockDoc, ...]
+    calls: tuple[CallDoc, ...]
+    loss: str
+    batch: int
+    fingerprint: str
+    batch_is_symbolic: bool = True
+    notes: tuple[str, ...] = ()
+
+
+class PlanDocument(msgspec.Struct, frozen=True):
+    """The whole file."""
+
+    schema_version: int
+    model: ModelInfo
+    cluster: ClusterInfo
+    mesh: MeshInfo
+    parallelism: Parallelism
+    batch: BatchInfo
+    precision: PrecisionInfo
+    optimizer: str
+    schedule: ScheduleInfo
+    stages: tuple[StageInfo, ...]
+    blocks: tuple[BlockInfo, ...]
+    ops: tuple[OpInfo, ...]
+    recompute: tuple[str, ...]
+    predicted: Predicted
+    baselines: dict[str, Baseline | None]
+    search: SearchInfo
+    replicated_ops: tuple[str, ...]
+    replicated_share: dict[str, float]
+    graph: GraphDoc

@@ -1,0 +1,57 @@
+"""The device mesh: named axes, outermost first, ranks in row-major order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+DATA_AXIS = "dp"
+MODEL_AXES = ("tp", "tp2")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One mesh axis."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Axes, outermost first: the last axis joins neighbouring ranks. Axes of size 1 may be present.
+
+    The data axis (`DATA_AXIS`) carries the batch and the state sharding (ZeRO); every other axis is a model axis.
+    """
+
+    axes: tuple[Axis, ...]
+
+    @property
+    def size(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    def index(self, name: str) -> int:
+        return self.names.index(name)
+
+    def size_of(self, name: str) -> int:
+        """The size of the axis, 1 where the mesh has none of that name."""
+        return next((axis.size for axis in self.axes if axis.name == name), 1)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """The place of `rank`, one coordinate per axis."""
+        out: list[int] = []
+        for size in reversed(self.sizes):
+            rank, coordinate = divmod(rank, size)
+            out.append(coordinate)
+        return tuple(reversed(out))
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis.name}={axis.size}" for axis in self.axes)

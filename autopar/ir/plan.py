@@ -1,0 +1,79 @@
+"""What the solver decided: placements per value, arcs per conversion, state sharding per block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One operation on the mesh. `operands` and `results` are placements in the order of `Node.operands()` and outputs.
+
+    `label` names, per axis, the factor that is sharded (``n``, ``k``), ``redundant``, or ``pass`` (a Partial handed on).
+    `function` is the named function that replaces the op (``ap.embedding_sharded``), empty where the op itself runs on shards.
+    """
+
+    node: str
+    operands: tuple[Placements, ...]
+    results: tuple[Placements, ...]
+    label: tuple[str, ...]
+    function: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Arc:
+    """A conversion of one value that changes exactly one axis. The arcs of a value form a tree rooted where it is produced."""
+
+    value: str
+    source: Placements
+    target: Placements
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """A distinct block. `inputs`, `parameters`, `outputs` are the placements at its boundary; parameters as they are stored.
+
+    A graph value has one placement between blocks: the producer converts to it, consumers convert from it, inside.
+    `zero` is the state sharding on the data axis: 0 replicated, 1 optimizer, 2 and gradients, 3 and parameters.
+    """
+
+    block: str
+    inputs: tuple[Placements, ...]
+    parameters: tuple[Placements, ...]
+    outputs: tuple[Placements, ...]
+    nodes: tuple[NodePlan, ...]
+    arcs: tuple[Arc, ...]
+    zero: int
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """`compute` is the dtype of forward and backward, `master` of the stored parameters and gradients' reduction."""
+
+    compute: str = "float32"
+    master: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A mesh and the block plans on it: what evaluator, passes and program read."""
+
+    mesh: Mesh
+    blocks: tuple[BlockPlan, ...]
+    batch: int
+    precision: Precision
+
+    def block(self, name: str) -> BlockPlan:
+        return next(block for block in self.blocks if block.block == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A candidate with its graph: all that is needed to build the program."""
+
+    graph: Graph
+    candidate: Candidate

@@ -1,0 +1,158 @@
+"""Whether a candidate fits its graph: what evaluator, passes and runtime rely on, each naming the culprit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.errors import PlanError
+from autopar.ir import dims
+from autopar.ir.graph import Block, Graph, Value
+from autopar.ir.mesh import DATA_AXIS, Mesh
+from autopar.ir.placement import Invariant, Placements, can_shard, format_placements
+from autopar.ir.plan import BlockPlan, Candidate, NodePlan
+
+
+def verify_candidate(graph: Graph, candidate: Candidate, devices: int | None = None) -> None:
+    """PlanError, one line, at the first thing that does not fit. `devices` is the cluster's size, where it is known."""
+    _verify_mesh(candidate.mesh, devices)
+    degree = candidate.mesh.size_of(DATA_AXIS)
+    if candidate.batch < 1 or candidate.batch % degree:
+        raise PlanError(
+            f"the global batch {candidate.batch} does not divide over the data axis dp={degree}: make it a multiple of {degree}"
+        )
+    planned, known = [plan.block for plan in candidate.blocks], [block.name for block in graph.blocks]
+    if sorted(planned) != sorted(known):
+        different = sorted(set(planned) ^ set(known)) or planned
+        raise PlanError(f"the plan's blocks are not the graph's: {', '.join(different)}; plan the model again")
+    for block in graph.blocks:
+        _verify_block(block, candidate.block(block.name), candidate)
+    _verify_calls(graph, candidate)
+
+
+def _verify_mesh(mesh: Mesh, devices: int | None) -> None:
+    if not mesh.axes or len(set(mesh.names)) != len(mesh.axes) or any(axis.size < 1 for axis in mesh.axes):
+        raise PlanError(f"the mesh {mesh} needs axes of distinct names and sizes of at least 1")
+    if DATA_AXIS not in mesh.names:
+        raise PlanError(f"the mesh {mesh} has no data axis {DATA_AXIS!r}; add it with size 1")
+    if devices is not None and mesh.size != devices:
+        raise PlanError(
+            f"the mesh {mesh} has {mesh.size} ranks but the cluster has {devices} devices: make the axes multiply to it"
+        )
+
+
+def _same_length(what: str, expected: int, found: int) -> None:
+    if expected != found:
+        raise PlanError(f"{what}: expected {expected} entries, the plan has {found}")
+
+
+def _verify_placements(where: str, value: Value, placements: Placements, candidate: Candidate) -> None:
+    mesh = candidate.mesh
+    text = format_placements(placements)
+    if len(placements) != len(mesh.axes):
+        raise PlanError(
+            f"{where}: placements {text!r} of {value.name} have {len(placements)} axes, the mesh {mesh} has {len(mesh.axes)}"
+        )
+    shape = dims.values(value.shape, candidate.batch)
+    if not can_shard(shape, placements, mesh.sizes):
+        raise PlanError(
+            f"{where}: {value.name} of shape {list(shape)} cannot be {text!r} on {mesh}: a sharded dimension does not divide"
+        )
+
+
+def _verify_block(block: Block, plan: BlockPlan, candidate: Candidate) -> None:
+    where, values = f"block {block.name}", block.values()
+    if plan.zero not in (0, 1, 2, 3):
+        raise PlanError(f"{where}: zero={plan.zero} is not a state sharding; write 0, 1, 2 or 3")
+    _same_length(f"{where}, inputs", len(block.inputs), len(plan.inputs))
+    _same_length(f"{where}, parameters", len(block.parameters), len(plan.parameters))
+    _same_length(f"{where}, outputs", len(block.outputs), len(plan.outputs))
+    nodes = {node.name: node for node in block.nodes}
+    plans: dict[str, NodePlan] = {each.node: each for each in plan.nodes}
+    if len(plans) != len(plan.nodes) or plans.keys() != nodes.keys():
+        odd = sorted(plans.keys() ^ nodes.keys()) or sorted(n.node for n in plan.nodes)
+        raise PlanError(f"{where}: ops {', '.join(odd[:3])} are unknown, missing or listed twice; plan the model again")
+
+    produced: dict[str, Placements] = {}
+    for value, placements in zip(block.inputs, plan.inputs, strict=True):
+        produced[value.name] = placements
+    for parameter, placements in zip(block.parameters, plan.parameters, strict=True):
+        produced[parameter.value.name] = placements
+    needed: list[tuple[str, str, Placements]] = []
+    for name, node in nodes.items():
+        each = plans[name]
+        _same_length(f"{where}, operands of {name}", len(node.operands()), len(each.operands))
+        _same_length(f"{where}, results of {name}", len(node.outputs), len(each.results))
+        produced.update((value.name, placements) for value, placements in zip(node.outputs, each.results, strict=True))
+        needed += [(name, operand, placements) for operand, placements in zip(node.operands(), each.operands, strict=True)]
+    needed += [("the block's output", name, placements) for name, placements in zip(block.outputs, plan.outputs, strict=True)]
+
+    for name, placements in produced.items():
+        _verify_placements(where, values[name], placements, candidate)
+    for consumer, name, placements in needed:
+        _verify_placements(f"{where}, {consumer}", values[name], placements, candidate)
+    reached = _reached(where, plan, values, produced, candidate)
+    for consumer, name, placements in needed:
+        if placements not in reached[name]:
+            raise PlanError(
+                f"{where}: {consumer} needs {name} as {format_placements(placements)!r}, but its arcs from "
+                f"{format_placements(produced[name])!r} do not reach that"
+            )
+
+
+def _reached(
+    where: str, plan: BlockPlan, values: dict[str, Value], produced: dict[str, Placements], candidate: Candidate
+) -> dict[str, set[Placements]]:
+    """Per value the placements that it takes on: where it is produced, and the ends of its arcs, which must form a tree."""
+    targets: dict[str, list[Placements]] = {}
+    arcs: dict[str, list[tuple[Placements, Placements]]] = {}
+    for arc in plan.arcs:
+        if arc.value not in values:
+            raise PlanError(f"{where}: an arc names the value {arc.value!r}, which the block does not have")
+        text = f"{arc.value}: {format_placements(arc.source)} -> {format_placements(arc.target)}"
+        _verify_placements(f"{where}, arc", values[arc.value], arc.source, candidate)
+        _verify_placements(f"{where}, arc", values[arc.value], arc.target, candidate)
+        if sum(a != b for a, b in zip(arc.source, arc.target, strict=True)) != 1:
+            raise PlanError(f"{where}: arc {text} must change exactly one axis")
+        if arc.target == produced[arc.value] or arc.target in targets.get(arc.value, []):
+            raise PlanError(f"{where}: arc {text} leads to a placement that the value already has")
+        targets.setdefault(arc.value, []).append(arc.target)
+        arcs.setdefault(arc.value, []).append((arc.source, arc.target))
+    reached = {name: {placements} for name, placements in produced.items()}
+    for name, pending in arcs.items():
+        while ready := [pair for pair in pending if pair[0] in reached[name]]:
+            reached[name].update(target for _, target in ready)
+            pending = [pair for pair in pending if pair not in ready]
+        if pending:
+            raise PlanError(
+                f"{where}: the arc of {name} from {format_placements(pending[0][0])!r} starts where the value never is"
+            )
+    return reached
+
+
+def _boundary(graph: Graph, candidate: Candidate) -> Iterator[tuple[str, str, Placements]]:
+    """(kind and name, call, placement) of every place where blocks meet."""
+    for call in graph.calls:
+        plan, where = candidate.block(call.block), call.prefix or call.block
+        for names, placements, kind in (
+            (call.inputs, plan.inputs, "value"),
+            (call.outputs, plan.outputs, "value"),
+            (call.parameters, plan.parameters, "parameter"),
+        ):
+            for name, each in zip(names, placements, strict=True):
+                yield f"{kind} {name}", where, each
+
+
+def _verify_calls(graph: Graph, candidate: Candidate) -> None:
+    seen: dict[str, tuple[str, Placements]] = {}
+    for name, where, placements in _boundary(graph, candidate):
+        other, expected = seen.setdefault(name, (where, placements))
+        if placements != expected:
+            raise PlanError(
+                f"{name} is {format_placements(expected)!r} at {other} but {format_placements(placements)!r} at {where}: "
+                "between blocks it has one placement"
+            )
+    loss = seen.get(f"value {graph.loss}")
+    if loss is None or any(placement != Invariant() for placement in loss[1]):
+        raise PlanError(
+            f"the loss {graph.loss} must be Invariant (I) on every axis at the end of {loss[0] if loss else 'the graph'}"
+        )

@@ -1,0 +1,1 @@
+"""The lowered program as readable Python: text, module, exported folder."""

@@ -1,0 +1,116 @@
+"""Writes a folder that trains with nothing but torch: the program, a copy of the runtime, the plan, a script and a batch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from autopar.ir import dims
+from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.placement import Shard, parse_placement
+from autopar.passes.lowered import Lowered
+from autopar.program.source import render
+from autopar.program.templates import README, TRAIN
+
+EMBEDDINGS = ("aten.embedding", "ap.embedding_sharded")
+LOSSES = ("ap.cross_entropy_sum", "ap.cross_entropy_sharded")
+
+
+def export(
+    lowered: Lowered,
+    plan_json: str,
+    directory: str | Path,
+    *,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    batch: Mapping[str, torch.Tensor] | None = None,
+    learning_rate: float = 3e-4,
+) -> Path:
+    """Writes the folder and gives its path. Files of an earlier export are replaced, others are left alone.
+
+    `weights` are full tensors by original name, buffers included; without them the script initialises parameters by name.
+    `batch` is a global batch by input name; without it one is drawn.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "program.py").write_text(render(lowered, "runtime"), encoding="utf-8")
+    (folder / "plan.json").write_text(plan_json, encoding="utf-8")
+    _copy_runtime(folder / "runtime")
+    ranks = lowered.mesh.size
+    (folder / "train.py").write_text(TRAIN.format(learning_rate=learning_rate, ranks=ranks), encoding="utf-8")
+    (folder / "README.md").write_text(README.format(name=lowered.name, mesh=lowered.mesh, ranks=ranks), encoding="utf-8")
+    torch.save(dict(batch) if batch is not None else random_batch(lowered), folder / "batch.pt")
+    (folder / "weights.pt").unlink(missing_ok=True)
+    if weights is not None:
+        torch.save({name: tensor.detach().cpu().clone() for name, tensor in weights.items()}, folder / "weights.pt")
+    return folder
+
+
+def _copy_runtime(target: Path) -> None:
+    if target.exists():
+        shutil.rmtree(target)
+    target.mkdir()
+    for item in resources.files("autopar.runtime").iterdir():
+        if item.name.endswith(".py"):
+            (target / item.name).write_text(item.read_text(encoding="utf-8"), encoding="utf-8")
+
+
+def global_inputs(lowered: Lowered) -> dict[str, tuple[int, ...]]:
+    """The shapes of the planned global batch by input name."""
+    ranks = lowered.mesh.size_of(DATA_AXIS)
+    out = {}
+    for value, (name, texts) in zip(lowered.inputs, lowered.input_placements, strict=True):
+        shape = list(dims.values(value.shape, lowered.batch))
+        where = parse_placement(dict(texts).get(DATA_AXIS, "R"))
+        if isinstance(where, Shard):
+            shape[where.dim] *= ranks
+        out[name] = tuple(shape)
+    return out
+
+
+def random_batch(lowered: Lowered, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A global batch of the planned shapes: integers below the tables and classes that they index, other integers are 1."""
+    generator = torch.Generator().manual_seed(seed)
+    bounds = dict[str, int]()
+    for name, bound in _bounds(lowered):
+        bounds[name] = min(bound, bounds.get(name, bound))
+    out = {}
+    shapes = global_inputs(lowered)
+    for value in lowered.inputs:
+        dtype, shape = getattr(torch, value.dtype), shapes[value.name]
+        if dtype.is_floating_point:
+            out[value.name] = torch.randn(shape, generator=generator).to(dtype)
+        elif value.name in bounds:
+            out[value.name] = torch.randint(bounds[value.name], shape, generator=generator).to(dtype)
+        else:
+            out[value.name] = torch.ones(shape, dtype=dtype)
+    return out
+
+
+def _bounds(lowered: Lowered) -> Iterator[tuple[str, int]]:
+    """Inputs of the batch that index something, and how much they may index."""
+    inputs = {value.name for value in lowered.inputs}
+    for call in lowered.calls:
+        each = lowered.block(call.block)
+        block, values = each.block, each.block.values()
+        specs = {p.value.name: spec for p, spec in zip(block.parameters, each.specs, strict=True)}
+        roots = {value.name: {name} & inputs for value, name in zip(block.inputs, call.inputs, strict=True)}
+        for node in block.nodes:
+            operands = node.operands()
+            found = set().union(*(roots.get(name, set()) for name in operands))
+            roots.update((value.name, found if value.dtype.startswith(("int", "uint")) else set()) for value in node.outputs)
+            if node.op in EMBEDDINGS:
+                for name in operands:
+                    rows = [specs[other].shape[0] for other in operands if other in specs]
+                    rows = rows or [
+                        dims.value(values[other].shape[0], 1) for other in operands if values[other].dtype[:3] != "int"
+                    ]
+                    yield from ((root, rows[0]) for root in roots.get(name, set()))
+            elif node.op in LOSSES:
+                axis = dict(node.kwargs).get("axis")
+                classes = values[operands[0]].shape[-1]
+                ranks = lowered.mesh.size_of(axis) if isinstance(axis, str) else 1
+                yield from ((root, dims.value(classes, 1) * ranks) for root in roots.get(operands[1], set()))

@@ -1,0 +1,105 @@
+"""Finds the loops in a chain of calls: equal blocks one after another, each fed by the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.ir.graph import Call
+
+LONGEST_BODY = 8
+Slot = tuple[int, int]
+"""(call of the body, position among its inputs or outputs)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """`count` repetitions of ``len(body)`` calls from `start`; `body` is the first repetition, `last` the last.
+
+    `carried` are (input slot, output slot): what the input takes from the repetition before. All other inputs are made in the
+    same repetition, or the same in all.
+    """
+
+    start: int
+    count: int
+    body: tuple[Call, ...]
+    last: tuple[Call, ...]
+    carried: tuple[tuple[Slot, Slot], ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count * len(self.body)
+
+
+def find_loops(calls: Sequence[Call], loss: str) -> Iterator[Loop]:
+    """The calls in order, as loops; one that stands alone has ``count == 1``."""
+    uses = last_uses(calls, loss)
+    position = 0
+    while position < len(calls):
+        alone = (calls[position],)
+        best = Loop(position, 1, alone, alone)
+        for length in range(1, min(LONGEST_BODY, (len(calls) - position) // 2) + 1):
+            found = _longest(calls, position, length, uses)
+            if found is not None and found.end > best.end:
+                best = found
+        yield best
+        position = best.end
+
+
+def last_uses(calls: Sequence[Call], loss: str) -> dict[str, int]:
+    """The last call that reads each value; ``len(calls)`` for the loss."""
+    out = {name: index for index, call in enumerate(calls) for name in call.inputs}
+    return out | {loss: len(calls)}
+
+
+def _longest(calls: Sequence[Call], start: int, length: int, uses: dict[str, int]) -> Loop | None:
+    """The longest loop with this body, if any."""
+
+    def repetition(number: int) -> tuple[Call, ...]:
+        return tuple(calls[start + number * length : start + (number + 1) * length])
+
+    body = repetition(0)
+    carried: dict[Slot, Slot] | None = None
+    count = 1
+    while start + (count + 1) * length <= len(calls):
+        before, after = repetition(count - 1), repetition(count)
+        found = _carried(body, before, after)
+        if found is None or (carried is not None and found != carried):
+            break
+        dead_by = start + (count + 1) * length
+        if any(uses.get(name, -1) >= dead_by for call in before for name in call.outputs):
+            break
+        carried, count = found, count + 1
+    if carried is None or not _assignable(body, carried):
+        return None
+    return Loop(start, count, body, repetition(count - 1), tuple(carried.items()))
+
+
+def _carried(body: Sequence[Call], before: Sequence[Call], after: Sequence[Call]) -> dict[Slot, Slot] | None:
+    """What `after` takes from `before`, where it is otherwise like `body`; None where it is not."""
+    made = {name: (i, slot) for i, call in enumerate(body) for slot, name in enumerate(call.outputs)}
+    previous = {name: (i, slot) for i, call in enumerate(before) for slot, name in enumerate(call.outputs)}
+    carried: dict[Slot, Slot] = {}
+    for i, (first, call) in enumerate(zip(body, after, strict=True)):
+        if (first.block, len(first.inputs), len(first.outputs)) != (call.block, len(call.inputs), len(call.outputs)):
+            return None
+        for k, (old, new) in enumerate(zip(first.inputs, call.inputs, strict=True)):
+            if old in made:
+                j, slot = made[old]
+                if after[j].outputs[slot] != new:
+                    return None
+            elif new in previous:
+                carried[i, k] = previous[new]
+            elif new != old:
+                return None
+    return carried
+
+
+def _assignable(body: Sequence[Call], carried: dict[Slot, Slot]) -> bool:
+    """Whether one variable can hold each carried value: it begins as one value, and is not written before it is read."""
+    begins: dict[Slot, str] = {}
+    for (i, k), source in carried.items():
+        initial = body[i].inputs[k]
+        if begins.setdefault(source, initial) != initial or i > source[0]:
+            return False
+    return True

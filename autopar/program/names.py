@@ -1,0 +1,28 @@
+"""Names of the generated text that must not clash with torch's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from torch import nn
+
+from autopar.passes.readable_names import identifier
+
+OWN = frozenset(
+    {"mesh", "prefix", "original", "zero", "specs", "training", "lent", "blocks", "mesh_axes", "input_placements", "precision"}
+)
+IMPORTED = frozenset({"Block", "Parameter", "Program", "Base", "C", "F", "nn", "torch"})
+
+
+def attribute_of(path: str) -> str:
+    """The attribute of a parameter: its path with ``_`` for dots; equals ``runtime.module.Parameter.attribute``."""
+    name = re.sub(r"\W", "_", path)
+    if name[0].isdigit():
+        return f"p{name}"
+    return f"{name}_" if name in OWN or hasattr(nn.Module, name) else name
+
+
+def class_names(blocks: Iterable[str]) -> dict[str, str]:
+    """A class for each block: its name, unless the module imports that one."""
+    return {name: f"Model{name}" if name in IMPORTED else identifier(name) for name in blocks}

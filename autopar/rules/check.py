@@ -1,0 +1,42 @@
+"""Whether every operation of a candidate is placed as its rule allows: a plan edited by hand must not compute something else."""
+
+from __future__ import annotations
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.placement import format_placements
+from autopar.ir.plan import Candidate
+from autopar.rules.expand import block_strategies
+from autopar.rules.registry import Registry
+
+
+def check_strategies(graph: Graph, candidate: Candidate, registry: Registry) -> None:
+    """PlanError at the first operation whose operands, results and function are no strategy of its rule on some axis."""
+    for block in graph.blocks:
+        plans = {plan.node: plan for plan in candidate.block(block.name).nodes}
+        allowed = [
+            block_strategies(
+                block,
+                axis.size,
+                batch_axis=axis.name == DATA_AXIS,
+                batch_is_symbolic=graph.batch_is_symbolic,
+                registry=registry,
+            )
+            for axis in candidate.mesh.axes
+        ]
+        for node in block.nodes:
+            plan = plans[node.name]
+            functions = {""}
+            for index, strategies in enumerate(allowed):
+                operands = tuple(placements[index] for placements in plan.operands)
+                results = tuple(placements[index] for placements in plan.results)
+                fitting = [each for each in strategies[node.name] if (each.operands, each.results) == (operands, results)]
+                if not fitting:
+                    raise PlanError(
+                        f"block {block.name}, {node.name}: {node.op} cannot take ({format_placements(operands)}) to "
+                        f"({format_placements(results)}) on axis {candidate.mesh.axes[index].name}; plan the model again"
+                    )
+                functions |= {each.function for each in fitting}
+            if plan.function not in functions:
+                raise PlanError(f"block {block.name}, {node.name}: {plan.function!r} does not compute {node.op} as placed")

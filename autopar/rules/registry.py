@@ -1,0 +1,34 @@
+"""The table of rules as one immutable value, to which a user may add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from autopar.rules.aten import table
+from autopar.rules.notation import parse
+from autopar.rules.rule import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """Rules by operation: ``aten.add.Tensor`` is looked up as such, then as ``aten.add``."""
+
+    rules: Mapping[str, Rule] = field(default_factory=lambda: MappingProxyType({}))
+
+    def rule(self, op: str) -> Rule | None:
+        return self.rules.get(op) or self.rules.get(".".join(op.split(".")[:2]))
+
+    def register(self, op: str, line: str) -> Registry:
+        """A registry with one more rule. `op` is ``ns::name`` or ``ns.name``. ValueError where the line is wrong."""
+        parse(line)
+        return replace(self, rules=MappingProxyType({**self.rules, op.replace("::", "."): Rule(line, registered=True)}))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Registry, (dict(self.rules),)
+
+
+def default_registry() -> Registry:
+    """The rules of this package."""
+    return Registry(MappingProxyType(table()))

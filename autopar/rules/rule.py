@@ -1,0 +1,97 @@
+"""How one operation may be sharded: its line, where it is linear, and the programs that replace it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.ir.dims import Dim, Shape
+from autopar.ir.graph import Arg, Node, Ref
+from autopar.ir.placement import Placement
+from autopar.rules.notation import Line, Match, fit, parse
+from autopar.rules.strategy import InnerCollective
+
+
+def argument(node: Node, index: int, name: str, default: Arg = None) -> Arg:
+    """An argument by position or by name."""
+    if index < len(node.args):
+        return node.args[index]
+    return dict(node.kwargs).get(name, default)
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A line that depends on the operation's shapes and arguments.
+
+    `sizes` gives factor sizes that shapes do not tell. `minors` also shards a minor factor of a compound whose major could be
+    sharded instead (query heads within a group).
+    """
+
+    line: str
+    sizes: tuple[tuple[str, Dim], ...] = ()
+    minors: bool = False
+
+
+Derive = Callable[[Node, tuple[Shape, ...]], Derived | None]
+"""From a node and its operands' global shapes to its line; None where the form at hand has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFunction:
+    """The program that runs where `factor` is sharded. `result` overrides the results' placement (None: as the line says).
+
+    `collectives` tells what it communicates, from the node and its operands' global shapes.
+    """
+
+    factor: str
+    name: str
+    result: Placement | None = None
+    collectives: Callable[[Node, tuple[Shape, ...]], tuple[InnerCollective, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How an operation may be sharded.
+
+    `passes` are sets of operands in which it is linear together: all of them `Partial`, the others `Replicate`, gives Partial.
+    (``(0, 1)`` for a sum, ``(0,), (1,)`` for a product; ``"all"`` for all operands together.)
+    """
+
+    line: str | Derive
+    passes: tuple[tuple[int, ...] | str, ...] = ()
+    functions: tuple[NamedFunction, ...] = ()
+    registered: bool = False
+    """Whether a user gave it: then it must fit."""
+
+    def derived(self, node: Node, shapes: tuple[Shape, ...]) -> Derived | None:
+        return Derived(self.line) if isinstance(self.line, str) else self.line(node, shapes)
+
+
+def match(rule: Rule, node: Node, shapes: tuple[Shape, ...]) -> tuple[Match, Derived] | None:
+    """The rule's line fitted to a node; None where it has none for this form. ValueError where it does not fit."""
+    derived = rule.derived(node, shapes)
+    if derived is None:
+        return None
+    line = parse(derived.line)
+    if isinstance(rule.line, str):
+        line = _without_absent(line, node)
+    results = tuple(value.shape for value in node.outputs)
+    if len(line.operands) != len(shapes) or len(line.results) != len(results):
+        raise ValueError(f"rule {derived.line!r} of {node.op} does not fit its {len(shapes)} operands and {len(results)} results")
+    return fit(line, shapes, results, dict(derived.sizes)), derived
+
+
+def _without_absent(line: Line, node: Node) -> Line:
+    """The line without the operands that this node leaves out (None, or not given)."""
+    present: list[bool] = []
+    for arg in (*node.args, *(arg for _, arg in node.kwargs)):
+        if len(present) < len(line.operands) and (arg is None or isinstance(arg, Ref)):
+            present.append(arg is not None)
+        elif isinstance(arg, tuple):
+            present += [True] * _count(arg)
+    kept = [spec for spec, there in zip(line.operands, present, strict=False) if there]
+    return replace(line, operands=tuple(kept))
+
+
+def _count(arg: Sequence[object]) -> int:
+    return sum(isinstance(item, Ref) for item in arg)

@@ -1,0 +1,42 @@
+"""What one operation may do on one mesh axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.dims import Shape
+from autopar.ir.placement import Placement
+
+REDUNDANT = "redundant"
+PASS = "pass"
+
+
+@dataclass(frozen=True, slots=True)
+class InnerCollective:
+    """What a named function communicates on its axis. `shape` is the global shape of the tensor that is communicated.
+
+    `kind` is ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``; `backward` tells that it runs in the backward.
+    """
+
+    kind: str
+    shape: Shape
+    dtype: str
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AxisStrategy:
+    """Run the operation (or `function`) on local shards: where operands must be and where results then are, on one axis.
+
+    `operands` are in the order of ``Node.operands()``. `label` is the sharded factor, ``redundant`` or ``pass``.
+    """
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+    label: str
+    function: str = ""
+    collectives: tuple[InnerCollective, ...] = ()
+
+    def __str__(self) -> str:
+        operands, results = (", ".join(map(str, side)) for side in (self.operands, self.results))
+        return f"{self.label}: {operands} -> {results}" + (f" by {self.function}" if self.function else "")

@@ -1,0 +1,160 @@
+"""Every private torch call of autopar, each with the torch version it was seen on. tests/runtime/test_compat.py tests each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+# -- functional collectives: torch.ops._c10d_functional, seen on 2.13.0. They return before the data has arrived; `wait` waits.
+# On gloo 2.13.0 all of them work, bfloat16 sums, int64, bool gathers, reduce_scatter and all_to_all included.
+
+
+def all_reduce(flat: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """`op` is sum, max or min."""
+    result: torch.Tensor = torch.ops._c10d_functional.all_reduce(flat, op, group)
+    return result
+
+
+def all_gather(flat: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """``[k] -> [size * k]``."""
+    result: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor(flat, size, group)
+    return result
+
+
+def reduce_scatter(flat: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
+    """``[size * k] -> [k]``."""
+    result: torch.Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(flat, op, size, group)
+    return result
+
+
+def all_to_all(flat: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """``[size * k] -> [size * k]``, k elements to each rank."""
+    splits = [flat.shape[0] // size] * size
+    result: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(flat, splits, splits, group)
+    return result
+
+
+def wait(raw: torch.Tensor) -> torch.Tensor:
+    """The tensor, arrived."""
+    result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(raw)
+    return result
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs `callback` when the backward that is running now ends. Seen on 2.13.0 (FSDP2 and DDP use the same)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside a backward. Seen on 2.13.0."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def strided_shard(dim: int, parts: int) -> Any:
+    """DTensor's placement that reads `dim` as (parts, rest) and cuts the rest. Seen on 2.13.0."""
+    return _StridedShard(dim, split_factor=parts)
+
+
+def is_strided(placement: Any) -> bool:
+    """Whether `placement` came from `strided_shard`."""
+    return isinstance(placement, _StridedShard)
+
+
+def group_name(device_mesh: Any, axis: str) -> str:
+    """The name under which functional collectives know the group of a mesh axis. Seen on 2.13.0."""
+    name: str = device_mesh.get_group(axis).group_name
+    return name
+
+
+def save_strided_pieces() -> None:
+    """Teaches torch.distributed.checkpoint that the local part of a DTensor may be several pieces of the whole.
+
+    On 2.13.0 DTensor names one chunk (the first offset, the local size) even for `_StridedShard`, whose pieces lie apart: a fused
+    query-key-value matrix cut by heads would be saved at wrong places without an error. DTensors in one piece are untouched.
+    """
+    if getattr(DTensor.__create_chunk_list__, "autopar", False):
+        return
+    chunk_list, write_items, shard_of = (
+        DTensor.__create_chunk_list__,
+        DTensor.__create_write_items__,
+        DTensor.__get_tensor_shard__,
+    )
+
+    def create_chunk_list(self: Any) -> list[Any]:
+        pieces = _pieces(self)
+        return chunk_list(self) if len(pieces) == 1 else [ChunkStorageMetadata(p.offsets, p.sizes) for p in pieces]
+
+    def create_write_items(self: Any, fqn: str, tensor: Any) -> list[Any]:
+        pieces = _pieces(self)
+        if len(pieces) == 1:
+            return write_items(self, fqn, tensor)  # type: ignore[no-any-return]
+        return [
+            WriteItem(
+                MetadataIndex(fqn, p.offsets),
+                WriteItemType.SHARD,
+                TensorWriteData(
+                    ChunkStorageMetadata(p.offsets, p.sizes), TensorProperties.create_from_tensor(tensor.to_local()), tensor.size()
+                ),
+            )
+            for p in pieces
+        ]
+
+    def get_tensor_shard(self: Any, index: Any) -> torch.Tensor:
+        pieces = _pieces(self)
+        if len(pieces) == 1:
+            return shard_of(self, index)  # type: ignore[no-any-return]
+        piece = next(p for p in pieces if p.offsets == torch.Size(index.offset))
+        local = self.to_local()
+        for dim, (start, size) in enumerate(zip(piece.starts, piece.sizes, strict=True)):
+            local = local.narrow(dim, start, size)
+        return local  # type: ignore[no-any-return]
+
+    create_chunk_list.autopar = True  # type: ignore[attr-defined]
+    DTensor.__create_chunk_list__ = create_chunk_list
+    DTensor.__create_write_items__ = create_write_items
+    DTensor.__get_tensor_shard__ = get_tensor_shard
+
+
+class _Piece(NamedTuple):
+    """`sizes` elements of the whole at `offsets`; they begin at `starts` in the local tensor."""
+
+    offsets: torch.Size
+    sizes: torch.Size
+    starts: tuple[int, ...]
+
+
+def _pieces(tensor: DTensor) -> list[_Piece]:
+    """The pieces of a DTensor's local part that are contiguous in the whole; one empty piece for an empty part."""
+    runs = [_runs(tensor, dim) for dim in range(tensor.dim())]
+    if not any(is_strided(placement) for placement in tensor.placements) or not all(runs):
+        zeros = (0,) * tensor.dim()
+        return [_Piece(torch.Size(zeros), tensor._local_tensor.shape, zeros)]
+    return [
+        _Piece(torch.Size(offset for offset, _, _ in box), torch.Size(size for _, size, _ in box), tuple(at for _, _, at in box))
+        for box in product(*runs)
+    ]
+
+
+def _runs(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
+    """(offset in the whole, length, start in the local tensor) of each run of consecutive indices along `dim`."""
+    coordinates = tensor.device_mesh.get_coordinate()
+    assert coordinates is not None
+    indices = torch.arange(tensor.shape[dim])
+    for axis, placement in enumerate(tensor.placements):
+        size, coordinate = tensor.device_mesh.size(axis), coordinates[axis]
+        if isinstance(placement, _StridedShard) and placement.dim == dim:
+            indices = indices.view(int(placement.split_factor), size, -1)[:, coordinate].reshape(-1)
+        elif isinstance(placement, Shard) and placement.dim == dim:
+            chunks = indices.chunk(size)
+            indices = chunks[coordinate] if coordinate < len(chunks) else indices[:0]
+    breaks = (indices[1:] != indices[:-1] + 1).nonzero().flatten().tolist()
+    starts = [0, *(at + 1 for at in breaks)] if len(indices) else []
+    ends = [*starts[1:], len(indices)]
+    return [(int(indices[start]), end - start, start) for start, end in zip(starts, ends, strict=False)]

@@ -1,0 +1,21 @@
+"""Errors of the runtime. `autopar.errors` holds the same ones for users of the package; an exported program has only these."""
+
+from __future__ import annotations
+
+
+class RuntimeProblem(Exception):
+    """Base: one line that says what is wrong, where, and how to mend it."""
+
+    exit_status = 2
+
+
+class LaunchProblem(RuntimeProblem):
+    """The program was launched with the wrong number of processes."""
+
+
+class BatchProblem(RuntimeProblem):
+    """A batch that does not fit the plan."""
+
+
+class StateProblem(RuntimeProblem):
+    """State that does not fit the program."""

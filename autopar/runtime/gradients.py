@@ -1,0 +1,123 @@
+"""How gradients of local parameters reach the canonical ones: reduced in buckets behind the backward, then moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .compat import at_end_of_backward
+
+
+def deliver(canonical: nn.Parameter, local: torch.Tensor) -> None:
+    """Adds a local gradient to ``canonical.grad``, taking the tensor over where there is none yet."""
+    data = canonical.data
+    assert isinstance(data, DTensor)
+    with torch.no_grad():
+        if canonical.grad is None:
+            canonical.grad = DTensor.from_local(
+                local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
+            )
+        else:
+            assert isinstance(canonical.grad, DTensor)
+            canonical.grad.to_local().add_(local)
+
+
+def forward_sharded(parameter: nn.Parameter, canonical: nn.Parameter) -> None:
+    """Moves the gradient that FSDP2 leaves on its sharded parameter. FSDP2 itself calls these hooks after its reduction."""
+
+    def move(sharded: torch.Tensor) -> None:
+        gradient, sharded.grad = sharded.grad, None
+        assert isinstance(gradient, DTensor)
+        with torch.no_grad():
+            deliver(canonical, gradient.to_local())
+
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(move)
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Replicated parameters of one block and dtype: one all-reduce, begun as soon as the last gradient is there."""
+
+    members: dict[nn.Parameter, nn.Parameter]
+    ready: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    flat: torch.Tensor | None = None
+    work: dist.Work | None = None
+
+    def begin(self, group: dist.ProcessGroup | None) -> None:
+        """Starts the sum over `group`."""
+        members = [parameter for parameter in self.members if parameter in self.ready]
+        self.flat = torch.cat([self.ready[parameter].reshape(-1) for parameter in members])
+        self.ready = {parameter: parameter for parameter in members}
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def finish(self) -> None:
+        """Waits and hands the sums out."""
+        assert self.flat is not None and self.work is not None
+        self.work.wait()
+        offset = 0
+        for parameter in self.ready:
+            piece = self.flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
+            offset += parameter.numel()
+            deliver(self.members[parameter], piece)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what a backward that failed left behind."""
+        self.ready, self.flat, self.work = {}, None, None
+
+
+class Buckets:
+    """All buckets of a program. `group` is the data axis's, None where it has one rank."""
+
+    def __init__(self, groups: Sequence[dict[nn.Parameter, nn.Parameter]], group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.begun: list[Bucket] = []
+        self.queued = False
+        self.buckets: list[Bucket] = []
+        for members in groups:
+            for dtype in dict.fromkeys(parameter.dtype for parameter in members):
+                self._add({p: c for p, c in members.items() if p.dtype == dtype and p.requires_grad})
+
+    def _add(self, members: dict[nn.Parameter, nn.Parameter]) -> None:
+        if not members:
+            return
+        bucket = Bucket(members)
+        self.buckets.append(bucket)
+        for parameter in members:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: self._arrived(bucket, parameter))
+
+    def _arrived(self, bucket: Bucket, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        gradient, parameter.grad = parameter.grad, None
+        if self.group is None:
+            deliver(bucket.members[parameter], gradient)
+            return
+        if not self.queued:
+            self.queued = True
+            at_end_of_backward(self._finish)
+        bucket.ready[parameter] = gradient
+        if len(bucket.ready) == len(bucket.members):
+            bucket.begin(self.group)
+            self.begun.append(bucket)
+
+    def _finish(self) -> None:
+        """Also reduces what is incomplete: parameters that this backward did not reach, on all ranks alike."""
+        for bucket in self.buckets:
+            if bucket.ready and bucket.flat is None:
+                bucket.begin(self.group)
+                self.begun.append(bucket)
+        for bucket in self.begun:
+            bucket.finish()
+        self.begun, self.queued = [], False
+
+    def reset(self) -> None:
+        """Before a forward: a backward that raised may have left half of its work."""
+        for bucket in self.begun if self.queued else ():
+            bucket.clear()
+        self.begun, self.queued = [], False

@@ -1,0 +1,86 @@
+"""Bases of the generated classes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from .layout import local_shape
+from .mesh import MeshHandle
+
+OWN = frozenset(
+    {"mesh", "prefix", "original", "zero", "specs", "training", "lent", "blocks", "mesh_axes", "input_placements", "precision"}
+)
+"""Attributes of the classes below."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter or buffer of a block: its path in the block, global shape, master dtype, and stored placement per model axis.
+
+    `placements` maps axis names to ``I``, ``S(dim)`` or ``S(dim,parts)`` with parts of the global tensor; a missing axis is ``I``.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    placements: Mapping[str, str] = field(default_factory=dict)
+    trainable: bool = True
+    buffer: bool = False
+    persistent: bool = True
+
+    @property
+    def attribute(self) -> str:
+        """The path with ``_`` for dots, made an identifier that hides nothing of nn.Module; generated text has the same rule."""
+        name = re.sub(r"\W", "_", self.path)
+        if name[0].isdigit():
+            return f"p{name}"
+        return f"{name}_" if name in OWN or hasattr(nn.Module, name) else name
+
+
+class Block(nn.Module):
+    """A piece of the program with its local parameters, on meta until `state.materialize` fills them.
+
+    `names` maps paths to original names where these are not prefix + path (tied parameters, the model's own glue).
+    """
+
+    zero: ClassVar[int] = 0
+    specs: ClassVar[tuple[Parameter, ...]] = ()
+
+    def __init__(self, mesh: MeshHandle, prefix: str, names: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.prefix = prefix
+        dotted = prefix + "." if prefix else ""
+        self.original = {spec.path: (names or {}).get(spec.path, dotted + spec.path) for spec in self.specs}
+        for spec in self.specs:
+            shape = local_shape(spec.shape, spec.placements, mesh)
+            empty = torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta")
+            if spec.buffer:
+                self.register_buffer(spec.attribute, empty, persistent=spec.persistent)
+            else:
+                self.register_parameter(spec.attribute, nn.Parameter(empty, requires_grad=spec.trainable))
+
+
+class Program(nn.Module):
+    """The whole step of one rank: `forward` takes this rank's batch and returns the loss, equal on all ranks."""
+
+    mesh_axes: ClassVar[dict[str, int]] = {}
+    input_placements: ClassVar[dict[str, dict[str, str]]] = {}
+    precision: ClassVar[tuple[str, str]] = ("float32", "float32")
+
+    def __init__(self, mesh: MeshHandle) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.lent: tuple[tuple[str, Block, str], ...] = ()
+
+    def blocks(self) -> Iterator[Block]:
+        """All blocks in the order in which they were made."""
+        for module in self.modules():
+            if isinstance(module, Block):
+                yield module

@@ -1,0 +1,49 @@
+"""The norm of all gradients, exact for every mixture of shardings, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from .mesh import MeshHandle
+
+
+def _sharded_axes(gradient: DTensor) -> tuple[bool, ...]:
+    """Per mesh axis, whether ranks hold different pieces (else each holds the whole, counted once)."""
+    return tuple(not isinstance(placement, Replicate) for placement in gradient.placements)
+
+
+def total_norm(gradients: Iterable[DTensor], mesh: MeshHandle, norm_type: float) -> torch.Tensor:
+    """The norm over all elements of all tensors, a scalar equal on all ranks; one small all-reduce per mesh axis."""
+    groups: dict[tuple[bool, ...], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault(_sharded_axes(gradient), []).append(gradient.to_local())
+    if not groups:
+        return torch.zeros((), device=mesh.device)
+    top = math.isinf(norm_type)
+    sums = []
+    for locals_ in groups.values():
+        norms = torch.stack(torch._foreach_norm([t if t.numel() else t.new_zeros(1) for t in locals_], norm_type))
+        sums.append(norms.max() if top else norms.pow(norm_type).sum())
+    values = torch.stack([value.to(torch.promote_types(torch.float32, value.dtype)) for value in sums])
+    for index, name in enumerate(mesh.axes):
+        cut = torch.tensor([axes[index] for axes in groups], device=mesh.device)
+        if mesh.axes[name] > 1 and bool(cut.any()):
+            reduced = values.clone()
+            dist.all_reduce(reduced, dist.ReduceOp.MAX if top else dist.ReduceOp.SUM, mesh.group(name))
+            values = torch.where(cut, reduced, values)
+    return values.max() if top else values.sum().pow(1.0 / norm_type)
+
+
+@torch.no_grad()
+def clip(gradients: list[DTensor], mesh: MeshHandle, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scales all gradients so that their norm is at most `max_norm`; gives the norm before, as torch's `clip_grad_norm_` does."""
+    norm = total_norm(gradients, mesh, norm_type)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.to_local().mul_(factor.to(gradient.dtype))
+    return norm

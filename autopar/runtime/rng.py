@@ -1,0 +1,53 @@
+"""Random masks that come from one seed, differ between shards and agree between replicas.
+
+A generator belongs to the coordinates of a rank on the axes that cut the tensor. Ranks with equal coordinates there draw the
+same numbers, since all ranks run the same program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from .axis import AxisHandle
+
+
+class Seeded(Protocol):
+    """What `dropout` needs of a mesh."""
+
+    seed: int
+
+    def axis(self, name: str) -> AxisHandle: ...
+
+
+@lru_cache(maxsize=1024)
+def generator(key: int, device: str) -> torch.Generator:
+    """The generator of a shard, made at first use. `generator.cache_clear()` starts all afresh."""
+    return torch.Generator(device).manual_seed(key)
+
+
+# One opaque operation, so that torch.compile neither merges nor repeats the draw.
+@torch.library.custom_op("autopar::keep_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _keep_mask(x: torch.Tensor, p: float, key: int) -> torch.Tensor:
+    keep = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return keep.bernoulli_(1 - p, generator=generator(key, str(x.device)))
+
+
+@_keep_mask.register_fake
+def _(x: torch.Tensor, p: float, key: int) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def dropout(x: torch.Tensor, p: float, training: bool, mesh: Seeded, sharded_axes: Iterable[str] = ()) -> torch.Tensor:
+    """Dropout of a local tensor. `sharded_axes` are the mesh axes on which `x` is Shard; on all others its mask agrees."""
+    if not training or p == 0:
+        return x
+    if p == 1:
+        return torch.zeros_like(x) * x
+    key = mesh.seed
+    for name in sharded_axes:
+        key = key * 65_537 + mesh.axis(name).coordinate + 1
+    return x * (_keep_mask(x.detach(), p, key % (1 << 62)) / (1 - p))

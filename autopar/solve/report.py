@@ -1,0 +1,70 @@
+"""What the search found, as a plan file: the description and the figures that people compare."""
+
+from __future__ import annotations
+
+from autopar.cost_models.hardware import Cluster
+from autopar.ir import dims
+from autopar.ir.describe import parallelism
+from autopar.ir.document import Baseline, ClusterInfo, MeshResult, ModelInfo, Predicted, SearchInfo
+from autopar.ir.graph import Graph
+from autopar.ir.planfile import Plan, make_plan
+from autopar.solve.search import SearchOptions, SearchResult
+
+
+def make_report(
+    graph: Graph,
+    cluster: Cluster,
+    found: SearchResult,
+    options: SearchOptions,
+    *,
+    source: str = "",
+    seq: int | None = None,
+    replicated_ops: tuple[str, ...] = (),
+) -> Plan:
+    """The plan with its predictions. PlanError where the candidate does not fit its graph: that would be a bug of the search."""
+    return make_plan(
+        graph,
+        found.candidate,
+        model=ModelInfo(graph.name, graph.fingerprint, _parameter_count(graph), source),
+        cluster=ClusterInfo(cluster.name, cluster.size, cluster.to_dict()),
+        parallelism=parallelism(graph, found.candidate),
+        optimizer=options.optimizer,
+        seq=seq,
+        predicted=_predicted(cluster, found, seq),
+        baselines={name: _baseline(found, name) for name in ("ddp", "fsdp")},
+        search=_search(found),
+        replicated_ops=replicated_ops,
+        replicated_share=dict(found.evaluation.redundant_share),
+    )
+
+
+def _parameter_count(graph: Graph) -> int:
+    return sum(dims.numel(p.value.shape, 1) for p in graph.parameters().values() if not p.buffer)
+
+
+def _predicted(cluster: Cluster, found: SearchResult, seq: int | None) -> Predicted:
+    evaluation = found.evaluation
+    seconds = evaluation.step_seconds
+    return Predicted(
+        step_seconds=seconds,
+        tokens_per_second_per_device=found.candidate.batch * (seq or 1) / seconds / cluster.size,
+        tflops_per_device=evaluation.tflops_per_device,
+        mfu=evaluation.mfu,
+        peak_memory_bytes=int(evaluation.peak_memory_bytes),
+        lower_bound_seconds=found.lower_bound_seconds,
+        gap=found.gap,
+        memory={kind: int(value) for kind, value in evaluation.memory},
+    )
+
+
+def _baseline(found: SearchResult, name: str) -> Baseline | None:
+    baseline = found.baselines.get(name)
+    return None if baseline is None else Baseline(baseline.step_seconds, int(baseline.peak_memory_bytes), baseline.fits)
+
+
+def _search(found: SearchResult) -> SearchInfo:
+    meshes = tuple(
+        MeshResult(str(m.mesh), m.status, m.step_seconds, m.peak_memory_bytes, m.seconds)  # in the order of the search
+        for m in found.meshes
+    )
+    return SearchInfo(found.seconds, len(meshes), found.status, meshes)

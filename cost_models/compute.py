@@ -1,0 +1,220 @@
+"""Seconds of one operation on one device: a roofline over FLOPs and memory traffic (Williams, Waterman, Patterson 2009)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from autopar.cost_models.collectives import collective_seconds
+from autopar.cost_models.flops import CUTS, FLOPS, LOOKUPS, VIEWS, Sizes, packet
+from autopar.cost_models.hardware import Cluster, Device, links_of_axis
+from autopar.cost_models.saved import Saved, saved_tensors
+from autopar.cost_models.sizes import itemsize, shards
+from autopar.ir import dims
+from autopar.ir.graph import Node, Value
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements, Shard
+from autopar.ir.plan import NodePlan
+from autopar.rules.registry import Registry, default_registry
+from autopar.rules.strategy import InnerCollective
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """One operation on one device: `*_seconds` computing, `*_comm_seconds` what a named function communicates per mesh axis."""
+
+    forward_seconds: float
+    backward_seconds: float
+    forward_flops: float
+    backward_flops: float
+    forward_comm_seconds: tuple[float, ...]
+    backward_comm_seconds: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward, computing and communicating."""
+        return self.forward_seconds + self.backward_seconds + sum(self.forward_comm_seconds) + sum(self.backward_comm_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What does not depend on placements: global FLOPs and bytes. `weights` of operands scale what the forward reads of them,
+    `backward_*` what the backward reads or writes; `kernels` are launches (forward, backward).
+    """
+
+    forward_flops: float
+    backward_flops: float
+    model_flops: float
+    operand_bytes: Sizes
+    result_bytes: Sizes
+    forward_operands: tuple[float, ...]
+    forward_results: tuple[float, ...]
+    backward_operands: tuple[float, ...]
+    backward_results: tuple[float, ...]
+    kernels: tuple[int, int]
+    dtype: str
+    attention: bool = False
+
+
+def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
+    """FLOPs and traffic of `node` at the global batch. Backward: one product of the forward's size per gradient that is needed;
+    attention recomputes its scores, five products for two (Dao et al., arXiv 2205.14135; model FLOPs count four). Everything
+    else streams: what autograd needs is read once, the gradients of the results are read, those of operands written."""
+    operands = [values[name] for name in node.operands()]
+    a = [dims.values(value.shape, batch) for value in operands]
+    out = [dims.values(value.shape, batch) for value in node.outputs]
+    op = packet(node.op)
+    needed = [value.differentiable and not node.no_grad for value in operands]
+    backward = any(needed) and any(value.differentiable for value in node.outputs)
+    needed = [need and backward for need in needed]
+    flops = FLOPS[op](node, a, out) if op in FLOPS else 0.0
+    attention = op == "aten.scaled_dot_product_attention"
+    products = sum(needed[1:3] if op in ("aten.addmm", "aten.baddbmm") else needed[:2])
+    weight_read = float(op not in VIEWS)
+    reads = [weight_read] * len(a)
+    if op in LOOKUPS:
+        reads[0] = 0.0
+    writes = [weight_read] * len(out)
+    kept = saved_tensors(node, values) if backward else Saved((False,) * len(a), (False,) * len(out))
+    same = [shape == out[0] for shape in a]
+    back_operands, back_results = _backward_traffic(op, needed, same, kept, flops > 0)
+    if op == "ap.cross_entropy_sum":  # the log-probabilities: written and read besides the logits
+        reads[0] += 2.0
+    if op in LOOKUPS:
+        writes = [2.0] * len(out)
+    return Profile(
+        flops,
+        2.5 * flops * backward if attention else products * flops,
+        flops * (1 + (2 * backward if attention else products)),
+        tuple(prod(shape) * itemsize(value.dtype) for shape, value in zip(a, operands, strict=True)),
+        tuple(prod(shape) * itemsize(value.dtype) for shape, value in zip(out, node.outputs, strict=True)),
+        tuple(reads),
+        tuple(writes),
+        back_operands,
+        back_results,
+        (0 if op in VIEWS else 1, _kernels(op, products, back_results, flops > 0 and not attention)),
+        operands[0].dtype if operands else node.outputs[0].dtype,
+        attention,
+    )
+
+
+def _kernels(op: str, products: int, backward: Sequence[float], is_product: bool) -> int:
+    if not any(backward):
+        return 0
+    return max(1, products) if is_product else 1
+
+
+def _backward_traffic(
+    op: str, needed: Sequence[bool], same: Sequence[bool], kept: Saved, is_product: bool
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """How often the backward touches each operand (kept and read, gradient written) and each result (kept, gradient read).
+
+    The gradient of a sum is handed on as it is, except where an operand was broadcast (`same` false): it is summed then.
+    """
+    results = len(kept.results)
+    if not any(needed) or (op in VIEWS and op not in CUTS):
+        return (0.0,) * len(needed), (0.0,) * results
+    if op in ("aten.add", "aten.sub"):
+        reduced = [need and not equal for need, equal in zip(needed, same, strict=True)]
+        return tuple(map(float, reduced)), (float(sum(reduced)),) * results
+    grads = float(max(1, sum(needed[:2]))) if is_product else 1.0
+    read = tuple(float(need) + held for need, held in zip(needed, kept.operands, strict=True))
+    return read, tuple(grads + held for held in kept.results)
+
+
+def roofline_seconds(
+    device: Device, flops: float, traffic_bytes: float, dtype: str, kernels: int, *, attention: bool = False
+) -> float:
+    """``max(FLOPs / (peak x fraction), bytes / (bandwidth x fraction), launches x floor)``."""
+    seconds = max(
+        traffic_bytes / (device.bandwidth_bytes_per_second * device.bandwidth_fraction), kernels * device.launch_seconds
+    )
+    if flops:
+        fraction = device.attention_fraction if attention else device.matmul_fraction
+        seconds = max(seconds, flops / (device.peak_flops_per_second(dtype) * fraction))
+    return seconds
+
+
+def work_shards(operands: Sequence[Placements], results: Sequence[Placements], axis_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Per axis, into how many parts the work is cut: the axis size where any tensor of the operation is sharded on it, else 1
+    (redundant, or a linear operation that hands on a Partial)."""
+    out = []
+    for axis, size in enumerate(axis_sizes):
+        for placements in (*operands, *results):
+            if type(placements[axis]) is Shard:
+                out.append(size)
+                break
+        else:
+            out.append(1)
+    return tuple(out)
+
+
+def price(known: Profile, plan: NodePlan, axis_sizes: Sequence[int], device: Device) -> tuple[float, float, float, float]:
+    """Forward and backward seconds, forward and backward FLOPs of one rank."""
+    work = prod(work_shards(plan.operands, plan.results, axis_sizes))
+    operands = [size / shards(place, axis_sizes) for size, place in zip(known.operand_bytes, plan.operands, strict=True)]
+    results = [size / shards(place, axis_sizes) for size, place in zip(known.result_bytes, plan.results, strict=True)]
+    forward = sum(map(float.__mul__, operands, known.forward_operands)) + sum(map(float.__mul__, results, known.forward_results))
+    backward = sum(map(float.__mul__, operands, known.backward_operands)) + sum(
+        map(float.__mul__, results, known.backward_results)
+    )
+    forward_flops, backward_flops = known.forward_flops / work, known.backward_flops / work
+    return (
+        roofline_seconds(device, forward_flops, forward, known.dtype, known.kernels[0], attention=known.attention),
+        roofline_seconds(device, backward_flops, backward, known.dtype, known.kernels[1], attention=known.attention),
+        forward_flops,
+        backward_flops,
+    )
+
+
+@lru_cache(maxsize=1)
+def _registry() -> Registry:
+    return default_registry()
+
+
+def inner_collectives(node: Node, values: Mapping[str, Value], function: str) -> tuple[tuple[str, InnerCollective], ...]:
+    """What named function `function` communicates where its factor is sharded: (factor, collective) pairs, from the rules."""
+    rule = _registry().rule(node.op)
+    shapes = tuple(values[name].shape for name in node.operands())
+    return tuple(
+        (named.factor, collective)
+        for named in (rule.functions if rule is not None else ())
+        if named.name == function and named.collectives is not None
+        for collective in named.collectives(node, shapes)
+    )
+
+
+def node_cost(
+    node: Node,
+    values: Mapping[str, Value],
+    plan: NodePlan,
+    mesh: Mesh,
+    batch: int,
+    cluster: Cluster,
+    known: Profile | None = None,
+) -> NodeCost:
+    """The cost of `node` under `plan` at the global `batch`. `known` is its `profile`, for callers that price many plans."""
+    known = known or profile(node, values, batch)
+    seconds = price(known, plan, mesh.sizes, cluster.device)
+    forward_comm = backward_comm = (0.0,) * len(mesh.sizes)
+    if plan.function:
+        forward_comm, backward_comm = _inner_seconds(node, values, plan, mesh, batch, cluster)
+    return NodeCost(*seconds, forward_comm, backward_comm)
+
+
+def _inner_seconds(
+    node: Node, values: Mapping[str, Value], plan: NodePlan, mesh: Mesh, batch: int, cluster: Cluster
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    forward, backward = [0.0] * len(mesh.sizes), [0.0] * len(mesh.sizes)
+    work = work_shards(plan.operands, plan.results, mesh.sizes)
+    for factor, collective in inner_collectives(node, values, plan.function):
+        for axis, label in enumerate(plan.label):
+            if label != factor:
+                continue
+            full = float(dims.numel(collective.shape, batch) * itemsize(collective.dtype))
+            full /= prod(cut for other, cut in enumerate(work) if plan.label[other] != factor)
+            side = backward if collective.backward else forward
+            side[axis] += collective_seconds(collective.kind, full, links_of_axis(cluster, mesh, axis))
+    return tuple(forward), tuple(backward)

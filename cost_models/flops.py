@@ -1,0 +1,85 @@
+"""FLOPs of operations by formula, and which of them move no data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+from autopar.ir.graph import Node
+
+Sizes = tuple[int, ...]
+
+VIEWS = frozenset(
+    "aten." + name
+    for name in (
+        *("reshape", "view", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select"),
+        *("split", "split_with_sizes", "chunk", "unbind", "narrow", "detach", "alias", "unflatten", "flatten", "numpy_T"),
+        *("expand_as", "view_as", "swapaxes", "movedim", "tensor_split"),
+    )
+)
+"""Operations whose forward only makes new strides."""
+
+CUTS = frozenset(
+    "aten." + name for name in ("slice", "select", "split", "split_with_sizes", "chunk", "unbind", "narrow", "expand")
+)
+"""Views whose backward writes a gradient of another size."""
+
+LOOKUPS = frozenset(["aten.embedding", "aten.index_select", "aten.gather", "aten.index"])
+"""Operations that read of their first operand only as much as they return."""
+
+
+def packet(op: str) -> str:
+    """``aten.add.Tensor`` -> ``aten.add``."""
+    return ".".join(op.split(".")[:2])
+
+
+def argument(node: Node, position: int, name: str, default: object = None) -> object:
+    """An argument given by position or by name."""
+    return node.args[position] if len(node.args) > position else dict(node.kwargs).get(name, default)
+
+
+def _linear(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
+    return 2.0 * prod(a[0]) * a[1][0]
+
+
+def _linear_kn(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
+    return 2.0 * prod(a[0]) * a[1][1]
+
+
+def _product(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
+    return 2.0 * prod(out[0]) * a[0][-1]
+
+
+def _added_product(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
+    return 2.0 * prod(out[0]) * a[1][-1]
+
+
+def _convolution(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
+    transposed = "transpose" in node.op or (
+        packet(node.op) == "aten.convolution" and bool(argument(node, 6, "transposed", False))
+    )
+    return 2.0 * prod(a[0] if transposed else out[0]) * prod(a[1][1:])
+
+
+def _attention(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
+    """Two products, scores and values: ``2 b n s t (d + e)``; causal: half of them (FlashAttention-2, arXiv 2307.08691)."""
+    q, k, v = a[:3]
+    return 2.0 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1]) * (0.5 if argument(node, 5, "is_causal", False) is True else 1.0)
+
+
+FLOPS: Mapping[str, Callable[[Node, Sequence[Sizes], Sequence[Sizes]], float]] = {
+    "aten.linear": _linear,
+    "ap.linear_kn": _linear_kn,
+    "aten.mm": _product,
+    "aten.bmm": _product,
+    "aten.matmul": _product,
+    "aten.addmm": _added_product,
+    "aten.baddbmm": _added_product,
+    "aten.convolution": _convolution,
+    "aten.conv1d": _convolution,
+    "aten.conv2d": _convolution,
+    "aten.conv3d": _convolution,
+    "aten.conv_transpose2d": _convolution,
+    "aten.scaled_dot_product_attention": _attention,
+}
+"""Forward FLOPs of matrix-product-like operations; others count none (as torch.utils.flop_counter). A multiply-add is two."""

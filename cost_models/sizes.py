@@ -1,0 +1,43 @@
+"""Bytes of tensors, and how sharding divides them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir import dims
+from autopar.ir.graph import Value
+from autopar.ir.placement import Placements, Shard
+
+_ITEMSIZE = {
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element; what is not listed (bool, int8, uint8, float8) takes one."""
+    return _ITEMSIZE.get(dtype, 1)
+
+
+def value_bytes(value: Value, batch: int) -> int:
+    """Bytes of the global tensor at global batch `batch`."""
+    return dims.numel(value.shape, batch) * itemsize(value.dtype)
+
+
+def shards(placements: Placements, axis_sizes: Sequence[int]) -> int:
+    """Into how many parts the placements cut a tensor."""
+    count = 1
+    for placement, size in zip(placements, axis_sizes, strict=True):
+        if type(placement) is Shard:
+            count *= size
+    return count

@@ -1,0 +1,75 @@
+"""Under mixed precision parameters are stored in the master dtype and read in the compute dtype.
+
+Before (compute bfloat16, master float32)::
+
+    %w: bfloat16[64, 64]  # parameter
+    %y = aten.linear(%x, %w)
+
+After: the stored dtype, and one cast before the first use. Where FSDP2 gathers in the compute dtype the cast does nothing;
+elsewhere (zero=0) autograd casts the gradient back, so it is summed in the master dtype::
+
+    %w: float32[64, 64]  # parameter
+    %w_cast: bfloat16[64, 64] = aten.to.dtype(%w, bfloat16)
+    %y = aten.linear(%x, %w_cast)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopar.ir.graph import Block, DType, Node, Parameter, Ref
+from autopar.ir.plan import Precision
+from autopar.passes.base import CONVERT, Context, Stage, first_uses, fresh, with_operands
+
+
+def stored_dtype(dtype: str, precision: Precision) -> str:
+    """The dtype in which a tensor that the graph reads as `dtype` is kept."""
+    return precision.master if dtype == precision.compute else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class CastParameters:
+    """Casts what is stored in another dtype than it is read in."""
+
+    name: str = "cast_parameters"
+
+    def run(self, stage: Stage, context: Context) -> Stage:
+        block, precision = stage.block, context.precision
+        casts = [p for p in block.parameters if stored_dtype(p.value.dtype, precision) != p.value.dtype]
+        if not casts:
+            return stage
+        taken, placements, uses = set(block.values()), dict(stage.placements), first_uses(block)
+        renamed: dict[str, str] = {}
+        before: dict[int, list[Node]] = {}
+        for parameter in casts:
+            value = parameter.value
+            if value.name not in uses:
+                continue
+            cast = replace(value, name=fresh(f"{value.name}_cast", taken))
+            renamed[value.name], placements[cast.name] = cast.name, placements[value.name]
+            node = Node("aten.to.dtype", (Ref(value.name), DType(value.dtype)), (), (cast,))
+            # Conversions of parameters are bucketed where the first one is needed: nothing may keep the others from it.
+            first = uses[value.name]
+            early = first < len(block.nodes) and block.nodes[first].op == CONVERT
+            before.setdefault(0 if early else first, []).append(node)
+        return Stage(self._rewritten(block, precision, before, renamed), placements, stage.local)
+
+    @staticmethod
+    def _rewritten(block: Block, precision: Precision, before: dict[int, list[Node]], renamed: dict[str, str]) -> Block:
+        nodes: list[Node] = []
+        for index, node in enumerate(block.nodes):
+            nodes += before.get(index, [])
+            nodes.append(with_operands(node, [renamed.get(name, name) for name in node.operands()]))
+        nodes += before.get(len(block.nodes), [])
+
+        def stored(parameter: Parameter) -> Parameter:
+            dtype = stored_dtype(parameter.value.dtype, precision)
+            return replace(parameter, value=replace(parameter.value, dtype=dtype))
+
+        return replace(
+            block,
+            parameters=tuple(map(stored, block.parameters)),
+            nodes=tuple(nodes),
+            outputs=tuple(renamed.get(name, name) for name in block.outputs),
+            updates=tuple((buffer, renamed.get(value, value)) for buffer, value in block.updates),
+        )

@@ -1,0 +1,110 @@
+"""Sizes become one rank's, and sharded operations become the functions that replace them.
+
+Before (dp=2, tp=4; sizes are global, ``B`` is the global batch)::
+
+    %q: [B, 16, 64] S(0) S(2) = aten.linear(%x, %w)
+    %r: [B, 16, 8, 8] S(0) S(2) = aten.reshape(%q, (<B>, 16, 8, 8))
+    %m: [] = aten.div.Tensor(%total, <16*B>)
+
+After (sizes are local, ``B`` is the batch of one data-parallel rank)::
+
+    %q: [B, 16, 16] = aten.linear(%x, %w)
+    %r: [B, 16, 2, 8] = aten.reshape(%q, (<B>, 16, 2, 8))
+    %m: [] = aten.div.Tensor(%total, <32*B>)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Arg, Node, Value
+from autopar.ir.placement import Placements, Shard, local_shape
+from autopar.ir.plan import NodePlan
+from autopar.passes.base import CONVERT, Context, Stage
+from autopar.rules.localize import localize_args, scale_batch
+
+
+def localize_value(value: Value, placements: Placements, context: Context) -> Value:
+    """The value with one rank's shape. PlanError where a sharded dimension does not divide."""
+    shape = tuple(scale_batch(dim, context.data_ranks) for dim in value.shape)
+    try:
+        return replace(value, shape=local_shape(shape, placements, context.mesh.sizes))
+    except ValueError as error:
+        raise PlanError(f"{value.name} cannot be sharded {' '.join(map(str, placements))}: {error}") from None
+
+
+def _embedding(node: Node, axis: str) -> Node:
+    weight, ids, *rest = node.args
+    padding = rest[0] if rest else dict(node.kwargs).get("padding_idx", -1)
+    found = padding if isinstance(padding, int) and padding >= 0 else None
+    kwargs: tuple[tuple[str, Arg], ...] = (("axis", axis), ("padding_idx", found))
+    return replace(node, op="ap.embedding_sharded", args=(ids, weight), kwargs=kwargs)
+
+
+def _by_axis(node: Node, axis: str) -> Node:
+    return replace(node, kwargs=(*node.kwargs, ("axis", axis)))
+
+
+FUNCTIONS: dict[str, tuple[int, int, Callable[[Node, str], Node]]] = {
+    "ap.embedding_sharded": (0, 0, _embedding),
+    "ap.cross_entropy_sharded": (0, -1, _by_axis),
+}
+"""By function: the operand and its dimension that are cut on the axis, and how its arguments are written."""
+
+
+def _function(node: Node, plan: NodePlan, ranks: tuple[int, ...], context: Context) -> Node:
+    """The node as a call of the plan's named function, on the axis on which it is sharded."""
+    operand, dim, write = FUNCTIONS.get(plan.function, (0, -1, _by_axis))
+    rank, placements = ranks[operand], plan.operands[operand]
+    axes = [
+        name
+        for name, where, size in zip(context.mesh.names, placements, context.mesh.sizes, strict=True)
+        if isinstance(where, Shard) and where.dim % rank == dim % rank and size > 1
+    ]
+    if not axes:
+        return node
+    if len(axes) > 1:
+        raise PlanError(f"{node.name}: {plan.function} runs on one axis, not on {' and '.join(axes)}; plan the model again")
+    return write(replace(node, op=plan.function), axes[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Localize:
+    """Makes all sizes local."""
+
+    name: str = "localize"
+
+    def run(self, stage: Stage, context: Context) -> Stage:
+        block, before = stage.block, stage.block.values()
+        after = {name: localize_value(value, stage.placements[name], context) for name, value in before.items()}
+        plans = {each.node: each for each in context.plan.nodes}
+        nodes = [self._node(node, plans.get(node.name), after, stage, context) for node in block.nodes]
+        changed = replace(
+            block,
+            inputs=tuple(after[value.name] for value in block.inputs),
+            parameters=tuple(replace(parameter, value=after[parameter.value.name]) for parameter in block.parameters),
+            nodes=tuple(nodes),
+        )
+        return Stage(changed, stage.placements, local=True)
+
+    def _node(self, node: Node, plan: NodePlan | None, after: dict[str, Value], stage: Stage, context: Context) -> Node:
+        outputs = tuple(after[value.name] for value in node.outputs)
+        if node.op == CONVERT:
+            return replace(node, outputs=outputs)
+        operands = node.operands()
+        try:
+            node = localize_args(node, [value.shape for value in outputs], context.data_ranks)
+        except (ValueError, TypeError) as error:
+            raise PlanError(f"{node.name} ({node.op}) cannot run on shards: {error}") from None
+        if plan is not None and plan.function:
+            node = _function(node, plan, tuple(len(after[name].shape) for name in operands), context)
+        return self._dropout(node, stage.placements[operands[0]], context) if node.op == "ap.dropout" else node
+
+    @staticmethod
+    def _dropout(node: Node, placements: Placements, context: Context) -> Node:
+        """Ranks that hold different elements draw different masks."""
+        pairs = zip(context.mesh.names, placements, context.mesh.sizes, strict=True)
+        axes = tuple(name for name, where, size in pairs if isinstance(where, Shard) and size > 1)
+        return replace(node, kwargs=(*node.kwargs, ("sharded_axes", axes)))

@@ -1,0 +1,56 @@
+"""What lowering gives: blocks of one rank's sizes with conversions as operations, and all that the program's text needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.graph import Block, Call, Value
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Precision
+from autopar.ir.text import print_block
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A parameter or buffer as it is stored: global shape, stored dtype, placement text per model axis where it is not ``I``."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    placements: tuple[tuple[str, str], ...] = ()
+    trainable: bool = True
+    buffer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredBlock:
+    """A block of local sizes; `specs` are in the order of ``block.parameters``."""
+
+    block: Block
+    specs: tuple[Spec, ...]
+    zero: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """The program of one rank. `batch` is the batch of one data-parallel rank in the plan; `inputs` have local sizes."""
+
+    name: str
+    mesh: Mesh
+    precision: Precision
+    batch: int
+    inputs: tuple[Value, ...]
+    input_placements: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+    blocks: tuple[LoweredBlock, ...]
+    calls: tuple[Call, ...]
+    loss: str
+    fingerprint: str = ""
+
+    def block(self, name: str) -> LoweredBlock:
+        return next(each for each in self.blocks if each.block.name == name)
+
+    def __str__(self) -> str:
+        calls = "".join(
+            f"{', '.join(call.outputs)} = {call.block}[{call.prefix}]({', '.join(call.inputs)})\n" for call in self.calls
+        )
+        return "\n".join(print_block(each.block) for each in self.blocks) + "\n" + calls

@@ -1,0 +1,118 @@
+"""The compiler's middle: one visible list of passes, checked after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Block, Graph
+from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.placement import Invariant, Placements, Replicate
+from autopar.ir.plan import BlockPlan, Candidate
+from autopar.passes.base import Context, Pass, Stage
+from autopar.passes.bucket_conversions import BucketConversions
+from autopar.passes.cast_parameters import CastParameters, stored_dtype
+from autopar.passes.dead_code import DeadCode
+from autopar.passes.insert_conversions import InsertConversions
+from autopar.passes.localize import Localize, localize_value
+from autopar.passes.lowered import Lowered, LoweredBlock, Spec
+from autopar.passes.overlap import Overlap
+from autopar.passes.readable_names import ReadableNames
+from autopar.passes.verify import verify
+
+Dump = Callable[[str, str], None]
+"""Takes the name of a stage, ``LlamaDecoderLayer.03.overlap``, and its text."""
+
+
+def passes() -> tuple[Pass, ...]:
+    """All rewrites in order."""
+    return (
+        InsertConversions(),
+        Localize(),
+        DeadCode(),
+        CastParameters(),
+        BucketConversions(),
+        Overlap(),
+        ReadableNames(),
+    )
+
+
+def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None) -> Lowered:
+    """The program of one rank. PlanError where the candidate does not fit the graph; `dump` gets the text of every stage."""
+    data_ranks = candidate.mesh.size_of(DATA_AXIS)
+    if candidate.batch % data_ranks:
+        raise PlanError(f"a batch of {candidate.batch} does not divide over dp={data_ranks}")
+    blocks = tuple(_lower_block(block, candidate, dump) for block in graph.blocks)
+    placements = _input_placements(graph, candidate)
+    context = Context(candidate.mesh, candidate.blocks[0], candidate.precision, candidate.batch // data_ranks)
+    return Lowered(
+        name=graph.name,
+        mesh=candidate.mesh,
+        precision=candidate.precision,
+        batch=candidate.batch // data_ranks,
+        inputs=tuple(localize_value(value, placements[value.name], context) for value in graph.inputs),
+        input_placements=tuple((value.name, _texts(placements[value.name], candidate)) for value in graph.inputs),
+        blocks=blocks,
+        calls=graph.calls,
+        loss=graph.loss,
+        fingerprint=graph.fingerprint,
+    )
+
+
+def _lower_block(block: Block, candidate: Candidate, dump: Dump | None) -> LoweredBlock:
+    mesh, plan = candidate.mesh, candidate.block(block.name)
+    context = Context(mesh, plan, candidate.precision, candidate.batch // mesh.size_of(DATA_AXIS))
+    stage = Stage(block, captured_placements(block, plan))
+    for number, each in enumerate(passes(), 1):
+        try:
+            stage = each.run(stage, context)
+        except PlanError as error:
+            raise PlanError(f"block {block.name}: {error}") from None
+        verify(stage, context, each.name)
+        if dump is not None:
+            dump(f"{block.name}.{number:02d}.{each.name}", str(stage))
+    return LoweredBlock(stage.block, _specs(block, candidate), plan.zero)
+
+
+def captured_placements(block: Block, plan: BlockPlan) -> dict[str, Placements]:
+    """Where each value is produced."""
+    results = {each.node: each.results for each in plan.nodes}
+    if results.keys() != {node.name for node in block.nodes}:
+        raise PlanError(f"block {block.name}: the plan's ops are not those of the graph; plan the model again")
+    out = {value.name: where for value, where in zip(block.inputs, plan.inputs, strict=True)}
+    out.update((p.value.name, where) for p, where in zip(block.parameters, plan.parameters, strict=True))
+    for node in block.nodes:
+        out.update((value.name, where) for value, where in zip(node.outputs, results[node.name], strict=True))
+    return out
+
+
+def _specs(block: Block, candidate: Candidate) -> tuple[Spec, ...]:
+    def spec(index: int) -> Spec:
+        parameter, where = block.parameters[index], candidate.block(block.name).parameters[index]
+        shape = tuple(size for size in parameter.value.shape if isinstance(size, int))
+        assert len(shape) == len(parameter.value.shape), f"{parameter.path} depends on the batch"
+        dtype = stored_dtype(parameter.value.dtype, candidate.precision)
+        return Spec(parameter.path, shape, dtype, _texts(where, candidate, model=True), parameter.trainable, parameter.buffer)
+
+    return tuple(map(spec, range(len(block.parameters))))
+
+
+def _texts(placements: Placements, candidate: Candidate, model: bool = False) -> tuple[tuple[str, str], ...]:
+    """Axis and placement where it is not the default: replicated."""
+    pairs = zip(candidate.mesh.names, placements, strict=True)
+    return tuple(
+        (axis, str(where))
+        for axis, where in pairs
+        if not isinstance(where, Replicate | Invariant) and not (model and axis == DATA_AXIS)
+    )
+
+
+def _input_placements(graph: Graph, candidate: Candidate) -> dict[str, Placements]:
+    """Where each input of the batch is when the program begins; one that nobody reads arrives whole."""
+    whole: Placements = (Replicate(),) * len(candidate.mesh.axes)
+    out = {value.name: whole for value in graph.inputs}
+    for call in graph.calls:
+        for name, where in zip(call.inputs, candidate.block(call.block).inputs, strict=True):
+            if name in out:
+                out[name] = where
+    return out

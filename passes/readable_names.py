@@ -1,0 +1,120 @@
+"""Values get names that a reader of the program expects.
+
+Before::
+
+    %linear_3 = aten.linear(%layer_norm_1, %p_attn_q_weight)     # module attn.q_proj
+    %linear_3_full = ap.convert(%linear_3, axis='tp', move='S(1) -> R')
+
+After: results of layers are named like the layer, conversions after what they convert::
+
+    %q_proj = aten.linear(%ln_1, %attn_q_weight)
+    %q_proj_full = ap.convert(%q_proj, axis='tp', move='S(1) -> R')
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from dataclasses import dataclass, replace
+
+from autopar.ir.graph import Block, Node, Value
+from autopar.passes.base import CONVERT, CONVERT_MANY, START, WAIT, Context, Stage, fresh, with_operands
+
+RESERVED = frozenset({"torch", "nn", "F", "C", "B", "self", "inf", "nan", *keyword.kwlist, *dir(builtins)})
+CLEARER = {"slice": "part", "sum": "total", "pow": "power", "abs": "size", "max": "highest", "min": "lowest", "round": "rounded"}
+"""Instead of names that hide builtins."""
+LAYERS = frozenset(
+    f"{op}"
+    for op in (
+        "aten.linear",
+        "ap.linear_kn",
+        "aten.layer_norm",
+        "aten.rms_norm",
+        "aten.group_norm",
+        "aten.embedding",
+        "ap.embedding_sharded",
+        "aten.convolution",
+        "aten.conv1d",
+        "aten.conv2d",
+        "aten.batch_norm",
+        "ap.dropout",
+    )
+)
+"""Operations that are a whole module as users write it."""
+TRAILING_NUMBER = re.compile(r"(_\d+)+$")
+
+
+def identifier(text: str) -> str:
+    """`text` as a name of Python that hides nothing."""
+    name = re.sub(r"\W", "_", text).strip("_") or "value"
+    name = CLEARER.get(name, name)
+    return f"x{name}" if name[0].isdigit() else f"{name}_" if name in RESERVED else name
+
+
+def layer_name(node: Node) -> str | None:
+    """The module's own name for the result of a layer: ``q_proj``, or ``mlp_0`` where the last part is a number."""
+    if not node.module or ".".join(node.op.split(".")[:2]) not in LAYERS:
+        return None
+    parts = node.module.split(".")
+    tail = parts[-2:] if parts[-1].isdigit() else parts[-1:]
+    return "_".join(tail)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadableNames:
+    """Renames everything inside a block; inputs and parameters keep theirs where they are identifiers."""
+
+    name: str = "readable_names"
+
+    def run(self, stage: Stage, context: Context) -> Stage:
+        block, taken = stage.block, {*context.mesh.names}
+        renamed: dict[str, str] = {}
+        roots: dict[str, str] = {}
+        for value in block.inputs:
+            renamed[value.name] = fresh(identifier(value.name), taken)
+        for parameter in block.parameters:
+            renamed[parameter.value.name] = fresh(identifier(parameter.path), taken)
+        for node in block.nodes:
+            for index, value in enumerate(node.outputs):
+                if node.op in (CONVERT, CONVERT_MANY, START, WAIT):
+                    source = node.operands()[index]
+                    roots[value.name] = roots.get(source, source)
+                renamed[value.name] = fresh(self._name(node, index, renamed, roots), taken)
+        placements = {renamed[name]: where for name, where in stage.placements.items() if name in renamed}
+        return replace(stage, block=self._renamed(block, renamed), placements=placements)
+
+    @staticmethod
+    def _name(node: Node, index: int, renamed: dict[str, str], roots: dict[str, str]) -> str:
+        value = node.outputs[index]
+        root = roots.get(value.name)
+        if node.op == WAIT:
+            return renamed[node.operands()[0]].removesuffix("_start")
+        if root is not None:
+            tail = value.name.removeprefix(root) if value.name.startswith(root) else "_" + value.name.rsplit("_", 1)[-1]
+            return identifier(renamed[root] + TRAILING_NUMBER.sub("", tail))
+        layer = layer_name(node)
+        if layer is not None:
+            return identifier(layer)
+        return identifier(TRAILING_NUMBER.sub("", value.name) if len(node.outputs) == 1 else value.name)
+
+    @staticmethod
+    def _renamed(block: Block, renamed: dict[str, str]) -> Block:
+        def value(old: Value) -> Value:
+            return replace(old, name=renamed[old.name])
+
+        nodes = tuple(
+            replace(
+                with_operands(node, [renamed[name] for name in node.operands()]),
+                outputs=tuple(map(value, node.outputs)),
+            )
+            for node in block.nodes
+        )
+        return replace(
+            block,
+            inputs=tuple(map(value, block.inputs)),
+            parameters=tuple(replace(parameter, value=value(parameter.value)) for parameter in block.parameters),
+            nodes=nodes,
+            outputs=tuple(renamed[name] for name in block.outputs),
+            updates=tuple((renamed[buffer], renamed[name]) for buffer, name in block.updates),
+        )

@@ -1,0 +1,133 @@
+"""Imports run one way, everything is listed, nothing happens at import time. Read from the source, not by importing it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ORDER = ["errors", "ir", "capture", "rules", "cost_models", "solve", "passes", "program", "runtime", "api", "cli"]
+FOLDERS = {"passes": ROOT / "passes", "cost_models": ROOT / "cost_models"}
+STANDARD = set(sys.stdlib_module_names)
+
+
+def files_of(part: str) -> list[Path]:
+    folder = FOLDERS.get(part, ROOT / "autopar" / part)
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+
+
+SOURCES = [(part, path) for part in ORDER for path in files_of(part)]
+IDS = [str(path.relative_to(ROOT)) for _, path in SOURCES]
+
+
+def imports(path: Path, part: str) -> Iterator[str]:
+    """Absolute names of what the file imports; relative ones resolved within the part."""
+    package = (
+        ["autopar", part, *path.relative_to(FOLDERS.get(part, ROOT / "autopar" / part)).parts[:-1]]
+        if path.name != f"{part}.py"
+        else ["autopar"]
+    )
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            yield stem
+            yield from (f"{stem}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize(("part", "path"), SOURCES, ids=IDS)
+def test_imports_run_one_way(part: str, path: Path) -> None:
+    for name in imports(path, part):
+        words = name.split(".")
+        assert words[0] not in ("passes", "cost_models", "tests"), f"{path} imports {name}: write autopar.{name}"
+        if words[0] == "autopar" and len(words) > 1 and words[1] in ORDER:
+            assert ORDER.index(words[1]) <= ORDER.index(part), f"{path} imports {name}, which comes later in {ORDER}"
+
+
+@pytest.mark.parametrize("path", files_of("runtime"), ids=str)
+def test_runtime_needs_only_torch(path: Path) -> None:
+    """Export copies the folder: it must stand alone."""
+    for name in imports(path, "runtime"):
+        root = name.split(".")[0]
+        assert root == "torch" or root in STANDARD or name.startswith("autopar.runtime"), f"{path} imports {name}"
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not (isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("autopar")), (
+            f"{path}: use a relative import"
+        )
+
+
+def test_ortools_is_imported_in_one_file() -> None:
+    users = [path.name for part, path in SOURCES for name in imports(path, part) if name.split(".")[0] == "ortools"]
+    assert set(users) <= {"ilp.py"}
+
+
+def test_every_subpackage_is_listed() -> None:
+    """A folder that pyproject.toml does not name would be missing from the wheel; one that ORDER lacks has no place."""
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {"autopar"} | {f"autopar.{path.name}" for path in (ROOT / "autopar").iterdir() if (path / "__init__.py").exists()}
+    nested = [path for path in ROOT.glob("autopar/*/*/__init__.py")] + list(ROOT.glob("passes/*/__init__.py"))
+    assert not nested, f"subpackages of subpackages need an entry in pyproject.toml: {nested}"
+    assert found == set(setup["packages"])
+    assert found - {"autopar"} <= {f"autopar.{part}" for part in ORDER}
+    modules = {path.stem for path in (ROOT / "autopar").glob("*.py")} - {"__init__"}
+    assert modules <= set(ORDER), f"modules outside the declared order: {modules - set(ORDER)}"
+
+
+QUIET = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.Pass)
+
+
+def quiet(node: ast.stmt) -> bool:
+    """Whether a module-level statement only declares."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.If):
+        test = ast.unparse(node.test)
+        return test in ("TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'")
+    return isinstance(node, QUIET)
+
+
+@pytest.mark.parametrize(("part", "path"), SOURCES, ids=IDS)
+def test_no_work_at_import(part: str, path: Path) -> None:
+    for node in ast.parse(path.read_text()).body:
+        assert quiet(node), f"{path}:{node.lineno} runs at import: {ast.unparse(node)[:80]}"
+
+
+@pytest.mark.parametrize(("part", "path"), SOURCES, ids=IDS)
+def test_no_environment_outside_cli(part: str, path: Path) -> None:
+    """The launcher's variables (rank, world size) are the runtime's and api's to read; nothing else is."""
+    if part not in ("cli", "runtime", "api"):
+        assert "os.environ" not in path.read_text() and "getenv" not in path.read_text(), f"{path} reads the environment"
+    assert "pickle" not in imports_of(path, part), f"{path} imports pickle"
+
+
+def imports_of(path: Path, part: str) -> set[str]:
+    return {name.split(".")[0] for name in imports(path, part)}
+
+
+def test_importing_autopar_is_light() -> None:
+    code = "import sys, autopar.cli; assert not {'torch', 'transformers', 'ortools', 'sympy'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_top_level_of_the_repository() -> None:
+    allowed = {
+        "pyproject.toml",
+        "autopar",
+        "passes",
+        "cost_models",
+        "tests",
+        "examples",
+        "README.md",
+        "Makefile",
+        "constraints.txt",
+    }
+    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT).stdout.split()
+    assert {path.split("/")[0] for path in tracked if not path.startswith(".")} <= allowed

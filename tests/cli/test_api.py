@@ -1,0 +1,118 @@
+"""`parallelize` and `plan` as Python calls: what needs no processes, and what one process can show."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+
+
+class Net(nn.Module):
+    """Two linears and a loss."""
+
+    def __init__(self, hidden: int = 32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, hidden), nn.Linear(hidden, 16)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.down(torch.relu(self.up(x))), target)
+
+
+def batch(size: int = 8) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(size, 16), "target": torch.randint(0, 16, (size,))}
+
+
+def test_plan_and_its_words() -> None:
+    plan = autopar.plan(Net(), "local:4", batch(), force="tp=4")
+    assert plan.candidate.mesh.size_of("tp") == 4 and "tp=4" in plan.words()
+    assert autopar.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_tuple_of_inputs() -> None:
+    assert autopar.plan(Net(), "local:2", tuple(batch().values())).candidate.mesh.size == 2
+
+
+def test_a_meta_model_can_be_planned() -> None:
+    with torch.device("meta"):
+        model = Net()
+    assert autopar.plan(model, "local:2", batch()).document.model.params == sum(p.numel() for p in model.parameters())
+
+
+def test_other_example_inputs_are_refused() -> None:
+    with pytest.raises(autopar.AutoparError, match="dict"):
+        autopar.plan(Net(), "local:2", torch.randn(8, 16))  # type: ignore[arg-type]
+
+
+def test_without_example_inputs_there_are_no_parameters_yet() -> None:
+    parallel = autopar.parallelize(Net(), "local:1")
+    for too_early in (parallel.parameters, parallel.state_dict, parallel.named_parameters):
+        with pytest.raises(autopar.StateError, match="example_inputs"):
+            too_early()
+
+
+def test_the_wrong_number_of_processes() -> None:
+    with pytest.raises(autopar.PlanMismatch, match="torchrun --nproc-per-node 4"):
+        autopar.parallelize(Net(), "local:4", batch())
+
+
+def test_a_plan_for_another_model() -> None:
+    from autopar.api import check_plan
+
+    plan = autopar.plan(Net(), "local:2", batch())
+    cluster = autopar.Cluster.parse("local:2")
+    assert check_plan(plan, Net(), cluster, batch()) == plan
+    with pytest.raises(autopar.PlanMismatch, match="another|made for"):
+        check_plan(plan, Net(64), cluster, batch())
+    with pytest.raises(autopar.PlanMismatch, match="devices"):
+        check_plan(plan, Net(), autopar.Cluster.parse("local:4"), batch())
+
+
+def test_a_missing_plan_file() -> None:
+    from autopar.api import check_plan
+
+    with pytest.raises(autopar.PlanError, match="No such file"):
+        check_plan(Path("none.json"), Net(), autopar.Cluster.parse("local:2"), batch())
+
+
+class Unruled(Net):
+    """With an operation that the table does not have."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.linalg.inv(x), target)
+
+
+def test_an_operation_without_a_rule_is_replicated_and_said() -> None:
+    inputs = {"x": torch.randn(16, 16), "target": torch.randint(0, 16, (16,))}
+    with pytest.warns(UserWarning, match="no sharding rule"):
+        plan = autopar.plan(Unruled(), "local:2", inputs, force="tp=2")
+    assert any("inv" in op or "linalg" in op for op in plan.document.replicated_ops)
+    with pytest.raises(autopar.UnsupportedOp, match="register_rule"):
+        autopar.plan(Unruled(), "local:2", inputs, strict=True)
+
+
+def test_a_rule_that_does_not_parse() -> None:
+    with pytest.raises(ValueError):
+        autopar.register_rule("mylib::op", "a b -> -> c")
+
+
+def test_one_process_trains(tmp_path: Path) -> None:
+    """The first call builds the model; then it is what its example would have made it."""
+    torch.manual_seed(0)
+    model, inputs = Net(), batch()
+    parallel = autopar.parallelize(model, "local:1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        loss = parallel(**inputs)
+    assert torch.allclose(loss, model(**inputs))
+    loss.backward()
+    names = [name for name, _ in parallel.named_parameters()]
+    assert names == [name for name, _ in model.named_parameters()]
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    optimizer.step()
+    assert parallel(**inputs) < loss
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,170 @@
+"""The command line: documents, exit statuses, and one clear line for every bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.cli import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """(status, stdout, stderr) of a command."""
+
+    def call(*argv: Any) -> tuple[int, str, str]:
+        try:
+            status = main([str(word) for word in argv])
+        except SystemExit as end:  # argparse
+            status = int(end.code or 0)
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of the smallest model, made by the command."""
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    assert main(["plan", "mlp", "--cluster", "local:4", "--batch", "32", "--force", "dp=2,tp=2,zero=3", "-o", str(path)]) == 0
+    return path
+
+
+def test_plan_prints_one_document(run: Run, tmp_path: Path) -> None:
+    status, out, err = run("plan", "mlp", "--cluster", "local:2", "--batch", 8, "--json")
+    assert status == 0
+    document = json.loads(out)
+    assert document["schema_version"] == 1 and document["model"]["source"] == "mlp"
+    assert document["batch"]["global"] == 8
+    assert document["predicted"]["step_seconds"] > 0 and document["predicted"]["peak_memory_bytes"] > 0
+    assert all(document["baselines"][name]["step_seconds"] > 0 for name in ("ddp", "fsdp"))
+    assert document["search"]["status"] in ("OPTIMAL", "FEASIBLE")
+    assert sum("dp=" in line for line in err.splitlines()) >= 2  # one progress line per mesh
+
+
+def test_force_is_obeyed(plan_file: Path) -> None:
+    document = json.loads(plan_file.read_text())
+    assert {axis["name"]: axis["size"] for axis in document["mesh"]["axes"]} == {"dp": 2, "tp": 2}
+    assert document["parallelism"]["zero"] == 3
+    assert set(document["replicated_share"]) >= {"tp"}
+
+
+@pytest.mark.parametrize("view", [None, "ops", "memory", "comm", "program"])
+def test_inspect(run: Run, plan_file: Path, view: str | None) -> None:
+    words = ["inspect", plan_file, *([f"--{view}"] if view else [])]
+    status, out, _ = run(*words)
+    assert status == 0 and out.strip()
+    status, out, _ = run(*words, "--json")
+    assert status == 0 and isinstance(json.loads(out), dict)
+    if view == "program":
+        assert "class Program" in json.loads(out)["program"]
+
+
+@pytest.mark.parametrize("command", ["models", "clusters"])
+def test_listing(run: Run, command: str) -> None:
+    assert run(command)[0] == 0
+    names = {entry["name"] for entry in json.loads(run(command, "--json")[1])[command]}
+    expected = {
+        "models": {"gpt2", "gpt2-xl", "llama3-8b", "llama3-70b", "llama3-405b", "qwen3-8b", "bert-large", "vit-huge"},
+        "clusters": {"dgx-a100", "dgx-h100", "dgx-h200", "dgx-b200", "local"},
+    }
+    assert expected[command] <= names
+
+
+def test_export(run: Run, plan_file: Path, tmp_path: Path) -> None:
+    status, out, _ = run("export", plan_file, tmp_path / "out", "--json")
+    assert status == 0
+    assert {"train.py", "plan.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert json.loads(out)["run"].startswith("torchrun --nproc-per-node 4")
+
+
+@pytest.mark.parametrize("words", [[], ["--force", "dp=2", "--dtype", "float64"]])
+def test_verify_passes(run: Run, words: list[str]) -> None:
+    status, out, err = run("verify", "mlp", "--cluster", "local:2", "--batch", 8, "--json", *words)
+    assert status == 0, err
+    assert json.loads(out)["passed"] is True
+
+
+def test_verify_of_a_plan(run: Run, plan_file: Path) -> None:
+    status, out, err = run("verify", "mlp", "--cluster", "local:4", "--plan", plan_file)
+    assert status == 0, err
+    assert "equal" in out
+
+
+MODELS = {
+    "control": "def forward(self, x):\n        return self.a(x).sum() if x.sum() > 0 else self.a(x).mean()",
+    "syntax": "def forward(self, x) return x",
+    "plain": "def forward(self, x):\n        return self.a(x).sum()",
+}
+
+
+def factory(folder: Path, kind: str) -> str:
+    """A model file of the user's."""
+    path = folder / f"{kind}.py"
+    path.write_text(
+        "import torch\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        f"        self.a = torch.nn.Linear(8, 8)\n\n    {MODELS[kind]}\n\n"
+        "def make():\n    return Net(), {'x': torch.randn(8, 8)}\n"
+    )
+    return f"{path}:make"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ([], 2, "COMMAND"),
+        (["frobnicate"], 2, "frobnicate"),
+        (["plan", "mlp"], 2, "--cluster"),
+        (["plan", "mlp", "--cluster", "local:4", "--batch", "0"], 2, "--batch"),
+        (["plan", "nonesuch", "--cluster", "local:4"], 2, "nonesuch"),
+        (["plan", "missing.json", "--cluster", "local:4"], 2, "missing.json"),
+        (["plan", "missing.py:make", "--cluster", "local:4"], 2, "missing.py"),
+        (["plan", "FOLDER/plain.py:nothing", "--cluster", "local:4"], 2, "nothing"),
+        (["plan", "FOLDER/syntax.py:make", "--cluster", "local:4"], 2, "syntax.py"),
+        (["plan", "FOLDER/control.py:make", "--cluster", "local:4"], 2, "control.py:9"),
+        (["plan", "mlp", "--cluster", "nowhere:4"], 2, "nowhere"),
+        (["plan", "mlp", "--cluster", "local:x"], 2, "local"),
+        (["plan", "mlp", "--cluster", "none.yaml"], 2, "none.yaml"),
+        (["plan", "mlp", "--cluster", "local:4", "--dtype", "int3"], 2, "int3"),
+        (["plan", "mlp", "--cluster", "local:4", "--force", "tp=x"], 2, "tp=x"),
+        (["plan", "mlp", "--cluster", "local:4", "--force", "qq=2"], 2, "qq"),
+        (["plan", "mlp", "--cluster", "local:4", "--force", "zero=4"], 2, "zero=4"),
+        (["plan", "mlp", "--cluster", "local:4", "--force", "tp=3"], 2, "3"),
+        (["plan", "mlp", "--cluster", "local:4", "--batch", "6", "--force", "dp=4"], 2, "6"),
+        (["plan", "mlp", "--cluster", "local:4", "-o", "/nonesuch/plan.json"], 2, "/nonesuch"),
+        (["inspect", "none.json"], 2, "none.json"),
+        (["inspect", "FOLDER/truncated.json"], 2, "truncated.json"),
+        (["export", "FOLDER/truncated.json", "out"], 2, "truncated.json"),
+        (["verify", "mlp", "--cluster", "dgx-h100:1"], 2, "local:4"),
+        (["verify", "convnet", "--plan", "FOLDER/plan.json"], 2, "plan"),
+        (["verify", "mlp", "--plan", "FOLDER/plan.json", "--batch", "7"], 2, "32"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_is_one_line(
+    run: Run, tmp_path: Path, plan_file: Path, words: list[str], status: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for kind in MODELS:
+        factory(tmp_path, kind)
+    (tmp_path / "plan.json").write_bytes(plan_file.read_bytes())
+    (tmp_path / "truncated.json").write_bytes(plan_file.read_bytes()[:1000])
+    found, out, err = run(*(word.replace("FOLDER", str(tmp_path)) for word in words))
+    lines = [line for line in err.splitlines() if line.startswith("autopar: error: ")]
+    assert found == status, (out, err)
+    assert len(lines) == 1 and said in lines[0] and "Traceback" not in err, err
+    assert out == ""
+
+
+def test_a_model_that_cannot_fit_is_infeasible(run: Run) -> None:
+    status, out, err = run("plan", "llama3-70b", "--cluster", "dgx-a100:1", "--batch", 8, "--seq", 8192, "--json")
+    assert status == 3
+    assert json.loads(out)["error"]["exit_status"] == 3
+    assert "node" in err and "GiB" in err

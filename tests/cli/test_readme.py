@@ -1,0 +1,77 @@
+"""Every command of the README is run, here or by the test that is named here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+ELSEWHERE = {
+    "make demo": "tests/cli/test_examples.py, in its short form; the whole by hand",
+    "make test": "the run that this test is part of",
+    "make check": ".ci/run",
+    "make test-full": "by hand",
+    "torchrun --nproc-per-node 4 examples/quickstart.py": "tests/cli/test_examples.py",
+    "autopar plan llama3-8b --cluster dgx-h100:8 --batch 128 --seq 8192 --dtype bf16": "test_the_large_plan, below",
+}
+
+
+def commands(inline: bool) -> list[str]:
+    """Commands in shell blocks, in order; or those between backquotes in the text."""
+    blocks = re.findall(r"```sh\n(.*?)```", README, re.S)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+    if not inline:
+        return lines
+    text = re.sub(r"```.*?```", "", README, flags=re.S)
+    return [
+        code
+        for code in re.findall(r"`([^`\n]+)`", text)
+        if re.match(r"(make|torchrun|autopar (plan|verify|export|inspect)) \S", code)
+    ]
+
+
+def environment() -> dict[str, str]:
+    """The venv's commands first; one thread a process."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_every_command_is_run_somewhere() -> None:
+    for command in commands(inline=True):
+        assert command in ELSEWHERE or command in commands(inline=False), f"no test runs `{command}`"
+    for command in ELSEWHERE:
+        assert command in README, f"the README no longer has `{command}`"
+
+
+def test_the_commands_in_order(tmp_path: Path) -> None:
+    """As a reader types them, in one folder."""
+    for command in commands(inline=False):
+        if command not in ELSEWHERE:
+            done = subprocess.run(
+                shlex.split(command), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
+            )
+            assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_the_example_is_the_file() -> None:
+    code = re.search(r"```python\n(.*?)```", README, re.S)
+    assert code is not None
+    text = (ROOT / "examples" / "quickstart.py").read_text()
+    assert text.split('"""', 2)[2].strip() == code[1].strip()
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def test_the_large_plan() -> None:
+    """60 s on 2 cores is the aim; the limit here leaves room for a busy machine."""
+    command = "autopar plan llama3-8b --cluster dgx-h100:8 --batch 128 --seq 8192 --dtype bf16"
+    done = subprocess.run(shlex.split(command), env=environment(), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]

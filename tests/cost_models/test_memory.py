@@ -1,0 +1,108 @@
+"""Kept activations against published formulas, each tensor once, and the moments of the peak by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.blocks import Builder, gpt2_block, gpt2_graph
+from support.candidates import drawn_candidate, mesh_of
+from support.hand_plans import GPT2_TENSOR_PARALLEL, block_plan, candidate
+
+from autopar.cost_models.block import BlockCosts
+from autopar.cost_models.evaluate import evaluate
+from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.memory import CallMemory, block_memory, peak_memory
+from autopar.cost_models.state import StateMemory
+from autopar.ir.plan import Precision
+
+NONE = StateMemory(0, 0, 0, 0, False, 0)
+
+
+def kept(block_tp: int, seq: int = 1024, hidden: int = 1024, heads: int = 16, batch: int = 4) -> float:
+    block = gpt2_block(hidden, heads, seq, dtype="bfloat16")
+    mesh = mesh_of(dp=1, tp=block_tp)
+    plan = block_plan(block, mesh, 0, GPT2_TENSOR_PARALLEL["GPT2Block"] if block_tp > 1 else {}, True, batch)
+    memory = block_memory(BlockCosts(block, mesh, batch, Cluster.parse(f"local:{block_tp}")), plan)
+    return memory.internal + sum(size for _, size in memory.boundary)
+
+
+@pytest.mark.parametrize("t", [1, 2, 4])
+def test_transformer_layer(t: int) -> None:
+    """Korthikanti et al., arXiv 2205.05198, Table 2, tensor parallel: s b h (10 + 24/t) without dropout masks (2) and without the
+    score matrix: s b h (8 + 24/t), and flash attention's float32 log-sum-exp 4 a s b / t, and mean and deviation of two norms.
+    (4 norms' inputs, 2 + 2 outputs for qkv and the first linear; q, k, v, attention's result, GELU's input and output sharded.)
+    """
+    s, b, h, a = 1024, 4, 1024, 16
+    assert kept(t) == pytest.approx(s * b * h * (8 + 24 / t) + 4 * a * s * b / t + 2 * 8 * s * b)
+
+
+def test_a_tensor_with_several_consumers_counts_once() -> None:
+    b = Builder("Shared")
+    x = b.parameter("x", (64, 64))
+    y = b.op("aten.tanh", x, shape=(64, 64), name="y")
+    z = b.op("aten.reshape", y, (4096,), shape=(4096,), name="z")
+    left = b.op("aten.pow.Tensor_Scalar", z, 2, shape=(4096,), name="left")
+    right = b.op("aten.silu", y, shape=(64, 64), name="right")
+    block = b.block(left, right)  # type: ignore[arg-type]
+    mesh = mesh_of(dp=1)
+    plan = block_plan(block, mesh, 0, {}, True, 1)
+    memory = block_memory(BlockCosts(block, mesh, 1, Cluster.parse("local:1")), plan)
+    assert memory.internal == 64 * 64 * 4 and memory.boundary == ()
+
+
+def test_kept_bytes_are_what_eager_keeps() -> None:
+    """A two-layer perceptron, by hooks on real tensors (parameters left out)."""
+    b = Builder("MLP")
+    x = b.input("x", ("B", 32))
+    one = b.op("aten.linear", x, b.parameter("a", (64, 32)), b.parameter("ab", (64,)), shape=("B", 64), name="one")
+    two = b.op("aten.gelu", one, shape=("B", 64), name="two")
+    block = b.block(b.op("aten.linear", two, b.parameter("c", (32, 64)), shape=("B", 32), name="out"))  # type: ignore[arg-type]
+    mesh = mesh_of(dp=1)
+    memory = block_memory(BlockCosts(block, mesh, 16, Cluster.parse("local:1")), block_plan(block, mesh, 0, {}, True, 16))
+    kept_storages = {}
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32, bias=False))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept_storages.update({t.data_ptr(): t}) or t, lambda t: t):
+        model(torch.rand(16, 32, requires_grad=True))
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    real = sum(t.untyped_storage().nbytes() for at, t in kept_storages.items() if at not in own)
+    assert memory.internal + sum(size for _, size in memory.boundary) == real
+
+
+def test_moments_of_the_peak() -> None:
+    state = StateMemory(
+        parameters=100, gradients=30, optimizer=200, gathered=10, gathered_is_transient=True, reduced=5, buffers=1
+    )
+    calls = [CallMemory(50, 7, state), CallMemory(60, 8, state)]
+    table = peak_memory(calls, NONE, 1000, foreach=False)
+    # backward of the second: both kept (110), its working set 8 and reduction 5, its gradient 30, weights of both 20
+    # (backward of the first: kept 50, both gradients 60, working 7, reductions 5 + 5, weights of the first 10)
+    assert table == {
+        "parameters": 200, "optimizer": 400, "gradients": 30, "gathered": 20, "activations": 110, "temporaries": 13, "buffers": 2,
+        "base": 1000,
+    }  # fmt: skip
+    alone = peak_memory([CallMemory(1, 1, state)], NONE, 0, foreach=True)
+    assert alone["temporaries"] == 100 and alone["gradients"] == 30 and alone["activations"] == 0
+
+
+def test_stages_shrink_memory() -> None:
+    graph = gpt2_graph(layers=4, dtype="bfloat16", batch=32)
+    cluster = Cluster.parse("dgx-h100:1")
+    peaks = [
+        evaluate(graph, candidate(graph, zero, precision=Precision("bfloat16", "float32"), dp=8), cluster).peak_memory_bytes
+        for zero in (0, 1, 3)
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_memory_falls_with_the_batch_and_the_table_adds_up() -> None:
+    graph, cluster = gpt2_graph(layers=2), Cluster.parse("dgx-h100:1")
+    small, large = (evaluate(graph, candidate(graph, 0, batch=batch, dp=8), cluster) for batch in (8, 64))
+    assert small.peak_memory_bytes < large.peak_memory_bytes == sum(dict(large.memory).values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_candidate_has_a_price(seed: int) -> None:
+    graph, cluster = gpt2_graph(layers=2, hidden=64, heads=4, vocabulary=256, seq=16), Cluster.parse("dgx-h100:1")
+    plan = drawn_candidate(graph, mesh_of(dp=2, tp=4), seed, zero=seed)
+    evaluation = evaluate(graph, plan, cluster)
+    assert evaluation.step_seconds > 0 and evaluation.fits

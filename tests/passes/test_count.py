@@ -1,0 +1,28 @@
+"""The collectives that a program's text promises are those that its ranks run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from support.blocks import gpt2_graph
+from support.candidates import drawn_candidate, mesh_of
+from support.interpret import make_batch, make_state
+from support.ranks import Ranks
+from support.run_program import count_collectives
+
+from autopar.passes.count import collectives
+from autopar.passes.pipeline import lower
+from autopar.program.source import render
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_counted_is_what_runs(seed: int, ranks: Ranks) -> None:
+    graph = gpt2_graph(2, 16, 4, 32, 8, 8, dtype="float64")
+    lowered = lower(graph, drawn_candidate(graph, mesh_of(dp=1, tp=4), seed, wild=0.1 * seed))
+    found: Any = ranks.run(count_collectives, render(lowered), make_state(graph), make_batch(graph, 32))[0]
+    expected: Counter[str] = Counter()
+    for (_, kind, _), count in collectives(lowered).items():
+        expected[kind] += count
+    assert found == expected

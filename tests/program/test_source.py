@@ -1,0 +1,100 @@
+"""The text: deterministic, loops, names, tied parameters; the module shows its lines in tracebacks."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import replace
+
+import pytest
+import torch
+from support.blocks import gpt2_graph
+from support.candidates import drawn_candidate, mesh_of
+from support.mixtures import mixed_graph
+
+from autopar.ir.graph import Call
+from autopar.passes.pipeline import lower
+from autopar.program.block_source import batch_source, shape_comment
+from autopar.program.build import load
+from autopar.program.loops import find_loops
+from autopar.program.names import attribute_of
+from autopar.program.source import render
+from autopar.runtime.module import Parameter
+
+
+def text_of(graph_name: str = "gpt2") -> str:
+    graph = mixed_graph(3) if graph_name == "mixed" else gpt2_graph(3, 16, 4, 32, 8, 8)
+    return render(lower(graph, drawn_candidate(graph, mesh_of(dp=2, tp=2), 0, zero=3, wild=0.0)))
+
+
+def test_the_text_is_deterministic() -> None:
+    assert text_of() == text_of()
+
+
+def test_one_class_per_block_and_a_loop_over_layers() -> None:
+    text = text_of()
+    assert text.count("class GPT2Block(Block):") == 1
+    assert 'self.h = nn.ModuleList(GPT2Block(mesh, f"transformer.h.{i}") for i in range(3))' in text
+    assert "        h = self.prologue(input_ids)\n        for block in self.h:\n            h = block(h)\n" in text
+    assert '"wte.weight": "transformer.wte.weight"' in text
+
+
+def test_alternating_layers_are_one_loop() -> None:
+    text = text_of("mixed")
+    assert (
+        "        for layer, centre in zip(self.layers, self.centres, strict=True):\n"
+        "            m = layer(h, cos, sin)\n            h = centre(m)\n" in text
+    )
+    assert "            with torch.no_grad():\n                self.running.copy_(" in text
+
+
+def test_the_module_is_loaded_once_and_shows_its_source() -> None:
+    text = text_of()
+    module = load(text)
+    assert load(text) is module
+    with pytest.raises(AttributeError) as caught:
+        module.Program.forward(None, None, None)
+    assert "h = self.prologue(input_ids)" in "".join(traceback.format_tb(caught.value.__traceback__))
+    with pytest.raises(SyntaxError):
+        load("def")
+
+
+@pytest.mark.parametrize("path", ["a.weight", "0.weight", "type", "original", "x-y.w", "weight", "float", "mesh"])
+def test_attributes_of_parameters_agree_with_the_runtime(path: str) -> None:
+    assert attribute_of(path) == Parameter(path, (1,), "float32").attribute
+    assert attribute_of(path).isidentifier() and not hasattr(torch.nn.Module, attribute_of(path))
+
+
+def test_a_block_may_be_called_block() -> None:
+    graph = gpt2_graph(2, 16, 4, 32, 8, 8)
+    blocks = tuple(replace(block, name="Block") if block.name == "GPT2Block" else block for block in graph.blocks)
+    calls = tuple(replace(call, block="Block") if call.block == "GPT2Block" else call for call in graph.calls)
+    graph = replace(graph, blocks=blocks, calls=calls)
+    text = render(lower(graph, drawn_candidate(graph, mesh_of(dp=2), 0)))
+    assert "class ModelBlock(Block):" in text and "nn.ModuleList(ModelBlock(mesh," in text
+
+
+def call(block: str, inputs: str, outputs: str) -> Call:
+    return Call(block, f"{block}.{outputs}", tuple(inputs.split()), tuple(outputs.split()), ())
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([call("A", "x", "a"), call("A", "a", "b"), call("A", "b", "c")], [(0, 3)]),
+        # an intermediate value is read later: the last two only
+        ([call("A", "x", "a"), call("A", "a", "b"), call("A", "b", "c"), call("Z", "c a", "z")], [(0, 1), (1, 2), (3, 1)]),
+        # another constant from the second on
+        ([call("A", "x k", "a"), call("A", "a l", "b"), call("A", "b l", "c")], [(0, 1), (1, 2)]),
+        # two values swap: one variable each cannot hold them
+        ([call("A", "x y", "a b"), call("A", "b a", "c d"), call("A", "d c", "e f")], [(0, 3)]),
+    ],
+)
+def test_loops(calls: list[Call], expected: list[tuple[int, int]]) -> None:
+    assert [(loop.start, loop.count) for loop in find_loops(calls, calls[-1].outputs[0])] == expected
+
+
+def test_sizes_in_comments_and_where_the_batch_comes_from() -> None:
+    assert shape_comment(("2*B", 16)) == "2B 16" and shape_comment(()) == "()"
+    assert batch_source([("cos", (1, 16)), ("x", (16, "4*B"))]) == "x.shape[1] // 4"
+    assert batch_source([("x", ("B/2",))]) == "x.shape[0] * 2"
+    assert batch_source([("x", (3,))]) is None

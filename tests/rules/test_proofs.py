@@ -1,0 +1,110 @@
+"""Every line of the table, proven by execution: shard, run, recombine, compare, forward and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.cases import build, cases
+from support.simulate import prove
+
+from autopar.ir.dims import Dim
+from autopar.ir.graph import Block
+from autopar.rules.expand import block_strategies, combine, factor_strategy, fit_node, missing_rules
+from autopar.rules.parts import legal
+from autopar.rules.registry import Registry, default_registry
+from autopar.rules.strategy import AxisStrategy
+
+REGISTRY = default_registry()
+CASES = list(cases())
+UNDEFINED = ("aten.empty", "aten.new_empty")  # results without defined values: shapes only
+WHOLE = {"aten.arange", "aten.scalar_tensor"}
+
+
+def every_cut(block: Block, size: int) -> Iterator[AxisStrategy]:
+    """Strategies for every factor in up to three parts, also those that `cuts` finds not worth offering."""
+
+    def shardable(extent: Dim, parts: int) -> bool:
+        return extent % (parts * size) == 0  # type: ignore[operator]
+
+    node, values = block.nodes[0], block.values()
+    fitted = fit_node(node, values, REGISTRY)
+    assert fitted is not None
+    fitted = replace(fitted, minors=True)
+    operands = [values[name] for name in node.operands()]
+    for factor in fitted.sizes:
+        for parts in (1, 2, 3):
+            if legal(fitted, (factor, parts), shardable):
+                strategy = factor_strategy(fitted, (factor, parts), operands, REGISTRY.rule(node.op))
+                if strategy is not None:
+                    yield strategy
+
+
+def offered(block: Block, size: int, registry: Registry = REGISTRY) -> tuple[AxisStrategy, ...]:
+    found = block_strategies(block, size, batch_axis=False, batch_is_symbolic=False, registry=registry)
+    return found[block.nodes[0].name]
+
+
+@pytest.mark.parametrize(("op", "args", "kwargs"), CASES, ids=[f"{op}-{index}" for index, (op, _, _) in enumerate(CASES)])
+def test_line_is_exact(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    block, tensors = build(op, args, kwargs)
+    node = block.nodes[0]
+    undefined = op.startswith(UNDEFINED)
+    if missing_rules(block, REGISTRY):
+        assert op == "aten.index.Tensor" or "loss" in op or "entropy" in op, "only few have forms without a line"
+    for size in (2, 4):
+        strategies = dict.fromkeys(offered(block, size))
+        if not missing_rules(block, REGISTRY):
+            strategies |= dict.fromkeys(every_cut(block, size))
+        for strategy in strategies:
+            if undefined:
+                continue
+            operands = [(placement,) for placement in strategy.operands]
+            results = [(placement,) for placement in strategy.results]
+            try:
+                prove(node, tensors, operands, results, (size,), strategy.function)
+            except Exception as error:
+                raise AssertionError(f"{node.op} over {size}, {strategy}") from error
+
+
+def test_every_entry_has_a_proof() -> None:
+    proven: dict[str, int] = {}
+    for op, args, kwargs in CASES:
+        block, _ = build(op, args, kwargs)
+        strategies = [s for s in offered(block, 2) if s.label not in ("redundant", "pass")]
+        for key in (op, ".".join(op.split(".")[:2])):
+            proven[key] = proven.get(key, 0) + len(strategies)
+    without = [op for op in REGISTRY.rules if op not in WHOLE and not proven.get(op)]
+    assert not without, f"no sharded case in tests/support/cases.py for {without}"
+
+
+TWO_AXES = [
+    index
+    for index, (op, _, _) in enumerate(CASES)
+    if op.split(".")[1]
+    in {"linear", "linear_kn", "scaled_dot_product_attention", "reshape", "split", "embedding", "cross_entropy_sum"}
+    or (op.split(".")[1] in {"cat", "addmm", "matmul", "transpose", "slice", "layer_norm", "sum"} and index % 2)
+]
+
+
+@pytest.mark.parametrize("index", TWO_AXES)
+def test_two_axes_are_exact(index: int) -> None:
+    torch.manual_seed(0)
+    block, tensors = build(*CASES[index])
+    node = block.nodes[0]
+    sizes = (2, 2)
+    axis = dict.fromkeys(offered(block, 2)) | dict.fromkeys(every_cut(block, 2))
+    labelled = [tuple(axis), tuple(axis)]
+    for plan in combine(labelled, node, block.values(), sizes):
+        function_axis = 0
+        if plan.function:
+            name = {"ap.embedding_sharded": "v", "ap.cross_entropy_sharded": "v"}[plan.function]
+            function_axis = plan.label.index(name)
+        try:
+            prove(node, tensors, plan.operands, plan.results, sizes, plan.function, function_axis)
+        except Exception as error:
+            raise AssertionError(f"{node.op}: {plan}") from error

@@ -1,0 +1,189 @@
+"""Every conversion on real ranks, forward and backward, against what placements mean on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.runtime import collectives as C
+from autopar.runtime.mesh import MeshHandle
+from support.ranks import Ranks
+
+SHAPE = (8, 12, 8)
+CONVERSIONS = [
+    "S(0) -> R", "S(1) -> R", "S(-1) -> R", "S(1,3) -> R", "S(0) -> I", "S(2,2) -> I", "S(0) -> S(1)", "S(1,3) -> S(0)",
+    "S(0,2) -> S(1,3)", "S(1) -> S(1,3)", "P -> R", "P -> I", "P -> S(0)", "P -> S(1,3)", "I -> R", "I -> S(1)", "I -> S(1,3)",
+    "R -> S(2)", "R -> S(0,2)", "R -> I", "I -> P", "R -> P", "S(1) -> P", "S(0,2) -> P", "R -> R",
+]  # fmt: skip
+
+
+def pieces(placement: str, whole: torch.Tensor, world: int, seed: int, gradient: bool = False) -> list[torch.Tensor]:
+    """What the ranks hold of `whole`. With `gradient`, of the gradient of a value in that placement."""
+    if placement[0] == "S":
+        dim, _, parts = placement[2:-1].partition(",")
+        blocks = [block.chunk(world, int(dim)) for block in whole.chunk(int(parts or 1), int(dim))]
+        return [torch.cat([block[rank] for block in blocks], int(dim)) for rank in range(world)]
+    summed = (placement[0] == "P") != (gradient and placement in ("P", "R"))
+    if not summed:
+        return [whole] * world
+    generator = torch.Generator().manual_seed(seed)
+    parts_ = [torch.randn(whole.shape, dtype=whole.dtype, generator=generator) for _ in range(world - 1)]
+    return [*parts_, whole - sum(parts_)]
+
+
+def combine(placement: str, held: list[torch.Tensor], gradient: bool = False) -> torch.Tensor:
+    """The inverse of `pieces`; equal copies must be equal."""
+    if placement[0] == "S":
+        dim, _, parts = placement[2:-1].partition(",")
+        blocks = [local.chunk(int(parts or 1), int(dim)) for local in held]
+        return torch.cat([block[i] for i in range(int(parts or 1)) for block in blocks], int(dim))
+    if (placement[0] == "P") != (gradient and placement in ("P", "R")):
+        return torch.stack(held).sum(0)
+    for local in held[1:]:
+        torch.testing.assert_close(local, held[0])
+    return held[0]
+
+
+def on_rank(axes: dict[str, int], axis: str, cases: list[tuple[str, list[Any], list[Any]]], how: str) -> list[Any]:
+    """Converts this rank's piece of each case and sends this rank's piece of the gradient back."""
+    handle = MeshHandle(axes).axis(axis)
+    results = []
+    for text, inputs, gradients in cases:
+        x = inputs[handle.coordinate].clone().requires_grad_()
+        if how == "start":
+            y = C.wait(C.start(x * 1, handle, text)) * 1
+        elif how == "many":
+            y, z, v = C.convert_many((x, 2 * x, 3 * x), handle, text)
+            y, again = (y + z + v) / 6, None
+        else:
+            y = C.convert(x, handle, text)
+        assert y.shape == gradients[handle.coordinate].shape, text
+        (gradient,) = torch.autograd.grad(y, x, gradients[handle.coordinate])
+        results.append((y.detach(), gradient))
+    return results
+
+
+def exercise(ranks: Ranks, how: str, texts: list[str], axes: dict[str, int] | None = None, axis: str = "tp") -> None:
+    axes = axes or {"tp": 4}
+    size, world = axes[axis], torch.tensor(list(axes.values())).prod().item()
+    shape = tuple(extent * 2 for extent in SHAPE)
+    torch.manual_seed(0)
+    cases, wholes = [], []
+    for text in texts:
+        source, target = text.split(" -> ")
+        whole, gradient = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+        wholes.append((whole, gradient))
+        cases.append((text, pieces(source, whole, size, 1), pieces(target, gradient, size, 2, gradient=True)))
+    answers = ranks.run(on_rank, axes, axis, cases, how, world=world)
+    stride = 1 if axis == list(axes)[-1] else list(axes.values())[-1]
+    column = [answers[index * stride] for index in range(size)]
+    for index, (text, (whole, gradient)) in enumerate(zip(texts, wholes, strict=True)):
+        source, target = text.split(" -> ")
+        torch.testing.assert_close(combine(target, [a[index][0] for a in column]), whole, msg=lambda m, t=text: f"{t}: {m}")
+        got = combine(source, [a[index][1] for a in column], gradient=True)
+        torch.testing.assert_close(got, gradient, msg=lambda m, t=text: f"{t} backward: {m}")
+
+
+@pytest.mark.parametrize("how", ["convert", "start", "many"])
+def test_every_conversion(ranks: Ranks, how: str) -> None:
+    exercise(ranks, how, CONVERSIONS)
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_on_each_axis_of_two(ranks: Ranks, axis: str) -> None:
+    exercise(ranks, "convert", CONVERSIONS, {"dp": 2, "tp": 2}, axis)
+
+
+def compiled(axes: dict[str, int], backend: str) -> float:
+    """The largest difference between a chain of conversions compiled whole and eager, forward and backward."""
+    tp = MeshHandle(axes).tp
+
+    def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x = C.convert(x, tp, "S(1) -> R")
+        pending = C.start(w, tp, "S(0) -> R")
+        x = C.convert(x.sin(), tp, "R -> S(0,2)")
+        x = C.convert(x, tp, "S(0,2) -> S(1)")
+        y = C.convert(x, tp, "S(1) -> P") * 2
+        y = C.convert(y, tp, "P -> S(1)") @ C.convert(C.wait(pending), tp, "R -> S(0)")
+        a, b = C.convert_many((C.convert(y, tp, "P -> I"), w), tp, ("I -> R", "R -> I"))
+        return C.convert((a.sum() + b.sum()) * (tp.coordinate + 1), tp, "P -> I")
+
+    results = []
+    for function in (chain, torch.compile(chain, backend=backend, fullgraph=True)):
+        generator = torch.Generator().manual_seed(tp.coordinate)
+        x = torch.randn(8, 4, dtype=torch.float64, generator=generator).requires_grad_()
+        w = torch.randn(tp.size, 3, dtype=torch.float64, generator=generator).requires_grad_()
+        loss = function(x, w)
+        loss.backward()
+        results.append((loss.detach(), x.grad, w.grad))
+    return max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_without_graph_breaks(ranks: Ranks, backend: str) -> None:
+    assert max(ranks.run(compiled, {"tp": 4}, backend, timeout=240)) < 1e-12
+
+
+def integers(axes: dict[str, int]) -> list[torch.Tensor]:
+    tp = MeshHandle(axes).tp
+    count = torch.tensor(10 + tp.coordinate)
+    ids = torch.arange(8).view(2, 4)
+    mask = torch.arange(4) == tp.coordinate
+    return [
+        C.convert(count, tp, "P -> R"),
+        C.convert(count, tp, "P(max) -> R"),
+        C.convert(count, tp, "P(min) -> R"),
+        C.convert(ids, tp, "R -> S(1)"),
+        C.convert(mask[tp.coordinate : tp.coordinate + 1], tp, "S(0) -> R"),
+        C.convert(count.double(), tp, "P(max) -> R"),
+        C.convert(torch.full((2,), float(tp.coordinate), dtype=torch.bfloat16), tp, "P -> R"),
+    ]
+
+
+def test_without_gradients(ranks: Ranks) -> None:
+    for rank, (total, top, low, part, mask, high, half) in enumerate(ranks.run(integers, {"tp": 4})):
+        assert (int(total), int(top), int(low), float(high)) == (46, 13, 10, 13.0)
+        assert part.tolist() == [[rank], [4 + rank]]
+        assert mask.tolist() == [True] * 4 and half.tolist() == [6.0, 6.0]
+
+
+def mixed_bucket(axes: dict[str, int]) -> Any:
+    tp = MeshHandle(axes).tp
+    a, b = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+    x, y = C.convert_many((a, b), tp, ("S(0) -> R", "P -> I"))
+    (x.sum() * (tp.coordinate + 1) + y.sum()).backward()
+    return x.detach(), y.detach(), a.grad, b.grad
+
+
+def test_a_bucket_of_unlike_conversions(ranks: Ranks) -> None:
+    for x, y, a, b in ranks.run(mixed_bucket, {"tp": 4}):
+        assert x.shape == (8, 3) and y.eq(4).all() and a.eq(10).all() and b.eq(1).all()
+
+
+def overlap(axes: dict[str, int]) -> list[str]:
+    """The order in which collectives and products run when a conversion is started early and awaited late."""
+    tp = MeshHandle(axes).tp
+    x, w = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        pending = C.start(x * 1, tp, "S(0) -> R")
+        y = w @ w
+        z = C.wait(pending)
+        (z.sum() + y.sum()).backward()
+    names = {"_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::wait_tensor", "aten::mm"}
+    events = sorted((e for e in profile.events() if e.name in names), key=lambda e: e.time_range.start)
+    return [event.name.split("::")[1] for event in events]
+
+
+def test_start_and_wait_leave_room_between(ranks: Ranks) -> None:
+    forward = ["all_gather_into_tensor", "mm", "wait_tensor"]
+    assert ranks.run(overlap, {"tp": 4})[0] == [*forward, "reduce_scatter_tensor", "mm", "mm", "wait_tensor"]
+
+
+@pytest.mark.parametrize("text", ["S(0)", "S(0) -> Q", "P -> P(max)", "R -> P(max)", "I -> X(1)"])
+def test_nonsense_is_refused(text: str) -> None:
+    from autopar.runtime.moves import parse
+
+    with pytest.raises(ValueError, match="conversion|placement"):
+        parse(text)

@@ -1,0 +1,204 @@
+"""A pool of gloo processes that lives as long as the pytest session: a set per world size, started at first use.
+
+``pool.run(function, *args, world=4)`` runs a module-level function on every rank and gives the list of its results by rank. Arguments and
+results travel by pickle (CPU tensors by value). A rank that raises makes `run` raise `RankError` with the rank's traceback; a rank that hangs or
+dies does too, after `timeout` seconds, and that set of processes starts anew. Ranks never import transformers.
+
+Functions of test modules are found by their file, since pytest imports tests under names that other processes do not know.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+ROOT = Path(__file__).parents[2]
+
+
+class RankError(AssertionError):
+    """A rank failed; the text is its traceback."""
+
+
+class Ranks:
+    """The pool. `close` ends its processes."""
+
+    def __init__(self) -> None:
+        self.sets: dict[int, _Processes] = {}
+
+    def run(self, function: Callable[..., Any] | str, *args: Any, world: int = 4, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+        """Results by rank. `function` is one of a module, or ``"path/file.py:name"`` (relative to the repository)."""
+        processes = self.sets.get(world)
+        if processes is None or not processes.alive():
+            processes = self.sets[world] = _Processes(world)
+        try:
+            return processes.run(_address(function), args, kwargs, timeout)
+        except RankError:
+            processes.close()
+            del self.sets[world]
+            raise
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for processes in self.sets.values():
+            processes.close()
+        self.sets.clear()
+
+
+def _address(function: Callable[..., Any] | str) -> str:
+    if isinstance(function, str):
+        path, _, name = function.partition(":")
+        return f"{ROOT / path}:{name}"
+    if "." in function.__qualname__:
+        raise ValueError(f"{function.__qualname__} is not a function of a module, so other processes cannot find it")
+    return f"{function.__code__.co_filename}:{function.__name__}"
+
+
+class _Pickler(pickle.Pickler):
+    """Sends functions and classes of test modules by file, as their module names mean nothing elsewhere."""
+
+    def reducer_override(self, value: Any) -> Any:
+        module = sys.modules.get(getattr(value, "__module__", None) or "")
+        path = getattr(module, "__file__", None)
+        if isinstance(value, type) or callable(value) and hasattr(value, "__code__"):
+            if path and str(path).startswith(str(ROOT / "tests")) and "." not in value.__qualname__:
+                return _load, (f"{path}:{value.__name__}",)
+        return NotImplemented
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle of `value`."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+def _load(address: str) -> Any:
+    """What ``file.py:name`` is in this process."""
+    path, _, name = address.rpartition(":")
+    key = "rank_module_" + "".join(c if c.isalnum() else "_" for c in path)
+    module = sys.modules.get(key)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(key, path)
+        assert spec is not None and spec.loader is not None, path
+        module = sys.modules[key] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+class _Processes:
+    """`world` processes that share one default process group."""
+
+    def __init__(self, world: int) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
+        environment = dict(os.environ, OMP_NUM_THREADS="1", WORLD_SIZE=str(world), LOCAL_RANK="0", CUDA_VISIBLE_DEVICES="")
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), environment.get("PYTHONPATH", "")])
+        store = str(Path(self.folder.name, "store"))
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", "from support.ranks import main; main()", str(rank), str(world), store],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=dict(environment, RANK=str(rank)),
+                cwd=ROOT,
+            )
+            for rank in range(world)
+        ]
+
+    def alive(self) -> bool:
+        return all(process.poll() is None for process in self.processes)
+
+    def run(self, address: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> list[Any]:
+        message = dumps((address, args, kwargs))
+        answers: list[tuple[bool, Any] | None] = [None] * len(self.processes)
+        failed = threading.Event()
+
+        def ask(rank: int) -> None:
+            process = self.processes[rank]
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                _write(process.stdin, message)
+                answers[rank] = pickle.loads(_read(process.stdout))
+            except (OSError, EOFError):
+                answers[rank] = (False, f"the process of rank {rank} ended with status {process.wait()}")
+            if not answers[rank] or not answers[rank][0]:  # type: ignore[index]
+                failed.set()
+
+        threads = [threading.Thread(target=ask, args=(rank,), daemon=True) for rank in range(len(self.processes))]
+        for thread in threads:
+            thread.start()
+        waited = 0.0
+        while any(thread.is_alive() for thread in threads) and waited < timeout:
+            next(thread for thread in threads if thread.is_alive()).join(0.25)
+            waited += 0.25
+            if failed.is_set():  # the others may wait for the failed rank forever; give them a moment to fail by themselves
+                timeout = min(timeout, waited + 3)
+        bad = [(rank, answer[1]) for rank, answer in enumerate(answers) if answer is not None and not answer[0]]
+        if bad:
+            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in bad))
+        late = [rank for rank, answer in enumerate(answers) if answer is None]
+        if late:
+            raise RankError(f"ranks {late} gave no answer for {address} within {timeout:g} s")
+        return [answer[1] for answer in answers if answer is not None]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    try:
+                        pipe.close()
+                    except OSError:
+                        pass
+        self.folder.cleanup()
+
+
+def _write(pipe: BinaryIO | Any, message: bytes) -> None:
+    pipe.write(len(message).to_bytes(8, "little"))
+    pipe.write(message)
+    pipe.flush()
+
+
+def _read(pipe: BinaryIO | Any) -> bytes:
+    size = pipe.read(8)
+    if len(size) < 8:
+        raise EOFError
+    return bytes(pipe.read(int.from_bytes(size, "little")))
+
+
+def serve(rank: int, world: int, store: str) -> None:
+    """The loop of one rank. What functions print goes to stderr; stdout carries the answers."""
+    inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    while True:
+        try:
+            message = _read(inbox)
+        except EOFError:
+            os._exit(0)
+        try:
+            address, args, kwargs = pickle.loads(message)
+            answer = dumps((True, _load(address)(*args, **kwargs)))
+        except BaseException:
+            answer = dumps((False, traceback.format_exc()))
+        _write(outbox, answer)
+
+
+def main() -> None:
+    """The entry of a rank's process: rank, world size and the file of the store."""
+    serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
