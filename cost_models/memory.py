@@ -90,7 +90,8 @@ def working_bytes(costs: BlockCosts, plan: NodePlan) -> float:
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
     """`internal` bytes are kept per call; `boundary` are kept inputs (index >= 0) and outputs (``-1 - index``) with their bytes,
-    which calls share; `working` is the largest node's working set, with the gradients of the block's inputs."""
+    which calls share; `working` is the largest node's working set, with the gradients of the block's inputs. A recomputed block
+    keeps its inputs alone, and everything else while it runs."""
 
     internal: float
     boundary: tuple[tuple[int, float], ...]
@@ -112,6 +113,10 @@ def block_memory(costs: BlockCosts, plan: BlockPlan) -> BlockMemory:
     }
     gradients = sum(costs.value_bytes(name, at) for name, at in inputs if costs.values[name].differentiable)
     working = max((working_bytes(costs, node_plan) for node_plan in plan.nodes), default=0.0)
+    if plan.recompute:
+        again = sum(size for state, size in kept.items() if ends.get(state, -1) < 0)
+        given = tuple((index, costs.value_bytes(*state)) for index, state in enumerate(inputs))
+        return BlockMemory(0.0, given, working + gradients + again)
     return BlockMemory(
         sum(size for state, size in kept.items() if state not in ends),
         tuple((ends[state], size) for state, size in kept.items() if state in ends),

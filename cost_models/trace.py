@@ -34,7 +34,7 @@ class Run:
     @staticmethod
     def of(costs: BlockCosts, plan: BlockPlan) -> Run:
         axes = len(costs.mesh.sizes)
-        trace = _Trace(costs, [0.0] * axes, [0.0] * axes)
+        trace = _Trace(costs, [0.0] * axes, [0.0] * axes, [0.0] * axes, [0.0] * axes)
         arcs: dict[str, list[Arc]] = {}
         for arc in plan.arcs:
             arcs.setdefault(arc.value, []).append(arc)
@@ -46,11 +46,12 @@ class Run:
             trace.compute(plans[node.name])
             for output in node.outputs:
                 trace.convert(arcs.get(output.name, ()))
+        again = trace.again() if plan.recompute else ()
         return Run(
             costs,
             plan,
             tuple(trace.forward),
-            tuple(reversed(trace.backward)),
+            (*again, *reversed(trace.backward)),
             block_memory(costs, plan),
             tuple(trace.axis_seconds),
             trace.model_flops,
@@ -70,10 +71,13 @@ class _Trace:
     costs: BlockCosts
     axis_seconds: list[float]
     redundant: list[float]
+    forward_axis_seconds: list[float]
+    forward_redundant: list[float]
     forward: list[Segment] = field(default_factory=list)
     backward: list[Segment] = field(default_factory=list)
     model_flops: float = 0.0
     flops: float = 0.0
+    forward_flops: float = 0.0
 
     def compute(self, plan: NodePlan) -> None:
         cost, known = self.costs.node(plan), self.costs.profile(plan.node)
@@ -85,9 +89,20 @@ class _Trace:
         _append(self.backward, cost.backward_seconds, NO_LINKS)
         flops = known.forward_flops + known.backward_flops
         self.flops += flops
+        self.forward_flops += known.forward_flops
         self.model_flops += known.model_flops
         for axis, cut in enumerate(work_shards(plan.operands, plan.results, self.costs.mesh.sizes)):
-            self.redundant[axis] += flops if cut == 1 < self.costs.mesh.sizes[axis] else 0.0
+            if cut == 1 < self.costs.mesh.sizes[axis]:
+                self.redundant[axis] += flops
+                self.forward_redundant[axis] += known.forward_flops
+
+    def again(self) -> tuple[Segment, ...]:
+        """The forward once more, counted."""
+        for axis, seconds in enumerate(self.forward_axis_seconds):
+            self.axis_seconds[axis] += seconds
+        self.flops += self.forward_flops
+        self.redundant = [sum(pair) for pair in zip(self.redundant, self.forward_redundant, strict=True)]
+        return tuple(self.forward)
 
     def convert(self, arcs: Sequence[Arc]) -> None:
         for arc in arcs:
@@ -100,6 +115,8 @@ class _Trace:
     def _send(self, stream: list[Segment], axis: int, seconds: float) -> None:
         if seconds:
             self.axis_seconds[axis] += seconds
+            if stream is self.forward:
+                self.forward_axis_seconds[axis] += seconds
             _append(stream, seconds, links_of_axis(self.costs.cluster, self.costs.mesh, axis).names)
 
 

@@ -113,7 +113,7 @@ def fresh(name: str, taken: set[str]) -> str:
     """`name`, or the first of ``name_2, name_3, ...`` that is free; then taken."""
     chosen, number = name, 2
     while chosen in taken:
-        chosen, number = f"{name}_{number}", number + 1
+        chosen, number = f"{name.rstrip('_')}_{number}", number + 1
     taken.add(chosen)
     return chosen
 

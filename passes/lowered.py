@@ -29,6 +29,7 @@ class LoweredBlock:
     block: Block
     specs: tuple[Spec, ...]
     zero: int
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)

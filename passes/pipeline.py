@@ -71,7 +71,7 @@ def _lower_block(block: Block, candidate: Candidate, dump: Dump | None) -> Lower
         verify(stage, context, each.name)
         if dump is not None:
             dump(f"{block.name}.{number:02d}.{each.name}", str(stage))
-    return LoweredBlock(stage.block, _specs(block, candidate), plan.zero)
+    return LoweredBlock(stage.block, _specs(block, candidate), plan.zero, plan.recompute)
 
 
 def captured_placements(block: Block, plan: BlockPlan) -> dict[str, Placements]:

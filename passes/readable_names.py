@@ -22,7 +22,10 @@ from autopar.ir.graph import Block, Node, Value
 from autopar.passes.base import CONVERT, CONVERT_MANY, START, WAIT, Context, Stage, fresh, with_operands
 
 RESERVED = frozenset({"torch", "nn", "F", "C", "B", "self", "inf", "nan", *keyword.kwlist, *dir(builtins)})
-CLEARER = {"slice": "part", "sum": "total", "pow": "power", "abs": "size", "max": "highest", "min": "lowest", "round": "rounded"}
+CLEARER = {
+    "slice": "part", "sum": "total", "pow": "power", "abs": "size", "max": "highest", "min": "lowest", "round": "rounded",
+    "and": "both", "or": "either", "not": "negated",
+}  # fmt: skip
 """Instead of names that hide builtins."""
 LAYERS = frozenset(
     f"{op}"

@@ -18,7 +18,10 @@ from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
 
 _DROPPED = frozenset(("device", "layout", "memory_format", "pin_memory", "non_blocking"))
 _ASSERTS = ("_assert", "sym_constrain", "_guards")
-_NO_GRADIENT = ("detach", "_like", "new_", "argmax", "argmin", "floor", "sign", "bernoulli")
+_NO_GRADIENT = frozenset(
+    """detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty argmax argmin
+    floor ceil round trunc sign floor_divide bernoulli one_hot""".split()
+)
 
 
 def convert(traced: Traced) -> Flat:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import re
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +38,16 @@ class Traced:
 class LossOnly(nn.Module):
     """Calls the model with one dictionary and returns its scalar loss."""
 
-    def __init__(self, model: nn.Module, constants: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, constants: Mapping[str, Any], compute_dtype: torch.dtype | None) -> None:
         super().__init__()
         self.module = model
         self.constants = dict(constants)
+        self.compute_dtype = compute_dtype
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        dtype = self.compute_dtype
+        if dtype is not None:  # as FSDP2's mixed precision does (cast_forward_inputs)
+            batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
         return find_loss(self.module(**batch, **self.constants))
 
 
@@ -48,17 +55,27 @@ def find_loss(output: Any) -> Tensor:
     """The scalar: the output itself, its ``.loss``, its ``["loss"]``, or the first of a tuple. CaptureError otherwise."""
     candidate = output
     if isinstance(output, Mapping):
-        candidate = output.get("loss")
-    elif hasattr(output, "loss"):
+        candidate = output["loss"] if "loss" in output else first_scalar(output.values())
+    elif not isinstance(output, Tensor) and hasattr(output, "loss"):
         candidate = output.loss
-    elif isinstance(output, (tuple, list)) and output:
-        candidate = output[0]
-    if not isinstance(candidate, Tensor) or candidate.numel() != 1:
+    elif isinstance(output, (tuple, list)):
+        candidate = first_scalar(output)
+    if not isinstance(candidate, Tensor) or not is_scalar(candidate):
         raise CaptureError(
             f"the model returns {type(output).__name__} without a scalar loss; return the loss, or an object with .loss "
             "(Hugging Face models need labels in the example inputs)"
         )
-    return candidate.reshape(())
+    return candidate.reshape(()) if candidate.dim() else candidate
+
+
+def is_scalar(tensor: Tensor) -> bool:
+    """One element, whatever the batch."""
+    return all(isinstance(size, int) and size == 1 for size in tensor.shape)
+
+
+def first_scalar(items: Iterable[Any]) -> Tensor | None:
+    """The first tensor of one element."""
+    return next((item for item in items if isinstance(item, Tensor) and is_scalar(item)), None)
 
 
 def copy_without_data(model: nn.Module, compute_dtype: torch.dtype | None) -> nn.Module:
@@ -104,50 +121,67 @@ def trace(
     """Exports with a symbolic batch; where the model specialises it, once more with the batch as it is."""
     refuse_hooks(model)
     tensors, constants = bind_inputs(model, args, kwargs)
-    leading = [tensor.shape[0] for tensor in tensors.values() if tensor.dim()]
-    batch = leading[0] if leading else 1
-    clone = LossOnly(copy_without_data(model, getattr(torch, compute_dtype) if compute_dtype else None), constants)
-    for (_, module), (_, original) in zip(clone.module.named_modules(), model.named_modules(), strict=True):
-        module.training = original.training
-    batched = {name: bool(tensor.dim()) and tensor.shape[0] == batch for name, tensor in tensors.items()}
-    traced_batch = max(batch, 2)
+    leading = Counter(tensor.shape[0] for tensor in tensors.values() if tensor.dim())
+    batch = leading.most_common(1)[0][0] if leading else 1
+    dtype = getattr(torch, compute_dtype) if compute_dtype else None
+    clone = LossOnly(copy_without_data(model, dtype), constants, dtype)
     for symbolic in (True, False):
-        size = traced_batch if symbolic else batch
-        example = {
-            name: torch.empty((size, *tensor.shape[1:]) if batched[name] else tensor.shape, dtype=tensor.dtype, device="meta")
-            for name, tensor in tensors.items()
-        }
-        if compute_dtype:
-            example = {k: v.to(getattr(torch, compute_dtype)) if v.is_floating_point() else v for k, v in example.items()}
-        shapes = ({name: {0: Dim.DYNAMIC} if batched[name] else None for name in example},) if symbolic else None
         try:
-            with warnings.catch_warnings(), refuse_custom_functions(allowed):
+            with warnings.catch_warnings(), quiet_logs(), refuse_custom_functions(allowed):
                 warnings.simplefilter("ignore")
-                program = export(clone, (example,), dynamic_shapes=shapes, strict=False)
-                mark_no_grad(program)
-                program = program.run_decompositions({})
-            return Traced(program, tuple(tensors), batch, symbolic, first_names(model))
+                program = export_copy(clone, tensors, batch, symbolic)
+            return Traced(program, tuple(tensors), batch, symbolic, tied_names(model))
         except CaptureError:
             raise
         except Exception as error:
             if symbolic and not is_data_dependent(error):
                 continue
-            raise explain(error, model) from error
+            raise explain(error, model) from None
     raise AssertionError
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
-    """All names of parameters and buffers, each with the first name of the same tensor."""
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer to the first name of the same tensor."""
     first: dict[int, str] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
+def export_copy(clone: LossOnly, tensors: Mapping[str, Tensor], batch: int, symbolic: bool) -> ExportedProgram:
+    """A functional program of ATen operations. A batch of 1 is traced as 2, since torch specialises 0 and 1."""
+    batched = {name: bool(tensor.dim()) and tensor.shape[0] == batch for name, tensor in tensors.items()}
+    size = max(batch, 2) if symbolic else batch
+    example = {
+        name: torch.empty((size, *tensor.shape[1:]) if batched[name] else tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+    }
+    shapes = ({name: {0: Dim.DYNAMIC} if batched[name] else None for name in example},) if symbolic else None
+    program = export(clone, (example,), dynamic_shapes=shapes, strict=False)
+    mark_no_grad(program)
+    return program.run_decompositions({})
+
+
+@contextmanager
+def quiet_logs() -> Iterator[None]:
+    """Export logs what it is about to raise; the CaptureError says it in one line."""
+    logger = logging.getLogger("torch")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def mark_no_grad(program: ExportedProgram) -> None:
-    """Decompositions inline ``no_grad`` regions; the mark on the region's call survives on what comes out of it."""
+    """Decompositions inline ``no_grad`` regions; the mark on the region's call survives on what comes out of it.
+
+    The mark is the region's stack trace, since the inlined operations lose theirs.
+    """
     for node in program.graph.nodes:
         if "set_grad_enabled" in str(node.target) and node.args and node.args[0] is False:
-            node.meta["custom"] = {**(node.meta.get("custom") or {}), NO_GRAD_MARK: True}
+            mark = {NO_GRAD_MARK: node.meta.get("stack_trace") or " "}
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), **mark}
 
 
 def is_data_dependent(error: Exception) -> bool:

@@ -159,7 +159,11 @@ def encode_blocks(graph: Graph, candidate: Candidate) -> tuple[tuple[BlockInfo, 
     infos, table = [], []
     for plan in candidate.blocks:
         arcs = tuple(ArcInfo(arc.value, format_placements(arc.source), format_placements(arc.target)) for arc in plan.arcs)
-        infos.append(BlockInfo(plan.block, plan.zero, _texts(plan.inputs), _texts(plan.parameters), _texts(plan.outputs), arcs))
+        infos.append(
+            BlockInfo(
+                plan.block, plan.zero, plan.recompute, _texts(plan.inputs), _texts(plan.parameters), _texts(plan.outputs), arcs
+            )
+        )
         table += [
             OpInfo(
                 plan.block, n.node, ops.get((plan.block, n.node), ""), _texts(n.operands), _texts(n.results), n.label, n.function
@@ -185,6 +189,7 @@ def decode_blocks(infos: tuple[BlockInfo, ...], ops: tuple[OpInfo, ...]) -> tupl
             nodes=tuple(nodes[info.block]),
             arcs=tuple(Arc(arc.value, parse_placements(arc.source), parse_placements(arc.target)) for arc in info.arcs),
             zero=info.zero,
+            recompute=info.recompute,
         )
         for info in infos
     )

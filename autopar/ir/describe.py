@@ -61,11 +61,18 @@ def axis_words(graph: Graph, candidate: Candidate, axis: int) -> tuple[str, ...]
                 found.update((text, None) for name, text in _PLACES.items() if name in each.function)
     out = [f"{'- and '.join(sorted(linears))}-parallel linears"] if linears else []
     out += found
-    if _sharded_between_blocks(graph, candidate, axis):
-        out.append("sequence-sharded activations between blocks")
+    out += _between_blocks(graph, candidate, axis)
     return tuple(out)
 
 
-def _sharded_between_blocks(graph: Graph, candidate: Candidate, axis: int) -> bool:
-    repeated = {block.name for block in graph.blocks if graph.count(block.name) > 1}
-    return any(isinstance(out[axis], Shard) for plan in candidate.blocks if plan.block in repeated for out in plan.outputs)
+def _between_blocks(graph: Graph, candidate: Candidate, axis: int) -> list[str]:
+    """How repeated blocks hand on their activations, ``[B, S, H]``."""
+    found: dict[str, None] = {}
+    for block in graph.blocks:
+        values = block.values()
+        for name, placements in zip(block.outputs, candidate.block(block.name).outputs, strict=True):
+            place = placements[axis]
+            if graph.count(block.name) > 1 and isinstance(place, Shard):
+                sequence = place.dim == 1 and len(values[name].shape) == 3
+                found["sequence-sharded activations" if sequence else "sharded activations"] = None
+    return list(found)

@@ -94,6 +94,7 @@ class BlockInfo(msgspec.Struct, frozen=True):
 
     block: str
     zero: int
+    recompute: bool
     inputs: tuple[str, ...]
     parameters: tuple[str, ...]
     outputs: tuple[str, ...]

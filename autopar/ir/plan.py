@@ -39,6 +39,7 @@ class BlockPlan:
 
     A graph value has one placement between blocks: the producer converts to it, consumers convert from it, inside.
     `zero` is the state sharding on the data axis: 0 replicated, 1 optimizer, 2 and gradients, 3 and parameters.
+    `recompute`: only the inputs are kept; the backward runs the forward once more.
     """
 
     block: str
@@ -48,6 +49,7 @@ class BlockPlan:
     nodes: tuple[NodePlan, ...]
     arcs: tuple[Arc, ...]
     zero: int
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)

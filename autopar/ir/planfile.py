@@ -93,7 +93,7 @@ def make_plan(
         stages=(StageInfo(tuple(range(len(graph.calls)))),),
         blocks=blocks,
         ops=ops,
-        recompute=(),
+        recompute=tuple(plan.block for plan in candidate.blocks if plan.recompute),
         predicted=predicted or Predicted(),
         baselines=baselines or {"ddp": None, "fsdp": None},
         search=search or SearchInfo(),

@@ -35,6 +35,7 @@ def class_lines(lowered: Lowered, block: LoweredBlock) -> list[str]:
     where = prefixes[0] if len(prefixes) == 1 else f"{prefixes[0]} .. {prefixes[-1]}, {len(prefixes)} times"
     name = class_names([block.block.name])[block.block.name]
     lines = [f"class {name}(Block):", f'{INDENT}"""{where}"""', "", f"{INDENT}zero = {block.zero}"]
+    lines += [f"{INDENT}recompute = True"] * block.recompute
     lines += _spec_lines(block.specs)
     return [*lines, "", *_Forward(lowered, block).lines()]
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from .layout import local_shape
 from .mesh import MeshHandle
 
 OWN = frozenset(
-    {"mesh", "prefix", "original", "zero", "specs", "training", "lent", "blocks", "mesh_axes", "input_placements", "precision"}
+    {"mesh", "prefix", "original", "zero", "recompute", "specs", "training", "lent", "blocks", "mesh_axes", "input_placements", "precision"}
 )
 """Attributes of the classes below."""
 
@@ -46,10 +48,13 @@ class Parameter:
 class Block(nn.Module):
     """A piece of the program with its local parameters, on meta until `state.materialize` fills them.
 
+    `recompute`: the backward runs the forward once more, so that only the block's inputs are kept.
+
     `names` maps paths to original names where these are not prefix + path (tied parameters, the model's own glue).
     """
 
     zero: ClassVar[int] = 0
+    recompute: ClassVar[bool] = False
     specs: ClassVar[tuple[Parameter, ...]] = ()
 
     def __init__(self, mesh: MeshHandle, prefix: str, names: Mapping[str, str] | None = None) -> None:
@@ -65,6 +70,8 @@ class Block(nn.Module):
                 self.register_buffer(spec.attribute, empty, persistent=spec.persistent)
             else:
                 self.register_parameter(spec.attribute, nn.Parameter(empty, requires_grad=spec.trainable))
+        if self.recompute:
+            self.forward = partial(checkpoint, self.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 class Program(nn.Module):

@@ -72,11 +72,15 @@ def test_ortools_is_imported_in_one_file() -> None:
 def test_every_subpackage_is_listed() -> None:
     """A folder that pyproject.toml does not name would be missing from the wheel; one that ORDER lacks has no place."""
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    found = {"autopar"} | {f"autopar.{path.name}" for path in (ROOT / "autopar").iterdir() if (path / "__init__.py").exists()}
-    nested = [path for path in ROOT.glob("autopar/*/*/__init__.py")] + list(ROOT.glob("passes/*/__init__.py"))
-    assert not nested, f"subpackages of subpackages need an entry in pyproject.toml: {nested}"
+    found = {"autopar"}
+    for part in ORDER:
+        folder = FOLDERS.get(part, ROOT / "autopar" / part)
+        found |= {".".join(("autopar", part, *path.parent.relative_to(folder).parts)) for path in folder.rglob("__init__.py")}
     assert found == set(setup["packages"])
-    assert found - {"autopar"} <= {f"autopar.{part}" for part in ORDER}
+    direct = {path.name for path in (ROOT / "autopar").iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert direct <= set(ORDER), f"folders outside the declared order: {direct - set(ORDER)}"
+    missing = [path for path in (ROOT / "autopar").rglob("*.py") if not (path.parent / "__init__.py").exists()]
+    assert not missing, f"folders without __init__.py: {missing}"
     modules = {path.stem for path in (ROOT / "autopar").glob("*.py")} - {"__init__"}
     assert modules <= set(ORDER), f"modules outside the declared order: {modules - set(ORDER)}"
 

@@ -6,7 +6,7 @@ from autopar.capture.flat import Flat, drop_dead
 from autopar.capture.normalize.attention import grouped_heads, mask_recovery
 from autopar.capture.normalize.batch_norm import batch_norm
 from autopar.capture.normalize.linear import linears
-from autopar.capture.normalize.losses import cross_entropy, full_means
+from autopar.capture.normalize.losses import cross_entropy, full_means, squared_error
 from autopar.capture.normalize.simplify import casts, no_ops, reshapes
 
 REWRITES = (
@@ -20,6 +20,7 @@ REWRITES = (
     cross_entropy,
     linears,
     batch_norm,
+    squared_error,
     full_means,
     reshapes,
     no_ops,

@@ -65,6 +65,29 @@ def cross_entropy(flat: Flat) -> Flat:
     return rewrite_nodes(flat, step)
 
 
+def squared_error(flat: Flat) -> Flat:
+    """``mse_loss`` as the sum or mean of a square."""
+    values = flat.values()
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op != "aten.mse_loss":
+            return None
+        reduction = node.args[2] if len(node.args) > 2 else dict(node.kwargs).get("reduction", _MEAN)
+        shape = values[node.operands()[0]].shape
+        flows = any(values[name].differentiable for name in node.operands()) and not node.no_grad
+        difference = like(node, "aten.sub.Tensor", node.args[:2], f"{node.name}_difference", shape, flows=flows)
+        square: tuple[Arg, ...] = (Ref(difference.name), 2)
+        if reduction not in (_MEAN, _SUM):
+            return (difference, Node("aten.pow.Tensor_Scalar", square, (), node.outputs, node.module, node.source, node.no_grad)), {}
+        squared = like(node, "aten.pow.Tensor_Scalar", square, f"{node.name}_square", shape, flows=flows)
+        values[squared.name] = squared.outputs[0]
+        op = "aten.mean" if reduction == _MEAN else "aten.sum"
+        total = Node(op, (Ref(squared.name),), (), node.outputs, node.module, node.source, node.no_grad)
+        return (difference, squared, total), {}
+
+    return rewrite_nodes(flat, step)
+
+
 def full_means(flat: Flat) -> Flat:
     """A mean over the batch becomes a sum and a division by the number of elements, which the batch determines."""
     values = flat.values()

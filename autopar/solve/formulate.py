@@ -1,0 +1,286 @@
+"""The ILP of one problem: strategies, placement flows, boundaries, state sharding, time and (where asked for) memory.
+
+Blocks appear once, with counts: nothing grows with depth. Every constraint carries its formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.ir.placement import Placements, Replicate
+from autopar.solve.boundary import Kind, Slot
+from autopar.solve.linear import INFINITY, LinearModel, Terms, add, total
+from autopar.solve.problem import BlockTable, Problem, Seconds
+from autopar.solve.state import StateTerms, Stored, group_terms, split_by_zero
+
+REDUNDANT_SHARE = 0.0199
+"""A forced axis repeats at most this share of FLOPs, where that is possible at all."""
+
+_PENALTY = 20.0
+"""Steps that a wholly repeated axis costs, where it is forced."""
+
+
+@dataclass(slots=True)
+class Formulation:
+    """The model and what its variables mean. Objective x `second_unit` are seconds."""
+
+    problem: Problem
+    second_unit: float
+    byte_unit: float
+    model: LinearModel = field(default_factory=LinearModel)
+    x: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    """x[block, node][choice]"""
+    w: dict[int, list[int]] = field(default_factory=dict)
+    """w[class][placement]"""
+    y: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    """y[block, value][step]"""
+    z: dict[str, dict[int, int]] = field(default_factory=dict)
+    """z[block][zero]; z[""] is the group of parameters that several calls share"""
+    states: dict[Kind | None, StateTerms] = field(default_factory=dict)
+    forward: dict[str, tuple[int, Terms]] = field(default_factory=dict)
+    backward: dict[str, tuple[int, Terms]] = field(default_factory=dict)
+    penalties: dict[int, float] = field(default_factory=dict)
+    groups: dict[frozenset[Slot], int] = field(default_factory=dict)
+    """bytes of a tensor between calls, by the slots that may keep it (see `memory`)"""
+
+
+def formulate(problem: Problem, sharded_axes: Sequence[int] = ()) -> Formulation:
+    """Without the memory constraint, which `memory.limit` adds. `sharded_axes` must not repeat FLOPs."""
+    made = Formulation(problem, _second_unit(problem), problem.cluster.device.memory_bytes / 100)
+    _boundaries(made)
+    for table in problem.blocks.values():
+        _strategies(made, table)
+        for value in table.consumers:
+            _flow(made, table, value)
+    _zero_stages(made)
+    _states(made)
+    for name, table in problem.blocks.items():
+        _block_seconds(made, name, table)
+    _timeline(made)
+    for axis in sharded_axes:
+        _sharded(made, axis)
+    return made
+
+
+def _second_unit(problem: Problem) -> float:
+    """Scales the objective to about a thousand."""
+    least = sum(
+        problem.graph.count(name) * min((c.seconds.forward + c.seconds.backward for c in choices), default=0.0)
+        for name, table in problem.blocks.items()
+        for choices in table.choices.values()
+    )
+    return max(least, 1e-9) / 1000
+
+
+def _boundaries(made: Formulation) -> None:
+    for number, allowed in made.problem.placements.items():
+        made.w[number] = [made.model.binary() for _ in allowed]
+        # sum_p w[class, p] = 1
+        made.model.row([(w, 1.0) for w in made.w[number]], 1.0, 1.0)
+
+
+def _strategies(made: Formulation, table: BlockTable) -> None:
+    for node, choices in table.choices.items():
+        made.x[table.block.name, node] = [made.model.binary() for _ in choices]
+        # sum_s x[node, s] = 1
+        made.model.row([(x, 1.0) for x in made.x[table.block.name, node]], 1.0, 1.0)
+
+
+def _class_terms(made: Formulation, slot: Slot) -> dict[Placements, dict[int, float]]:
+    number = made.problem.boundary.classes[slot]
+    return {at: {w: 1.0} for at, w in zip(made.problem.placements[number], made.w[number], strict=True)}
+
+
+def _produced(made: Formulation, table: BlockTable, value: str) -> dict[Placements, dict[int, float]]:
+    """Per placement the expression that says whether the value is produced there."""
+    block = table.block
+    for index, each in enumerate(block.inputs):
+        if each.name == value:
+            return _class_terms(made, Slot(block.name, "in", index))
+    for index, parameter in enumerate(block.parameters):
+        if parameter.value.name == value:
+            return _class_terms(made, Slot(block.name, "param", index))
+    node = next(node for node in block.nodes if any(output.name == value for output in node.outputs))
+    index = [output.name for output in node.outputs].index(value)
+    out: dict[Placements, dict[int, float]] = {}
+    for choice, x in zip(table.choices[node.name], made.x[block.name, node.name], strict=True):
+        out.setdefault(choice.plan.results[index], {})[x] = 1.0
+    return out
+
+
+def _needed(made: Formulation, table: BlockTable, consumer: tuple[str, int]) -> dict[Placements, dict[int, float]]:
+    name, index = consumer
+    if name == "=":
+        return {}
+    if name == "":
+        return _class_terms(made, Slot(table.block.name, "out", index))
+    out: dict[Placements, dict[int, float]] = {}
+    for choice, x in zip(table.choices[name], made.x[table.block.name, name], strict=True):
+        out.setdefault(choice.plan.operands[index], {})[x] = 1.0
+    return out
+
+
+def _flow(made: Formulation, table: BlockTable, value: str) -> None:
+    """One unit per consumer from the produced to the needed placement; a step is paid once however many use it."""
+    model, moves, consumers = made.model, table.moves[value], table.consumers[value]
+    produced = _produced(made, table, value)
+    y = [model.binary() for _ in moves.steps]
+    made.y[table.block.name, value] = y
+    replicated = (Replicate(),) * len(made.problem.mesh.sizes)
+    for consumer in consumers:
+        flow = y if len(consumers) == 1 else [model.variable(1.0) for _ in moves.steps]
+        rows: list[dict[int, float]] = [{} for _ in moves.states]
+        needed = _needed(made, table, consumer)
+        for row, state in zip(rows, moves.states, strict=True):
+            add(row, produced.get(state, {}))
+            add(row, needed.get(state, {}), -1.0)
+        for step, f in zip(moves.steps, flow, strict=True):
+            add(rows[step.source], {f: -1.0})
+            add(rows[step.target], {f: 1.0})
+        for row, state in zip(rows, moves.states, strict=True):
+            # produced[p] + sum_into_p f = needed[p] + sum_out_of_p f, for each consumer
+            if row:
+                constant = float(consumer[0] == "=" and state == replicated)
+                model.row(row, constant, constant)
+        if flow is not y:
+            for f, paid in zip(flow, y, strict=True):
+                # y[step] >= f[consumer, step]
+                model.row([(paid, 1.0), (f, -1.0)], 0.0, INFINITY)
+
+
+def _zero_stages(made: Formulation) -> None:
+    """One state sharding per block; shared parameters take the largest of their users', at most 2."""
+    problem, model = made.problem, made.model
+    boundary = problem.boundary
+    users = sorted({kind.block for kind in boundary.kind_counts if not all(kind.own)})
+    groups = [(name, problem.zeros) for name in problem.blocks]
+    groups += [("", tuple(sorted({min(2, zero) for zero in problem.zeros})))] if users else []
+    for name, stages in groups:
+        if name and not any(not parameter.buffer for parameter in problem.blocks[name].block.parameters):
+            stages = stages[:1]
+        made.z[name] = {zero: model.binary() for zero in stages}
+        # sum_zero z[block, zero] = 1
+        model.row([(z, 1.0) for z in made.z[name].values()], 1.0, 1.0)
+    for level in (1, 2) if users else ():
+        def above(name: str, level: int = level) -> dict[int, float]:
+            return {z: 1.0 for zero, z in made.z[name].items() if zero >= level}
+
+        for name in users:
+            # Z[shared] >= level where Z[block] >= level
+            model.row(total((1.0, above("")), (-1.0, above(name))), 0.0, INFINITY)
+        # and only where some user's is
+        model.row(total((-1.0, above("")), *((1.0, above(name)) for name in users)), 0.0, INFINITY)
+
+
+def _states(made: Formulation) -> None:
+    problem, boundary = made.problem, made.problem.boundary
+    sizes, units = problem.mesh.sizes, (made.second_unit, made.byte_unit)
+
+    def stored(slot: Slot) -> Stored:
+        number = boundary.classes[slot]
+        return Stored(boundary.parameter(slot), problem.placements[number], made.w[number])
+
+    for name, table in problem.blocks.items():
+        slots = [stored(Slot(name, "param", index)) for index in range(len(table.block.parameters))]
+        split = [split_by_zero(made.model, each, made.z[name], sizes) for each in slots]
+        for kind in boundary.kind_counts:
+            if kind.block == name:
+                own = [index for index, alone in enumerate(kind.own) if alone]
+                made.states[kind] = group_terms(
+                    made.model, [slots[i] for i in own], [split[i] for i in own], made.z[name], table.costs,
+                    problem.precision, problem.optimizer, units,
+                )  # fmt: skip
+    if boundary.shared:
+        slots = [stored(slot) for slot in boundary.shared.values()]
+        split = [split_by_zero(made.model, each, made.z[""], sizes) for each in slots]
+        costs = next(iter(problem.blocks.values())).costs
+        made.states[None] = group_terms(
+            made.model, slots, split, made.z[""], costs, problem.precision, problem.optimizer, units
+        )
+
+
+def _block_seconds(made: Formulation, name: str, table: BlockTable) -> None:
+    """main = sum_s x (compute + inner collectives) + sum_step y (conversion), and the part of it on the data axis' links."""
+    spent: list[dict[int, float]] = [{}, {}, {}, {}]
+
+    def spend(variable: int, seconds: Seconds) -> None:
+        each = (seconds.forward, seconds.backward, seconds.forward_shared, seconds.backward_shared)
+        for terms, value in zip(spent, each, strict=True):
+            if value:
+                add(terms, {variable: value / made.second_unit})
+
+    for node, choices in table.choices.items():
+        for choice, x in zip(choices, made.x[name, node], strict=True):
+            spend(x, choice.seconds)
+    for value, moves in table.moves.items():
+        for step, y in zip(moves.steps, made.y[name, value], strict=True):
+            spend(y, step.seconds)
+    forward, backward, forward_shared, backward_shared = spent
+    many = made.problem.mesh.sizes[0] > 1
+    made.forward[name] = made.model.define(forward), {made.model.define(forward_shared): 1.0} if many and forward_shared else {}
+    made.backward[name] = made.model.define(backward), {made.model.define(backward_shared): 1.0} if many and backward_shared else {}
+
+
+def _timeline(made: Formulation) -> None:
+    """step = first gather + forward + backward + last reduction + optimizer (the contract's timing model)."""
+    model, boundary, states = made.model, made.problem.boundary, made.states
+    root = states.get(None)
+    model.minimise(states[boundary.kinds[0]].gather_forward)
+    model.minimise(states[boundary.kinds[0]].reduce)
+    if root is not None:
+        model.minimise(root.gather_forward)
+        model.minimise(root.reduce)
+    for (kind, after), count in boundary.forward_steps.items():
+        main, shared = made.forward[kind.block]
+        hidden = dict(states[after].gather_forward) if after is not None else {}
+        _step(made, main, total((1.0, hidden), (1.0, shared)) if hidden else {}, count)
+    for (later, kind, earlier), count in boundary.backward_steps.items():
+        main, shared = made.backward[kind.block]
+        hidden = total(
+            (1.0, states[later].reduce if later is not None else {}),
+            (1.0, states[earlier].gather_backward if earlier is not None else {}),
+        )
+        _step(made, main, total((1.0, hidden), (1.0, shared)) if hidden else {}, count)
+    for key, state in states.items():
+        streaming, launching = state.optimizer
+        if streaming:
+            # optimizer >= streaming of the local shard, optimizer >= launches
+            spent = model.variable()
+            model.at_least(spent, streaming)
+            if any(launching.values()):
+                model.at_least(spent, launching)
+            model.minimise({spent: float(boundary.kind_counts[key] if key is not None else 1)})
+
+
+def _step(made: Formulation, main: int, hidden: Terms, count: int) -> None:
+    """Adds ``count * t``."""
+    if not any(hidden.values()):
+        made.model.minimise({main: float(count)})
+        return
+    t = made.model.variable()
+    # t >= compute + exposed
+    made.model.at_least(t, {main: 1.0})
+    # t >= transfers behind it + what is exposed on the same physical link
+    made.model.at_least(t, hidden)
+    made.model.minimise({t: float(count)})
+
+
+def _sharded(made: Formulation, axis: int) -> None:
+    """The share of FLOPs that an axis repeats stays small; where that cannot be, as small as can be."""
+    problem = made.problem
+    flops = sum(problem.graph.count(name) * table.flops for name, table in problem.blocks.items())
+    if not flops:
+        return
+    slack = made.model.variable(1.0)
+    made.penalties[slack] = 1000.0 * _PENALTY
+    made.model.minimise({slack: made.penalties[slack]})
+    terms = {
+        x: problem.graph.count(name) * choice.redundant_flops[axis] / flops
+        for name, table in problem.blocks.items()
+        for node, choices in table.choices.items()
+        for choice, x in zip(choices, made.x[name, node], strict=True)
+        if choice.redundant_flops[axis]
+    }
+    # sum_s x * flops / all flops <= share + slack
+    made.model.row(total((1.0, terms), (-1.0, {slack: 1.0})), -INFINITY, REDUNDANT_SHARE)

@@ -1,0 +1,152 @@
+"""Parameter storage and state sharding (ZeRO) as linear expressions: u[parameter, shards, zero] and what a group of them costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from autopar.cost_models.block import BlockCosts
+from autopar.cost_models.sizes import itemsize, shards
+from autopar.cost_models.state import Group, StateCost, optimizer_named
+from autopar.ir.graph import Parameter
+from autopar.ir.placement import Placements
+from autopar.ir.plan import Precision
+from autopar.solve.linear import LinearModel, Terms, add
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One parameter: what it may be stored as, and the one-hot variables of that."""
+
+    parameter: Parameter
+    placements: tuple[Placements, ...]
+    chosen: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StateTerms:
+    """Costs of one group as expressions; seconds in the model's unit, bytes in its unit. See `StateCost` and `StateMemory`."""
+
+    gather_forward: Terms
+    gather_backward: Terms
+    reduce: Terms
+    optimizer: tuple[Terms, ...]
+    parameters: Terms
+    gradients: Terms
+    optimizer_bytes: Terms
+    gathered_standing: Terms
+    gathered_passing: Terms
+    reduced: Terms
+    buffer_bytes: float
+
+
+def split_by_zero(model: LinearModel, stored: Stored, stages: Mapping[int, int], sizes: Sequence[int]) -> dict[int, dict[int, float]]:
+    """Per ZeRO stage the parameter's elements on one device, as an expression.
+
+    ``sum_zero u[shards, zero] = sum of w over placements of so many shards``, ``sum_shards u[shards, zero] = z[zero]``.
+    """
+    count = float(prod(size for size in stored.parameter.value.shape if isinstance(size, int)))
+    by_shards: dict[int, list[int]] = {}
+    for placements, variable in zip(stored.placements, stored.chosen, strict=True):
+        by_shards.setdefault(shards(placements, sizes), []).append(variable)
+    if len(stages) == 1:
+        (zero,) = stages
+        return {zero: {w: count / cut for cut, chosen in by_shards.items() for w in chosen}}
+    if len(by_shards) == 1:
+        (cut,) = by_shards
+        return {zero: {z: count / cut} for zero, z in stages.items()}
+    u = {(cut, zero): model.variable(1.0) for cut in by_shards for zero in stages}
+    for cut, chosen in by_shards.items():
+        model.row([*((u[cut, zero], 1.0) for zero in stages), *((w, -1.0) for w in chosen)], 0.0, 0.0)
+    for zero, z in stages.items():
+        model.row([*((u[cut, zero], 1.0) for cut in by_shards), (z, -1.0)], 0.0, 0.0)
+    return {zero: {u[cut, zero]: count / cut for cut in by_shards} for zero in stages}
+
+
+def _chord(cost: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+    """(slope, intercept) of the line through both ends: exact for affine costs, below concave ones."""
+    if high <= 0:
+        return 0.0, 0.0
+    if high - low <= 1e-9 * high:
+        return 0.0, cost(high)
+    slope = (cost(high) - cost(low)) / (high - low)
+    return slope, cost(low) - slope * low
+
+
+def group_terms(
+    model: LinearModel,
+    group: Sequence[Stored],
+    elements: Sequence[Mapping[int, Terms]],
+    stages: Mapping[int, int],
+    costs: BlockCosts,
+    precision: Precision,
+    optimizer: str,
+    units: tuple[float, float],
+) -> StateTerms:
+    """`group` are the parameters that are moved as one, `elements` their `split_by_zero`, `units` seconds and bytes of one unit."""
+    second, byte = units
+    rule, sizes = optimizer_named(optimizer), costs.mesh.sizes
+    real = [(s, e) for s, e in zip(group, elements, strict=True) if not s.parameter.buffer]
+    buffers = sum(
+        prod(size for size in s.parameter.value.shape if isinstance(size, int)) * itemsize(s.parameter.value.dtype)
+        for s in group
+        if s.parameter.buffer
+    )
+
+    def extent(trainable: bool) -> tuple[float, float]:
+        low = high = 0.0
+        for s, _ in real:
+            if s.parameter.trainable or not trainable:
+                count = prod(size for size in s.parameter.value.shape if isinstance(size, int))
+                cuts = [shards(at, sizes) for at in s.placements]
+                low, high = low + count / max(cuts), high + count / min(cuts)
+        return low, high
+
+    whole, trained = extent(False), extent(True)
+    out: dict[str, dict[int, float]] = {name: {} for name in _NAMES}
+    launches: dict[int, float] = {}
+    for zero, z in stages.items():
+        every: dict[int, float] = {}
+        training: dict[int, float] = {}
+        for s, each in real:
+            add(every, each[zero])
+            if s.parameter.trainable:
+                add(training, each[zero])
+
+        def cost(e: float, t: float, tensors: int = 0, zero: int = zero) -> StateCost:
+            return costs.group_state(Group(e, t, tensors), zero, precision, rule)
+
+        def seconds(name: str, of: Callable[[float], float], span: tuple[float, float], terms: Terms, z: int = z) -> None:
+            slope, intercept = _chord(of, *span)
+            add(out[name], terms, slope / second)
+            add(out[name], {z: intercept / second})
+
+        seconds("gather_forward", lambda e: cost(e, 0.0).gather_forward_seconds, whole, every)
+        seconds("gather_backward", lambda e: cost(e, 0.0).gather_backward_seconds, whole, every)
+        seconds("reduce", lambda t: cost(0.0, t).reduce_seconds, trained, training)
+        seconds("stream", lambda t: cost(0.0, t).optimizer_seconds, trained, training)
+        if trained[1]:
+            tensors = sum(s.parameter.trainable for s, _ in real)
+            add(launches, {z: cost(0.0, 1e-9, tensors).optimizer_seconds / second})
+        memory = cost(1.0, 1.0).memory
+        gathered = "gathered_passing" if memory.gathered_is_transient else "gathered_standing"
+        for name, terms, each in (
+            ("parameters", every, memory.parameters),
+            ("gradients", training, memory.gradients),
+            ("optimizer_bytes", training, memory.optimizer),
+            (gathered, every, memory.gathered),
+            ("reduced", training, memory.reduced),
+        ):
+            add(out[name], terms, each / byte)
+    return StateTerms(
+        out["gather_forward"], out["gather_backward"], out["reduce"], (out["stream"], launches), out["parameters"],
+        out["gradients"], out["optimizer_bytes"], out["gathered_standing"], out["gathered_passing"], out["reduced"],
+        buffers / byte,
+    )  # fmt: skip
+
+
+_NAMES = (
+    "gather_forward", "gather_backward", "reduce", "stream", "parameters", "gradients", "optimizer_bytes",
+    "gathered_standing", "gathered_passing", "reduced",
+)  # fmt: skip

@@ -1,0 +1,132 @@
+"""What export would change silently is kept, or is an error that names the line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.interpret import loss_and_gradients
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.errors import CaptureError
+
+
+class NoGrad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.inner(x).abs()
+        return (self.inner(x) * scale).sum()
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad
+
+
+class UsesStraight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Straight.apply(self.inner(x)).sum()
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inner(x).sum() > 0:
+            return self.inner(x).sum()
+        return self.inner(x).mean()
+
+
+class Mixed(nn.Module):
+    """A 0-d parameter, two dtypes in one block, a frozen and a tied parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.first, self.second, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+        self.low = nn.Linear(4, 4, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(self.second(torch.relu(self.first(x)))) * self.scale
+        return (self.low(x.bfloat16()).float() ** 2).mean()
+
+
+@pytest.mark.parametrize("kind", [NoGrad, Mixed])
+def test_equals_eager(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(6, 4)
+    graph = capture(model, (x,))
+    expected = model(x)
+    expected.backward()
+    loss, gradients = loss_and_gradients(graph, {name: p.detach() for name, p in model.named_parameters()}, {"x": x})
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    assert gradients.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, msg=name)
+
+
+def test_no_grad_nodes_are_marked() -> None:
+    graph = capture(NoGrad(), (torch.randn(6, 4),))
+    marked = [node for block in graph.blocks for node in block.nodes if node.no_grad]
+    assert [node.op for node in marked] == ["aten.linear", "aten.abs"]
+    assert not any(value.differentiable for node in marked for value in node.outputs)
+
+
+@pytest.mark.parametrize("kind", [UsesStraight, Branches])
+def test_refused_with_the_line(kind: type[nn.Module]) -> None:
+    with pytest.raises(CaptureError, match=r"test_faithful\.py:\d+") as caught:
+        capture(kind(), (torch.randn(6, 4),))
+    assert "\n" not in str(caught.value)
+
+
+def test_hooks_are_refused() -> None:
+    model = NoGrad()
+    model.inner.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match="inner.*backward hook"):
+        capture(model, (torch.randn(6, 4),))
+
+
+def test_the_model_is_untouched() -> None:
+    model = Mixed()
+    before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
+    capture(model, (torch.randn(6, 4),))
+    for name, parameter in model.named_parameters():
+        assert id(parameter) == before[name][0] and torch.equal(parameter, before[name][1])
+
+
+def test_running_statistics_are_updates() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.body(x) ** 2).sum()
+
+    graph = capture(Summed(), (torch.randn(6, 4),))
+    written = {parameter for block in graph.blocks for parameter, _ in block.updates}
+    assert written == {"body_1_running_mean", "body_1_running_var", "body_1_num_batches_tracked"}
+
+
+def test_without_a_loss() -> None:
+    with pytest.raises(CaptureError, match="scalar loss"):
+        capture(nn.Linear(4, 4), (torch.randn(6, 4),))

@@ -1,0 +1,47 @@
+"""Lifts the casts to float32 inside a model to float64, in eager and in a captured graph alike: exactness is compared in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.ir.graph import Arg, Block, DType, Graph, Node, Value
+
+
+class LiftedCasts(TorchDispatchMode):
+    """While active, whatever an operation would make in float32 it makes in float64."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        lifted = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*(torch.float64 if arg is torch.float32 else arg for arg in args), **lifted)
+
+
+def lift_graph(graph: Graph) -> Graph:
+    """The same graph with every float32 a float64."""
+    return replace(graph, inputs=tuple(map(_value, graph.inputs)), blocks=tuple(map(_block, graph.blocks)))
+
+
+def _block(block: Block) -> Block:
+    parameters = tuple(replace(parameter, value=_value(parameter.value)) for parameter in block.parameters)
+    return replace(block, inputs=tuple(map(_value, block.inputs)), parameters=parameters, nodes=tuple(map(_node, block.nodes)))
+
+
+def _node(node: Node) -> Node:
+    kwargs = tuple((key, _arg(arg)) for key, arg in node.kwargs)
+    return replace(node, args=tuple(map(_arg, node.args)), kwargs=kwargs, outputs=tuple(map(_value, node.outputs)))
+
+
+def _value(value: Value) -> Value:
+    return replace(value, dtype="float64") if value.dtype == "float32" else value
+
+
+def _arg(arg: Arg) -> Arg:
+    if isinstance(arg, tuple):
+        return tuple(map(_arg, arg))
+    return DType("float64") if isinstance(arg, DType) and arg.name == "float32" else arg

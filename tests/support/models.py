@@ -1,0 +1,114 @@
+"""Small models of every family, unmodified, with random weights and batches that have uneven ignored labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY = 64
+SEQUENCE = 16
+
+
+class Mlp(nn.Module):
+    """Two layers and a mean squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(x), y)
+
+
+class ConvNet(nn.Module):
+    """Two convolutions, with or without batch norm, a pool and a classifier."""
+
+    def __init__(self, batch_norm: bool = False) -> None:
+        super().__init__()
+        norms = [nn.BatchNorm2d(16), nn.BatchNorm2d(32)] if batch_norm else [nn.Identity(), nn.Identity()]
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), norms[0], nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), norms[1], nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.head = nn.Linear(32 * 4 * 4, 8)
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.features(pixels).flatten(1)), labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`build` makes the model (CPU, float32), `batch` one global batch of a given size."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], dict[str, Tensor]]
+
+
+def words(batch: int) -> dict[str, Tensor]:
+    """Token ids and labels; the first rows ignore many labels, the last none."""
+    ids = torch.randint(0, VOCABULARY, (batch, SEQUENCE))
+    labels = ids.clone()
+    labels[0, : SEQUENCE // 2 + 1] = -100
+    labels[1, :2] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def images(batch: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(batch, 3, 16, 16), "labels": torch.randint(0, 8, (batch,))}
+
+
+def _hugging_face(name: str, config: str, **sizes: object) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import transformers
+
+        model: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**sizes))
+        return model
+
+    return build
+
+
+def cases() -> Mapping[str, Case]:
+    """Every family of the issue. Four heads, two kv heads where grouped, dropout off."""
+    decoder = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, use_cache=False, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    encoder = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    gpt2 = dict(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=64, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, loss_type="ForCausalLMLoss",
+    )  # fmt: skip
+    return {
+        "gpt2": Case(_hugging_face("GPT2LMHeadModel", "GPT2Config", **gpt2), words),
+        "llama": Case(_hugging_face("LlamaForCausalLM", "LlamaConfig", **decoder), words),
+        "qwen3": Case(_hugging_face("Qwen3ForCausalLM", "Qwen3Config", head_dim=8, **decoder), words),
+        "bert": Case(
+            _hugging_face("BertForMaskedLM", "BertConfig", vocab_size=VOCABULARY, max_position_embeddings=64, **encoder), words
+        ),
+        "vit": Case(
+            _hugging_face("ViTForImageClassification", "ViTConfig", image_size=16, patch_size=4, num_labels=8, **encoder), images
+        ),
+        "mlp": Case(Mlp, lambda batch: {"x": torch.randn(batch, 16), "y": torch.randn(batch, 8)}),
+        "convnet": Case(
+            ConvNet, lambda batch: {"pixels": torch.randn(batch, 3, 8, 8), "labels": torch.randint(0, 8, (batch,))}
+        ),
+        "convnet_bn": Case(
+            lambda: ConvNet(batch_norm=True),
+            lambda batch: {"pixels": torch.randn(batch, 3, 8, 8), "labels": torch.randint(0, 8, (batch,))},
+        ),
+    }
+
+
+def make(name: str, dtype: torch.dtype = torch.float64, batch: int = 8, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model in `dtype` and one batch."""
+    torch.manual_seed(seed)
+    case = cases()[name]
+    model = case.build().to(dtype)
+    inputs = case.batch(batch)
+    return model, {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
