@@ -113,8 +113,9 @@ def make_plan(
         force=parse_force(force),
         strict=strict,
         time_limit_seconds=time_limit_seconds,
+        registry=registry,
     )
-    found = search(graph, cluster, options, progress or (lambda line: None))
+    found = search(graph, cluster, options, progress)
     return make_report(graph, cluster, found, options, source=source, seq=seq, replicated_ops=unruled)
 
 

@@ -43,7 +43,7 @@ def _planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default=None, help="float32 (default), bf16 (bf16 compute over float32 masters) or float64")
     parser.add_argument("--force", default="", metavar="tp=4,zero=3", help="fix degrees: dp, tp, tp2, zero")
     parser.add_argument("--strict", action="store_true", help="an operation without a sharding rule is an error")
-    parser.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="of one mesh's solve (default 60)")
+    parser.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="of the search (default 60)")
 
 
 def build_parser() -> argparse.ArgumentParser:

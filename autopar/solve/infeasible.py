@@ -30,18 +30,19 @@ def explanation(
     nearest = min((attempt.result for attempt in attempts), key=lambda result: result.excess_bytes or inf)
     where = f"{graph.name} at batch {graph.batch} does not fit on {cluster.name}"
     short = f"the nearest mesh, {nearest.mesh}, is short of {nearest.excess_bytes / _GIB:.1f} GiB"
-    of = f"of device memory ({cluster.device.memory_bytes / _GIB:.1f} GiB each{_largest(nearest)})"
+    of = f"of device memory ({cluster.device.memory_bytes / _GIB:.1f} GiB each{_largest(attempts)})"
     nodes = smallest_cluster(graph, cluster, options, registry, look_seconds)
     if nodes is None:
         return f"{where}: {short} {of}; use a smaller batch or sequence, or devices with more memory"
     return f"{where}: {short} {of}; {nodes} would do, or a smaller batch"
 
 
-def _largest(result: MeshResult) -> str:
-    """What takes most of the memory of the fastest plan there."""
-    if result.evaluation is None:
+def _largest(attempts: Sequence[Attempt]) -> str:
+    """What takes most of the memory of the fastest plan that was looked at."""
+    priced = [attempt.result.evaluation for attempt in attempts if attempt.result.evaluation is not None]
+    if not priced:
         return ""
-    kind, size = max(result.evaluation.memory, key=lambda row: row[1])
+    kind, size = max(min(priced, key=lambda each: each.step_seconds).memory, key=lambda row: row[1])
     return f", where {kind} take {size / _GIB:.1f} GiB in the fastest plan"
 
 

@@ -64,7 +64,13 @@ def _baseline(found: SearchResult, name: str) -> Baseline | None:
 
 def _search(found: SearchResult) -> SearchInfo:
     meshes = tuple(
-        MeshResult(str(m.mesh), m.status, m.step_seconds, m.peak_memory_bytes, m.seconds)  # in the order of the search
-        for m in found.meshes
+        MeshResult(
+            mesh=str(each.mesh),
+            status=str(each.status),
+            step_seconds=each.evaluation.step_seconds if each.evaluation else None,
+            peak_memory_bytes=each.evaluation.peak_memory_bytes if each.evaluation else None,
+            seconds=each.seconds,
+        )
+        for each in found.meshes
     )
-    return SearchInfo(found.seconds, len(meshes), found.status, meshes)
+    return SearchInfo(found.seconds, len(meshes), str(found.status), meshes)

@@ -63,6 +63,7 @@ class _Search:
         self.began = monotonic()
         self.best: MeshResult | None = None
         self.attempts: list[Attempt] = []
+        self.tight = False
 
     def run(self) -> SearchResult:
         self._check_rules()
@@ -140,36 +141,46 @@ class _Search:
         cheap = attempt.cheap_bound()
         if not self._forced() and (self._hopeless(cheap) or attempt.repeats_everything()):
             result.bound_seconds, result.status = cheap, Status.PRUNED
-        else:
+        elif not self.tight or self._may_fit(attempt):
             attempt.unlimited(self._left())
             self._offer(result)
+            if not result.solved and result.evaluation is not None and not self.tight:
+                self.tight = True
+                self._may_fit(attempt)
         self._report(result)
 
-    def _second(self, attempt: Attempt) -> None:
-        """The same under the memory constraint, unless it cannot fit or cannot win."""
+    def _may_fit(self, attempt: Attempt) -> bool:
+        """Whether the linear relaxation finds a plan that fits."""
         result = attempt.result
-        if result.status is Status.PRUNED or self._left() <= 0:
+        result.excess_bytes = attempt.missing_bytes(self._left())
+        if result.excess_bytes > 0:
+            result.status = Status.INFEASIBLE
+        return result.status is not Status.INFEASIBLE
+
+    def _second(self, attempt: Attempt) -> None:
+        """The same under the memory constraint, unless it cannot win."""
+        result = attempt.result
+        if result.status in (Status.PRUNED, Status.INFEASIBLE) or self._left() <= 0:
             return
         if self._hopeless(result.bound_seconds):
             result.status = Status.PRUNED
-        else:
-            result.excess_bytes = attempt.missing_bytes(self._left())
-            if result.excess_bytes > 0:
-                result.status = Status.INFEASIBLE
-            else:
-                attempt.limited(self._left())
-                self._offer(result)
-            self._report(result)
+            return
+        attempt.limited(self._left())
+        self._offer(result)
+        self._report(result)
 
     def _report(self, result: MeshResult) -> None:
-        text = f"{result.mesh!s:28} {result.status:10}"
-        if result.solved and result.evaluation is not None:
-            text += f" {result.evaluation.step_seconds:.4g} s, {result.evaluation.peak_memory_bytes / 2**30:.1f} GiB"
+        evaluation = result.evaluation
+        size = f"{evaluation.step_seconds:.4g} s, {evaluation.peak_memory_bytes / 2**30:.1f} GiB" if evaluation else ""
+        if result.solved:
+            text = f"{result.status:10} {size}"
         elif result.excess_bytes:
-            text += f" short of {result.excess_bytes / 2**30:.1f} GiB per device"
-        elif result.evaluation is not None:
-            text += f" {result.evaluation.step_seconds:.4g} s if it fitted, {result.evaluation.peak_memory_bytes / 2**30:.1f} GiB"
-        self.progress(f"{text} ({result.seconds:.1f} s)")
+            text = f"{result.status:10} short of {result.excess_bytes / 2**30:.1f} GiB per device"
+        elif size:
+            text = f"too large  {size}: to be solved under the memory limit"
+        else:
+            text = str(result.status)
+        self.progress(f"{result.mesh!s:28} {text} ({result.seconds:.1f} s)")
 
     def _result(
         self, best: MeshResult, results: list[MeshResult], baselines: Mapping[str, MeshResult | None]

@@ -1,0 +1,272 @@
+"""Models by name: bundled configurations (random weights), a Hugging Face config.json, or a factory in a Python file.
+
+transformers is imported on use only. Attention masks are left out and labels are given, so that every model returns its loss.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import CaptureError
+
+CLASSES = 10
+IMAGE = 16
+FEATURES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model and example inputs: keyword arguments of its forward, or a tuple where the user's factory gives one."""
+
+    model: nn.Module
+    example_inputs: dict[str, Any] | tuple[Any, ...]
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bundled:
+    """A configuration of a Hugging Face model type, or (`build`) a plain module."""
+
+    description: str
+    kind: str = ""
+    config: Mapping[str, Any] | None = None
+    seq: int = 1024
+    build: Callable[[], nn.Module] | None = None
+
+
+class Mlp(nn.Module):
+    """``x[B, 256], target[B]`` -> cross entropy over 10 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 1024), nn.GELU(), nn.Linear(1024, FEATURES), nn.GELU())
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.layers(x)), target)
+
+
+class ConvNet(nn.Module):
+    """``x[B, 3, 16, 16], target[B]`` -> cross entropy over 10 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
+        )  # fmt: skip
+        self.head = nn.Linear(64 * (IMAGE // 4) ** 2, CLASSES)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.features(x).flatten(1)), target)
+
+
+def _gpt2(width: int, layers: int, heads: int, vocabulary: int = 50257, seq: int = 1024) -> dict[str, Any]:
+    return dict(
+        n_embd=width, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=seq, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+
+
+def _decoder(
+    width: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int, seq: int, **more: Any
+) -> dict[str, Any]:
+    return dict(
+        hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        vocab_size=vocabulary, max_position_embeddings=seq, tie_word_embeddings=False,
+        bos_token_id=0, eos_token_id=0, pad_token_id=None, **more,
+    )  # fmt: skip
+
+
+def _llama3(width: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
+    rope = dict(
+        rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )  # fmt: skip
+    return _decoder(width, ffn, layers, heads, 8, 128256, 131072, rms_norm_eps=1e-5, rope_parameters=rope)
+
+
+def _encoder(width: int, ffn: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    return dict(
+        hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **more,
+    )  # fmt: skip
+
+
+def bundled() -> dict[str, Bundled]:
+    """Every bundled model by name. Sizes are those of the published configurations; dropout is off."""
+    vit = dict(image_size=224, num_labels=1000)
+    tiny = dict(image_size=16, patch_size=4, num_labels=CLASSES)
+    return {
+        "gpt2": Bundled("GPT-2 small, 124 M", "gpt2", _gpt2(768, 12, 12)),
+        "gpt2-xl": Bundled("GPT-2 XL, 1.6 B", "gpt2", _gpt2(1600, 48, 25)),
+        "llama3-8b": Bundled("Llama 3 8B", "llama", _llama3(4096, 14336, 32, 32), 8192),
+        "llama3-70b": Bundled("Llama 3 70B", "llama", _llama3(8192, 28672, 80, 64), 8192),
+        "llama3-405b": Bundled("Llama 3.1 405B", "llama", _llama3(16384, 53248, 126, 128), 8192),
+        "qwen3-8b": Bundled("Qwen3 8B", "qwen3", _decoder(4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128), 4096),
+        "bert-large": Bundled(
+            "BERT large, masked language model", "bert", _encoder(1024, 4096, 24, 16, vocab_size=30522), 512
+        ),
+        "vit-huge": Bundled("ViT huge, 14 x 14 patches of 224 x 224", "vit", _encoder(1280, 5120, 32, 16, patch_size=14, **vit)),
+        "mlp": Bundled("a small multilayer perceptron", build=Mlp),
+        "convnet": Bundled("a small convolutional network with batch norm", build=ConvNet),
+        "gpt2-tiny": Bundled("GPT-2 for tests", "gpt2", _gpt2(64, 2, 4, 128, 64), 16),
+        "llama-tiny": Bundled("Llama for tests", "llama", _decoder(64, 128, 2, 4, 2, 128, 64), 16),
+        "qwen3-tiny": Bundled("Qwen3 for tests", "qwen3", _decoder(64, 128, 2, 4, 2, 128, 64, head_dim=16), 16),
+        "bert-tiny": Bundled(
+            "BERT for tests", "bert", _encoder(64, 128, 2, 4, vocab_size=128, max_position_embeddings=64), 16
+        ),
+        "vit-tiny": Bundled("ViT for tests", "vit", _encoder(64, 128, 2, 4, **tiny)),
+    }
+
+
+def load_model(
+    source: str, batch: int | None = None, seq: int | None = None, dtype: str | None = None, device: str = "meta"
+) -> LoadedModel:
+    """The model that `source` names, on `device`, with a batch of `batch` examples (default 8) of `seq` tokens.
+
+    `source` is a bundled name, the path of a Hugging Face ``config.json``, or ``file.py:factory``. Raises CaptureError.
+    """
+    known = bundled()
+    wanted = getattr(torch, dtype) if dtype else torch.float32
+    if batch is not None and batch < 1:
+        raise CaptureError(f"a batch of {batch} is no batch: write 1 or more")
+    if source in known:
+        entry = known[source]
+        if entry.build is not None:
+            with torch.device(device):
+                plain = entry.build().to(wanted)
+            return LoadedModel(plain, _plain_inputs(plain, batch or 8, wanted, device), source)
+        assert entry.config is not None
+        return _hugging_face(entry.kind, dict(entry.config), source, batch or 8, seq or entry.seq, wanted, device)
+    if source.endswith(".json"):
+        return _from_config_file(Path(source), batch or 8, seq, wanted, device)
+    if ".py" in source:
+        return _from_factory(source, batch, seq, wanted if dtype else None, device)
+    raise CaptureError(
+        f"there is no model {source!r}: write one of {', '.join(known)}, the path of a config.json, or file.py:factory"
+    )
+
+
+def _plain_inputs(model: nn.Module, batch: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    shape = (batch, FEATURES) if isinstance(model, Mlp) else (batch, 3, IMAGE, IMAGE)
+    return {"x": _floats(shape, dtype, device), "target": _integers((batch,), CLASSES, device)}
+
+
+def _floats(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device) if device == "meta" else torch.randn(shape, dtype=dtype, device=device)
+
+
+def _integers(shape: tuple[int, ...], high: int, device: str) -> Tensor:
+    if device == "meta":
+        return torch.empty(shape, dtype=torch.int64, device=device)
+    return torch.randint(high, shape, device=device)
+
+
+def _from_config_file(path: Path, batch: int, seq: int | None, dtype: torch.dtype, device: str) -> LoadedModel:
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise CaptureError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise CaptureError(f"{path} is not JSON: {error}") from None
+    kind = config.pop("model_type", None) if isinstance(config, dict) else None
+    if not isinstance(kind, str):
+        raise CaptureError(f"{path} names no model_type: give the config.json of a Hugging Face model")
+    longest = config.get("max_position_embeddings") or config.get("n_positions")
+    name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
+    return _hugging_face(kind, config, name, batch, seq or min(1024, int(longest or 1024)), dtype, device)
+
+
+def _hugging_face(
+    kind: str, given: dict[str, Any], name: str, batch: int, seq: int, dtype: torch.dtype, device: str
+) -> LoadedModel:
+    """A model of a registered type with its loss: causal or masked language model, or image classifier."""
+    try:
+        import transformers
+    except ImportError:
+        raise CaptureError(f"{name} needs transformers: pip install 'autopar[models]'") from None
+    for key in ("transformers_version", "architectures", "torch_dtype", "dtype", "_name_or_path"):
+        given.pop(key, None)
+    try:
+        config = transformers.AutoConfig.for_model(kind, **given)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CaptureError(f"{name}: transformers {transformers.__version__} has no such configuration: {_line(error)}") from None
+    config.use_cache = False
+    autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModelForImageClassification)
+    if kind == "bert":  # registered as both; it is a masked model
+        autos = autos[1:]
+    auto = next((each for each in autos if type(config) in each._model_mapping), None)
+    if auto is None:
+        raise CaptureError(f"{name}: model type {kind!r} is neither a language model nor an image classifier: use file.py:factory")
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and seq > longest and auto is not autos[-1]:
+        raise CaptureError(f"{name} takes sequences of at most {longest} tokens, not {seq}: lower --seq")
+    try:
+        with torch.device(device):
+            model: nn.Module = auto.from_config(config, dtype=dtype)
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise CaptureError(f"{name}: the model cannot be built from its configuration: {_line(error)}") from None
+    if auto is autos[-1]:
+        size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
+        pixels = _floats((batch, config.num_channels, *size), dtype, device)
+        return LoadedModel(model, {"pixel_values": pixels, "labels": _integers((batch,), config.num_labels, device)}, name)
+    ids = _integers((batch, seq), config.vocab_size, device)
+    return LoadedModel(model, {"input_ids": ids, "labels": ids.clone()}, name)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _from_factory(
+    source: str, batch: int | None, seq: int | None, dtype: torch.dtype | None, device: str
+) -> LoadedModel:
+    """Calls ``factory`` of the file with those of ``batch`` and ``seq`` that it takes."""
+    file, colon, name = source.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        raise CaptureError(f"{source!r} is not file.py:factory: name the function after a colon")
+    path = Path(file)
+    if not path.is_file():
+        raise CaptureError(f"there is no file {file}: check the path before the colon")
+    factory = getattr(_module(path), name, None)
+    if not callable(factory):
+        raise CaptureError(f"{file} has no function {name!r}: name one that returns a model, or a model and example inputs")
+    import inspect
+
+    takes = inspect.signature(factory).parameters
+    given = {key: value for key, value in (("batch", batch), ("seq", seq)) if key in takes and value is not None}
+    try:
+        with torch.device(device):
+            made = factory(**given)
+    except Exception as error:
+        raise CaptureError(f"{source} failed: {type(error).__name__}: {_line(error)}") from error
+    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"{source} returned {type(model).__name__}: return an nn.Module, or (module, example inputs)")
+    if isinstance(example, Tensor):
+        example = (example,)
+    if not isinstance(example, (dict, tuple)):
+        raise CaptureError(f"{source} gives no example inputs: return (model, dict of keyword arguments) or (model, tuple)")
+    return LoadedModel(model.to(dtype) if dtype is not None else model, example, name)
+
+
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"autopar_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise CaptureError(f"{path} cannot be imported: {type(error).__name__}: {_line(error)}") from error
+    return module
