@@ -94,20 +94,28 @@ def make_plan(
     optimizer: str = "adamw",
     strict: bool = False,
     time_limit_seconds: float = 60.0,
-    source: str = "",
+    batch: int | None = None,
     seq: int | None = None,
+    name: str = "",
+    source: str = "",
     progress: Progress | None = None,
 ) -> Plan:
-    """Plans without running: needs no process group, and the model may be on the meta device. `autopar.plan` is this function."""
+    """Plans without running: needs no process group, and the model may be on the meta device. `autopar.plan` is this function.
+
+    Arguments are those of `parallelize`. `batch` is the global batch, where it is not that of `example_inputs`; `seq`, `name` and
+    `source` only go into the plan's description; `progress` gets a line per mesh.
+    """
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster, cache=_cache())
     chosen = _precision(precision, model)
     args, kwargs = _split(example_inputs)
     graph = capture(model, args, kwargs, compute_dtype=chosen.compute)
+    if batch not in (None, graph.batch) and not graph.batch_is_symbolic:
+        raise BatchError(f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {batch}")
     registry = _registry()
     unruled = _unruled(graph, registry, strict)
     options = SearchOptions(
-        batch=graph.batch,
+        batch=batch or graph.batch,
         precision=chosen,
         optimizer=optimizer,
         force=parse_force(force),
@@ -116,7 +124,7 @@ def make_plan(
         registry=registry,
     )
     found = search(graph, cluster, options, progress)
-    return make_report(graph, cluster, found, options, source=source, seq=seq, replicated_ops=unruled)
+    return make_report(graph, cluster, found, options, name=name, source=source, seq=seq, replicated_ops=unruled)
 
 
 plan = make_plan
@@ -284,6 +292,4 @@ def _check_state(tensors: Mapping[str, torch.Tensor]) -> None:
     """StateError where a tensor has no values."""
     missing = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
     if missing is not None:
-        raise StateError(
-            f"{missing} is on the meta device and has no values: pass state={{name: tensor}} or build it on cpu"
-        )
+        raise StateError(f"{missing} is on the meta device and has no values: pass state={{name: tensor}} or build it on cpu")

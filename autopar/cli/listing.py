@@ -13,9 +13,9 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _models(output: Output) -> int:
-    from autopar.cli.models import bundled
+    from autopar.capture.models import bundled
 
-    rows = bundled()
+    rows = {name: entry.description for name, entry in bundled().items()}
     output.table("Models: `autopar plan NAME --cluster ...`", ("name", "what"), rows.items())
     output.document({"models": [{"name": name, "description": text} for name, text in rows.items()]})
     return 0
@@ -30,7 +30,7 @@ def _clusters(output: Output) -> int:
         for name, c in clusters.items()
     ]
     output.table("Clusters", ("name", "devices each", "device", "memory", "links, GB/s per device"), rows)
-    output.document({"clusters": [{"name": name, **cluster.to_dict()} for name, cluster in clusters.items()]})
+    output.document({"clusters": [{**cluster.to_dict(), "name": name} for name, cluster in clusters.items()]})
     return 0
 
 

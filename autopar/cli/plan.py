@@ -26,30 +26,41 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def make(arguments: argparse.Namespace, output: Output, device: str = "meta") -> tuple[Plan, Any, dict[str, Any]]:
+def make(
+    arguments: argparse.Namespace, output: Output, device: str = "meta"
+) -> tuple[Plan, Any, dict[str, Any] | tuple[Any, ...]]:
     """(plan, model, example inputs) for the planning arguments of a command."""
     from autopar.api import make_plan, parse_force
-    from autopar.cli.models import load
+    from autopar.capture.models import load_model
     from autopar.cost_models.hardware import Cluster
 
     force = parse_force(arguments.force)
     cluster = Cluster.parse(arguments.cluster, cache=Path.home() / ".cache" / "autopar")
     output.progress(f"capturing {arguments.model}")
-    model, example = load(arguments.model, arguments.batch, arguments.seq, device)
+    loaded = load_model(arguments.model, arguments.batch, arguments.seq, device=device)
     plan = make_plan(
-        model,
+        loaded.model,
         cluster,
-        example,
+        loaded.example_inputs,
+        batch=arguments.batch,
         precision=arguments.dtype or "float32",
         force=force,
         optimizer=getattr(arguments, "optimizer", "adamw"),
         strict=arguments.strict,
         time_limit_seconds=arguments.time_limit,
         source=arguments.model,
-        seq=arguments.seq,
+        name=loaded.name,
+        seq=arguments.seq or _sequence(loaded.example_inputs),
         progress=output.progress,
     )
-    return plan, model, example
+    return plan, loaded.model, loaded.example_inputs
+
+
+def _sequence(example: dict[str, Any] | tuple[Any, ...]) -> int | None:
+    """The tokens of a sequence, where there are token numbers of shape [B, S]."""
+    tensors = example.values() if isinstance(example, dict) else example
+    shapes = (tensor.shape for tensor in tensors if hasattr(tensor, "shape") and not tensor.is_floating_point())
+    return next((int(shape[1]) for shape in shapes if len(shape) == 2), None)
 
 
 def _check_target(path: str | None) -> None:

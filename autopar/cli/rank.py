@@ -26,7 +26,7 @@ def work(rank: int, size: int, folder: str) -> None:
     try:
         job = torch.load(Path(folder) / "job.pt", weights_only=True, mmap=True)
         program = load(job["program"]).Program(MeshHandle(job["axes"]))
-        parallel = Parallel(program, job["state"])
+        parallel = Parallel(program, job["state"]).train(job["training"])
         result = step(parallel, job["batch"], job["learning_rate"])
         if rank == 0:
             torch.save(result, Path(folder) / "result.pt")

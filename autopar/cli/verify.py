@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     size = plan.candidate.mesh.size
     output.progress(f"running {words(plan.graph, plan.candidate)} on {size} local processes")
     dtype = getattr(torch, plan.candidate.precision.master)
-    model = model.to(dtype)
+    model = model.to(dtype).train(not _random(plan))
     batch = {name: value.to(dtype) if value.is_floating_point() else value for name, value in _named(plan, example).items()}
     distributed = _distributed(plan, model, batch)
     output.progress("running the model on one process")
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     return 0 if passed else 1
 
 
-def _plan(arguments: argparse.Namespace, output: Output) -> tuple[Plan, nn.Module, dict[str, Any]]:
+def _plan(arguments: argparse.Namespace, output: Output) -> tuple[Plan, nn.Module, dict[str, Any] | tuple[Any, ...]]:
     """The plan to verify, and a model with values."""
     if not arguments.cluster.startswith("local"):
         raise ClusterError(f"verify runs on this machine: write --cluster local:4, not {arguments.cluster}")
@@ -61,16 +61,23 @@ def _plan(arguments: argparse.Namespace, output: Output) -> tuple[Plan, nn.Modul
     if arguments.plan is None:
         return make(arguments, output, device="cpu")
     from autopar.api import check_plan
-    from autopar.cli.models import load as load_model
+    from autopar.capture.models import load_model
     from autopar.cost_models.hardware import Cluster
 
     plan = load(arguments.plan)
     batch = plan.document.batch
     if arguments.batch not in (None, batch.global_):
         raise PlanMismatch(f"the plan is for a batch of {batch.global_}, not {arguments.batch}: leave --batch out, or plan again")
-    model, example = load_model(arguments.model, batch.global_, arguments.seq or batch.seq, "cpu")
-    check_plan(plan, model, Cluster.parse(f"local:{plan.candidate.mesh.size}"), example)
-    return plan, model, example
+    loaded = load_model(arguments.model, batch.global_, arguments.seq or batch.seq, device="cpu")
+    check_plan(plan, loaded.model, Cluster.parse(f"local:{plan.candidate.mesh.size}"), loaded.example_inputs)
+    return plan, loaded.model, loaded.example_inputs
+
+
+def _random(plan: Plan) -> bool:
+    """Whether the model drops out: then both sides run in eval mode, since their random masks differ."""
+    nodes = [node for block in plan.graph.blocks for node in block.nodes]
+    attention = "aten.scaled_dot_product_attention"
+    return any(n.op == "ap.dropout" or (n.op == attention and len(n.args) > 4 and bool(n.args[4])) for n in nodes)
 
 
 def _named(plan: Plan, example: dict[str, Any] | tuple[Any, ...]) -> dict[str, torch.Tensor]:
@@ -92,6 +99,7 @@ def _distributed(plan: Plan, model: nn.Module, batch: dict[str, torch.Tensor]) -
         "state": {name: tensor.detach() for name, tensor in state.items()},
         "batch": batch,
         "learning_rate": LEARNING_RATE,
+        "training": model.training,
     }
     with tempfile.TemporaryDirectory() as folder:
         torch.save(job, Path(folder) / "job.pt")

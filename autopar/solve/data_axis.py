@@ -23,6 +23,9 @@ from autopar.solve.boundary import Boundary, Slot
 _LOCAL = 0.01
 """What a local copy costs beside sending as many bytes."""
 
+_PADDED = 2.0
+"""A shard made into a summand of the whole has to be summed later."""
+
 
 @dataclass(frozen=True, slots=True)
 class DataAxis:
@@ -120,11 +123,12 @@ class _Walk:
         if found is None:
             return float("inf")
         size = prod(dims.values(value.shape, self.graph.batch)) * itemsize(value.dtype)
-        return sum(size * self._weight(kind) for kind in (found.forward, found.backward))
+        backward = 0.0 if found.backward == "pad" else self._weight(found.backward)
+        return size * (self._weight(found.forward) + backward)
 
     def _weight(self, kind: str | None) -> float:
         if kind is None:
             return 0.0
         if kind not in COLLECTIVES:
-            return _LOCAL
+            return _PADDED if kind == "pad" else _LOCAL
         return {"all_reduce": 2.0, "all_to_all": 1 / max(2, self.size)}.get(kind, 1.0)

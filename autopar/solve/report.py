@@ -17,6 +17,7 @@ def make_report(
     found: SearchResult,
     options: SearchOptions,
     *,
+    name: str = "",
     source: str = "",
     seq: int | None = None,
     replicated_ops: tuple[str, ...] = (),
@@ -25,7 +26,7 @@ def make_report(
     return make_plan(
         graph,
         found.candidate,
-        model=ModelInfo(graph.name, graph.fingerprint, _parameter_count(graph), source),
+        model=ModelInfo(name or graph.name, graph.fingerprint, _parameter_count(graph), source),
         cluster=ClusterInfo(cluster.name, cluster.size, cluster.to_dict()),
         parallelism=parallelism(graph, found.candidate),
         optimizer=options.optimizer,

@@ -41,7 +41,7 @@ def test_attention_is_what_eager_had(name: str) -> None:
     assert len(attentions) == 1
     block, node = attentions[0]
     assert len(node.operands()) == 3 and node.args[3] is None and node.args[5] is True
-    heads = 4 if name == "gpt2" else 2
+    heads = 4
     assert block.values()[node.operands()[1]].shape[1] == heads
 
 

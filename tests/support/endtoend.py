@@ -19,7 +19,7 @@ from autopar.program.source import render
 from autopar.solve.search import SearchOptions, SearchResult, search
 
 STEPS = 3
-RATE = 1e-2
+RATE = 1e-3
 Outcome = tuple[float, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
 """Loss, gradients of the first step; parameters and buffers after `STEPS` steps of AdamW."""
 

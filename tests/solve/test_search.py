@@ -1,0 +1,144 @@
+"""The search as a whole: baselines, certificate, forced degrees, and what it says when nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.blocks import Builder, gpt2_graph
+from support.solving import graph_of, llama_graph
+
+from autopar.cost_models.hardware import Cluster
+from autopar.errors import BatchError, ClusterError, Infeasible, UnsupportedOp
+from autopar.ir.plan import Precision
+from autopar.ir.verify import verify_candidate
+from autopar.solve.ilp import Status
+from autopar.solve.meshes import meshes
+from autopar.solve.search import SearchOptions, SearchResult, search
+
+BF16 = Precision("bfloat16", "float32")
+
+
+def found(graph, cluster: str | Cluster, **options) -> SearchResult:
+    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    result = search(graph, cluster, SearchOptions(**options))
+    verify_candidate(graph, result.candidate, cluster.size)
+    assert result.warnings == ()
+    assert result.lower_bound_seconds <= result.evaluation.step_seconds * (1 + 1e-9)
+    assert result.evaluation.fits
+    for each in result.meshes:
+        if each.solved:
+            assert 1 - 1e-6 <= each.evaluation.step_seconds / each.objective_seconds <= 1.03
+            assert each.bound_seconds <= each.evaluation.step_seconds * (1 + 1e-6)
+    return result
+
+
+def small(batch: int = 8, layers: int = 3):
+    return gpt2_graph(layers=layers, hidden=128, heads=4, vocabulary=512, seq=64, batch=batch)
+
+
+@pytest.mark.parametrize("cluster", ["local:4", "dgx-h100:1", "dgx-a100:2"])
+def test_evaluator_and_ilp_agree_and_baselines_are_never_better(cluster: str) -> None:
+    result = found(small(batch=16), cluster)
+    assert set(result.baselines) == {"ddp", "fsdp"}
+    for baseline in result.baselines.values():
+        assert baseline is not None
+        assert not baseline.fits or result.evaluation.step_seconds <= baseline.step_seconds * (1 + 1e-9)
+    assert result.gap <= 1e-3
+    assert result.status is Status.OPTIMAL
+
+
+def test_llama_on_four_nodes_in_bf16() -> None:
+    lines: list[str] = []
+    graph = llama_graph(layers=32, batch=32)
+    result = search(graph, Cluster.parse("dgx-h100:4"), SearchOptions(precision=BF16), lines.append)
+    assert result.warnings == ()
+    assert result.gap <= 0.01
+    assert len(lines) >= len(meshes(32, 32, {}))
+    assert all(str(mesh.mesh) in text for mesh, text in zip(result.meshes, lines, strict=False))
+
+
+@pytest.mark.parametrize(
+    "force", [dict(dp=4), dict(dp=4, zero=1), dict(zero=2, dp=4), dict(dp=4, zero=3), dict(tp=4), dict(dp=2, tp=2, zero=3)]
+)
+def test_forced_degrees(force: dict[str, int]) -> None:
+    result = found(small(), "local:4", force=force)
+    mesh = result.candidate.mesh
+    for name in ("dp", "tp"):
+        assert name not in force or mesh.size_of(name) == force[name]
+    if "zero" in force:
+        assert {plan.zero for plan in result.candidate.blocks} == {force["zero"]}
+
+
+@pytest.mark.parametrize("force", [dict(tp=4), dict(dp=2, tp=2), dict(tp=2, tp2=2)])
+def test_a_forced_axis_repeats_hardly_any_flops(force: dict[str, int]) -> None:
+    """Although on this cluster (slow links, tiny model) repeating everything would be faster."""
+    result = found(small(), "local:4", force=force)
+    for name, share in result.evaluation.redundant_share:
+        assert name not in force or share <= 0.02
+
+
+def test_zero_reacts_to_memory() -> None:
+    graph = gpt2_graph(layers=12, batch=8)
+    roomy = Cluster.parse("dgx-h100:1")
+    loose, least = found(graph, roomy, force={"dp": 8}), found(graph, roomy, force={"dp": 8, "zero": 3})
+    between = (loose.evaluation.peak_memory_bytes + least.evaluation.peak_memory_bytes) // 2
+    tight = replace(roomy, device=replace(roomy.device, memory_bytes=between))
+    pressed = found(graph, tight, force={"dp": 8})
+    assert pressed.evaluation.peak_memory_bytes <= tight.device.memory_bytes
+    assert pressed.evaluation.step_seconds >= loose.evaluation.step_seconds
+
+
+def test_state_is_sharded_where_replicated_state_does_not_fit() -> None:
+    graph = gpt2_graph(layers=12, batch=8)
+    cluster = Cluster.parse("dgx-h100:1")
+    ddp, fsdp = (found(graph, cluster, force={"dp": 8, "zero": zero}).evaluation for zero in (0, 3))
+    between = (ddp.peak_memory_bytes + fsdp.peak_memory_bytes) // 2
+    tight = replace(cluster, device=replace(cluster.device, memory_bytes=between))
+    result = found(graph, tight, force={"dp": 8})
+    assert any(plan.zero for plan in result.candidate.blocks)
+    baselines = found(graph, tight).baselines
+    assert baselines["ddp"] is not None and not baselines["ddp"].fits
+
+
+def test_nothing_fits_says_what_is_short_and_what_would_do() -> None:
+    graph = llama_graph(layers=32, batch=64)
+    with pytest.raises(Infeasible, match=r"short of \d+\.\d GiB .*\d+ nodes would do"):
+        search(graph, Cluster.parse("dgx-h100:2"), SearchOptions(precision=BF16))
+
+
+def test_hopeless_model_says_so_without_a_number() -> None:
+    cluster = Cluster.parse("local:2")
+    tiny = replace(cluster, device=replace(cluster.device, memory_bytes=cluster.device.base_bytes // 2))
+    with pytest.raises(Infeasible, match="use a smaller batch"):
+        search(small(), tiny, SearchOptions())
+
+
+def test_batches_and_degrees_that_do_not_divide() -> None:
+    cluster = Cluster.parse("local:4")
+    with pytest.raises(BatchError, match="does not divide by dp=4"):
+        search(small(batch=6), cluster, SearchOptions(force={"dp": 4}))
+    with pytest.raises(ClusterError, match="tp=3 does not divide the 4 devices"):
+        search(small(), cluster, SearchOptions(force={"tp": 3}))
+    with pytest.raises(ClusterError, match="does not multiply to the 4"):
+        search(small(), cluster, SearchOptions(force={"dp": 2, "tp": 4}))
+    with pytest.raises(ClusterError, match="zero=7"):
+        search(small(), cluster, SearchOptions(force={"zero": 7}))
+    assert found(small(batch=6), cluster).baselines["ddp"] is None
+
+
+def test_strict_names_the_operation_without_a_rule() -> None:
+    b = Builder("Only")
+    x = b.input("hidden", ("B", 16), differentiable=False)
+    y = b.op("aten.linear", x, b.parameter("w.weight", (16, 16)), shape=("B", 16))
+    block = b.block(b.op("aten.sum", b.op("custom.strange", y, shape=("B", 16), name="odd"), shape=(), name="loss"))  # type: ignore[arg-type]
+    graph = graph_of((block,), ("Only",), ("B", 16), 4, "float32")
+    with pytest.raises(UnsupportedOp, match=r"custom\.strange at odd .*register_rule"):
+        search(graph, Cluster.parse("local:2"), SearchOptions(strict=True))
+    result = found(graph, "local:2", force={"tp": 2})
+    assert next(plan for plan in result.candidate.blocks[0].nodes if plan.node == "odd").label[1] == "redundant"
+
+
+def test_the_same_search_gives_the_same_plan() -> None:
+    first, second = (found(small(), "dgx-h100:1") for _ in range(2))
+    assert first.candidate == second.candidate
