@@ -73,4 +73,4 @@ def size(value: float | None) -> str:
 
 def percent(value: float | None) -> str:
     """``12.3 %``."""
-    return "-" if value is None else f"{100 * value:.3g} %"
+    return "-" if value is None else f"{100 * value:.3g} %" if abs(value) >= 1e-6 else "0 %"

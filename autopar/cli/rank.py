@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ def work(rank: int, size: int, folder: str) -> None:
     from autopar.runtime.parallel import Parallel
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     logging.getLogger("torch.distributed.tensor").setLevel(
         logging.ERROR
     )  # gathering a strided shard to compare it is slow: so be it

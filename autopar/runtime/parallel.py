@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
@@ -36,6 +37,8 @@ class Parallel(nn.Module):
         """`source` gives full tensors by original name. `compile` is a backend of torch.compile, or True for inductor."""
         super().__init__()
         save_strided_pieces()
+        # FSDP2 warns of in-place writes into views that a block returns; generated code never writes in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         # The generated modules stay out of the registered tree: their parameters are not the canonical ones.
         self.__dict__["program"] = program
         self.__dict__["state"] = materialize(program, source)

@@ -44,7 +44,11 @@ class Boundary:
         self.kinds: list[Kind] = []
         self.shared: dict[str, Slot] = {}
         for call in graph.calls:
-            sides: tuple[tuple[Side, tuple[str, ...]], ...] = (("in", call.inputs), ("out", call.outputs), ("param", call.parameters))
+            sides: tuple[tuple[Side, tuple[str, ...]], ...] = (
+                ("in", call.inputs),
+                ("out", call.outputs),
+                ("param", call.parameters),
+            )
             for side, names in sides:
                 for index, name in enumerate(names):
                     self._union((side == "param", name), Slot(call.block, side, index))
@@ -67,12 +71,13 @@ class Boundary:
         return {slot: numbers.setdefault(self._find(slot), len(numbers)) for slot in self.slots()}
 
     def slots(self) -> list[Slot]:
-        return [
-            Slot(block.name, side, index)
-            for block in self.blocks.values()
-            for side, count in (("in", len(block.inputs)), ("out", len(block.outputs)), ("param", len(block.parameters)))
-            for index in range(count)  # type: ignore[misc]
-        ]
+        """Every slot of every block that is called."""
+        out: list[Slot] = []
+        for block in self.blocks.values():
+            out += [Slot(block.name, "in", index) for index in range(len(block.inputs))]
+            out += [Slot(block.name, "out", index) for index in range(len(block.outputs))]
+            out += [Slot(block.name, "param", index) for index in range(len(block.parameters))]
+        return out
 
     def class_of(self, name: str, parameter: bool = False) -> int | None:
         """The class of a graph value or an original parameter name; None where no call reads or writes it."""

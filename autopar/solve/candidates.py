@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from autopar.cost_models.evaluate import Evaluation, evaluate
@@ -26,7 +26,7 @@ _TRIES = 4
 
 @dataclass(slots=True)
 class MeshResult:
-    """What is known of one mesh. `bound_seconds` is below every plan on it; `excess_bytes` what an infeasible one lacks."""
+    """What is known of one mesh (with its repeated blocks recomputed, or not). `bound_seconds` is below every plan on it; `excess_bytes` what an infeasible one lacks."""
 
     mesh: Mesh
     status: Status = Status.TIMEOUT
@@ -39,6 +39,10 @@ class MeshResult:
     seconds: float = 0.0
     excess_bytes: float = 0.0
     warnings: list[str] = field(default_factory=list)
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.mesh}{', recompute' if self.recompute else ''}"
 
     @property
     def solved(self) -> bool:
@@ -66,11 +70,27 @@ class Attempt:
 
     def cheap_bound(self) -> float:
         """Seconds below every plan: each operation by its fastest strategy, nothing converted, nothing gathered."""
+        twice = self.problem.recompute
         return sum(
-            self.graph.count(name) * min(choice.seconds.forward + choice.seconds.backward for choice in choices)
+            self.graph.count(name) * min((1 + (name in twice)) * c.seconds.forward + c.seconds.backward for c in choices)
             for name, table in self.problem.blocks.items()
             for choices in table.choices.values()
         )
+
+    def recomputed(self) -> Attempt | None:
+        """The same mesh with repeated blocks recomputed; None where none can be: random numbers and buffer writes happen once."""
+        names = {
+            name
+            for name, table in self.problem.blocks.items()
+            if self.graph.count(name) > 1
+            and not table.block.updates
+            and not any(node.op == "ap.dropout" for node in table.block.nodes)
+        }
+        if not names or self.problem.recompute:
+            return None
+        result = MeshResult(self.result.mesh, bound_seconds=self.result.bound_seconds, recompute=True)
+        problem = replace(self.problem, recompute=frozenset(names))
+        return Attempt(self.graph, problem, self.sharded_axes, self.relative_gap, result)
 
     def unlimited(self, time_limit_seconds: float) -> None:
         """Solves without the memory constraint: a bound, and the answer where that plan fits."""

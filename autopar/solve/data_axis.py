@@ -67,9 +67,7 @@ def propagate(graph: Graph, boundary: Boundary, size: int, registry: Registry) -
             for side, values in (("in", block.inputs), ("param", tuple(p.value for p in block.parameters)))
             for index, value in enumerate(values)
         }
-        options = block_strategies(
-            block, size, batch_axis=True, batch_is_symbolic=graph.batch_is_symbolic, registry=registry
-        )
+        options = block_strategies(block, size, batch_axis=True, batch_is_symbolic=graph.batch_is_symbolic, registry=registry)
         walk = _Walk(block, size, graph, start)
         for node in block.nodes:
             strategies[block.name, node.name] = walk.choose(node, options[node.name])

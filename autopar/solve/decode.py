@@ -14,9 +14,7 @@ from autopar.solve.problem import BlockTable
 def decode(made: Formulation, values: Sequence[float]) -> Candidate:
     """The candidate that the variables describe."""
     problem = made.problem
-    placements = {
-        number: allowed[_chosen(values, made.w[number])] for number, allowed in problem.placements.items()
-    }
+    placements = {number: allowed[_chosen(values, made.w[number])] for number, allowed in problem.placements.items()}
     blocks = tuple(_block(made, values, placements, table) for table in problem.blocks.values())
     return Candidate(problem.mesh, blocks, problem.batch, problem.precision)
 
@@ -49,8 +47,9 @@ def _block(made: Formulation, values: Sequence[float], placements: dict[int, Pla
         arcs += _tree(made, values, table, value, produced[value], needs)
     zero = max(made.z[block.name], key=lambda stage: values[made.z[block.name][stage]])
     return BlockPlan(
-        block.name, inputs, parameters, outputs, tuple(plans[node.name] for node in block.nodes), tuple(arcs), zero
-    )
+        block.name, inputs, parameters, outputs, tuple(plans[node.name] for node in block.nodes), tuple(arcs), zero,
+        block.name in made.problem.recompute,
+    )  # fmt: skip
 
 
 def _tree(
@@ -78,5 +77,3 @@ def _tree(
             used.add(state)
             state = parents[state]
     return [Arc(value, moves.states[parents[s]], moves.states[s]) for s in order if s in used and s != start]
-
-

@@ -17,7 +17,7 @@ from autopar.solve.state import StateTerms, Stored, group_terms, split_by_zero
 REDUNDANT_SHARE = 0.0199
 """A forced axis repeats at most this share of FLOPs, where that is possible at all."""
 
-_PENALTY = 20.0
+_PENALTY = 300.0
 """Steps that a wholly repeated axis costs, where it is forced."""
 
 
@@ -163,6 +163,7 @@ def _zero_stages(made: Formulation) -> None:
         # sum_zero z[block, zero] = 1
         model.row([(z, 1.0) for z in made.z[name].values()], 1.0, 1.0)
     for level in (1, 2) if users else ():
+
         def above(name: str, level: int = level) -> dict[int, float]:
             return {z: 1.0 for zero, z in made.z[name].items() if zero >= level}
 
@@ -195,17 +196,18 @@ def _states(made: Formulation) -> None:
         slots = [stored(slot) for slot in boundary.shared.values()]
         split = [split_by_zero(made.model, each, made.z[""], sizes) for each in slots]
         costs = next(iter(problem.blocks.values())).costs
-        made.states[None] = group_terms(
-            made.model, slots, split, made.z[""], costs, problem.precision, problem.optimizer, units
-        )
+        made.states[None] = group_terms(made.model, slots, split, made.z[""], costs, problem.precision, problem.optimizer, units)
 
 
 def _block_seconds(made: Formulation, name: str, table: BlockTable) -> None:
     """main = sum_s x (compute + inner collectives) + sum_step y (conversion), and the part of it on the data axis' links."""
     spent: list[dict[int, float]] = [{}, {}, {}, {}]
+    again = float(name in made.problem.recompute)
 
     def spend(variable: int, seconds: Seconds) -> None:
-        each = (seconds.forward, seconds.backward, seconds.forward_shared, seconds.backward_shared)
+        backward = seconds.backward + again * seconds.forward
+        backward_shared = seconds.backward_shared + again * seconds.forward_shared
+        each = (seconds.forward, backward, seconds.forward_shared, backward_shared)
         for terms, value in zip(spent, each, strict=True):
             if value:
                 add(terms, {variable: value / made.second_unit})
@@ -219,7 +221,10 @@ def _block_seconds(made: Formulation, name: str, table: BlockTable) -> None:
     forward, backward, forward_shared, backward_shared = spent
     many = made.problem.mesh.sizes[0] > 1
     made.forward[name] = made.model.define(forward), {made.model.define(forward_shared): 1.0} if many and forward_shared else {}
-    made.backward[name] = made.model.define(backward), {made.model.define(backward_shared): 1.0} if many and backward_shared else {}
+    made.backward[name] = (
+        made.model.define(backward),
+        {made.model.define(backward_shared): 1.0} if many and backward_shared else {},
+    )
 
 
 def _timeline(made: Formulation) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.cost_models.memory import State, aliases, kept_tensors, working_bytes
+from autopar.ir.placement import Placements
 from autopar.ir.plan import Arc
 from autopar.rules.conversions import conversion
 from autopar.solve.boundary import Boundary, Slot
@@ -75,6 +76,7 @@ def _kept_of(made: Formulation, name: str, table: BlockTable, out: _Kept) -> Non
         )
     ends = {same.find((slot_value, at)): (slot, w) for slot, slot_value, at, w in _ends(made, table)}
     internal: dict[int, float] = {}
+    recompute = name in made.problem.recompute
     for state, by_node in keepers.items():
         if not sizes[state]:
             continue
@@ -83,6 +85,10 @@ def _kept_of(made: Formulation, name: str, table: BlockTable, out: _Kept) -> Non
             # S[tensor] >= x that keeps it, for every node
             model.at_least(s, terms)
         slot, w = ends.get(state, (None, {}))
+        if recompute:
+            if slot is None or slot.side == "out":
+                add(internal, {s: sizes[state]})
+            continue
         if slot is None:
             add(internal, {s: sizes[state]})
             continue
@@ -94,14 +100,25 @@ def _kept_of(made: Formulation, name: str, table: BlockTable, out: _Kept) -> Non
             own = model.variable(1.0)
             model.at_least(own, total((1.0, {s: 1.0}), (-1.0, w)))
             add(internal, {own: sizes[state] * extra})
-    out.internal[name] = {model.define(internal): 1.0} if internal else {}
+    again = internal if recompute else {}
+    out.internal[name] = {model.define(internal): 1.0} if internal and not recompute else {}
+    if recompute:
+        out.tensors += _inputs_kept(made, table)
     gradients: dict[int, float] = {}
     for index, value in enumerate(block.inputs):
         if value.differentiable:
             number = made.problem.boundary.classes[Slot(name, "in", index)]
             for at, w_p in zip(made.problem.placements[number], made.w[number], strict=True):
                 add(gradients, {w_p: table.costs.value_bytes(value.name, at) / byte})
-    out.working[name] = model.define(total((1.0, {working: 1.0}), (1.0, gradients)))
+    out.working[name] = model.define(total((1.0, {working: 1.0}), (1.0, gradients), (1.0, again)))
+
+
+def _inputs_kept(made: Formulation, table: BlockTable) -> Iterator[tuple[Slot, State, float, int]]:
+    """What a recomputed block keeps: its inputs as they come."""
+    for slot, value, at, w in _ends(made, table):
+        if slot.side == "in":
+            state = value, at
+            yield slot, state, table.costs.value_bytes(*state) / made.byte_unit, next(iter(w))
 
 
 def _free(table: BlockTable, value: str, source: object, target: object) -> bool:
@@ -110,7 +127,7 @@ def _free(table: BlockTable, value: str, source: object, target: object) -> bool
     return how is not None and how.forward is None
 
 
-def _ends(made: Formulation, table: BlockTable) -> Iterator[tuple[Slot, str, tuple[object, ...], Terms]]:
+def _ends(made: Formulation, table: BlockTable) -> Iterator[tuple[Slot, str, Placements, Terms]]:
     """Boundary states with the variables that say that the boundary is there; inputs last, so that they name a storage."""
     block, boundary = table.block, made.problem.boundary
     sides = (

@@ -75,7 +75,8 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Everything about one mesh. `placements` are what a boundary class may be; `zeros` the allowed state shardings."""
+    """Everything about one mesh. `placements` are what a boundary class may be; `zeros` the allowed state shardings; `recompute`
+    names the blocks that keep only their inputs and run their forward once more in the backward."""
 
     graph: Graph
     mesh: Mesh
@@ -87,6 +88,7 @@ class Problem:
     blocks: Mapping[str, BlockTable]
     placements: Mapping[int, tuple[Placements, ...]]
     zeros: tuple[int, ...]
+    recompute: frozenset[str] = frozenset()
 
     @property
     def batch_costs(self) -> dict[str, BlockCosts]:
@@ -205,7 +207,7 @@ class _Builder:
                 for side in self.ends[slot.block][value.name]
                 for at in side
             }  # fmt: skip
-            wanted = [place for place in used if isinstance(place, Shard)]
+            wanted: list[Placement] = [place for place in used if isinstance(place, Shard)]
             if not parameter and flows:
                 wanted.append(Replicate())
             per_axis.append(dict.fromkeys([data] if axis == self.data else [Replicate() if buffer else whole, *wanted]))
@@ -219,7 +221,10 @@ class _Builder:
         consumers: dict[str, list[tuple[str, int]]] = {}
         for node in block.nodes:
             for index, name in enumerate(node.operands()):
-                same = {choice.plan.operands[index] == choice.plan.operands[node.operands().index(name)] for choice in choices[node.name]}
+                same = {
+                    choice.plan.operands[index] == choice.plan.operands[node.operands().index(name)]
+                    for choice in choices[node.name]
+                }
                 if node.operands().index(name) == index or same != {True}:
                     consumers.setdefault(name, []).append((node.name, index))
         for index, name in enumerate(block.outputs):
@@ -252,9 +257,7 @@ class _Builder:
             self._moves[key] = self._make_moves(block, value, dict.fromkeys(produced), dict.fromkeys(needed))
         return self._moves[key]
 
-    def _make_moves(
-        self, block: Block, value: Value, produced: Collection[Placements], needed: Collection[Placements]
-    ) -> Moves:
+    def _make_moves(self, block: Block, value: Value, produced: Collection[Placements], needed: Collection[Placements]) -> Moves:
         """States on the way from any production to any need. Nothing is brought to a Partial or a Shard that nobody needs."""
         axes = range(len(self.mesh.sizes))
         wanted = [{at[axis] for at in needed} for axis in axes]

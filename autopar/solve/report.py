@@ -66,7 +66,7 @@ def _baseline(found: SearchResult, name: str) -> Baseline | None:
 def _search(found: SearchResult) -> SearchInfo:
     meshes = tuple(
         MeshResult(
-            mesh=str(each.mesh),
+            mesh=str(each),
             status=str(each.status),
             step_seconds=each.evaluation.step_seconds if each.evaluation else None,
             peak_memory_bytes=each.evaluation.peak_memory_bytes if each.evaluation else None,

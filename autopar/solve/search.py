@@ -13,7 +13,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.plan import Candidate
 from autopar.rules.expand import missing_rules
-from autopar.rules.registry import Registry, default_registry
+from autopar.rules.registry import default_registry
 from autopar.solve.candidates import Attempt, MeshResult
 from autopar.solve.ilp import Status
 from autopar.solve.infeasible import explanation
@@ -74,9 +74,12 @@ class _Search:
                 self._offer(each)
         for mesh in grid:
             self._first(mesh)
-        for attempt in sorted(self.attempts, key=lambda each: each.result.bound_seconds):
-            if not attempt.result.solved:
-                self._second(attempt)
+        self._limited()
+        self.tight = False
+        for variant in [each.recomputed() for each in self.attempts if each.result.status is Status.INFEASIBLE]:
+            if variant is not None:
+                self._solve(variant)
+        self._limited()
         results = [attempt.result for attempt in self.attempts]
         if self.best is None:
             if any(result.status is Status.TIMEOUT for result in results):
@@ -124,7 +127,11 @@ class _Search:
     def _offer(self, result: MeshResult | None) -> None:
         if result is None or not result.solved or result.evaluation is None:
             return
-        if self.best is None or self.best.evaluation is None or result.evaluation.step_seconds < self.best.evaluation.step_seconds:
+        if (
+            self.best is None
+            or self.best.evaluation is None
+            or result.evaluation.step_seconds < self.best.evaluation.step_seconds
+        ):
             self.best = result
 
     def _hopeless(self, bound_seconds: float) -> bool:
@@ -133,12 +140,21 @@ class _Search:
 
     def _first(self, mesh: Mesh) -> None:
         """One mesh without the memory constraint, unless a look at its operations alone shows that it is slower."""
+        if self._left() > 0:
+            self._solve(self._attempt(mesh, self.options.zeros))
+
+    def _limited(self) -> None:
+        """What was not solved without the memory constraint, the most promising first."""
+        for attempt in sorted(self.attempts, key=lambda each: each.result.bound_seconds):
+            if not attempt.result.solved:
+                self._second(attempt)
+
+    def _solve(self, attempt: Attempt) -> None:
         if self._left() <= 0:
             return
-        attempt = self._attempt(mesh, self.options.zeros)
         result = attempt.result
         self.attempts.append(attempt)
-        cheap = attempt.cheap_bound()
+        cheap = max(attempt.cheap_bound(), result.bound_seconds)
         if not self._forced() and (self._hopeless(cheap) or attempt.repeats_everything()):
             result.bound_seconds, result.status = cheap, Status.PRUNED
         elif not self.tight or self._may_fit(attempt):
@@ -180,15 +196,13 @@ class _Search:
             text = f"too large  {size}: to be solved under the memory limit"
         else:
             text = str(result.status)
-        self.progress(f"{result.mesh!s:28} {text} ({result.seconds:.1f} s)")
+        self.progress(f"{result!s:36} {text} ({result.seconds:.1f} s)")
 
-    def _result(
-        self, best: MeshResult, results: list[MeshResult], baselines: Mapping[str, MeshResult | None]
-    ) -> SearchResult:
+    def _result(self, best: MeshResult, results: list[MeshResult], baselines: Mapping[str, MeshResult | None]) -> SearchResult:
         assert best.candidate is not None and best.evaluation is not None
         step = best.evaluation.step_seconds
         possible = [r.bound_seconds for r in results if r.status is not Status.INFEASIBLE]
-        complete = len(self.attempts) == len(meshes(self.cluster.size, self.graph.batch, self.options.force))
+        complete = len(self.attempts) >= len(meshes(self.cluster.size, self.graph.batch, self.options.force))
         lower = min([*possible, step]) if complete else 0.0
         proven = complete and all(r.status is not Status.TIMEOUT for r in results)
         status = Status.OPTIMAL if proven and best.status is Status.OPTIMAL else Status.FEASIBLE

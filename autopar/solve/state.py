@@ -1,4 +1,4 @@
-"""Parameter storage and state sharding (ZeRO) as linear expressions: u[parameter, shards, zero] and what a group of them costs."""
+"""Parameter storage and state sharding (ZeRO) as linear expressions: u[parameter, shards, zero], and what a group costs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class StateTerms:
     buffer_bytes: float
 
 
-def split_by_zero(model: LinearModel, stored: Stored, stages: Mapping[int, int], sizes: Sequence[int]) -> dict[int, dict[int, float]]:
+def split_by_zero(
+    model: LinearModel, stored: Stored, stages: Mapping[int, int], sizes: Sequence[int]
+) -> dict[int, dict[int, float]]:
     """Per ZeRO stage the parameter's elements on one device, as an expression.
 
     ``sum_zero u[shards, zero] = sum of w over placements of so many shards``, ``sum_shards u[shards, zero] = z[zero]``.
@@ -84,7 +86,7 @@ def group_terms(
     optimizer: str,
     units: tuple[float, float],
 ) -> StateTerms:
-    """`group` are the parameters that are moved as one, `elements` their `split_by_zero`, `units` seconds and bytes of one unit."""
+    """`group` are the parameters that are moved as one, `elements` their `split_by_zero`, `units` the model's second and byte."""
     second, byte = units
     rule, sizes = optimizer_named(optimizer), costs.mesh.sizes
     real = [(s, e) for s, e in zip(group, elements, strict=True) if not s.parameter.buffer]
@@ -131,14 +133,14 @@ def group_terms(
             add(launches, {z: cost(0.0, 1e-9, tensors).optimizer_seconds / second})
         memory = cost(1.0, 1.0).memory
         gathered = "gathered_passing" if memory.gathered_is_transient else "gathered_standing"
-        for name, terms, each in (
+        for name, terms, size in (
             ("parameters", every, memory.parameters),
             ("gradients", training, memory.gradients),
             ("optimizer_bytes", training, memory.optimizer),
             (gathered, every, memory.gathered),
             ("reduced", training, memory.reduced),
         ):
-            add(out[name], terms, each / byte)
+            add(out[name], terms, size / byte)
     return StateTerms(
         out["gather_forward"], out["gather_backward"], out["reduce"], (out["stream"], launches), out["parameters"],
         out["gradients"], out["optimizer_bytes"], out["gathered_standing"], out["gathered_passing"], out["reduced"],

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
@@ -26,6 +28,7 @@ def test_quickstart() -> None:
     assert len(losses) == 5 and losses[-1] < losses[0]
 
 
+@pytest.mark.slow  # .ci/run runs it as `make demo-short`
 def test_the_demo_in_short() -> None:
     """It compares the losses itself, and fails where they differ."""
     done = run(sys.executable, "examples/train_gpt.py", "--short")

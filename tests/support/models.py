@@ -31,8 +31,9 @@ class ConvNet(nn.Module):
         super().__init__()
         norms = [nn.BatchNorm2d(16), nn.BatchNorm2d(32)] if batch_norm else [nn.Identity(), nn.Identity()]
         self.features = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1), norms[0], nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), norms[1], nn.ReLU(), nn.MaxPool2d(2)
-        )
+            nn.Conv2d(3, 16, 3, padding=1, bias=not batch_norm), norms[0], nn.ReLU(),
+            nn.Conv2d(16, 32, 3, padding=1, bias=not batch_norm), norms[1], nn.ReLU(), nn.MaxPool2d(2),
+        )  # fmt: skip
         self.head = nn.Linear(32 * 4 * 4, 8)
 
     def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
