@@ -6,7 +6,7 @@ from collections import Counter
 
 from autopar.ir.graph import Node
 from autopar.ir.placement import parse_placement
-from autopar.passes.base import CONVERT, CONVERT_MANY, START, kwarg
+from autopar.passes.base import CONVERT, CONVERT_MANY, START, WAIT, kwarg
 from autopar.passes.lowered import Lowered, LoweredBlock
 from autopar.rules.conversions import COLLECTIVES, conversion
 
@@ -17,11 +17,22 @@ INSIDE = {"ap.cross_entropy_sharded": 2}
 """All-reduces in the forward of named functions."""
 
 
+SAVE_NOTHING = frozenset({CONVERT, CONVERT_MANY, START, WAIT, "aten.add.Tensor", "aten.sub.Tensor", "aten.reshape"})
+"""Recomputation stops at the last tensor that the backward needs: at the end of a block these are not run again."""
+
+
 def collectives_of_block(lowered: LoweredBlock) -> Counter[Key]:
-    """Of one call of the block. A bucket is one collective each way."""
+    """Of one call of the block. A bucket is one collective each way; what is recomputed runs its forward in the backward, too."""
     out: Counter[Key] = Counter()
-    for node in lowered.block.nodes:
+    nodes = list(lowered.block.nodes)
+    for node in nodes:
         out.update(_of_node(node))
+    if lowered.recompute:
+        while nodes and nodes[-1].op in SAVE_NOTHING:
+            nodes.pop()
+        for node in nodes:
+            found = _of_node(node).items()
+            out.update(Counter({(axis, kind, "backward"): n for (axis, kind, way), n in found if way == "forward"}))
     return out
 
 

@@ -24,7 +24,10 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class LoweredBlock:
-    """A block of local sizes; `specs` are in the order of ``block.parameters``."""
+    """A block of local sizes; `specs` are in the order of ``block.parameters``.
+
+    `recompute`: only the inputs are kept, the backward runs the forward once more.
+    """
 
     block: Block
     specs: tuple[Spec, ...]

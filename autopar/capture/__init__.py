@@ -10,6 +10,7 @@ from torch import nn
 from autopar.capture.convert import convert
 from autopar.capture.fold import fold
 from autopar.capture.normalize import normalize
+from autopar.capture.outline import CannotOutline
 from autopar.capture.trace import trace
 from autopar.ir.graph import Graph
 
@@ -29,5 +30,11 @@ def capture(
     `compute_dtype` (``bfloat16``) is the dtype in which floating parameters enter the forward. `allowed_functions` are names of
     ``autograd.Function`` classes that may be traced through. Errors: CaptureError, one line with the user's file and line.
     """
-    traced = trace(model, args, kwargs or {}, compute_dtype, allowed_functions)
-    return fold(model, normalize(convert(traced)), traced)
+    given = (model, args, kwargs or {}, compute_dtype, allowed_functions)
+    try:
+        traced = trace(*given)
+        flat = convert(traced)
+    except CannotOutline:
+        traced = trace(*given, outlined=False)
+        flat = convert(traced)
+    return fold(model, normalize(flat), traced)

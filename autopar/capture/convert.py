@@ -9,9 +9,12 @@ import sympy
 import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autopar.capture.flat import Flat, Source
-from autopar.capture.trace import NO_GRAD_MARK, Traced
+from autopar.capture.outline import NAMESPACE
+from autopar.capture.span import Span
+from autopar.capture.trace import NO_GRAD_MARK, Traced, data_dependent
 from autopar.errors import CaptureError
 from autopar.ir.dims import BATCH, Dim, Shape, simplify
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
@@ -19,8 +22,8 @@ from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
 _DROPPED = frozenset(("device", "layout", "memory_format", "pin_memory", "non_blocking"))
 _ASSERTS = ("_assert", "sym_constrain", "_guards")
 _NO_GRADIENT = frozenset(
-    """detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty argmax argmin
-    floor ceil round trunc sign floor_divide bernoulli one_hot""".split()
+    ("detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones")
+    + ("new_full", "new_empty", "argmax", "argmin", "floor_divide", "bernoulli", "one_hot")
 )
 
 
@@ -36,6 +39,9 @@ class _Converter:
         self.names: dict[fx.Node, str] = {}
         self.several: dict[fx.Node, tuple[str, ...]] = {}
         self.nodes: list[Node] = []
+        self.spans: dict[str, Span] = {}
+        self.current: fx.Node | None = None
+        self.sources: dict[str, Source] = {}
 
     def run(self) -> Flat:
         program = self.traced.program
@@ -54,9 +60,13 @@ class _Converter:
                     trainable = spec.kind is InputKind.PARAMETER and state[str(spec.target)].requires_grad
                     value = self.value(node.name, node.meta["val"], trainable and node.meta["val"].is_floating_point())
                     sources.append(Source(value, original, trainable, spec.kind is InputKind.BUFFER))
+                    self.sources[original] = sources[-1]
                 elif spec.kind is InputKind.USER_INPUT:
                     self.names[node] = next(user_names)
                     inputs.append(self.value(self.names[node], node.meta["val"], False))
+                elif spec.kind is InputKind.CONSTANT_TENSOR and (number := self.number(str(spec.target))) is not None:
+                    value = self.value(node.name, node.meta["val"], False)
+                    self.nodes.append(Node("aten.scalar_tensor", (number,), (("dtype", DType(value.dtype)),), (value,)))
                 else:
                     raise CaptureError(
                         f"the model holds the tensor {spec.target} that is neither parameter nor buffer; "
@@ -73,7 +83,17 @@ class _Converter:
                 mutated.append((self.original(str(spec.target)), self.names[result]))
             else:
                 raise CaptureError(f"the model writes to {spec.target} in forward; only buffers may be updated there")
-        return Flat(tuple(inputs), tuple(sources), tuple(self.nodes), loss, tuple(mutated))
+        flat = Flat(tuple(inputs), tuple(sources), tuple(self.nodes), loss, tuple(mutated))
+        for span in self.spans.values():
+            span.check_outside(flat)
+        return flat
+
+    def number(self, target: str) -> int | float | bool | None:
+        """The value of a constant of one element without dimensions (``torch.tensor(0.5)`` in forward)."""
+        constant = self.traced.program.constants.get(target)
+        if not isinstance(constant, torch.Tensor) or constant.dim() or constant.is_meta or constant.is_complex():
+            return None
+        return constant.item()
 
     def original(self, target: str) -> str:
         name = target.removeprefix("module.")
@@ -82,9 +102,20 @@ class _Converter:
     def dim(self, size: Any) -> Dim:
         if isinstance(size, int):
             return size
-        expression = size.node.expr
+        return self.in_batch(size)
+
+    def in_batch(self, size: Any) -> Dim:
+        """A size in B. CaptureError where a tensor's data decides it."""
+        where = source_of(self.current) if self.current is not None else ""
+        if free_unbacked_symbols(size):
+            raise CaptureError(data_dependent(where or "the model"))
         batch = sympy.Symbol(BATCH, integer=True, positive=True)
-        return simplify(expression.subs({symbol: batch for symbol in expression.free_symbols}))
+        found = size.node.expr.subs({symbol: batch for symbol in size.node.expr.free_symbols})
+        if not found.is_rational_function(batch):
+            raise CaptureError(
+                f"{where or 'the model'}: the size {found} is no polynomial in the batch B; use sizes that the batch multiplies"
+            )
+        return simplify(found)
 
     def value(self, name: str, tensor: torch.Tensor, differentiable: bool) -> Value:
         shape: Shape = tuple(self.dim(size) for size in tensor.shape)
@@ -101,7 +132,7 @@ class _Converter:
                 dim = self.dim(size)
                 return Symbol(dim) if isinstance(dim, str) else dim
             if isinstance(size, (float, torch.SymFloat)):
-                text = simplify(size.node.expr) if isinstance(size, torch.SymFloat) else size
+                text = self.in_batch(size) if isinstance(size, torch.SymFloat) else size
                 return Symbol(text) if isinstance(text, str) else text
             raise CaptureError(f"{source_of(arg)}: a value of type {type(size).__name__} cannot be captured")
         if isinstance(arg, (list, tuple)):
@@ -123,8 +154,11 @@ class _Converter:
             if of in self.several:
                 self.names[node] = self.several[of][index]  # type: ignore[index]
             return
+        self.current = node
         result = node.meta.get("val")
         target = str(node.target)
+        if target.startswith(("aten.item.", "aten._local_scalar_dense.")):
+            raise CaptureError(data_dependent(source_of(node) or "the model"))
         if any(word in target for word in _ASSERTS):
             return
         tensors = result if isinstance(result, (tuple, list)) else (result,)
@@ -134,12 +168,16 @@ class _Converter:
             raise CaptureError(f"{source_of(node)}: {target} cannot be captured")
         schema, overload = node.target._schema.name.replace("::", "."), node.target._overloadname
         op = schema if overload == "default" else f"{schema}.{overload}"
+        if schema.startswith(f"{NAMESPACE}."):
+            self.several[node] = self.layer(node)
+            return
         args = tuple(self.arg(arg) for arg in node.args)
         kwargs = tuple((key, self.arg(arg)) for key, arg in node.kwargs.items() if key not in _DROPPED)
-        no_grad = bool((node.meta.get("custom") or {}).get(NO_GRAD_MARK))
+        trace = (node.meta.get("custom") or {}).get(NO_GRAD_MARK)
+        no_grad = trace is not None
         draft = Node(op, args, kwargs, ())
         flows = any(self.values[name].differentiable for name in draft.operands()) and not no_grad
-        flows = flows and not any(word in op for word in _NO_GRADIENT)
+        flows = flows and node.target._schema.name.partition("::")[2] not in _NO_GRADIENT
         names = tuple(f"{node.name}_{i}" if isinstance(result, (tuple, list)) else node.name for i in range(len(tensors)))
         outputs = tuple(
             self.value(name, tensor, flows and tensor.is_floating_point())
@@ -150,7 +188,25 @@ class _Converter:
             self.several[node] = names
         else:
             self.names[node] = node.name
-        self.nodes.append(Node(op, args, kwargs, outputs, module_of(node), source_of(node), no_grad))
+        self.nodes.append(Node(op, args, kwargs, outputs, module_of(node), source_of(node, trace), no_grad))
+
+    def layer(self, node: fx.Node) -> tuple[str, ...]:
+        """The border of a traced layer, which vanishes; or a layer equal to it, which becomes a copy of its nodes."""
+        tensors: Any = node.args[0]
+        operands = tuple(self.names[item] for item in tensors)
+        kind, path = str(node.args[-1]).split(" ")
+        if kind == "enter":
+            self.spans[path] = Span(path, operands, len(self.nodes))
+        elif kind == "leave":
+            span = self.spans[path]
+            span.outputs, span.nodes = operands, tuple(self.nodes[span.start :])
+            span.check_inside(self.sources)
+        else:
+            copies, outputs = self.spans[kind].copy(path, operands, self.values, self.sources)
+            self.nodes += copies
+            self.values.update((value.name, value) for copied in copies for value in copied.outputs)
+            return outputs
+        return operands
 
 
 def module_of(node: fx.Node) -> str:
@@ -161,10 +217,10 @@ def module_of(node: fx.Node) -> str:
     return "" if path.startswith("_empty_nn_module") else path
 
 
-def source_of(node: fx.Node) -> str:
+def source_of(node: fx.Node, stack_trace: str | None = None) -> str:
     """``file.py:line`` of the innermost frame outside torch."""
     found = ""
-    lines = (node.meta.get("stack_trace") or "").splitlines()
+    lines = (stack_trace or node.meta.get("stack_trace") or "").splitlines()
     for line in lines:
         line = line.strip()
         if line.startswith('File "') and "/torch/" not in line and "/autopar/capture/" not in line:

@@ -6,6 +6,7 @@ transformers is imported on use only. Attention masks are left out and labels ar
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -81,8 +82,8 @@ def _decoder(
     width: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int, seq: int, **more: Any
 ) -> dict[str, Any]:
     return dict(
-        hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        vocab_size=vocabulary, max_position_embeddings=seq, tie_word_embeddings=False,
+        hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=seq, tie_word_embeddings=False,
         bos_token_id=0, eos_token_id=0, pad_token_id=None, **more,
     )  # fmt: skip
 
@@ -202,12 +203,16 @@ def _hugging_face(
     except (ValueError, TypeError, KeyError) as error:
         raise CaptureError(f"{name}: transformers {transformers.__version__} has no such configuration: {_line(error)}") from None
     config.use_cache = False
-    autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModelForImageClassification)
+    autos: tuple[Any, ...] = (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForMaskedLM,
+        transformers.AutoModelForImageClassification,
+    )
     if kind == "bert":  # registered as both; it is a masked model
         autos = autos[1:]
     auto = next((each for each in autos if type(config) in each._model_mapping), None)
     if auto is None:
-        raise CaptureError(f"{name}: model type {kind!r} is neither a language model nor an image classifier: use file.py:factory")
+        raise CaptureError(f"{name}: {kind!r} is neither a language model nor an image classifier: use file.py:factory")
     longest = getattr(config, "max_position_embeddings", None)
     if longest and seq > longest and auto is not autos[-1]:
         raise CaptureError(f"{name} takes sequences of at most {longest} tokens, not {seq}: lower --seq")
@@ -219,7 +224,7 @@ def _hugging_face(
     if auto is autos[-1]:
         size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
         pixels = _floats((batch, config.num_channels, *size), dtype, device)
-        return LoadedModel(model, {"pixel_values": pixels, "labels": _integers((batch,), config.num_labels, device)}, name)
+        return LoadedModel(model, {"pixel_values": pixels, "labels": _integers((batch,), config.num_labels or 2, device)}, name)
     ids = _integers((batch, seq), config.vocab_size, device)
     return LoadedModel(model, {"input_ids": ids, "labels": ids.clone()}, name)
 
@@ -241,8 +246,6 @@ def _from_factory(
     factory = getattr(_module(path), name, None)
     if not callable(factory):
         raise CaptureError(f"{file} has no function {name!r}: name one that returns a model, or a model and example inputs")
-    import inspect
-
     takes = inspect.signature(factory).parameters
     given = {key: value for key, value in (("batch", batch), ("seq", seq)) if key in takes and value is not None}
     try:

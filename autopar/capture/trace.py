@@ -9,15 +9,18 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
+from torch.utils._pytree import tree_leaves
 
 from autopar.capture.guards import refuse_custom_functions, refuse_hooks
+from autopar.capture.outline import outline
 from autopar.errors import CaptureError
 
 NO_GRAD_MARK = "autopar_no_grad"
@@ -110,31 +113,45 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     if not tensors:
         raise CaptureError("the example inputs hold no tensor; pass a dict of keyword arguments or a tuple")
     for name, constant in constants.items():
-        if isinstance(constant, (list, tuple, dict)) and any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(constant)):
+        if isinstance(constant, (list, tuple, dict)) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(constant)):
             raise CaptureError(f"input {name} nests tensors in a {type(constant).__name__}; pass tensors as keyword arguments")
     return tensors, constants
 
 
 def trace(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], compute_dtype: str | None, allowed: tuple[str, ...]
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    compute_dtype: str | None,
+    allowed: tuple[str, ...],
+    outlined: bool = True,
 ) -> Traced:
-    """Exports with a symbolic batch; where the model specialises it, once more with the batch as it is."""
+    """Exports with a symbolic batch; where the model specialises it, once more with the batch as it is.
+
+    `outlined`: of equal layers one is traced (see `outline`); what fails so is traced in full.
+    """
     refuse_hooks(model)
     tensors, constants = bind_inputs(model, args, kwargs)
     leading = Counter(tensor.shape[0] for tensor in tensors.values() if tensor.dim())
     batch = leading.most_common(1)[0][0] if leading else 1
     dtype = getattr(torch, compute_dtype) if compute_dtype else None
-    clone = LossOnly(copy_without_data(model, dtype), constants, dtype)
-    for symbolic in (True, False):
+    attempts = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
+    for symbolic, short in attempts:
+        clone = LossOnly(copy_without_data(model, dtype), constants, dtype)
         try:
-            with warnings.catch_warnings(), quiet_logs(), refuse_custom_functions(allowed):
+            with ExitStack() as stack:
+                stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
+                stack.enter_context(quiet_logs())
+                stack.enter_context(refuse_custom_functions(allowed))
+                if short and not stack.enter_context(outline(clone.module)):
+                    continue
                 program = export_copy(clone, tensors, batch, symbolic)
             return Traced(program, tuple(tensors), batch, symbolic, tied_names(model))
         except CaptureError:
             raise
         except Exception as error:
-            if symbolic and not is_data_dependent(error):
+            if short or (symbolic and not is_data_dependent(error)):
                 continue
             raise explain(error, model) from None
     raise AssertionError
@@ -156,38 +173,50 @@ def export_copy(clone: LossOnly, tensors: Mapping[str, Tensor], batch: int, symb
         for name, tensor in tensors.items()
     }
     shapes = ({name: {0: Dim.DYNAMIC} if batched[name] else None for name in example},) if symbolic else None
-    program = export(clone, (example,), dynamic_shapes=shapes, strict=False)
+    program: ExportedProgram = export(clone, (example,), dynamic_shapes=shapes, strict=False)
     mark_no_grad(program)
-    return program.run_decompositions({})
+    program = program.run_decompositions({})
+    return program
 
 
 @contextmanager
 def quiet_logs() -> Iterator[None]:
-    """Export logs what it is about to raise; the CaptureError says it in one line."""
-    logger = logging.getLogger("torch")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Export logs and prints what it is about to raise; the CaptureError says it in one line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        yield
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            yield
     finally:
-        logger.setLevel(before)
+        logging.disable(before)
 
 
 def mark_no_grad(program: ExportedProgram) -> None:
     """Decompositions inline ``no_grad`` regions; the mark on the region's call survives on what comes out of it.
 
-    The mark is the region's stack trace, since the inlined operations lose theirs.
+    The mark is the stack trace of the region's first operation, since the inlined operations lose theirs.
     """
     for node in program.graph.nodes:
         if "set_grad_enabled" in str(node.target) and node.args and node.args[0] is False:
-            mark = {NO_GRAD_MARK: node.meta.get("stack_trace") or " "}
+            body = getattr(program.graph_module, str(getattr(node.args[1], "target", "")), None)
+            inner = (each.meta.get("stack_trace") for each in body.graph.nodes) if body is not None else ()
+            mark = {NO_GRAD_MARK: next((trace for trace in inner if trace), " ")}
             node.meta["custom"] = {**(node.meta.get("custom") or {}), **mark}
 
 
 def is_data_dependent(error: Exception) -> bool:
     """Whether tracing met a branch or a size that depends on data."""
     text = f"{type(error).__name__} {error}"
-    return any(word in text for word in ("DataDependent", "data-dependent", "meta tensors", "on a meta tensor", "GuardOnDataDependent"))
+    words = ("DataDependent", "data-dependent", "meta tensors", "on a meta tensor")
+    return any(word in text for word in words)
+
+
+def data_dependent(where: str) -> str:
+    """The one line for what a graph cannot hold."""
+    return (
+        f"{where}: control flow or a size depends on the data of a tensor; "
+        "use torch.where or masks instead of if, .item() or boolean indexing"
+    )
 
 
 def explain(error: Exception, model: nn.Module) -> CaptureError:
@@ -203,8 +232,10 @@ def explain(error: Exception, model: nn.Module) -> CaptureError:
         where = where or f"{match[1]}:{match[2]}"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if is_data_dependent(error):
+        return CaptureError(data_dependent(where or type(model).__name__))
+    if "same device" in first:
         return CaptureError(
-            f"{where or type(model).__name__}: control flow or a size depends on the data of a tensor; "
-            "use torch.where or masks instead of if, .item() or boolean indexing"
+            f"{where or type(model).__name__}: a tensor made in forward is on another device than the inputs; "
+            "pass device=x.device, or register it with register_buffer"
         )
     return CaptureError(f"{where or type(model).__name__}: the model cannot be captured: {type(error).__name__}: {first[:200]}")

@@ -10,7 +10,20 @@ from torch import nn
 from autopar.passes.readable_names import identifier
 
 OWN = frozenset(
-    {"mesh", "prefix", "original", "zero", "recompute", "specs", "training", "lent", "blocks", "mesh_axes", "input_placements", "precision"}
+    {
+        "mesh",
+        "prefix",
+        "original",
+        "zero",
+        "recompute",
+        "specs",
+        "training",
+        "lent",
+        "blocks",
+        "mesh_axes",
+        "input_placements",
+        "precision",
+    }
 )
 IMPORTED = frozenset({"Block", "Parameter", "Program", "Base", "C", "F", "nn", "torch"})
 

@@ -99,7 +99,7 @@ def save_strided_pieces() -> None:
             WriteItem(
                 MetadataIndex(fqn, p.offsets),
                 WriteItemType.SHARD,
-                TensorWriteData(
+                tensor_data=TensorWriteData(
                     ChunkStorageMetadata(p.offsets, p.sizes), TensorProperties.create_from_tensor(tensor.to_local()), tensor.size()
                 ),
             )

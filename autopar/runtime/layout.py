@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from .collectives import convert
 from .compat import strided_shard
 from .errors import StateProblem
 from .mesh import DATA_AXIS, MeshHandle
@@ -62,6 +63,32 @@ def local_part(full: torch.Tensor, placements: Mapping[str, str], mesh: MeshHand
         axis = mesh.axis(cut.axis)
         full = chunk(full, cut.dim, cut.parts, axis.size, axis.coordinate)
     return full
+
+
+def data_part(piece: torch.Tensor, dim: int | None, mesh: MeshHandle) -> torch.Tensor:
+    """What ZeRO leaves of a rank's piece: a chunk of dimension `dim`, the last ranks' shorter or empty."""
+    if dim is None:
+        return piece
+    extent = -(-piece.shape[dim] // mesh.dp.size)
+    start = min(mesh.dp.coordinate * extent, piece.shape[dim])
+    return piece.narrow(dim, start, min(extent, piece.shape[dim] - start))
+
+
+def whole(
+    local: torch.Tensor, shape: Sequence[int], placements: Mapping[str, str], mesh: MeshHandle, dim: int | None
+) -> torch.Tensor:
+    """The full tensor on every rank, from what each stores: the cuts undone in reverse."""
+    with torch.no_grad():
+        if dim is not None:
+            extent = local_shape(shape, placements, mesh)[dim]
+            padded = list(local.shape)
+            padded[dim] = -(-extent // mesh.dp.size)
+            filled = local.new_zeros(padded)
+            filled.narrow(dim, 0, local.shape[dim]).copy_(local)
+            local = convert(filled, mesh.dp, f"S({dim}) -> R").narrow(dim, 0, extent)
+        for cut in reversed(cuts(shape, placements, mesh)):
+            local = convert(local, mesh.axis(cut.axis), f"S({cut.dim},{cut.parts}) -> R")
+        return local.clone()
 
 
 def data_dim(shape: Sequence[int], placements: Mapping[str, str], mesh: MeshHandle) -> int | None:

@@ -141,6 +141,16 @@ class Parallel(nn.Module):
         """Copies a full state dict (or name -> full tensor) of the original model into the local pieces."""
         self.state.load_full(source)
 
+    def full_state(self) -> dict[str, torch.Tensor]:
+        """The state dict of the original model with full tensors, on every rank (all ranks must call)."""
+        names = [*self.state.parameters, *(name for name in self.state.buffers if self.state.specs[name].persistent)]
+        return {name: self.state.full(name) for name in names}
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients by original name with full tensors, on every rank (all ranks must call)."""
+        found = ((name, parameter.grad) for name, parameter in self.state.parameters.items())
+        return {name: self.state.full(name, gradient) for name, gradient in found if gradient is not None}
+
     def reseed(self, seed: int) -> None:
         """Starts all dropout masks afresh from `seed`; pass the same on every rank."""
         self.program.mesh.reseed(seed)

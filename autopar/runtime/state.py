@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .errors import StateProblem
 from .gradients import Buckets, forward_sharded
-from .layout import data_dim, dtensor_placements, local_part
+from .layout import data_dim, data_part, dtensor_placements, local_part, whole
 from .mesh import MeshHandle
 from .module import Block, Parameter, Program
 from .zero import hoist, shard_block, shard_root
@@ -47,16 +47,22 @@ class State:
     dims: dict[str, int | None]
     buckets: Buckets
 
+    def full(self, name: str, value: torch.Tensor | None = None) -> torch.Tensor:
+        """The whole of a parameter, or of `value` placed like it (its gradient, a moment), on every rank; right for every layout.
+
+        DTensor's own `full_tensor` fails on 2.13.0 where three mesh axes cut one tensor, or two cut a strided dimension.
+        """
+        if name in self.buffers:
+            return self.buffers[name].clone()
+        spec = self.specs[name]
+        return whole(_local(self.parameters[name] if value is None else value), spec.shape, spec.placements, self.mesh, self.dims[name])
+
     def load_full(self, source: Source) -> None:
         """Copies full tensors into the local pieces, in place."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 piece = local_part(_full(source, name, self.specs[name]), self.specs[name].placements, self.mesh)
-                local = _local(parameter)
-                if self.dims[name] is not None:
-                    pieces, mine = piece.chunk(self.mesh.dp.size, self.dims[name] or 0), self.mesh.dp.coordinate
-                    piece = pieces[mine] if mine < len(pieces) else piece.new_empty(local.shape)
-                local.copy_(piece)
+                _local(parameter).copy_(data_part(piece, self.dims[name], self.mesh))
             for name, buffer in self.buffers.items():
                 buffer.copy_(_full(source, name, self.specs[name]))
 

@@ -63,7 +63,7 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """One distinct block. `consumers` per value: (node, operand index), ("", output index) or ("=", 0) for a buffer's new value."""
+    """One distinct block. `consumers` per value: (node, operand), ("", output) or ("=", 0) for a buffer's new value."""
 
     block: Block
     costs: BlockCosts

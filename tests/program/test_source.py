@@ -16,8 +16,9 @@ from autopar.passes.pipeline import lower
 from autopar.program.block_source import batch_source, shape_comment
 from autopar.program.build import load
 from autopar.program.loops import find_loops
-from autopar.program.names import attribute_of
+from autopar.program.names import OWN, attribute_of
 from autopar.program.source import render
+from autopar.runtime import module
 from autopar.runtime.module import Parameter
 
 
@@ -49,10 +50,10 @@ def test_alternating_layers_are_one_loop() -> None:
 
 def test_the_module_is_loaded_once_and_shows_its_source() -> None:
     text = text_of()
-    module = load(text)
-    assert load(text) is module
+    loaded = load(text)
+    assert load(text) is loaded
     with pytest.raises(AttributeError) as caught:
-        module.Program.forward(None, None, None)
+        loaded.Program.forward(None, None, None)
     assert "h = self.prologue(input_ids)" in "".join(traceback.format_tb(caught.value.__traceback__))
     with pytest.raises(SyntaxError):
         load("def")
@@ -61,6 +62,7 @@ def test_the_module_is_loaded_once_and_shows_its_source() -> None:
 @pytest.mark.parametrize("path", ["a.weight", "0.weight", "type", "original", "x-y.w", "weight", "float", "mesh"])
 def test_attributes_of_parameters_agree_with_the_runtime(path: str) -> None:
     assert attribute_of(path) == Parameter(path, (1,), "float32").attribute
+    assert OWN == module.OWN
     assert attribute_of(path).isidentifier() and not hasattr(torch.nn.Module, attribute_of(path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,18 @@ def test_drawn_candidates_train_like_one_process(model: str, mesh: str, ranks: R
     for found in (results[0], results[3]):
         for one, text in zip(found, texts, strict=True):
             compare(one, graph, state, batch, 1e-9, text)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_recomputed_blocks_train_like_one_process(zero: int, ranks: Ranks) -> None:
+    graph = GRAPHS["gpt2"]()
+    state, batch = make_state(graph), make_batch(graph, CLASSES)
+    candidate = drawn_candidate(graph, mesh_of(dp=2, tp=2), 2, zero=zero, wild=0.3)
+    plans = tuple(replace(plan, recompute=plan.block == "GPT2Block") for plan in candidate.blocks)
+    text = render(lower(graph, replace(candidate, blocks=plans)))
+    assert text.count("recompute = True") == 1
+    (found,) = ranks.run(train_steps, [(text, state, batch)])[1]
+    compare(found, graph, state, batch, 1e-9, text)
 
 
 def test_blocks_compile(ranks: Ranks) -> None:

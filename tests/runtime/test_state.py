@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
 from autopar.runtime.errors import BatchProblem, LaunchProblem, StateProblem
-from autopar.runtime.layout import data_dim, dtensor_placements, local_part
+from autopar.runtime.layout import data_dim, data_part, dtensor_placements, local_part
+from autopar.runtime.layout import whole as undo
 from autopar.runtime.mesh import MeshHandle
 from autopar.runtime.module import Block, Parameter, Program
 from autopar.runtime.parallel import Parallel
@@ -35,11 +36,11 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
 
 def views(axes: dict[str, int], zero: int, state: dict[str, torch.Tensor]) -> Any:
     parallel = Parallel(make(axes, zero), state)
-    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in parallel.state_dict().items()}
+    whole = {name: value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone() for name, value in parallel.state_dict().items()}
     stored = {name: (value.to_local().numel(), str(value.placements)) for name, value in parallel.named_parameters()}
     names = sorted(get_model_state_dict(parallel))
     parallel.load_full_state({name: value + 1 for name, value in state.items()})
-    moved = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in parallel.state_dict().items()}
+    moved = parallel.full_state()
     loss = parallel(**batch(0)).item()
     return whole, stored, names, moved, loss
 
@@ -252,12 +253,14 @@ def layouts(axes: dict[str, int], zero: bool) -> list[str]:
     for stored in STORED:
         dim = data_dim(whole.shape, stored, mesh) if zero else None
         piece = local_part(whole, stored, mesh)
-        if dim is not None:
-            piece = piece.chunk(mesh.dp.size, dim)[mesh.dp.coordinate]
+        piece = data_part(piece, dim, mesh)
         placements = dtensor_placements(whole.shape, stored, mesh, dim)
         tensor = DTensor.from_local(piece.contiguous(), mesh.device_mesh, placements, shape=whole.shape, stride=whole.stride())
-        if not torch.equal(tensor.full_tensor(), whole):
-            bad.append(f"{stored} {placements}: DTensor")
+        if not torch.equal(undo(piece, whole.shape, stored, mesh, dim), whole):
+            bad.append(f"{stored} {placements}: whole")
+        if sum(size > 1 for size in axes.values()) < 3 and len(set(stored.values())) == len(stored):
+            if not torch.equal(tensor.full_tensor(), whole):
+                bad.append(f"{stored} {placements}: DTensor")
         for item in tensor.__create_write_items__("w", tensor):
             chunk = item.tensor_data.chunk
             expected = whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))]

@@ -7,12 +7,14 @@ from autopar.capture.normalize.attention import grouped_heads, mask_recovery
 from autopar.capture.normalize.batch_norm import batch_norm
 from autopar.capture.normalize.linear import linears
 from autopar.capture.normalize.losses import cross_entropy, full_means, squared_error
+from autopar.capture.normalize.means import broadcasts, mean_losses
 from autopar.capture.normalize.simplify import casts, no_ops, reshapes
 
 REWRITES = (
     casts,
     reshapes,
     no_ops,
+    broadcasts,
     drop_dead,
     mask_recovery,
     grouped_heads,
@@ -21,6 +23,7 @@ REWRITES = (
     linears,
     batch_norm,
     squared_error,
+    mean_losses,
     full_means,
     reshapes,
     no_ops,

@@ -1,0 +1,63 @@
+"""The nodes of one traced layer, and copies of them for layers that are equal to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.capture.flat import Flat, Source, rename
+from autopar.capture.outline import CannotOutline
+from autopar.ir.graph import Node, Value
+
+
+@dataclass(slots=True)
+class Span:
+    """`inputs` and `outputs` are values at its borders; `nodes` are all operations between them."""
+
+    path: str
+    inputs: tuple[str, ...]
+    start: int
+    nodes: tuple[Node, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    def inside(self) -> set[str]:
+        return {value.name for node in self.nodes for value in node.outputs}
+
+    def check_inside(self, sources: Mapping[str, Source]) -> None:
+        """It reads nothing but its arguments and its own parameters."""
+        own = {source.value.name for name, source in sources.items() if name.startswith(f"{self.path}.")}
+        known = self.inside() | own | set(self.inputs)
+        foreign = [name for node in self.nodes for name in node.operands() if name not in known]
+        if foreign:
+            raise CannotOutline(f"{self.path} reads {foreign[0]}, which is not among its arguments")
+
+    def check_outside(self, flat: Flat) -> None:
+        """Others read nothing of it but its results, and it writes no buffer."""
+        hidden = self.inside() - set(self.outputs)
+        own = {id(node) for node in self.nodes}
+        read = {name for node in flat.nodes if id(node) not in own for name in node.operands()} | {flat.loss}
+        if hidden & read or any(name.startswith(f"{self.path}.") for name, _ in flat.updates):
+            raise CannotOutline(f"{self.path} hands out or writes more than its result")
+
+    def copy(
+        self, path: str, inputs: tuple[str, ...], values: Mapping[str, Value], sources: Mapping[str, Source]
+    ) -> tuple[tuple[Node, ...], tuple[str, ...]]:
+        """The layer at `path`: its nodes, and its results."""
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            if replace(values[mine], name="") != replace(values[given], name=""):
+                raise CannotOutline(f"{path} is called with {values[given]}, not with {values[mine]}")
+        names = dict(zip(self.inputs, inputs, strict=True))
+        for name, source in sources.items():
+            if name.startswith(f"{self.path}."):
+                other = sources.get(path + name[len(self.path) :])
+                if other is None:
+                    raise CannotOutline(f"{path} lacks {name}")
+                names[source.value.name] = other.value.name
+        copies: list[Node] = []
+        suffix = path.replace(".", "_")
+        for node in self.nodes:
+            outputs = tuple(replace(value, name=f"{value.name}_of_{suffix}") for value in node.outputs)
+            module = path + node.module[len(self.path) :] if node.module.startswith(self.path) else node.module
+            copies.append(replace(rename(node, names), outputs=outputs, module=module))
+            names.update((old.name, new.name) for old, new in zip(node.outputs, outputs, strict=True))
+        return tuple(copies), tuple(names[name] for name in self.outputs)

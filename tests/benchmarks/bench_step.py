@@ -1,0 +1,157 @@
+"""Step time of autopar's program beside what an expert writes by hand for the same plan, on 4 gloo processes, alternating.
+
+    python tests/benchmarks/bench_step.py [--pairs 7] [--compile inductor] [--only llama/tp]
+
+A step is forward, backward and zero_grad. A pair is one step of each; what is printed is the median of the ratios
+hand-written / autopar (above 1: autopar is faster) and their range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+WORLD = 4
+CASES: dict[str, tuple[str, str, dict[str, int]]] = {
+    "gpt2/ddp": ("gpt2", "ddp", {"dp": 4, "zero": 0}),
+    "gpt2/fsdp": ("gpt2", "fsdp", {"dp": 4, "zero": 3}),
+    "llama/ddp": ("llama", "ddp", {"dp": 4, "zero": 0}),
+    "llama/fsdp": ("llama", "fsdp", {"dp": 4, "zero": 3}),
+    "llama/tp": ("llama", "tp", {"tp": 4}),
+    "llama/fsdp+tp": ("llama", "fsdp+tp", {"dp": 2, "tp": 2, "zero": 3}),
+}
+
+
+def build(model: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model and one global batch."""
+    torch.manual_seed(0)
+    if model == "llama":
+        from plain_llama import Llama, LlamaSizes
+
+        tokens = torch.randint(0, 8192, (8, 65))
+        return Llama(LlamaSizes(), 64), {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    import transformers
+
+    config = transformers.GPT2Config(
+        use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, loss_type="ForCausalLMLoss"
+    )
+    tokens = torch.randint(0, config.vocab_size, (8, 32))
+    return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
+
+
+def program_text(model: str, force: dict[str, int]) -> str:
+    """What autopar makes of it."""
+    from autopar.capture import capture
+    from autopar.cost_models.hardware import Cluster
+    from autopar.passes.pipeline import lower
+    from autopar.program.source import render
+    from autopar.solve.search import SearchOptions, search
+
+    module, batch = build(model)
+    graph = capture(module, (), batch)
+    result = search(graph, Cluster.parse(f"local:{WORLD}"), SearchOptions(batch=graph.batch, force=force))
+    return render(lower(graph, result.candidate))
+
+
+def by_hand(kind: str, model: nn.Module) -> tuple[nn.Module, int]:
+    """The expert's model, and over how many ranks it splits the batch."""
+    import experts
+    from torch.distributed.device_mesh import init_device_mesh
+
+    layers = model.layers if hasattr(model, "layers") else model.transformer.h
+    if kind == "ddp":
+        return experts.ddp(model), WORLD
+    if kind == "fsdp":
+        return experts.fsdp(model, layers, init_device_mesh("cpu", (WORLD,))), WORLD
+    if kind == "tp":
+        return experts.tensor_parallel(model, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))), 1
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return experts.fsdp(experts.tensor_parallel(model, mesh["tp"]), layers, mesh["dp"]), 2
+
+
+def rank_main(rank: int, text: str, case: str, pairs: int, compile: str, folder: str) -> None:
+    """Alternates the two and writes the times of rank 0."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    from autopar.program.build import load
+    from autopar.runtime.mesh import MeshHandle
+    from autopar.runtime.parallel import Parallel
+
+    name, kind, _ = CASES[case]
+    model, batch = build(name)
+    program = load(text).Program
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    ours = Parallel(program(MeshHandle(program.mesh_axes)), {k: v.detach().clone() for k, v in tensors.items()}, compile=compile)
+    expert, ways = by_hand(kind, model)
+    if compile:
+        for layer in model.layers if hasattr(model, "layers") else model.transformer.h:
+            layer.compile(backend=compile)
+    part = rank // (WORLD // ways)
+    rows = next(iter(batch.values())).shape[0] // ways
+    local = {key: value[part * rows : (part + 1) * rows] for key, value in batch.items()}
+
+    def theirs() -> Any:
+        output = expert(**local)
+        return output if isinstance(output, torch.Tensor) else output.loss
+
+    times: dict[str, list[float]] = {"autopar": [], "by hand": []}
+    steps: tuple[tuple[str, nn.Module, Callable[[], Any]], ...] = (
+        ("autopar", ours, lambda: ours(**batch)),
+        ("by hand", expert, theirs),
+    )
+    for pair in range(pairs + 2):
+        for what, module, forward in steps if pair % 2 else steps[::-1]:
+            dist.barrier()
+            began = time.perf_counter()
+            forward().backward()
+            module.zero_grad()
+            dist.barrier()
+            if pair >= 2:
+                times[what].append(time.perf_counter() - began)
+    if rank == 0:
+        torch.save(times, f"{folder}/times")
+    dist.destroy_process_group()
+
+
+def measure(case: str, pairs: int, compile: str) -> dict[str, list[float]]:
+    """Times of both, by pair."""
+    name, _, force = CASES[case]
+    text = program_text(name, force)
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(rank_main, args=(text, case, pairs, compile, folder), nprocs=WORLD)
+        return torch.load(f"{folder}/times")  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--compile", default="", help="backend: inductor or aot_eager")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    print(f"{'case':16} {'autopar':>10} {'by hand':>10} {'by hand / autopar':>20}")
+    for case in CASES:
+        if arguments.only in case:
+            times = measure(case, arguments.pairs, arguments.compile)
+            ratios = [b / a for a, b in zip(times["autopar"], times["by hand"], strict=True)]
+            medians = [f"{1e3 * statistics.median(times[what]):7.0f} ms" for what in ("autopar", "by hand")]
+            print(f"{case:16} {medians[0]} {medians[1]} {statistics.median(ratios):12.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
+if __name__ == "__main__":
+    main()

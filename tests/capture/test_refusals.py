@@ -1,0 +1,84 @@
+"""What a graph cannot hold is one line with the user's file and line, never a graph of something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.interpret import loss_and_gradients
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.errors import CaptureError
+
+
+class Net(nn.Module):
+    def __init__(self, body: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.body = nn.Linear(4, 4), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.inner, x)
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
+    "item": (lambda f, x: f(x).sum() * x.max().item(), "data of a tensor"),
+    "branch": (lambda f, x: f(x).sum() if x.sum() > 0 else f(x).mean(), "data of a tensor"),
+    "boolean index": (lambda f, x: f(x)[x > 0].sum(), "data of a tensor"),
+    "tensor hook": (lambda f, x: _hooked(f(x)).sum(), "hook"),
+    "class weights": (lambda f, x: F.cross_entropy(f(x), x.argmax(-1), weight=torch.ones_like(x[0])), "class weights"),
+    "soft labels": (lambda f, x: F.cross_entropy(f(x), x.softmax(-1)), "probabilities"),
+    "another device": (lambda f, x: (f(x) + torch.tensor([1.0, 2.0, 3.0, 4.0])).sum(), "device=x.device"),
+}
+
+
+def _hooked(x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: gradient)
+    return x
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refused(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    body, words = REFUSED[name]
+    with pytest.raises(CaptureError, match=words) as caught:
+        capture(Net(body), (torch.randn(6, 4),))
+    assert "\n" not in str(caught.value) and "test_refusals.py:" in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+EQUAL: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "constant": lambda f, x: (f(x) + torch.tensor(0.5)).sum(),
+    "mean": lambda f, x: f(x).mean(),
+    "chunks": lambda f, x: sum((i + 1) * piece.mean() for i, piece in enumerate(f(x).chunk(2, -1))),  # type: ignore[return-value,misc]
+    "smooth l1": lambda f, x: F.smooth_l1_loss(f(x), x),
+    "binary": lambda f, x: F.binary_cross_entropy_with_logits(f(x), x.sigmoid()),
+    "smoothing": lambda f, x: F.cross_entropy(f(x), x.argmax(-1), label_smoothing=0.1),
+    "sum": lambda f, x: F.cross_entropy(f(x), x.argmax(-1), reduction="sum"),
+    "detach": lambda f, x: (f(x) * f(x).detach()).sum(),
+    "round": lambda f, x: (f(x).round() * f(x)).sum(),
+}
+
+
+@pytest.mark.parametrize("name", list(EQUAL))
+def test_equals_eager(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Net(EQUAL[name]).double(), torch.randn(6, 4, dtype=torch.float64)
+    expected = model(x)
+    expected.backward()
+    state = {key: parameter.detach() for key, parameter in model.named_parameters()}
+    loss, gradients = loss_and_gradients(capture(model, (x,)), state, {"x": x})
+    assert loss == pytest.approx(expected.item(), rel=1e-7)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_no_grad_keeps_its_line() -> None:
+    def body(f: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = f(x).abs()
+        return (f(x) * scale).sum()
+
+    nodes = [node for block in capture(Net(body), (torch.randn(6, 4),)).blocks for node in block.nodes if node.no_grad]
+    assert nodes and all(node.source.startswith("test_refusals.py:") for node in nodes)
