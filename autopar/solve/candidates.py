@@ -14,7 +14,7 @@ from autopar.solve import ilp
 from autopar.solve.decode import decode
 from autopar.solve.formulate import Formulation, formulate
 from autopar.solve.ilp import Outcome, Status
-from autopar.solve.memory import limit
+from autopar.solve.memory import least_kept_bytes, limit
 from autopar.solve.problem import Problem
 
 RATIO = 1.03
@@ -26,7 +26,8 @@ _TRIES = 4
 
 @dataclass(slots=True)
 class MeshResult:
-    """What is known of one mesh (with its repeated blocks recomputed, or not). `bound_seconds` is below every plan on it; `excess_bytes` what an infeasible one lacks."""
+    """What is known of one mesh (with its repeated blocks recomputed, or not). `bound_seconds` is below every plan on it;
+    `free_seconds` what is best there without the memory limit; `excess_bytes` what an infeasible one lacks at least."""
 
     mesh: Mesh
     status: Status = Status.TIMEOUT
@@ -40,6 +41,7 @@ class MeshResult:
     excess_bytes: float = 0.0
     warnings: list[str] = field(default_factory=list)
     recompute: bool = False
+    free_seconds: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.mesh}{', recompute' if self.recompute else ''}"
@@ -48,6 +50,12 @@ class MeshResult:
     def solved(self) -> bool:
         """Whether there is a plan that fits."""
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+    @property
+    def pressed(self) -> bool:
+        """Whether the memory limit forbids the fastest plan, so that keeping less may be faster."""
+        slower = self.solved and self.objective_seconds > self.free_seconds * (1 + 1e-6)
+        return slower or self.status in (Status.INFEASIBLE, Status.TIMEOUT)
 
     @property
     def step_seconds(self) -> float | None:
@@ -88,7 +96,9 @@ class Attempt:
         }
         if not names or self.problem.recompute:
             return None
-        result = MeshResult(self.result.mesh, bound_seconds=self.result.bound_seconds, recompute=True)
+        result = MeshResult(
+            self.result.mesh, bound_seconds=min(self.result.bound_seconds, self.result.free_seconds), recompute=True
+        )
         problem = replace(self.problem, recompute=frozenset(names))
         return Attempt(self.graph, problem, self.sharded_axes, self.relative_gap, result)
 
@@ -99,6 +109,7 @@ class Attempt:
         self.result.variables, self.result.constraints = made.model.variables, made.model.constraints
         outcome = ilp.solve(made.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap)
         self.result.bound_seconds = max(0.0, self._seconds(made, outcome, outcome.bound))
+        self.result.free_seconds = self._seconds(made, outcome, outcome.objective)
         if outcome.values:
             self._take(made, outcome)
         else:
@@ -130,6 +141,11 @@ class Attempt:
     def missing_bytes(self, time_limit_seconds: float) -> float:
         """At least so many bytes each device lacks (linear relaxation); 0 where it may fit."""
         began = monotonic()
+        device = self.problem.cluster.device
+        obvious = least_kept_bytes(self.problem) + device.base_bytes - device.memory_bytes
+        if obvious > 0:
+            self.result.seconds += monotonic() - began
+            return obvious
         made = formulate(self.problem)
         limit(made, minimise_excess=True)
         outcome = ilp.solve(made.model, relaxed=True, time_limit_seconds=time_limit_seconds)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autopar.cost_models.flops import VIEWS, packet
 from autopar.cost_models.memory import State, aliases, kept_tensors, working_bytes
 from autopar.ir.placement import Placements
 from autopar.ir.plan import Arc
@@ -17,7 +18,7 @@ from autopar.rules.conversions import conversion
 from autopar.solve.boundary import Boundary, Slot
 from autopar.solve.formulate import Formulation
 from autopar.solve.linear import INFINITY, Terms, add, total
-from autopar.solve.problem import BlockTable
+from autopar.solve.problem import BlockTable, Choice, Problem
 
 
 @dataclass(slots=True)
@@ -42,6 +43,35 @@ def limit(made: Formulation, margin_bytes: float = 0.0, minimise_excess: bool = 
     for terms, constant in _moments(made, kept):
         # state + kept + gathered + working + gradients <= capacity + excess
         made.model.row(total((1.0, terms), (-1.0, {excess: 1.0})), -INFINITY, capacity - constant)
+
+
+def least_kept_bytes(problem: Problem) -> float:
+    """Below what any plan keeps from forward to backward: of each storage that is not shared between calls, the smallest part
+    that the node which keeps most of it may keep. A look without a solver."""
+    kept = 0.0
+    for name, table in problem.blocks.items():
+        if name in problem.recompute:
+            continue
+        storage = {value: value for value in table.block.values()}
+        for node in table.block.nodes:  # in order, so that the operand's storage is final
+            if packet(node.op) in VIEWS and node.operands():
+                storage.update((output.name, storage[node.operands()[0]]) for output in node.outputs)
+        shared = {storage[value.name] for value in table.block.inputs} | {storage[value] for value in table.block.outputs}
+        shared |= {storage[parameter.value.name] for parameter in table.block.parameters}
+        least: dict[str, float] = {}
+        for choices in table.choices.values():
+            for value, size in _least_of(table, choices).items():
+                where = storage.get(value, value)
+                if where not in shared:
+                    least[where] = max(least.get(where, 0.0), size)
+        kept += problem.graph.count(name) * sum(least.values())
+    return kept
+
+
+def _least_of(table: BlockTable, choices: tuple[Choice, ...]) -> dict[str, float]:
+    """Per value the fewest bytes that any strategy of one node keeps; not those that some strategy does not keep at all."""
+    found = [{kept.value: kept.bytes for kept in table.costs.kept(choice.plan)} for choice in choices]
+    return {value: min(each[value] for each in found) for value in found[0] if all(value in each for each in found)}
 
 
 def _kept(made: Formulation) -> _Kept:

@@ -76,7 +76,7 @@ class _Search:
             self._first(mesh)
         self._limited()
         self.tight = False
-        for variant in [each.recomputed() for each in self.attempts if each.result.status is Status.INFEASIBLE]:
+        for variant in [each.recomputed() for each in self.attempts if each.result.pressed]:
             if variant is not None:
                 self._solve(variant)
         self._limited()

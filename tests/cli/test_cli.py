@@ -167,6 +167,7 @@ def test_bad_input_is_one_line(
 def test_a_model_that_cannot_fit_is_infeasible(run: Run, tmp_path: Path) -> None:
     """On a cluster of two devices of 4 MiB; what is short and what would do are in the line."""
     local = next(entry for entry in json.loads(run("clusters", "--json")[1])["clusters"] if entry["name"] == "local")
+    local["links"][-1]["devices"] = 2
     local["device"].update(memory_bytes=4 * 2**20, base_bytes=0)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump({**local, "name": "small", "size": 2}))
     status, out, err = run("plan", "mlp", "--cluster", tmp_path / "small.yaml", "--batch", 4096, "--json")
