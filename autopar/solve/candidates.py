@@ -54,7 +54,7 @@ class MeshResult:
     @property
     def pressed(self) -> bool:
         """Whether the memory limit forbids the fastest plan, so that keeping less may be faster."""
-        slower = self.solved and self.objective_seconds > self.free_seconds * (1 + 1e-6)
+        slower = self.solved and self.objective_seconds > self.free_seconds * (1 + 1e-3)
         return slower or self.status in (Status.INFEASIBLE, Status.TIMEOUT)
 
     @property
@@ -109,7 +109,7 @@ class Attempt:
         self.result.variables, self.result.constraints = made.model.variables, made.model.constraints
         outcome = ilp.solve(made.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap)
         self.result.bound_seconds = max(0.0, self._seconds(made, outcome, outcome.bound))
-        self.result.free_seconds = self._seconds(made, outcome, outcome.objective)
+        self.result.free_seconds = self.result.bound_seconds
         if outcome.values:
             self._take(made, outcome)
         else:

@@ -150,13 +150,14 @@ class _Search:
                 self._second(attempt)
 
     def _solve(self, attempt: Attempt) -> None:
-        if self._left() <= 0:
-            return
+        """Without the memory constraint where that may fit; a mesh for which no time is left keeps a bound."""
         result = attempt.result
         self.attempts.append(attempt)
-        cheap = max(attempt.cheap_bound(), result.bound_seconds)
+        result.bound_seconds = cheap = max(attempt.cheap_bound(), result.bound_seconds)
+        if self._left() <= 0:
+            return
         if not self._forced() and (self._hopeless(cheap) or attempt.repeats_everything()):
-            result.bound_seconds, result.status = cheap, Status.PRUNED
+            result.status = Status.PRUNED
         elif not self.tight or self._may_fit(attempt):
             attempt.unlimited(self._left())
             self._offer(result)
@@ -202,7 +203,8 @@ class _Search:
         assert best.candidate is not None and best.evaluation is not None
         step = best.evaluation.step_seconds
         possible = [r.bound_seconds for r in results if r.status is not Status.INFEASIBLE]
-        complete = len(self.attempts) >= len(meshes(self.cluster.size, self.graph.batch, self.options.force))
+        tried = sum(not result.recompute for result in results)
+        complete = tried == len(meshes(self.cluster.size, self.graph.batch, self.options.force))
         lower = min([*possible, step]) if complete else 0.0
         proven = complete and all(r.status is not Status.TIMEOUT for r in results)
         status = Status.OPTIMAL if proven and best.status is Status.OPTIMAL else Status.FEASIBLE

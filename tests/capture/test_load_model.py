@@ -34,7 +34,8 @@ def test_sizes() -> None:
 
 def test_config_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 16}))
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    path.write_text(json.dumps({"model_type": "gpt2", **sizes}))
     loaded = load_model(str(path), 3, dtype="bfloat16")
     assert isinstance(loaded.example_inputs, dict) and loaded.example_inputs["input_ids"].shape == (3, 16)
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}

@@ -173,4 +173,4 @@ def test_a_model_that_cannot_fit_is_infeasible(run: Run, tmp_path: Path) -> None
     status, out, err = run("plan", "mlp", "--cluster", tmp_path / "small.yaml", "--batch", 4096, "--json")
     assert status == 3, err
     assert json.loads(out)["error"]["exit_status"] == 3
-    assert "node" in err and "short of" in err
+    assert "would do" in err and "short of" in err

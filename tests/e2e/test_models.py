@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from support.endtoend import Prepared, differences, plan, prepare, program, run_programs, sharding_wins
@@ -31,12 +29,7 @@ COVERING = {
     "convnet": ("dp=4", "tp=4"),
     "convnet_bn": ("zero=3", "dp=2,tp=2"),
 }
-FULL = os.environ.get("AUTOPAR_TEST_FULL") == "1"
 LIMIT_REPLICATED = 0.02
-
-
-def chosen(name: str) -> tuple[str, ...]:
-    return tuple(FORCES) if FULL else COVERING[name]
 
 
 def texts(prepared: Prepared, names: tuple[str, ...]) -> list[str]:
@@ -55,24 +48,30 @@ def texts(prepared: Prepared, names: tuple[str, ...]) -> list[str]:
     return out
 
 
-@pytest.mark.parametrize("name", list(cases()))
-def test_equals_one_process_in_float64(name: str, ranks: Ranks) -> None:
-    prepared = prepare(name)
-    names = chosen(name)
-    programs = texts(prepared, names)
-    results = ranks.run(run_programs, [(text, prepared.state, prepared.batch) for text in programs], timeout=240)
+def check(name: str, forces: tuple[str, ...], dtype: torch.dtype, ranks: Ranks) -> None:
+    """Programs for all `forces`, one after another on the same processes."""
+    prepared = prepare(name, dtype)
+    exact = dtype is torch.float64
+    programs = texts(prepared, forces)
+    results = ranks.run(run_programs, [(text, prepared.state, prepared.batch) for text in programs], timeout=400)
     for rank in (0, 3):
-        for force, text, found in zip(names, programs, results[rank], strict=True):
-            wrong = differences(found, prepared.expected, 1e-9)
+        for force, text, found in zip(forces, programs, results[rank], strict=True):
+            wrong = differences(found, prepared.expected, 1e-9 if exact else 1e-5, parameters=exact)
             assert not wrong, f"{name}, {force}, rank {rank}: {wrong[:5]}\n{text}"
 
 
-@pytest.mark.parametrize("name", list(cases()) if FULL else ["gpt2", "llama"])
+@pytest.mark.parametrize("name", list(cases()))
+def test_equals_one_process_in_float64(name: str, ranks: Ranks) -> None:
+    check(name, COVERING[name], torch.float64, ranks)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_equals_one_process_in_float32(name: str, ranks: Ranks) -> None:
-    prepared = prepare(name, torch.float32)
-    names = chosen(name)
-    programs = texts(prepared, names)
-    results = ranks.run(run_programs, [(text, prepared.state, prepared.batch) for text in programs], timeout=240)
-    for force, found in zip(names, results[0], strict=True):
-        wrong = differences(found, prepared.expected, 1e-5, parameters=False)
-        assert not wrong, f"{name}, {force}: {wrong[:5]}"
+    check(name, COVERING[name], torch.float32, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("name", list(cases()))
+def test_whole_matrix(name: str, dtype: torch.dtype, ranks: Ranks) -> None:
+    check(name, tuple(FORCES), dtype, ranks)

@@ -1,0 +1,83 @@
+"""State sharding per block, memory and recomputation against exhaustion: every combination priced by the evaluator alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from support.blocks import gpt2_graph
+from support.solving import llama_graph
+
+from autopar.cost_models.evaluate import Evaluation, evaluate
+from autopar.cost_models.hardware import Cluster
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Candidate, Precision
+from autopar.rules.registry import default_registry
+from autopar.solve.ilp import Status
+from autopar.solve.memory import least_kept_bytes
+from autopar.solve.meshes import mesh_of
+from autopar.solve.options import SearchOptions
+from autopar.solve.problem import build
+from autopar.solve.search import search
+
+BF16 = Precision("bfloat16", "float32")
+
+
+def with_memory(cluster: Cluster, size: float) -> Cluster:
+    return replace(cluster, device=replace(cluster.device, memory_bytes=int(size)))
+
+
+def every_zero(graph: Graph, candidate: Candidate, cluster: Cluster) -> Iterator[Evaluation]:
+    for zeros in product(range(4), repeat=len(candidate.blocks)):
+        blocks = tuple(replace(plan, zero=zero) for plan, zero in zip(candidate.blocks, zeros, strict=True))
+        yield evaluate(graph, replace(candidate, blocks=blocks), cluster)
+
+
+@pytest.mark.parametrize("name", ["dgx-h100:1", "dgx-a100:2", "local:4"])
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.1])
+def test_zero_per_block_is_the_best_of_all(name: str, share: float) -> None:
+    graph = gpt2_graph(layers=6, batch=16, hidden=512, heads=8)
+    roomy = Cluster.parse(name)
+    roomy = with_memory(roomy, 200 * 2**30)
+    start = search(graph, roomy, SearchOptions(force={"dp": roomy.size, "zero": 0}, relative_gap=1e-9)).candidate
+    every = list(every_zero(graph, start, roomy))
+    low, high = min(e.peak_memory_bytes for e in every), max(e.peak_memory_bytes for e in every)
+    capacity = low + (high - low) * share
+    expected = min(e.step_seconds for e in every if e.peak_memory_bytes <= capacity)
+    tight = with_memory(roomy, capacity + 1)
+    result = search(graph, tight, SearchOptions(force={"dp": roomy.size}, relative_gap=1e-9))
+    assert result.warnings == ()
+    assert result.evaluation.fits
+    assert result.evaluation.step_seconds == pytest.approx(expected, rel=2e-4)
+
+
+def test_blocks_are_recomputed_where_nothing_else_fits() -> None:
+    graph = llama_graph(layers=32, batch=128)
+    lines: list[str] = []
+    result = search(graph, Cluster.parse("dgx-h100:8"), SearchOptions(precision=BF16, force={"dp": 64}), lines.append)
+    assert result.evaluation.fits and result.warnings == ()
+    assert result.candidate.block("LlamaDecoderLayer").recompute
+    assert [each.status for each in result.meshes] == [Status.INFEASIBLE, Status.OPTIMAL]
+    assert result.lower_bound_seconds == pytest.approx(result.evaluation.step_seconds, rel=1e-3)
+
+
+def test_the_look_without_a_solver_is_below_every_plan() -> None:
+    for graph in (gpt2_graph(layers=3), llama_graph(layers=3)):
+        cluster = Cluster.parse("dgx-h100:1")
+        for mesh in (mesh_of(8), mesh_of(2, 4), mesh_of(1, 8)):
+            problem = build(graph, mesh, cluster, BF16, "adamw", default_registry())
+            force = {axis.name: axis.size for axis in mesh.axes}
+            result = search(graph, with_memory(cluster, 2**50), SearchOptions(precision=BF16, force=force))
+            assert 0 < least_kept_bytes(problem) <= dict(result.evaluation.memory)["activations"]
+
+
+def test_a_limit_just_below_the_fastest_plan_is_met() -> None:
+    graph = llama_graph(layers=4, batch=8)
+    cluster = Cluster.parse("dgx-h100:1")
+    free = search(graph, cluster, SearchOptions(precision=BF16, force={"dp": 2, "tp": 4}))
+    tight = with_memory(cluster, free.evaluation.peak_memory_bytes * 0.97)
+    result = search(graph, tight, SearchOptions(precision=BF16, force={"dp": 2, "tp": 4}))
+    assert result.evaluation.fits and result.warnings == ()
+    assert result.evaluation.step_seconds >= free.evaluation.step_seconds
