@@ -102,7 +102,9 @@ def size_args(shape: Iterable[Dim]) -> tuple[Arg, ...]:
     return tuple(Symbol(dim) if isinstance(dim, str) else dim for dim in shape)
 
 
-def like(node: Node, op: str, args: tuple[Arg, ...], name: str, shape: Shape, dtype: str | None = None, flows: bool | None = None) -> Node:
+def like(
+    node: Node, op: str, args: tuple[Arg, ...], name: str, shape: Shape, dtype: str | None = None, flows: bool | None = None
+) -> Node:
     """A node at the place of `node` (same module, source, grad mode) with one result."""
     value = Value(name, shape, dtype or node.outputs[0].dtype, node.outputs[0].differentiable if flows is None else flows)
     return Node(op, args, (), (value,), node.module, node.source, node.no_grad)

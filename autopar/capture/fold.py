@@ -13,7 +13,15 @@ from autopar.capture.flat import Flat, rename
 from autopar.capture.trace import Traced
 from autopar.ir.graph import Block, Call, Graph, Node, Parameter, Value
 
-_NAMED_AFTER_MODULE = ("aten.linear", "ap.linear_kn", "aten.layer_norm", "aten.embedding", "aten.conv2d", "aten.conv1d", "aten.convolution")
+_NAMED_AFTER_MODULE = (
+    "aten.linear",
+    "ap.linear_kn",
+    "aten.layer_norm",
+    "aten.embedding",
+    "aten.conv2d",
+    "aten.conv1d",
+    "aten.convolution",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,9 @@ def fold(model: nn.Module, flat: Flat, traced: Traced) -> Graph:
         later.append(later[-1] | {name for node in piece.nodes for name in node.operands()})
     later.reverse()
     for index, piece in enumerate(pieces):
-        shaped = shape_block(piece, flat, later[index], glue_name(index, len(pieces)) if not piece.prefix else classes[piece.prefix])
+        shaped = shape_block(
+            piece, flat, later[index], glue_name(index, len(pieces)) if not piece.prefix else classes[piece.prefix]
+        )
         key = shaped.fingerprint
         if key not in blocks:
             taken = names_taken.get(shaped.block.name, 0)

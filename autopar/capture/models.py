@@ -82,8 +82,8 @@ def _decoder(
     width: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int, seq: int, **more: Any
 ) -> dict[str, Any]:
     return dict(
-        hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=seq, tie_word_embeddings=False,
+        hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=seq, tie_word_embeddings=False,
         bos_token_id=0, eos_token_id=0, pad_token_id=None, **more,
     )  # fmt: skip
 
@@ -114,18 +114,14 @@ def bundled() -> dict[str, Bundled]:
         "llama3-70b": Bundled("Llama 3 70B", "llama", _llama3(8192, 28672, 80, 64), 8192),
         "llama3-405b": Bundled("Llama 3.1 405B", "llama", _llama3(16384, 53248, 126, 128), 8192),
         "qwen3-8b": Bundled("Qwen3 8B", "qwen3", _decoder(4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128), 4096),
-        "bert-large": Bundled(
-            "BERT large, masked language model", "bert", _encoder(1024, 4096, 24, 16, vocab_size=30522), 512
-        ),
+        "bert-large": Bundled("BERT large, masked language model", "bert", _encoder(1024, 4096, 24, 16, vocab_size=30522), 512),
         "vit-huge": Bundled("ViT huge, 14 x 14 patches of 224 x 224", "vit", _encoder(1280, 5120, 32, 16, patch_size=14, **vit)),
         "mlp": Bundled("a small multilayer perceptron", build=Mlp),
         "convnet": Bundled("a small convolutional network with batch norm", build=ConvNet),
         "gpt2-tiny": Bundled("GPT-2 for tests", "gpt2", _gpt2(64, 2, 4, 128, 64), 16),
         "llama-tiny": Bundled("Llama for tests", "llama", _decoder(64, 128, 2, 4, 2, 128, 64), 16),
         "qwen3-tiny": Bundled("Qwen3 for tests", "qwen3", _decoder(64, 128, 2, 4, 2, 128, 64, head_dim=16), 16),
-        "bert-tiny": Bundled(
-            "BERT for tests", "bert", _encoder(64, 128, 2, 4, vocab_size=128, max_position_embeddings=64), 16
-        ),
+        "bert-tiny": Bundled("BERT for tests", "bert", _encoder(64, 128, 2, 4, vocab_size=128, max_position_embeddings=64), 16),
         "vit-tiny": Bundled("ViT for tests", "vit", _encoder(64, 128, 2, 4, **tiny)),
     }
 
@@ -233,9 +229,7 @@ def _line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def _from_factory(
-    source: str, batch: int | None, seq: int | None, dtype: torch.dtype | None, device: str
-) -> LoadedModel:
+def _from_factory(source: str, batch: int | None, seq: int | None, dtype: torch.dtype | None, device: str) -> LoadedModel:
     """Calls ``factory`` of the file with those of ``batch`` and ``seq`` that it takes."""
     file, colon, name = source.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():

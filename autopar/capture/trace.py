@@ -110,6 +110,8 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
             flat[name] = value
     tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
     constants = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
+    if "use_cache" in signature.parameters:
+        constants["use_cache"] = False  # Hugging Face: a cache for generation, which training never reads
     if not tensors:
         raise CaptureError("the example inputs hold no tensor; pass a dict of keyword arguments or a tuple")
     for name, constant in constants.items():

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .apply import apply
 from .axis import AxisHandle
 from .buckets import land, launch, needs_detour
 from .functions import count_valid, cross_entropy_sharded, cross_entropy_sum, embedding_sharded, linear_kn
@@ -53,7 +54,7 @@ def convert(x: torch.Tensor, axis: AxisHandle, text: str) -> torch.Tensor:
     """`x` in another placement on `axis`. On an axis of one rank, `x` itself."""
     if axis.size == 1:
         return x
-    (result,) = _Convert.apply((text,), axis.size, axis.coordinate, axis.group_name, x)
+    (result,) = apply(_Convert, (text,), axis.size, axis.coordinate, axis.group_name, x)
     return result  # type: ignore[no-any-return]
 
 
@@ -62,7 +63,7 @@ def convert_many(xs: Sequence[torch.Tensor], axis: AxisHandle, text: str | Seque
     if axis.size == 1:
         return tuple(xs)
     texts = (text,) * len(xs) if isinstance(text, str) else tuple(text)
-    return _Convert.apply(texts, axis.size, axis.coordinate, axis.group_name, *xs)  # type: ignore[no-any-return]
+    return apply(_Convert, texts, axis.size, axis.coordinate, axis.group_name, *xs)  # type: ignore[no-any-return]
 
 
 class Pending(NamedTuple):
@@ -117,7 +118,8 @@ def start(x: torch.Tensor, axis: AxisHandle, text: str) -> Pending:
         return Pending(x, None, axis, text)
     if needs_detour(parse(text)[0], x):
         return Pending(convert(x, axis, text), None, axis, text)
-    return Pending(*_Start.apply(text, axis.size, axis.coordinate, axis.group_name, x), axis, text)
+    token, raw = apply(_Start, text, axis.size, axis.coordinate, axis.group_name, x)
+    return Pending(token, raw, axis, text)
 
 
 def wait(pending: Pending) -> torch.Tensor:
@@ -125,4 +127,4 @@ def wait(pending: Pending) -> torch.Tensor:
     token, raw, axis, text = pending
     if raw is None:
         return token
-    return _Wait.apply(text, axis.size, axis.coordinate, axis.group_name, token, raw)  # type: ignore[no-any-return]
+    return apply(_Wait, text, axis.size, axis.coordinate, axis.group_name, token, raw)  # type: ignore[no-any-return]

@@ -49,7 +49,7 @@ def wait(raw: torch.Tensor) -> torch.Tensor:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs `callback` when the backward that is running now ends. Seen on 2.13.0 (FSDP2 and DDP use the same)."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def in_backward() -> bool:
@@ -81,11 +81,10 @@ def save_strided_pieces() -> None:
     """
     if getattr(DTensor.__create_chunk_list__, "autopar", False):
         return
-    chunk_list, write_items, shard_of = (
-        DTensor.__create_chunk_list__,
-        DTensor.__create_write_items__,
-        DTensor.__get_tensor_shard__,
-    )
+    original: Any = DTensor
+    chunk_list = original.__create_chunk_list__
+    write_items = original.__create_write_items__
+    shard_of = original.__get_tensor_shard__
 
     def create_chunk_list(self: Any) -> list[Any]:
         pieces = _pieces(self)
@@ -95,15 +94,10 @@ def save_strided_pieces() -> None:
         pieces = _pieces(self)
         if len(pieces) == 1:
             return write_items(self, fqn, tensor)  # type: ignore[no-any-return]
+        properties = TensorProperties.create_from_tensor(tensor.to_local())
+        chunks = [TensorWriteData(ChunkStorageMetadata(p.offsets, p.sizes), properties, tensor.size()) for p in pieces]
         return [
-            WriteItem(
-                MetadataIndex(fqn, p.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(p.offsets, p.sizes), TensorProperties.create_from_tensor(tensor.to_local()), tensor.size()
-                ),
-            )
-            for p in pieces
+            WriteItem(MetadataIndex(fqn, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data) for data in chunks
         ]
 
     def get_tensor_shard(self: Any, index: Any) -> torch.Tensor:
@@ -117,9 +111,10 @@ def save_strided_pieces() -> None:
         return local  # type: ignore[no-any-return]
 
     create_chunk_list.autopar = True  # type: ignore[attr-defined]
-    DTensor.__create_chunk_list__ = create_chunk_list
-    DTensor.__create_write_items__ = create_write_items
-    DTensor.__get_tensor_shard__ = get_tensor_shard
+    patched: Any = DTensor
+    patched.__create_chunk_list__ = create_chunk_list
+    patched.__create_write_items__ = create_write_items
+    patched.__get_tensor_shard__ = get_tensor_shard
 
 
 class _Piece(NamedTuple):

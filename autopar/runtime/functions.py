@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .apply import apply
 from .axis import AxisHandle
 from .compat import all_reduce, wait
 
@@ -46,7 +47,7 @@ def cross_entropy_sum(
 def embedding_sharded(
     ids: torch.Tensor, weight: torch.Tensor, axis: AxisHandle, padding_idx: int | None = None
 ) -> torch.Tensor:
-    """Rows of a table cut by rows, ``weight[V / n, D]`` on each rank: partial sums ``[..., D]``, zero where another rank has the row."""
+    """Rows of a table cut by rows, ``weight[V / n, D]``: partial sums ``[..., D]``, zero where another rank has the row."""
     rows = weight.shape[0]
     local = ids - axis.coordinate * rows
     if axis.size == 1:
@@ -63,7 +64,14 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group: str, coordinate: int, size: int, ignore: int, smoothing: float, logits: torch.Tensor, target: torch.Tensor
+        ctx: Any,
+        group: str,
+        coordinate: int,
+        size: int,
+        ignore: int,
+        smoothing: float,
+        logits: torch.Tensor,
+        target: torch.Tensor,
     ) -> torch.Tensor:
         local = logits.shape[-1]
         highest = wait(all_reduce(logits.detach().amax(-1), "max", group))
@@ -101,6 +109,5 @@ def cross_entropy_sharded(
     """
     if axis.size == 1:
         return cross_entropy_sum(logits, target, ignore_index, label_smoothing)
-    return _ShardedCrossEntropy.apply(  # type: ignore[no-any-return]
-        axis.group_name, axis.coordinate, axis.size, ignore_index, label_smoothing, _full_precision(logits), target
-    )
+    place = (axis.group_name, axis.coordinate, axis.size)
+    return apply(_ShardedCrossEntropy, *place, ignore_index, label_smoothing, _full_precision(logits), target)  # type: ignore[no-any-return]

@@ -76,7 +76,7 @@ def _join(size: int, axes: Mapping[str, int]) -> torch.device:
         if "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     if not gpu or dist.get_backend() == "gloo":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -15,17 +15,17 @@ from torch.utils.checkpoint import checkpoint
 from .layout import local_shape
 from .mesh import MeshHandle
 
-OWN = frozenset(
-    {"mesh", "prefix", "original", "zero", "recompute", "specs", "training", "lent", "blocks", "mesh_axes", "input_placements", "precision"}
+OWN = frozenset(("mesh", "prefix", "original", "zero", "recompute", "specs", "training", "lent", "blocks")) | frozenset(
+    ("mesh_axes", "input_placements", "precision")
 )
 """Attributes of the classes below."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter or buffer of a block: its path in the block, global shape, master dtype, and stored placement per model axis.
+    """A parameter or buffer of a block: its path in the block, global shape, master dtype, stored placement per model axis.
 
-    `placements` maps axis names to ``I``, ``S(dim)`` or ``S(dim,parts)`` with parts of the global tensor; a missing axis is ``I``.
+    `placements` maps axis names to ``I``, ``S(dim)`` or ``S(dim,parts)``, parts of the global tensor; a missing axis is ``I``.
     """
 
     path: str

@@ -33,8 +33,11 @@ class Parallel(nn.Module):
     program: Program
     state: State
 
-    def __init__(self, program: Program, source: Source, *, compile: bool | str = False) -> None:
-        """`source` gives full tensors by original name. `compile` is a backend of torch.compile, or True for inductor."""
+    def __init__(self, program: Program, source: Source, *, compile: bool | str | Callable[..., Any] = False) -> None:
+        """`source` gives full tensors by original name. `compile` is a backend of torch.compile, or True for inductor.
+
+        Blocks of one class share their compiled code: each distinct block is compiled once.
+        """
         super().__init__()
         save_strided_pieces()
         # FSDP2 warns of in-place writes into views that a block returns; generated code never writes in place.
@@ -50,7 +53,7 @@ class Parallel(nn.Module):
             node.register_buffer(leaf, buffer, persistent=self.state.specs[name].persistent)
         if compile:
             for block in program.blocks():
-                block.forward = torch.compile(block.forward, backend="inductor" if compile is True else compile)  # type: ignore[method-assign]
+                block.forward = torch.compile(block.forward, backend="inductor" if compile is True else compile)
 
     def _node(self, name: str) -> tuple[nn.Module, str]:
         """The container of a dotted name, made where missing, and the last part."""

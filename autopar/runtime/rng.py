@@ -50,4 +50,5 @@ def dropout(x: torch.Tensor, p: float, training: bool, mesh: Seeded, sharded_axe
     key = mesh.seed
     for name in sharded_axes:
         key = key * 65_537 + mesh.axis(name).coordinate + 1
-    return x * (_keep_mask(x.detach(), p, key % (1 << 62)) / (1 - p))
+    mask: torch.Tensor = _keep_mask(x.detach(), p, key % (1 << 62))
+    return x * (mask / (1 - p))

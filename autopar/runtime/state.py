@@ -1,4 +1,4 @@
-"""Fills a program with a model's state and gives back canonical parameters: DTensors over the whole mesh under the original names.
+"""Fills a program with a model's state and gives back canonical parameters: DTensors over the whole mesh, under original names.
 
 The program computes with plain local tensors. Where a block's state is sharded over the data axis (zero >= 1) FSDP2 gathers and
 reduces them; elsewhere buckets sum their gradients. Canonical parameters share storage with what the program stores, and
@@ -54,8 +54,8 @@ class State:
         """
         if name in self.buffers:
             return self.buffers[name].clone()
-        spec = self.specs[name]
-        return whole(_local(self.parameters[name] if value is None else value), spec.shape, spec.placements, self.mesh, self.dims[name])
+        spec, local = self.specs[name], _local(self.parameters[name] if value is None else value)
+        return whole(local, spec.shape, spec.placements, self.mesh, self.dims[name])
 
     def load_full(self, source: Source) -> None:
         """Copies full tensors into the local pieces, in place."""

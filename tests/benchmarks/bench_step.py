@@ -150,7 +150,9 @@ def main() -> None:
             times = measure(case, arguments.pairs, arguments.compile)
             ratios = [b / a for a, b in zip(times["autopar"], times["by hand"], strict=True)]
             medians = [f"{1e3 * statistics.median(times[what]):7.0f} ms" for what in ("autopar", "by hand")]
-            print(f"{case:16} {medians[0]} {medians[1]} {statistics.median(ratios):12.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+            print(
+                f"{case:16} {medians[0]} {medians[1]} {statistics.median(ratios):12.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
 
 
 if __name__ == "__main__":

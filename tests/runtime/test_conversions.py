@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.ranks import Ranks
 
 from autopar.runtime import collectives as C
 from autopar.runtime.mesh import MeshHandle
-from support.ranks import Ranks
 
 SHAPE = (8, 12, 8)
 CONVERSIONS = [
@@ -56,7 +56,7 @@ def on_rank(axes: dict[str, int], axis: str, cases: list[tuple[str, list[Any], l
             y = C.wait(C.start(x * 1, handle, text)) * 1
         elif how == "many":
             y, z, v = C.convert_many((x, 2 * x, 3 * x), handle, text)
-            y, again = (y + z + v) / 6, None
+            y = (y + z + v) / 6
         else:
             y = C.convert(x, handle, text)
         assert y.shape == gradients[handle.coordinate].shape, text
@@ -171,7 +171,8 @@ def overlap(axes: dict[str, int]) -> list[str]:
         y = w @ w
         z = C.wait(pending)
         (z.sum() + y.sum()).backward()
-    names = {"_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::wait_tensor", "aten::mm"}
+    kinds = ("all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
+    names = {"aten::mm", *(f"_c10d_functional::{kind}" for kind in kinds)}
     events = sorted((e for e in profile.events() if e.name in names), key=lambda e: e.time_range.start)
     return [event.name.split("::")[1] for event in events]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.ranks import Ranks
+from support.tiny_program import Model, V, make
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.parallel import Parallel
-from support.ranks import Ranks
-from support.tiny_program import V, Model, make
 
 PLANS = [({"dp": 4}, 0), ({"dp": 4}, 1), ({"dp": 4}, 2), ({"dp": 4}, 3), ({"tp": 4}, 0), ({"dp": 1, "tp": 4}, 3)]
 PLANS += [({"dp": 2, "tp": 2}, 0), ({"dp": 2, "tp": 2}, 3), ({"dp": 2, "tp": 2}, 1)]
@@ -50,8 +50,10 @@ def steps(module: Any, data: list[dict[str, torch.Tensor]], accumulate: int = 1,
         if not out["gradients"]:
             out["gradients"] = {n: value(p.grad) for n, p in module.named_parameters() if p.grad is not None}
         if max_norm is not None:
-            clip = module.clip_grad_norm_ if isinstance(module, Parallel) else lambda m: torch.nn.utils.clip_grad_norm_(module.parameters(), m)
-            out["norms"].append(clip(max_norm).item())
+            if isinstance(module, Parallel):
+                out["norms"].append(module.clip_grad_norm_(max_norm).item())
+            else:
+                out["norms"].append(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm).item())
         optimizer.step()
         optimizer.zero_grad()
     out["parameters"] = {n: value(p) for n, p in module.named_parameters()}
@@ -109,3 +111,19 @@ def test_clipping(ranks: Ranks, axes: dict[str, int], zero: int) -> None:
 @pytest.mark.parametrize(("axes", "zero"), [({"dp": 2, "tp": 2}, 0), ({"dp": 2, "tp": 2}, 3)])
 def test_compiled(ranks: Ranks, axes: dict[str, int], zero: int) -> None:
     compare(ranks, axes, zero, compile="aot_eager")
+
+
+def compilations(axes: dict[str, int], zero: int, state: dict[str, torch.Tensor], data: Any) -> int:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    steps(Parallel(make(axes, zero), state, compile=counter), data)
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_each_distinct_block_compiles_once(ranks: Ranks, zero: int) -> None:
+    """Three distinct blocks, four in all."""
+    state = copy.deepcopy(model().state_dict())
+    assert ranks.run(compilations, {"dp": 2, "tp": 2}, zero, state, batches(2), timeout=180) == [3] * 4

@@ -102,9 +102,9 @@ def test_state_is_sharded_where_replicated_state_does_not_fit() -> None:
 
 
 def test_nothing_fits_says_what_is_short_and_what_would_do() -> None:
-    graph = llama_graph(layers=32, batch=64)
+    graph = llama_graph(layers=32, batch=512)
     with pytest.raises(Infeasible, match=r"short of \d+\.\d GiB .*\d+ nodes would do"):
-        search(graph, Cluster.parse("dgx-h100:2"), SearchOptions(precision=BF16))
+        search(graph, Cluster.parse("dgx-h100:1"), SearchOptions(precision=BF16))
 
 
 def test_hopeless_model_says_so_without_a_number() -> None:

@@ -93,7 +93,9 @@ def program(prepared: Prepared, result: SearchResult) -> str:
     return render(lower(prepared.graph, result.candidate))
 
 
-def run_programs(cases: list[tuple[str, dict[str, Tensor], dict[str, Tensor]]], steps: int = STEPS, rate: float = RATE) -> list[Outcome]:
+def run_programs(
+    cases: list[tuple[str, dict[str, Tensor], dict[str, Tensor]]], steps: int = STEPS, rate: float = RATE
+) -> list[Outcome]:
     """On a rank: each program trained for some steps."""
     from autopar.program.build import load
     from autopar.runtime.mesh import MeshHandle
@@ -127,7 +129,10 @@ def differences(found: Outcome, expected: Outcome, tolerance: float, parameters:
         out.append(f"loss {found[0]} instead of {expected[0]}")
     tables = [("gradient", found[1], expected[1])]
     if parameters:
-        tables += [("parameter", found[2], expected[2]), ("buffer", found[3], {k: v for k, v in expected[3].items() if k in found[3]})]
+        tables += [
+            ("parameter", found[2], expected[2]),
+            ("buffer", found[3], {k: v for k, v in expected[3].items() if k in found[3]}),
+        ]
     for kind, mine, theirs in tables:
         if mine.keys() != theirs.keys():
             out.append(f"{kind}s of {sorted(mine.keys() ^ theirs.keys())} on one side only")

@@ -96,9 +96,7 @@ def cases() -> Mapping[str, Case]:
             _hugging_face("ViTForImageClassification", "ViTConfig", image_size=16, patch_size=4, num_labels=8, **encoder), images
         ),
         "mlp": Case(Mlp, lambda batch: {"x": torch.randn(batch, 16), "y": torch.randn(batch, 8)}),
-        "convnet": Case(
-            ConvNet, lambda batch: {"pixels": torch.randn(batch, 3, 8, 8), "labels": torch.randint(0, 8, (batch,))}
-        ),
+        "convnet": Case(ConvNet, lambda batch: {"pixels": torch.randn(batch, 3, 8, 8), "labels": torch.randint(0, 8, (batch,))}),
         "convnet_bn": Case(
             lambda: ConvNet(batch_norm=True),
             lambda batch: {"pixels": torch.randn(batch, 3, 8, 8), "labels": torch.randint(0, 8, (batch,))},

@@ -1,14 +1,16 @@
 """A pool of gloo processes that lives as long as the pytest session: a set per world size, started at first use.
 
-``pool.run(function, *args, world=4)`` runs a module-level function on every rank and gives the list of its results by rank. Arguments and
-results travel by pickle (CPU tensors by value). A rank that raises makes `run` raise `RankError` with the rank's traceback; a rank that hangs or
-dies does too, after `timeout` seconds, and that set of processes starts anew. Ranks never import transformers.
+``pool.run(function, *args, world=4)`` runs a module-level function on every rank and gives the list of its results by rank.
+Arguments and results travel by pickle (CPU tensors by value). A rank that raises makes `run` raise `RankError` with the rank's
+traceback; a rank that hangs or dies does too, after `timeout` seconds, and that set of processes starts anew. Ranks never
+import transformers.
 
 Functions of test modules are found by their file, since pytest imports tests under names that other processes do not know.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import os
@@ -35,7 +37,9 @@ class Ranks:
     def __init__(self) -> None:
         self.sets: dict[int, _Processes] = {}
 
-    def run(self, function: Callable[..., Any] | str, *args: Any, world: int = 4, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any] | str, *args: Any, world: int = 4, timeout: float = 60.0, **kwargs: Any
+    ) -> list[Any]:
         """Results by rank. `function` is one of a module, or ``"path/file.py:name"`` (relative to the repository)."""
         processes = self.sets.get(world)
         if processes is None or not processes.alive():
@@ -69,9 +73,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         module = sys.modules.get(getattr(value, "__module__", None) or "")
         path = getattr(module, "__file__", None)
-        if isinstance(value, type) or callable(value) and hasattr(value, "__code__"):
-            if path and str(path).startswith(str(ROOT / "tests")) and "." not in value.__qualname__:
-                return _load, (f"{path}:{value.__name__}",)
+        named = isinstance(value, type) or (callable(value) and hasattr(value, "__code__"))
+        if named and path and str(path).startswith(str(ROOT / "tests")) and "." not in value.__qualname__:
+            return _load, (f"{path}:{value.__name__}",)
         return NotImplemented
 
 
@@ -157,10 +161,8 @@ class _Processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    try:
+                    with contextlib.suppress(OSError):
                         pipe.close()
-                    except OSError:
-                        pass
         self.folder.cleanup()
 
 

@@ -1,5 +1,8 @@
-"""A program as the compiler would write it, by hand: an embedding tied to the head, two column/row-parallel layers with a fused, strided
-matrix, a 0-d parameter, a frozen one, and a buffer that is updated. And the model that it stands for, on one process."""
+"""A program as the compiler would write it, by hand, and the model that it stands for, on one process.
+
+It has an embedding tied to the head, two column/row-parallel layers with a fused, strided matrix, a 0-d parameter, a frozen one,
+and a buffer that is updated.
+"""
 
 from __future__ import annotations
 

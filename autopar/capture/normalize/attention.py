@@ -40,7 +40,7 @@ def mask_recovery(flat: Flat) -> Flat:
             if len(shape) < 2 or shape[-1] * shape[-2] * _BATCH > _LIMIT:
                 verdicts[name] = "kept"
             else:
-                mask = evaluate_constant(flat, name, 1 if shape[-1] * shape[-2] > 1 << 20 else _BATCH)
+                mask = evaluate_constant(flat, name, _BATCH)
                 verdicts[name] = "kept" if mask is None else classify(mask, known[q].shape[-2] == known[name].shape[-1])
             if verdicts[name] == "kept":
                 notes.append(f"attention keeps an explicit mask {known[name].shape}: no flash attention there")

@@ -97,7 +97,9 @@ def _inference(node: Node, values: Mapping[str, Value]) -> tuple[tuple[Node, ...
     writer = _Writer(node)
     mean = writer.add("aten.reshape", (running_mean, size_args(wide)), "mean", wide, flows=False)
     variance = writer.add("aten.reshape", (running_var, size_args(wide)), "variance", wide, flows=False)
-    inverse = writer.add("aten.rsqrt", (writer.add("aten.add.Tensor", (variance, epsilon), "eps", wide, False),), "inverse", wide, False)
+    inverse = writer.add(
+        "aten.rsqrt", (writer.add("aten.add.Tensor", (variance, epsilon), "eps", wide, False),), "inverse", wide, False
+    )
     centered = writer.add("aten.sub.Tensor", (x, mean), "centered", shape)
     writer.affine(writer.add("aten.mul.Tensor", (centered, inverse), "normal", shape), shape, wide)
     return tuple(writer.nodes), {}

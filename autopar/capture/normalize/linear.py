@@ -43,7 +43,9 @@ def linears(flat: Flat) -> Flat:
         wide = Value(f"{result.name}_wide", shape, result.dtype, result.differentiable)
         values[wide.name] = wide
         whole = Node(op, args, (), (wide,), node.module, node.source, node.no_grad)
-        back = Node("aten.reshape", (Ref(wide.name), size_args(result.shape)), (), (result,), node.module, node.source, node.no_grad)
+        back = Node(
+            "aten.reshape", (Ref(wide.name), size_args(result.shape)), (), (result,), node.module, node.source, node.no_grad
+        )
         return (whole, back), {}
 
     return rewrite_nodes(flat, step)

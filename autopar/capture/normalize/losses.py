@@ -34,9 +34,13 @@ def cross_entropy(flat: Flat) -> Flat:
         if node.op != "aten.cross_entropy_loss":
             return None
         given = (*node.args, *(None, _MEAN, -100, 0.0)[len(node.args) - 2 :])
-        options = dict(zip(("weight", "reduction", "ignore_index", "label_smoothing"), given[2:], strict=True)) | dict(node.kwargs)
+        options = dict(zip(("weight", "reduction", "ignore_index", "label_smoothing"), given[2:], strict=True)) | dict(
+            node.kwargs
+        )
         if options["weight"] is not None or options["reduction"] not in (_MEAN, _SUM):
-            raise CaptureError(f"{node.source}: cross entropy with class weights or reduction='none' is not supported; reduce it yourself")
+            raise CaptureError(
+                f"{node.source}: cross entropy with class weights or reduction='none' is not supported; reduce it yourself"
+            )
         logits, target = node.operands()[:2]
         if values[target].dtype != "int64":
             raise CaptureError(f"{node.source}: cross entropy with class probabilities is not supported; give class indices")
@@ -57,7 +61,9 @@ def cross_entropy(flat: Flat) -> Flat:
         total = like(node, "ap.cross_entropy_sum", args, f"{node.name}_sum", ())
         count = like(node, "ap.count_valid", (Ref(target), ignore), f"{node.name}_count", (), flows=False)
         if values[logits].dtype != "float32":
-            count = like(node, "ap.count_valid", (Ref(target), ignore), f"{node.name}_count", (), dtype=values[logits].dtype, flows=False)
+            count = like(
+                node, "ap.count_valid", (Ref(target), ignore), f"{node.name}_count", (), dtype=values[logits].dtype, flows=False
+            )
         quotient = (Ref(total.name), Ref(count.name))
         division = Node("aten.div.Tensor", quotient, (), node.outputs, node.module, node.source, node.no_grad)
         return (*new, total, count, division), {}
@@ -78,7 +84,10 @@ def squared_error(flat: Flat) -> Flat:
         difference = like(node, "aten.sub.Tensor", node.args[:2], f"{node.name}_difference", shape, flows=flows)
         square: tuple[Arg, ...] = (Ref(difference.name), 2)
         if reduction not in (_MEAN, _SUM):
-            return (difference, Node("aten.pow.Tensor_Scalar", square, (), node.outputs, node.module, node.source, node.no_grad)), {}
+            return (
+                difference,
+                Node("aten.pow.Tensor_Scalar", square, (), node.outputs, node.module, node.source, node.no_grad),
+            ), {}
         squared = like(node, "aten.pow.Tensor_Scalar", square, f"{node.name}_square", shape, flows=flows)
         values[squared.name] = squared.outputs[0]
         op = "aten.mean" if reduction == _MEAN else "aten.sum"

@@ -8,7 +8,14 @@ from dataclasses import replace
 from autopar.capture.flat import Flat, rewrite_nodes, size_args
 from autopar.ir.graph import DType, Node, Ref, Value
 
-_RESHAPES = ("aten.view", "aten._unsafe_view", "aten.reshape", "aten.flatten.using_ints", "aten.unflatten.int", "aten._reshape_copy")
+_RESHAPES = (
+    "aten.view",
+    "aten._unsafe_view",
+    "aten.reshape",
+    "aten.flatten.using_ints",
+    "aten.unflatten.int",
+    "aten._reshape_copy",
+)
 _COPIES = ("aten.clone", "aten.alias", "aten.lift_fresh_copy", "aten.contiguous", "aten.detach_", "aten.lift_fresh")
 _VIEWS = ("aten.reshape", "aten.expand", "aten.slice.Tensor", "aten.permute", "aten.to.dtype", "aten.squeeze.dims")
 
@@ -54,7 +61,9 @@ def no_ops(flat: Flat) -> Flat:
             probability, active = node.args[1], node.args[2] if len(node.args) > 2 else True
             if probability == 0 or active is False:
                 return (), {node.name: operands[0]}
-            return (Node("ap.dropout", (node.args[0], probability), (), node.outputs[:1], node.module, node.source, node.no_grad),), {}
+            return (
+                Node("ap.dropout", (node.args[0], probability), (), node.outputs[:1], node.module, node.source, node.no_grad),
+            ), {}
         if not operands or len(node.outputs) != 1:
             return None
         before, after = values[operands[0]], node.outputs[0]
