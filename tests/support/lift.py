@@ -1,4 +1,4 @@
-"""Lifts the casts to float32 inside a model to float64, in eager and in a captured graph alike: exactness is compared in float64."""
+"""Lifts casts to float32 inside a model to float64, in eager and in a captured graph alike: exactness needs it."""
 
 from __future__ import annotations
 

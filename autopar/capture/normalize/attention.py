@@ -29,7 +29,7 @@ def full_arguments(node: Node) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
 
 
 def mask_recovery(flat: Flat) -> Flat:
-    """A mask that no input decides is evaluated: all true vanishes, lower triangular becomes ``is_causal``; others stay, noted."""
+    """A mask that no input decides is evaluated: all true vanishes, triangular becomes ``is_causal``; others stay, noted."""
     verdicts: dict[str, str] = {}
     notes: list[str] = []
     known = flat.values()

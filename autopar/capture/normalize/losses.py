@@ -15,7 +15,7 @@ _MEAN, _SUM = 1, 2
 
 
 def cross_entropy(flat: Flat) -> Flat:
-    """``cross_entropy_loss`` becomes ``cross_entropy_sum``, divided by ``count_valid`` for the mean; flattening before it vanishes."""
+    """``cross_entropy_loss`` becomes ``cross_entropy_sum``, over ``count_valid`` for the mean; flattening before it vanishes."""
     values, producers = flat.values(), flat.producers()
 
     def unflatten(logits: str, target: str) -> tuple[str, str]:
