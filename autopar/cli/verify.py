@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,15 @@ from autopar.ir.describe import words
 from autopar.ir.planfile import Plan, load
 
 LEARNING_RATE = 0.1
+NOISE = 1e-5
+"""A gradient whose values are all below this share of the largest one is taken for rounding noise around zero."""
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 5e-2}
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest difference of one tensor, relative to its own largest value (or, for a gradient that is noise, to 1e-3 of the
-    largest gradient of all)."""
+    """The largest difference of one tensor, relative to its own largest value (or, for one that is noise, to a tenth of the largest
+    gradient of all)."""
 
     what: str
     name: str
@@ -111,23 +114,24 @@ def _distributed(plan: Plan, model: nn.Module, batch: dict[str, torch.Tensor]) -
 
 def compare(reference: dict[str, Any], found: dict[str, Any]) -> list[Difference]:
     """Every tensor of two steps, side by side."""
-    noise = 1e-3 * max((float(g.abs().max()) for g in reference["gradients"].values() if g.numel()), default=0.0)
+    largest = max((float(g.abs().max()) for g in reference["gradients"].values() if g.numel()), default=0.0)
     out = [Difference("loss", "loss", _relative(reference["loss"], found["loss"], 0.0))]
-    for what, floor in (("gradients", noise), ("parameters", LEARNING_RATE * noise)):
+    for what, scale in (("gradients", largest), ("parameters", LEARNING_RATE * largest)):
         for name, tensor in reference[what].items():
             there = found[what].get(name)
-            out.append(Difference(what, name, float("inf") if there is None else _relative(tensor, there, floor)))
+            out.append(Difference(what, name, float("inf") if there is None else _relative(tensor, there, scale)))
     return out
 
 
-def _relative(reference: torch.Tensor, found: torch.Tensor, floor: float) -> float:
+def _relative(reference: torch.Tensor, found: torch.Tensor, largest: float) -> float:
     if reference.shape != found.shape:
         return float("inf")
     a, b = reference.double(), found.double()
     if not a.numel():
         return 0.0
-    difference = float((a - b).abs().max())
-    return difference / max(float(a.abs().max()), floor, 1e-300) if difference == difference else float("inf")
+    difference, peak = float((a - b).abs().max()), float(a.abs().max())
+    scale = peak if peak > NOISE * largest else 0.1 * largest
+    return difference / max(scale, 1e-300) if math.isfinite(difference) else float("inf")
 
 
 def _report(
