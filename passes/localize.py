@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Arg, Node, Value
+from autopar.ir.graph import Arg, Node, Value, draws_masks
 from autopar.ir.placement import Placements, Shard, local_shape
 from autopar.ir.plan import NodePlan
 from autopar.passes.base import CONVERT, Context, Stage
@@ -100,7 +100,7 @@ class Localize:
             raise PlanError(f"{node.name} ({node.op}) cannot run on shards: {error}") from None
         if plan is not None and plan.function:
             node = _function(node, plan, tuple(len(after[name].shape) for name in operands), context)
-        return self._dropout(node, stage.placements[operands[0]], context) if node.op == "ap.dropout" else node
+        return self._dropout(node, stage.placements[operands[0]], context) if draws_masks(node) else node
 
     @staticmethod
     def _dropout(node: Node, placements: Placements, context: Context) -> Node:

@@ -28,8 +28,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 5e-2}
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest difference of one tensor, relative to its own largest value (or, for one that is noise, to a tenth of the largest
-    gradient of all)."""
+    """The largest difference of one tensor, relative to its own largest value (for noise: to a tenth of the largest gradient)."""
 
     what: str
     name: str

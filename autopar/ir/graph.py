@@ -75,6 +75,14 @@ def refs(arg: Arg) -> Iterator[Ref]:
             yield from refs(item)
 
 
+def draws_masks(node: Node) -> bool:
+    """Whether the operation is random in training: dropout, and attention with dropout."""
+    if node.op == "aten.scaled_dot_product_attention":
+        given = node.args[4] if len(node.args) > 4 else dict(node.kwargs).get("dropout_p", 0.0)
+        return given != 0.0
+    return node.op == "ap.dropout"
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A parameter or buffer that a block reads. `path` is relative to the block's module (``self_attn.q_proj.weight``)."""

@@ -158,10 +158,11 @@ def _attention(call: Call) -> str:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
     q, k, v = (given.pop(name) for name in names[:3])
-    if given.get("dropout_p", "0.0") not in ("0.0", "0"):
-        given["dropout_p"] = f"{given['dropout_p']} if self.training else 0.0"
+    axes = given.pop("sharded_axes", None)
     defaults = {"attn_mask": "None", "dropout_p": "0.0", "is_causal": "False", "scale": "None", "enable_gqa": "False"}
     shown = [f"{name}={text}" for name, text in given.items() if defaults.get(name) != text]
+    if axes is not None:
+        return f"C.attention_dropout({', '.join([q, k, v, 'self.training', 'self.mesh', axes, *shown])})"
     return f"F.scaled_dot_product_attention({', '.join([q, k, v, *shown])})"
 
 

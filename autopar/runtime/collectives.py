@@ -17,10 +17,11 @@ from .axis import AxisHandle
 from .buckets import land, launch, needs_detour
 from .functions import count_valid, cross_entropy_sharded, cross_entropy_sum, embedding_sharded, linear_kn
 from .moves import local_move, parse, result_shape
-from .rng import dropout
+from .rng import attention_dropout, dropout
 
 __all__ = [
     "Pending",
+    "attention_dropout",
     "convert",
     "convert_many",
     "count_valid",

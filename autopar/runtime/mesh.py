@@ -27,7 +27,7 @@ class MeshHandle:
 
     def __init__(self, axes: Mapping[str, int], *, seed: int = 0) -> None:
         self.axes = dict(axes) if axes else {DATA_AXIS: 1}
-        self.seed = seed
+        self.reseed(seed)  # generators of an earlier mesh stand at other places on other ranks
         self.device = _join(prod(self.axes.values()), self.axes)
         self.device_mesh: DeviceMesh = init_device_mesh(
             self.device.type, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes)

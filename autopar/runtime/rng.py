@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from .axis import AxisHandle
 
@@ -41,14 +42,41 @@ def _(x: torch.Tensor, p: float, key: int) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
+def shard_key(mesh: Seeded, sharded_axes: Iterable[str]) -> int:
+    """Differs between ranks that hold different elements, agrees between replicas."""
+    key = mesh.seed
+    for name in sharded_axes:
+        key = key * 65_537 + mesh.axis(name).coordinate + 1
+    return key % (1 << 62)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attention_dropout(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    training: bool,
+    mesh: Seeded,
+    sharded_axes: Iterable[str] = (),
+    *,
+    dropout_p: float,
+    **options: Any,
+) -> torch.Tensor:
+    """``scaled_dot_product_attention`` whose dropout draws like `dropout`. The kernels draw from torch's own generator, so it is
+    seeded from the shard's for the call and put back after it. Arguments as of torch's function."""
+    if not training:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    seed = int(torch.randint(1 << 62, (), generator=generator(shard_key(mesh, sharded_axes), "cpu")))
+    with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []):
+        torch.manual_seed(seed)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, **options)
+
+
 def dropout(x: torch.Tensor, p: float, training: bool, mesh: Seeded, sharded_axes: Iterable[str] = ()) -> torch.Tensor:
     """Dropout of a local tensor. `sharded_axes` are the mesh axes on which `x` is Shard; on all others its mask agrees."""
     if not training or p == 0:
         return x
     if p == 1:
         return torch.zeros_like(x) * x
-    key = mesh.seed
-    for name in sharded_axes:
-        key = key * 65_537 + mesh.axis(name).coordinate + 1
-    mask: torch.Tensor = _keep_mask(x.detach(), p, key % (1 << 62))
+    mask: torch.Tensor = _keep_mask(x.detach(), p, shard_key(mesh, sharded_axes))
     return x * (mask / (1 - p))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from autopar.cost_models.evaluate import Evaluation, evaluate
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, draws_masks
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.plan import Candidate
@@ -92,7 +92,7 @@ class Attempt:
             for name, table in self.problem.blocks.items()
             if self.graph.count(name) > 1
             and not table.block.updates
-            and not any(node.op == "ap.dropout" for node in table.block.nodes)
+            and not any(map(draws_masks, table.block.nodes))
         }
         if not names or self.problem.recompute:
             return None
