@@ -18,6 +18,7 @@ from autopar.cli.output import Output
 from autopar.cli.plan import make
 from autopar.errors import ClusterError, PlanMismatch
 from autopar.ir.describe import words
+from autopar.ir.graph import draws_masks
 from autopar.ir.planfile import Plan, load
 
 LEARNING_RATE = 0.1
@@ -77,9 +78,7 @@ def _plan(arguments: argparse.Namespace, output: Output) -> tuple[Plan, nn.Modul
 
 def _random(plan: Plan) -> bool:
     """Whether the model drops out: then both sides run in eval mode, since their random masks differ."""
-    nodes = [node for block in plan.graph.blocks for node in block.nodes]
-    attention = "aten.scaled_dot_product_attention"
-    return any(n.op == "ap.dropout" or (n.op == attention and len(n.args) > 4 and bool(n.args[4])) for n in nodes)
+    return any(draws_masks(node) for block in plan.graph.blocks for node in block.nodes)
 
 
 def _named(plan: Plan, example: dict[str, Any] | tuple[Any, ...]) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ def parallelism(graph: Graph, candidate: Candidate) -> Parallelism:
 
 
 def words(graph: Graph, candidate: Candidate) -> str:
-    """One line: ``dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears, attention heads, sequence)``."""
+    """One line: ``dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears, attention heads, sequence), Layer recomputed``."""
     zero = parallelism(graph, candidate).zero
     parts = []
     for index, axis in enumerate(candidate.mesh.axes):
@@ -41,7 +41,8 @@ def words(graph: Graph, candidate: Candidate) -> str:
             parts.append(f"{axis.name}={axis.size}" + (f" ({kind})" if axis.size > 1 else ""))
         else:
             parts.append(f"{axis.name}={axis.size} ({', '.join(axis_words(graph, candidate, index)) or 'nothing sharded'})")
-    return " x ".join(parts)
+    again = [plan.block for plan in candidate.blocks if plan.recompute]
+    return " x ".join(parts) + (f", {', '.join(again)} recomputed" if again else "")
 
 
 def axis_words(graph: Graph, candidate: Candidate, axis: int) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
@@ -27,7 +29,7 @@ def check_strategies(graph: Graph, candidate: Candidate, registry: Registry) -> 
         ]
         for node in block.nodes:
             plan = plans[node.name]
-            functions = {""}
+            choices: list[set[str]] = []
             for index, strategies in enumerate(allowed):
                 operands = tuple(placements[index] for placements in plan.operands)
                 results = tuple(placements[index] for placements in plan.results)
@@ -37,6 +39,6 @@ def check_strategies(graph: Graph, candidate: Candidate, registry: Registry) -> 
                         f"block {block.name}, {node.name}: {node.op} cannot take ({format_placements(operands)}) to "
                         f"({format_placements(results)}) on axis {candidate.mesh.axes[index].name}; plan the model again"
                     )
-                functions |= {each.function for each in fitting}
-            if plan.function not in functions:
+                choices.append({each.function for each in fitting})
+            if plan.function not in {"".join(each) for each in product(*choices)}:
                 raise PlanError(f"block {block.name}, {node.name}: {plan.function!r} does not compute {node.op} as placed")

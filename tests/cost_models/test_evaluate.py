@@ -13,7 +13,6 @@ from support.blocks import gpt2_graph
 from support.candidates import mesh_of
 from support.hand_plans import GPT2_TENSOR_PARALLEL, candidate
 
-from autopar.cost_models.describe import describe
 from autopar.cost_models.evaluate import _simulate, evaluate
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import ClusterError
@@ -179,31 +178,3 @@ def test_thirty_two_layers_in_fifty_milliseconds() -> None:
     start = time.process_time()
     evaluate(graph, plan, cluster)
     assert time.process_time() - start < 0.05
-
-
-def test_names() -> None:
-    graph = gpt2_graph(layers=2, hidden=1024, heads=16)
-    plain = describe(graph, candidate(graph, 3, dp=8))
-    assert (plain.dp, plain.tp, plain.cp, plain.zero) == (8, 1, 1, 3) and plain.words == "data parallel 8; ZeRO-3"
-    mixed = describe(graph, candidate(graph, 1, GPT2_TENSOR_PARALLEL, dp=2, tp=4))
-    assert (mixed.dp, mixed.tp, mixed.zero) == (2, 4, 1)
-    for words in (
-        "column-parallel linears",
-        "row-parallel linears",
-        "heads sharded",
-        "vocabulary-parallel loss",
-        "replicated residual",
-    ):
-        assert words in mixed.words
-
-
-def test_a_sharded_sequence_is_named() -> None:
-    from dataclasses import replace
-
-    from autopar.ir.placement import Shard
-
-    graph = gpt2_graph(layers=2, hidden=1024, heads=16)
-    plan = candidate(graph, 0, GPT2_TENSOR_PARALLEL, dp=2, tp=4)
-    sharded = replace(plan.block("GPT2Block"), inputs=((Shard(0), Shard(1)),))
-    changed = replace(plan, blocks=tuple(sharded if block.block == "GPT2Block" else block for block in plan.blocks))
-    assert "sequence-sharded residual stream" in describe(graph, changed).words
