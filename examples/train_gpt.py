@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.runtime.mesh import finish
 
 PROCESSES, BATCH, SEQUENCE = 4, 16, 128
 HIDDEN, HEADS, LAYERS, VOCABULARY = 192, 4, 4, 256
@@ -105,7 +106,7 @@ def worker(plan: str, steps: int, result: str) -> None:
     losses, seconds = train(parallel, steps, lambda line: print(line, flush=True) if first else None)
     if first:
         Path(result).write_text(json.dumps({"losses": losses, "seconds": seconds}))
-    torch.distributed.destroy_process_group()
+    finish()
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from program import Program
 from runtime.errors import RuntimeProblem
-from runtime.mesh import MeshHandle
+from runtime.mesh import MeshHandle, finish
 from runtime.parallel import Parallel
 
 HERE = Path(__file__).parent
@@ -58,8 +58,7 @@ def main():
         optimizer.zero_grad()
         if dist.get_rank() == 0:
             print(f"step {{step}} loss {{loss.item():.17g}}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    finish()
 
 
 if __name__ == "__main__":
