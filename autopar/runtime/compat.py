@@ -57,6 +57,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def sole_holder(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor has this one's storage. Seen on 2.13.0: one count is the tensor's, one the look's own."""
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
+
+
 def strided_shard(dim: int, parts: int) -> Any:
     """DTensor's placement that reads `dim` as (parts, rest) and cuts the rest. Seen on 2.13.0."""
     return _StridedShard(dim, split_factor=parts)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .compat import at_end_of_backward
+from .compat import at_end_of_backward, sole_holder
 
 
 def deliver(canonical: nn.Parameter, local: torch.Tensor) -> None:
@@ -47,14 +47,27 @@ class Bucket:
     members: dict[nn.Parameter, nn.Parameter]
     ready: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     flat: torch.Tensor | None = None
+    spare: torch.Tensor | None = None
     work: dist.Work | None = None
 
     def begin(self, group: dist.ProcessGroup | None) -> None:
         """Starts the sum over `group`."""
         members = [parameter for parameter in self.members if parameter in self.ready]
-        self.flat = torch.cat([self.ready[parameter].reshape(-1) for parameter in members])
+        self.flat = self._joined([self.ready[parameter].reshape(-1) for parameter in members])
         self.ready = {parameter: parameter for parameter in members}
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def _joined(self, pieces: list[torch.Tensor]) -> torch.Tensor:
+        """One flat tensor. On the CPU the one of the step before is taken again where nobody holds its gradients any more: fresh
+        pages cost as much as the copy."""
+        if len(pieces) == 1:
+            return pieces[0]
+        if pieces[0].device.type != "cpu":
+            return torch.cat(pieces)
+        spare, self.spare = self.spare, None
+        if spare is not None and spare.numel() == sum(piece.numel() for piece in pieces) and sole_holder(spare):
+            return torch.cat(pieces, out=spare)
+        return torch.cat(pieces)
 
     def finish(self) -> None:
         """Waits and hands the sums out."""
@@ -65,7 +78,10 @@ class Bucket:
             piece = self.flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
             offset += parameter.numel()
             deliver(self.members[parameter], piece)
+            del piece
+        flat = self.flat
         self.clear()
+        self.spare = flat if flat.device.type == "cpu" and len(self.members) > 1 else None
 
     def clear(self) -> None:
         """Forgets what a backward that failed left behind."""

@@ -65,8 +65,8 @@ class MeshHandle:
 def finish() -> None:
     """Ends this process when all ranks are done, with exit status 0; the last line of a script.
 
-    Python's own way out is left aside: CPython 3.11 ends threads that wait for the interpreter by unwinding them, and a
-    communication thread of torch that is just then handing back a Python object aborts on it (seen once, on a loaded machine).
+    Python's own way out is left aside: CPython 3.11 ends threads that wait for the interpreter by unwinding them, and a thread of
+    gloo that is just then letting go of the last collective's tensors aborts on it (seen twice, on a loaded machine).
     """
     dist.barrier()
     dist.destroy_process_group()

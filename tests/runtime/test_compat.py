@@ -83,10 +83,10 @@ def test_the_runtime_imports_torch_and_itself_only() -> None:
 
 SCRIPT = """
 import sys; sys.path[:0] = {paths!r}
-import torch, torch.distributed as dist
+import torch
 from support.tiny_program import Model, Tiny, V
 from autopar.runtime.errors import LaunchProblem
-from autopar.runtime.mesh import MeshHandle
+from autopar.runtime.mesh import MeshHandle, finish
 from autopar.runtime.parallel import Parallel
 torch.manual_seed(0)
 try:
@@ -96,7 +96,7 @@ except LaunchProblem as problem:
 ids = torch.arange(40).view(8, 5) % V
 parallel(ids=ids, labels=ids).backward()
 print("done", len(parallel.full_gradients()), flush=True)
-dist.destroy_process_group()
+finish()
 """
 
 
@@ -122,3 +122,12 @@ def test_one_process_without_a_launcher(tmp_path: Path) -> None:
     script.write_text(SCRIPT.format(axes={"dp": 1}, paths=[str(tests.parent), str(tests)]))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "done" in done.stdout, done.stderr
+
+
+def test_sole_holder_counts_views() -> None:
+    flat = torch.zeros(4)
+    assert compat.sole_holder(flat)
+    view = flat[1:].view(3, 1)
+    assert not compat.sole_holder(flat)
+    del view
+    assert compat.sole_holder(flat)
