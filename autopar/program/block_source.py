@@ -36,6 +36,7 @@ def class_lines(lowered: Lowered, block: LoweredBlock) -> list[str]:
     name = class_names([block.block.name])[block.block.name]
     lines = [f"class {name}(Block):", f'{INDENT}"""{where}"""', "", f"{INDENT}zero = {block.zero}"]
     lines += [f"{INDENT}recompute = True"] * block.recompute
+    lines += [f"{INDENT}batch_statistics = True"] * bool(block.block.updates)
     lines += _spec_lines(block.specs)
     return [*lines, "", *_Forward(lowered, block).lines()]
 

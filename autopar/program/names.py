@@ -16,6 +16,7 @@ OWN = frozenset(
         "original",
         "zero",
         "recompute",
+        "batch_statistics",
         "specs",
         "training",
         "lent",

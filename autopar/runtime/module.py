@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from .layout import local_shape
 from .mesh import MeshHandle
 
-OWN = frozenset(("mesh", "prefix", "original", "zero", "recompute", "specs", "training", "lent", "blocks")) | frozenset(
-    ("mesh_axes", "input_placements", "precision")
+OWN = frozenset(
+    ("mesh", "prefix", "original", "zero", "recompute", "batch_statistics", "specs", "training", "lent", "blocks")
+    + ("mesh_axes", "input_placements", "precision")
 )
 """Attributes of the classes below."""
 
@@ -49,12 +50,14 @@ class Block(nn.Module):
     """A piece of the program with its local parameters, on meta until `state.materialize` fills them.
 
     `recompute`: the backward runs the forward once more, so that only the block's inputs are kept.
+    `batch_statistics`: written for training (batch norm), and wrong in evaluation.
 
     `names` maps paths to original names where these are not prefix + path (tied parameters, the model's own glue).
     """
 
     zero: ClassVar[int] = 0
     recompute: ClassVar[bool] = False
+    batch_statistics: ClassVar[bool] = False
     specs: ClassVar[tuple[Parameter, ...]] = ()
 
     def __init__(self, mesh: MeshHandle, prefix: str, names: Mapping[str, str] | None = None) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 
 from .compat import in_backward, save_strided_pieces
-from .errors import BatchProblem, StateProblem
+from .errors import BatchProblem, RuntimeProblem, StateProblem
 from .mesh import DATA_AXIS
 from .module import Program
 from .norms import clip
@@ -69,6 +69,11 @@ class Parallel(nn.Module):
 
     def forward(self, *args: Any, **batch: Any) -> torch.Tensor:
         """The loss of the global batch, which every rank passes; or of a `local_batch`, its one argument."""
+        if not self.training and any(block.batch_statistics for block in self.program.blocks()):
+            raise RuntimeProblem(
+                "this program normalises by the statistics of the batch and was captured for training: call train(), or evaluate "
+                "the original model with parallel.full_state()"
+            )
         if len(args) == 1 and isinstance(args[0], LocalBatch):
             inputs = self._inputs((), args[0])
         else:

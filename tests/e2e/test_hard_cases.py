@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.endtoend import Prepared, differences, plan, program, reference, run_programs
+from support.endtoend import Prepared, differences, plan, prepare, program, reference, run_programs
 from support.models import VOCABULARY, words
 from support.ranks import Ranks
 from torch import Tensor, nn
@@ -103,3 +103,25 @@ def test_heads_that_do_not_divide_are_repeated_and_said(ranks: Ranks) -> None:
     text = program(case, result)
     found = ranks.run(run_programs, [(text, case.state, case.batch)], timeout=120)[0][0]
     assert not differences(found, case.expected, 1e-9)
+
+
+def evaluate(text: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> str:
+    """On a rank: what an evaluation of a program with batch norm says."""
+    from autopar.program.build import load
+    from autopar.runtime.errors import RuntimeProblem
+    from autopar.runtime.mesh import MeshHandle
+    from autopar.runtime.parallel import Parallel
+
+    made = load(text).Program
+    parallel = Parallel(made(MeshHandle(made.mesh_axes)), state).eval()
+    try:
+        parallel(**batch)
+    except RuntimeProblem as problem:
+        return str(problem)
+    return "ran"
+
+
+def test_batch_norm_is_not_evaluated_by_the_batch(ranks: Ranks) -> None:
+    case = prepare("convnet_bn")
+    text = program(case, plan(case, {"dp": 4, "zero": 0}))
+    assert "statistics of the batch" in ranks.run(evaluate, text, case.state, case.batch)[0]
