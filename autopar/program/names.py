@@ -23,6 +23,7 @@ OWN = frozenset(
         "blocks",
         "mesh_axes",
         "input_placements",
+        "input_shapes",
         "precision",
     }
 )

@@ -85,6 +85,9 @@ class _Main:
             f'{INDENT * 2}"{name}": {{{", ".join(f"{axis!r}: {where!r}" for axis, where in texts)}}},'.replace("'", '"')
             for name, texts in lowered.input_placements
         ]
+        shapes = ", ".join(
+            f'"{value.name}": {tuple(None if isinstance(dim, str) else dim for dim in value.shape)}' for value in lowered.inputs
+        )
         arguments = "".join(f", {value.name}" for value in lowered.inputs)
         return [
             "class Program(Base):",
@@ -92,6 +95,7 @@ class _Main:
             "",
             f"{INDENT}mesh_axes = {{{mesh}}}",
             *([f"{INDENT}input_placements = {{", *inputs, f"{INDENT}}}"] if inputs else []),
+            *([f"{INDENT}input_shapes = {{{shapes}}}  # None: any batch"] if shapes else []),
             f'{INDENT}precision = ("{lowered.precision.compute}", "{lowered.precision.master}")  # compute, stored',
             "",
             f"{INDENT}def __init__(self, mesh):",

@@ -17,7 +17,7 @@ from .mesh import MeshHandle
 
 OWN = frozenset(
     ("mesh", "prefix", "original", "zero", "recompute", "batch_statistics", "specs", "training", "lent", "blocks")
-    + ("mesh_axes", "input_placements", "precision")
+    + ("mesh_axes", "input_placements", "input_shapes", "precision")
 )
 """Attributes of the classes below."""
 
@@ -82,6 +82,7 @@ class Program(nn.Module):
 
     mesh_axes: ClassVar[dict[str, int]] = {}
     input_placements: ClassVar[dict[str, dict[str, str]]] = {}
+    input_shapes: ClassVar[dict[str, tuple[int | None, ...]]] = {}
     precision: ClassVar[tuple[str, str]] = ("float32", "float32")
 
     def __init__(self, mesh: MeshHandle) -> None:

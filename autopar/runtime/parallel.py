@@ -101,7 +101,13 @@ class Parallel(nn.Module):
             problem = f"misses {', '.join(missing)}" if missing else f"has unplanned {', '.join(unknown) or 'arguments'}"
             raise BatchProblem(f"the batch {problem}; this plan takes {', '.join(names)} (plan again with other example inputs)")
         device = self.program.mesh.device
-        return {name: torch.as_tensor(given[name]).to(device, non_blocking=True) for name in names}
+        tensors = {name: torch.as_tensor(given[name]).to(device, non_blocking=True) for name in names}
+        for name, planned in self.program.input_shapes.items():
+            shape = tuple(tensors[name].shape)
+            if len(shape) != len(planned) or any(want not in (None, size) for want, size in zip(planned, shape, strict=True)):
+                wanted = ", ".join("batch" if size is None else str(size) for size in planned)
+                raise BatchProblem(f"input {name} has shape {shape}, the plan is for ({wanted}): pad it, or plan again")
+        return tensors
 
     def _mine(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of a global input. Inputs are cut on the data axis only."""
