@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import Call
+from autopar.ir.placement import Shard, parse_placement
 from autopar.passes.base import fresh
 from autopar.passes.lowered import Lowered
 from autopar.passes.readable_names import RESERVED, identifier
@@ -50,6 +51,12 @@ def _docstring(lowered: Lowered) -> str:
     )
 
 
+def _cut(placed: tuple[str, tuple[tuple[str, str], ...]]) -> tuple[int, ...]:
+    """The dimensions of an input that the data axis cuts."""
+    places = (parse_placement(text) for _, text in placed[1])
+    return tuple(place.dim for place in places if isinstance(place, Shard))
+
+
 def stem(text: str) -> str:
     """A readable attribute name: ``LlamaDecoderLayer`` is ``llama_decoder_layer``."""
     return identifier(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text.rsplit(".", 1)[-1]).lower())
@@ -86,7 +93,8 @@ class _Main:
             for name, texts in lowered.input_placements
         ]
         shapes = ", ".join(
-            f'"{value.name}": {tuple(None if isinstance(dim, str) else dim for dim in value.shape)}' for value in lowered.inputs
+            f'"{value.name}": {tuple(None if isinstance(n, str) or dim in cut else n for dim, n in enumerate(value.shape))}'
+            for value, cut in zip(lowered.inputs, map(_cut, lowered.input_placements), strict=True)
         )
         arguments = "".join(f", {value.name}" for value in lowered.inputs)
         return [
