@@ -18,7 +18,7 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow" --durations=10
 
 test-full: $(STAMP)
-	time $(PYTEST) --durations=30
+	$(PYTEST) --durations=30
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check autopar passes cost_models tests examples
