@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from autopar.capture.flat import Flat, rename
 from autopar.capture.trace import Traced
-from autopar.ir.graph import Block, Call, Graph, Node, Parameter, Value
+from autopar.ir.graph import Block, Call, Graph, Node, Parameter
 
 _NAMED_AFTER_MODULE = (
     "aten.linear",
@@ -139,7 +139,7 @@ class Shaped:
 
 def shape_block(piece: Piece, flat: Flat, used_later: set[str], name: str) -> Shaped:
     """Canonical names, relative module paths, parameters and inputs in the order of first use."""
-    values = flat.values() if not hasattr(flat, "_values") else flat.values()
+    values = flat.values()
     sources = {source.value.name: source for source in flat.sources}
     graph_inputs = {value.name for value in flat.inputs}
     inside = {value.name for node in piece.nodes for value in node.outputs}
@@ -184,12 +184,8 @@ def shape_block(piece: Piece, flat: Flat, used_later: set[str], name: str) -> Sh
         tuple(names[flat_name] for flat_name in outputs),
         tuple((names[buffer], names[new]) for buffer, new in updates),
     )
-    text = str(replace(block, nodes=tuple(replace(node, source="") for node in block.nodes), inputs=canonical_inputs(block)))
+    text = str(replace(block, nodes=tuple(replace(node, source="") for node in block.nodes)))
     return Shaped(block, hashlib.sha256(text.encode()).hexdigest(), inputs, outputs, tuple(source.name for source in parameters))
-
-
-def canonical_inputs(block: Block) -> tuple[Value, ...]:
-    return block.inputs
 
 
 def canonical(node: Node, names: dict[str, str], claim: object, prefix: str) -> Node:
@@ -209,7 +205,3 @@ def relative(path: str, prefix: str) -> str:
     if prefix and (path == prefix or path.startswith(f"{prefix}.")):
         return path[len(prefix) + 1 :]
     return path
-
-
-def rename_map(names: Mapping[str, str]) -> dict[str, str]:
-    return dict(names)
