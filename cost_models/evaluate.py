@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost_models.block import BlockCosts
-from autopar.cost_models.hardware import Cluster, check_mesh, links_of_axis
+from autopar.cost_models.hardware import Cluster, check_mesh
 from autopar.cost_models.memory import CallMemory, call_kept, peak_memory
+from autopar.cost_models.simulate import Steps, simulate
 from autopar.cost_models.state import Optimizer, StateCost, optimizer_named
-from autopar.cost_models.streams import Streams
 from autopar.cost_models.trace import Run
 from autopar.ir.graph import Graph, Parameter
 from autopar.ir.mesh import DATA_AXIS
@@ -88,13 +88,13 @@ def evaluate(
     rule = optimizer_named(optimizer)
     runs = {
         block.name: Run.of(
-            (costs or {}).get(block.name) or BlockCosts(block, candidate.mesh, candidate.batch, cluster),
+            (costs or {}).get(block.name) or BlockCosts(block, candidate.mesh, candidate.micro_batch, cluster),
             candidate.block(block.name),
         )
         for block in graph.blocks
     }
     states, root = _states(graph, candidate, runs, rule)
-    steps = _simulate(graph, candidate, cluster, runs, states, root)
+    steps = simulate(graph, candidate, cluster, runs, states, root)
     return _summary(graph, candidate, cluster, runs, states, root, steps, _memory(graph, cluster, runs, states, root))
 
 
@@ -124,56 +124,6 @@ def _states(
     return states, any_run.costs.state(shared.values(), shared_zero, candidate.precision, optimizer)
 
 
-@dataclass(slots=True)
-class _Steps:
-    """The clock's readings: per call (start, seconds, waited), and the sums."""
-
-    forward: list[tuple[float, float, float]]
-    backward: list[tuple[float, float, float]]
-    forward_seconds: float
-    backward_seconds: float
-    optimizer_seconds: float
-    waited_seconds: float
-
-
-def _simulate(
-    graph: Graph, candidate: Candidate, cluster: Cluster, runs: Mapping[str, Run], states: Sequence[StateCost], root: StateCost
-) -> _Steps:
-    """Weights of the next call are gathered behind each call, forward and (ZeRO-3) again backward; gradients of a call are
-    reduced behind the next call of the backward and waited for at its end. The first gather and the last reduction stand
-    alone. The last call keeps its weights from forward to backward: it would gather them at once again."""
-    mesh = candidate.mesh
-    streams = Streams(links_of_axis(cluster, mesh, mesh.index(DATA_AXIS)).names)
-    last = len(graph.calls) - 1
-    streams.wait(streams.issue(root.gather_forward_seconds))
-    forward, backward = [], []
-    gather = streams.issue(states[0].gather_forward_seconds)
-    for index, call in enumerate(graph.calls):
-        start, waited = streams.clock, streams.waited
-        streams.wait(gather)
-        if index < last:
-            gather = streams.issue(states[index + 1].gather_forward_seconds)
-        for seconds, links in runs[call.block].forward:
-            streams.run(seconds, links)
-        forward.append((start, streams.clock - start, streams.waited - waited))
-    half = streams.clock
-    reduction = 0
-    for index in range(last, -1, -1):
-        start, waited = streams.clock, streams.waited
-        streams.wait(gather)
-        if index:
-            gather = streams.issue(states[index - 1].gather_backward_seconds)
-        for seconds, links in runs[graph.calls[index].block].backward:
-            streams.run(seconds, links)
-        streams.wait(reduction)
-        reduction = streams.issue(states[index].reduce_seconds)
-        backward.append((start, streams.clock - start, streams.waited - waited))
-    streams.wait(streams.issue(root.reduce_seconds))
-    end = streams.clock
-    optimizer = root.optimizer_seconds + sum(state.optimizer_seconds for state in states)
-    return _Steps(forward, backward[::-1], half, end - half, optimizer, streams.waited)
-
-
 def _memory(
     graph: Graph, cluster: Cluster, runs: Mapping[str, Run], states: Sequence[StateCost], root: StateCost
 ) -> dict[str, int]:
@@ -193,7 +143,7 @@ def _summary(
     runs: Mapping[str, Run],
     states: Sequence[StateCost],
     root: StateCost,
-    steps: _Steps,
+    steps: Steps,
     memory: Mapping[str, int],
 ) -> Evaluation:
     counts = Counter(call.block for call in graph.calls)

@@ -16,12 +16,13 @@ from autopar.ir.document import (
     NodeDoc,
     OpInfo,
     ParameterDoc,
+    PlanDocument,
     ValueDoc,
 )
 from autopar.ir.graph import Arg, Block, Call, DType, Graph, Node, Parameter, Ref, Symbol, Value
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.placement import Placements, format_placements, parse_placements
-from autopar.ir.plan import Arc, BlockPlan, Candidate, NodePlan, Precision
+from autopar.ir.plan import Arc, BlockPlan, Candidate, NodePlan, Pipeline, Precision
 
 _INT64 = 2**63
 
@@ -149,6 +150,14 @@ def _texts(placements: tuple[Placements, ...]) -> tuple[str, ...]:
     return tuple(format_placements(each) for each in placements)
 
 
+def _encode_arcs(arcs: tuple[Arc, ...]) -> tuple[ArcInfo, ...]:
+    return tuple(ArcInfo(arc.value, format_placements(arc.source), format_placements(arc.target)) for arc in arcs)
+
+
+def _decode_arcs(arcs: tuple[ArcInfo, ...]) -> tuple[Arc, ...]:
+    return tuple(Arc(arc.value, parse_placements(arc.source), parse_placements(arc.target)) for arc in arcs)
+
+
 def _placements(texts: tuple[str, ...]) -> tuple[Placements, ...]:
     return tuple(parse_placements(text) for text in texts)
 
@@ -158,12 +167,13 @@ def encode_blocks(graph: Graph, candidate: Candidate) -> tuple[tuple[BlockInfo, 
     ops = {(block.name, node.name): node.op for block in graph.blocks for node in block.nodes}
     infos, table = [], []
     for plan in candidate.blocks:
-        arcs = tuple(ArcInfo(arc.value, format_placements(arc.source), format_placements(arc.target)) for arc in plan.arcs)
         infos.append(
             BlockInfo(
-                plan.block, plan.zero, plan.recompute, _texts(plan.inputs), _texts(plan.parameters), _texts(plan.outputs), arcs
+                plan.block, plan.zero, plan.recompute, _texts(plan.inputs), _texts(plan.parameters), _texts(plan.outputs),
+                _encode_arcs(plan.arcs), plan.again, _encode_arcs(plan.again_arcs),
+                tuple((value, format_placements(at)) for value, at in plan.offload),
             )
-        )
+        )  # fmt: skip
         table += [
             OpInfo(
                 plan.block, n.node, ops.get((plan.block, n.node), ""), _texts(n.operands), _texts(n.results), n.label, n.function
@@ -187,24 +197,35 @@ def decode_blocks(infos: tuple[BlockInfo, ...], ops: tuple[OpInfo, ...]) -> tupl
             parameters=_placements(info.parameters),
             outputs=_placements(info.outputs),
             nodes=tuple(nodes[info.block]),
-            arcs=tuple(Arc(arc.value, parse_placements(arc.source), parse_placements(arc.target)) for arc in info.arcs),
+            arcs=_decode_arcs(info.arcs),
             zero=info.zero,
             recompute=info.recompute,
+            again=info.again,
+            again_arcs=_decode_arcs(info.again_arcs),
+            offload=tuple((value, parse_placements(at)) for value, at in info.offload),
         )
         for info in infos
     )
 
 
-def encode_mesh(mesh: Mesh) -> MeshInfo:
-    return MeshInfo(tuple(AxisInfo(axis.name, axis.size) for axis in mesh.axes))
+def encode_mesh(candidate: Candidate) -> MeshInfo:
+    return MeshInfo(tuple(AxisInfo(axis.name, axis.size) for axis in candidate.mesh.axes), candidate.zero_group)
 
 
 def decode_mesh(info: MeshInfo) -> Mesh:
     return Mesh(tuple(Axis(axis.name, axis.size) for axis in info.axes))
 
 
-def decode_candidate(
-    mesh: MeshInfo, blocks: tuple[BlockInfo, ...], ops: tuple[OpInfo, ...], batch: int, precision: Precision
-) -> Candidate:
+def decode_candidate(document: PlanDocument) -> Candidate:
     """The candidate that the file describes."""
-    return Candidate(decode_mesh(mesh), decode_blocks(blocks, ops), batch, precision)
+    batch, schedule = document.batch, document.schedule
+    pipeline = Pipeline() if schedule.stages == 1 else Pipeline(schedule.stages, schedule.virtual, schedule.name)
+    return Candidate(
+        decode_mesh(document.mesh),
+        decode_blocks(document.blocks, document.ops),
+        batch.global_,
+        Precision(document.precision.compute, document.precision.master),
+        batch.num_microbatches,
+        document.mesh.zero_group,
+        pipeline,
+    )

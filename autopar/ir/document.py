@@ -32,7 +32,10 @@ class AxisInfo(msgspec.Struct, frozen=True):
 
 
 class MeshInfo(msgspec.Struct, frozen=True):
+    """The mesh of one stage; `zero_group` neighbours on the data axis share the sharded state (0: all)."""
+
     axes: tuple[AxisInfo, ...]
+    zero_group: int = 0
 
 
 class Parallelism(msgspec.Struct, frozen=True):
@@ -57,7 +60,11 @@ class BatchInfo(msgspec.Struct, frozen=True):
 
 
 class ScheduleInfo(msgspec.Struct, frozen=True):
+    """The pipeline; `name` is ``none`` for one stage."""
+
     name: str = "none"
+    stages: int = 1
+    virtual: int = 1
 
 
 class StageInfo(msgspec.Struct, frozen=True):
@@ -99,6 +106,9 @@ class BlockInfo(msgspec.Struct, frozen=True):
     parameters: tuple[str, ...]
     outputs: tuple[str, ...]
     arcs: tuple[ArcInfo, ...]
+    again: tuple[str, ...] = ()
+    again_arcs: tuple[ArcInfo, ...] = ()
+    offload: tuple[tuple[str, str], ...] = ()
 
 
 class Predicted(msgspec.Struct, frozen=True):

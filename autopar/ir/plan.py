@@ -39,7 +39,9 @@ class BlockPlan:
 
     A graph value has one placement between blocks: the producer converts to it, consumers convert from it, inside.
     `zero` is the state sharding on the data axis: 0 replicated, 1 optimizer, 2 and gradients, 3 and parameters.
-    `recompute`: only the inputs are kept; the backward runs the forward once more.
+    `recompute`: only the inputs are kept; the backward runs the forward once more. Finer, and not beside it: `again` names the
+    nodes and `again_arcs` the conversions that the backward runs once more; what they produce is not kept, and what they
+    need is. `offload` are the kept tensors that wait on the host, as (value, placements).
     """
 
     block: str
@@ -50,6 +52,9 @@ class BlockPlan:
     arcs: tuple[Arc, ...]
     zero: int
     recompute: bool = False
+    again: tuple[str, ...] = ()
+    again_arcs: tuple[Arc, ...] = ()
+    offload: tuple[tuple[str, Placements], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +66,39 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
+class Pipeline:
+    """`stages` in a row, each of `virtual` chunks of consecutive calls; `schedule` as the field names it."""
+
+    stages: int = 1
+    virtual: int = 1
+    schedule: str = "1f1b"
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mesh and the block plans on it: what evaluator, passes and program read."""
+    """A mesh and the block plans on it: what evaluator, passes and program read.
+
+    `batch` is the global one, taken in `micro_batches` parts. The mesh is that of one pipeline stage; all stages together are
+    the cluster. State is sharded over `zero_group` neighbours on the data axis (0: over all of it) and equal between such groups.
+    """
 
     mesh: Mesh
     blocks: tuple[BlockPlan, ...]
     batch: int
     precision: Precision
+    micro_batches: int = 1
+    zero_group: int = 0
+    pipeline: Pipeline = Pipeline()
+
+    @property
+    def micro_batch(self) -> int:
+        """Examples of one micro-batch, of all data ranks together."""
+        return -(-self.batch // self.micro_batches)
+
+    @property
+    def devices(self) -> int:
+        """Of all stages."""
+        return self.mesh.size * self.pipeline.stages
 
     def block(self, name: str) -> BlockPlan:
         return next(block for block in self.blocks if block.block == name)

@@ -25,7 +25,7 @@ from autopar.ir.document import (
     StageInfo,
 )
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Candidate, Precision, Solution
+from autopar.ir.plan import Candidate, Pipeline, Solution
 from autopar.ir.verify import verify_candidate
 
 
@@ -84,16 +84,16 @@ def make_plan(
         schema_version=SCHEMA_VERSION,
         model=model,
         cluster=cluster,
-        mesh=encode_mesh(candidate.mesh),
+        mesh=encode_mesh(candidate),
         parallelism=parallelism,
-        batch=BatchInfo(candidate.batch, candidate.batch // candidate.mesh.size_of("dp"), 1, seq),
+        batch=BatchInfo(candidate.batch, candidate.micro_batch // candidate.mesh.size_of("dp"), candidate.micro_batches, seq),
         precision=PrecisionInfo(candidate.precision.compute, candidate.precision.master),
         optimizer=optimizer,
-        schedule=ScheduleInfo(),
+        schedule=_schedule(candidate.pipeline),
         stages=(StageInfo(tuple(range(len(graph.calls)))),),
         blocks=blocks,
         ops=ops,
-        recompute=tuple(plan.block for plan in candidate.blocks if plan.recompute),
+        recompute=tuple(plan.block for plan in candidate.blocks if plan.recompute or plan.again or plan.again_arcs),
         predicted=predicted or Predicted(),
         baselines=baselines or {"ddp": None, "fsdp": None},
         search=search or SearchInfo(),
@@ -102,6 +102,10 @@ def make_plan(
         graph=encode_graph(graph),
     )
     return Plan(document, graph, candidate)
+
+
+def _schedule(pipeline: Pipeline) -> ScheduleInfo:
+    return ScheduleInfo() if pipeline.stages == 1 else ScheduleInfo(pipeline.schedule, pipeline.stages, pipeline.virtual)
 
 
 def encode(document: PlanDocument) -> str:
@@ -126,8 +130,7 @@ def decode(text: str | bytes, name: str = "plan") -> Plan:
     try:
         document = msgspec.convert(head, PlanDocument)
         graph = decode_graph(document.graph)
-        precision = Precision(document.precision.compute, document.precision.master)
-        candidate = decode_candidate(document.mesh, document.blocks, document.ops, document.batch.global_, precision)
+        candidate = decode_candidate(document)
     except (msgspec.ValidationError, ValueError) as error:
         raise PlanError(f"{name} is not a valid plan: {error}; {again}") from None
     _verify(document, graph, candidate, name)

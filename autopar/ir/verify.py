@@ -7,19 +7,24 @@ from collections.abc import Iterator
 from autopar.errors import PlanError
 from autopar.ir import dims
 from autopar.ir.graph import Block, Graph, Value
-from autopar.ir.mesh import DATA_AXIS, Mesh
+from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Invariant, Placements, can_shard, format_placements
 from autopar.ir.plan import BlockPlan, Candidate, NodePlan
 
 
 def verify_candidate(graph: Graph, candidate: Candidate, devices: int | None = None) -> None:
     """PlanError, one line, at the first thing that does not fit. `devices` is the cluster's size, where it is known."""
-    _verify_mesh(candidate.mesh, devices)
+    _verify_mesh(candidate, devices)
     degree = candidate.mesh.size_of(DATA_AXIS)
     if candidate.batch < 1 or candidate.batch % degree:
         raise PlanError(
             f"the global batch {candidate.batch} does not divide over the data axis dp={degree}: make it a multiple of {degree}"
         )
+    parts = candidate.micro_batches
+    if parts < 1 or candidate.batch % (degree * parts):
+        raise PlanError(f"{parts} micro-batches do not divide the {candidate.batch // degree} examples of each data rank")
+    if candidate.zero_group < 0 or (candidate.zero_group and degree % candidate.zero_group):
+        raise PlanError(f"zero_group={candidate.zero_group} does not divide the data axis dp={degree}: write a divisor, or 0")
     planned, known = [plan.block for plan in candidate.blocks], [block.name for block in graph.blocks]
     if sorted(planned) != sorted(known):
         different = sorted(set(planned) ^ set(known)) or planned
@@ -29,14 +34,17 @@ def verify_candidate(graph: Graph, candidate: Candidate, devices: int | None = N
     _verify_calls(graph, candidate)
 
 
-def _verify_mesh(mesh: Mesh, devices: int | None) -> None:
+def _verify_mesh(candidate: Candidate, devices: int | None) -> None:
+    mesh, stages = candidate.mesh, candidate.pipeline.stages
     if not mesh.axes or len(set(mesh.names)) != len(mesh.axes) or any(axis.size < 1 for axis in mesh.axes):
         raise PlanError(f"the mesh {mesh} needs axes of distinct names and sizes of at least 1")
     if DATA_AXIS not in mesh.names:
         raise PlanError(f"the mesh {mesh} has no data axis {DATA_AXIS!r}; add it with size 1")
-    if devices is not None and mesh.size != devices:
+    if devices is not None and candidate.devices != devices:
+        times = f" x {stages} stages" if stages > 1 else ""
         raise PlanError(
-            f"the mesh {mesh} has {mesh.size} ranks but the cluster has {devices} devices: make the axes multiply to it"
+            f"the mesh {mesh}{times} has {candidate.devices} ranks but the cluster has {devices} devices: "
+            "make the axes multiply to it"
         )
 
 
@@ -52,7 +60,7 @@ def _verify_placements(where: str, value: Value, placements: Placements, candida
         raise PlanError(
             f"{where}: placements {text!r} of {value.name} have {len(placements)} axes, the mesh {mesh} has {len(mesh.axes)}"
         )
-    shape = dims.values(value.shape, candidate.batch)
+    shape = dims.values(value.shape, candidate.micro_batch)
     if not can_shard(shape, placements, mesh.sizes):
         raise PlanError(
             f"{where}: {value.name} of shape {list(shape)} cannot be {text!r} on {mesh}: a sharded dimension does not divide"
@@ -91,6 +99,7 @@ def _verify_block(block: Block, plan: BlockPlan, candidate: Candidate) -> None:
     for consumer, name, placements in needed:
         _verify_placements(f"{where}, {consumer}", values[name], placements, candidate)
     reached = _reached(where, plan, values, produced, candidate)
+    _verify_again(where, plan, produced, plans)
     for consumer, name, placements in needed:
         if placements not in reached[name]:
             raise PlanError(
@@ -127,6 +136,17 @@ def _reached(
                 f"{where}: the arc of {name} from {format_placements(pending[0][0])!r} starts where the value never is"
             )
     return reached
+
+
+def _verify_again(where: str, plan: BlockPlan, produced: dict[str, Placements], plans: dict[str, NodePlan]) -> None:
+    """What the backward runs again exists, and is not named beside a block that is recomputed whole."""
+    unknown = [name for name in plan.again if name not in plans] + [name for name, _ in plan.offload if name not in produced]
+    if unknown:
+        raise PlanError(f"{where}: {unknown[0]} is to be recomputed or offloaded, but the block does not have it")
+    if set(plan.again_arcs) - set(plan.arcs):
+        raise PlanError(f"{where}: a conversion is to run again that does not run at all; again_arcs must be among arcs")
+    if plan.recompute and (plan.again or plan.again_arcs or plan.offload):
+        raise PlanError(f"{where}: recomputed whole, so `again` and `offload` must be empty")
 
 
 def _boundary(graph: Graph, candidate: Candidate) -> Iterator[tuple[str, str, Placements]]:

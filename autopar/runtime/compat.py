@@ -101,9 +101,7 @@ def save_strided_pieces() -> None:
             return write_items(self, fqn, tensor)  # type: ignore[no-any-return]
         properties = TensorProperties.create_from_tensor(tensor.to_local())
         chunks = [TensorWriteData(ChunkStorageMetadata(p.offsets, p.sizes), properties, tensor.size()) for p in pieces]
-        return [
-            WriteItem(MetadataIndex(fqn, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data) for data in chunks
-        ]
+        return [WriteItem(MetadataIndex(fqn, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data) for data in chunks]
 
     def get_tensor_shard(self: Any, index: Any) -> torch.Tensor:
         pieces = _pieces(self)

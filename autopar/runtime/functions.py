@@ -44,9 +44,7 @@ def cross_entropy_sum(
     )
 
 
-def embedding_sharded(
-    ids: torch.Tensor, weight: torch.Tensor, axis: AxisHandle, padding_idx: int | None = None
-) -> torch.Tensor:
+def embedding_sharded(ids: torch.Tensor, weight: torch.Tensor, axis: AxisHandle, padding_idx: int | None = None) -> torch.Tensor:
     """Rows of a table cut by rows, ``weight[V / n, D]``: partial sums ``[..., D]``, zero where another rank has the row."""
     rows = weight.shape[0]
     local = ids - axis.coordinate * rows

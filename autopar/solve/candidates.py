@@ -12,7 +12,8 @@ from autopar.ir.placement import Shard
 from autopar.ir.plan import Candidate
 from autopar.solve import ilp
 from autopar.solve.decode import decode
-from autopar.solve.formulate import Formulation, formulate
+from autopar.solve.formulate import formulate
+from autopar.solve.formulation import Formulation
 from autopar.solve.ilp import Outcome, Status
 from autopar.solve.memory import least_kept_bytes, limit
 from autopar.solve.problem import Problem
@@ -90,9 +91,7 @@ class Attempt:
         names = {
             name
             for name, table in self.problem.blocks.items()
-            if self.graph.count(name) > 1
-            and not table.block.updates
-            and not any(map(draws_masks, table.block.nodes))
+            if self.graph.count(name) > 1 and not table.block.updates and not any(map(draws_masks, table.block.nodes))
         }
         if not names or self.problem.recompute:
             return None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autopar.ir.placement import Placements, Replicate
 from autopar.ir.plan import Arc, BlockPlan, Candidate, NodePlan
 from autopar.solve.boundary import Slot
-from autopar.solve.formulate import Formulation
+from autopar.solve.formulation import Formulation
 from autopar.solve.problem import BlockTable
 
 

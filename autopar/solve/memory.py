@@ -16,7 +16,7 @@ from autopar.ir.placement import Placements
 from autopar.ir.plan import Arc
 from autopar.rules.conversions import conversion
 from autopar.solve.boundary import Boundary, Slot
-from autopar.solve.formulate import Formulation
+from autopar.solve.formulation import Formulation
 from autopar.solve.linear import INFINITY, Terms, add, total
 from autopar.solve.problem import BlockTable, Choice, Problem
 

@@ -13,8 +13,9 @@ from support.blocks import gpt2_graph
 from support.candidates import mesh_of
 from support.hand_plans import GPT2_TENSOR_PARALLEL, candidate
 
-from autopar.cost_models.evaluate import _simulate, evaluate
+from autopar.cost_models.evaluate import evaluate
 from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.simulate import simulate
 from autopar.errors import ClusterError
 from autopar.ir.plan import Precision
 
@@ -105,7 +106,7 @@ def simulated(calls: list[Any], root: tuple[int, int]) -> Any:
     plan = SimpleNamespace(mesh=mesh_of(dp=8))
     runs = {str(index): call for index, call in enumerate(calls)}
     states = [state(call.gather, call.again, call.reduce) for call in calls]
-    return _simulate(graph, plan, Cluster.parse("dgx-h100:1"), runs, states, state(root[0], 0, root[1]))  # type: ignore[arg-type]
+    return simulate(graph, plan, Cluster.parse("dgx-h100:1"), runs, states, state(root[0], 0, root[1]))  # type: ignore[arg-type]
 
 
 def test_gathers_hide_behind_computing_by_hand() -> None:
