@@ -31,7 +31,7 @@ class AxisInfo(msgspec.Struct, frozen=True):
     size: int
 
 
-class MeshInfo(msgspec.Struct, frozen=True):
+class MeshInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """The mesh of one stage; `zero_group` neighbours on the data axis share the sharded state (0: all)."""
 
     axes: tuple[AxisInfo, ...]
