@@ -27,8 +27,7 @@ from autopar.rules.check import check_strategies
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry, default_registry
 from autopar.runtime.errors import LaunchProblem
-from autopar.runtime.mesh import MeshHandle
-from autopar.runtime.mesh import _join as join
+from autopar.runtime.mesh import MeshHandle, join
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.source import FirstRank, state_of
 from autopar.solve.report import make_report

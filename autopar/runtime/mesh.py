@@ -29,7 +29,7 @@ class MeshHandle:
     def __init__(self, axes: Mapping[str, int], *, seed: int = 0) -> None:
         self.axes = dict(axes) if axes else {DATA_AXIS: 1}
         self.reseed(seed)  # generators of an earlier mesh stand at other places on other ranks
-        self.device = _join(prod(self.axes.values()), self.axes)
+        self.device = join(prod(self.axes.values()), self.axes)
         self.device_mesh: DeviceMesh = init_device_mesh(
             self.device.type, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes)
         )
@@ -75,7 +75,7 @@ def finish() -> None:
     os._exit(0)
 
 
-def _join(size: int, axes: Mapping[str, int]) -> torch.device:
+def join(size: int, axes: Mapping[str, int]) -> torch.device:
     """Joins the process group, refuses another number of processes, and says which device is this rank's."""
     words = " x ".join(f"{name}={count}" for name, count in axes.items())
     launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

@@ -105,45 +105,31 @@ def test_heads_that_do_not_divide_are_repeated_and_said(ranks: Ranks) -> None:
     assert not differences(found, case.expected, 1e-9)
 
 
-def evaluate(text: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> str:
-    """On a rank: what an evaluation of a program with batch norm says."""
+def answer(text: str, state: dict[str, Tensor], batch: dict[str, Tensor], training: bool) -> str:
+    """On a rank: what the program says of a batch that it must refuse."""
     from autopar.program.build import load
     from autopar.runtime.errors import RuntimeProblem
     from autopar.runtime.mesh import MeshHandle
     from autopar.runtime.parallel import Parallel
 
     made = load(text).Program
-    parallel = Parallel(made(MeshHandle(made.mesh_axes)), state).eval()
+    parallel = Parallel(made(MeshHandle(made.mesh_axes)), state).train(training)
     try:
         parallel(**batch)
     except RuntimeProblem as problem:
-        return str(problem)
+        return f"{type(problem).__name__}: {problem}"
     return "ran"
 
 
 def test_batch_norm_is_not_evaluated_by_the_batch(ranks: Ranks) -> None:
     case = prepare("convnet_bn")
     text = program(case, plan(case, {"dp": 4, "zero": 0}))
-    assert "statistics of the batch" in ranks.run(evaluate, text, case.state, case.batch)[0]
-
-
-def shorter(text: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> str:
-    """On a rank: what a shorter sequence than the planned one is answered."""
-    from autopar.program.build import load
-    from autopar.runtime.errors import BatchProblem
-    from autopar.runtime.mesh import MeshHandle
-    from autopar.runtime.parallel import Parallel
-
-    made = load(text).Program
-    parallel = Parallel(made(MeshHandle(made.mesh_axes)), state)
-    try:
-        parallel(**{name: tensor[:, :1] for name, tensor in batch.items()})
-    except BatchProblem as problem:
-        return str(problem)
-    return "ran"
+    assert "statistics of the batch" in ranks.run(answer, text, case.state, case.batch, False)[0]
 
 
 def test_another_sequence_length_is_refused(ranks: Ranks) -> None:
     case = prepare("gpt2")
     text = program(case, plan(case, {"dp": 4, "zero": 0}))
-    assert "(8, 1), the plan is for (batch, 16)" in ranks.run(shorter, text, case.state, case.batch)[0]
+    shorter = {name: tensor[:, :1] for name, tensor in case.batch.items()}
+    said = ranks.run(answer, text, case.state, shorter, True)[0]
+    assert said.startswith("BatchProblem") and "(8, 1), the plan is for (batch, 16)" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import sympy
 
@@ -56,7 +57,7 @@ def cross_entropy(flat: Flat) -> Flat:
         ignore = options["ignore_index"]
         args: tuple[Arg, ...] = (Ref(logits), Ref(target), ignore, options["label_smoothing"])
         if options["reduction"] == _SUM:
-            new.append(Node("ap.cross_entropy_sum", args, (), node.outputs, node.module, node.source, node.no_grad))
+            new.append(replace(node, op="ap.cross_entropy_sum", args=args, kwargs=()))
             return tuple(new), {}
         total = like(node, "ap.cross_entropy_sum", args, f"{node.name}_sum", ())
         count = like(node, "ap.count_valid", (Ref(target), ignore), f"{node.name}_count", (), flows=False)
@@ -65,7 +66,7 @@ def cross_entropy(flat: Flat) -> Flat:
                 node, "ap.count_valid", (Ref(target), ignore), f"{node.name}_count", (), dtype=values[logits].dtype, flows=False
             )
         quotient = (Ref(total.name), Ref(count.name))
-        division = Node("aten.div.Tensor", quotient, (), node.outputs, node.module, node.source, node.no_grad)
+        division = replace(node, op="aten.div.Tensor", args=quotient, kwargs=())
         return (*new, total, count, division), {}
 
     return rewrite_nodes(flat, step)
@@ -84,15 +85,11 @@ def squared_error(flat: Flat) -> Flat:
         difference = like(node, "aten.sub.Tensor", node.args[:2], f"{node.name}_difference", shape, flows=flows)
         square: tuple[Arg, ...] = (Ref(difference.name), 2)
         if reduction not in (_MEAN, _SUM):
-            return (
-                difference,
-                Node("aten.pow.Tensor_Scalar", square, (), node.outputs, node.module, node.source, node.no_grad),
-            ), {}
+            return (difference, replace(node, op="aten.pow.Tensor_Scalar", args=square, kwargs=())), {}
         squared = like(node, "aten.pow.Tensor_Scalar", square, f"{node.name}_square", shape, flows=flows)
         values[squared.name] = squared.outputs[0]
         op = "aten.mean" if reduction == _MEAN else "aten.sum"
-        total = Node(op, (Ref(squared.name),), (), node.outputs, node.module, node.source, node.no_grad)
-        return (difference, squared, total), {}
+        return (difference, squared, replace(node, op=op, args=(Ref(squared.name),), kwargs=())), {}
 
     return rewrite_nodes(flat, step)
 
@@ -118,7 +115,7 @@ def full_means(flat: Flat) -> Flat:
         summed = Node(op, args, (), (total,), node.module, node.source, node.no_grad)
         size = count([operand.shape[dim] for dim in reduced])
         number: Arg = Symbol(size) if isinstance(size, str) else size
-        mean = Node("aten.div.Tensor", (Ref(total.name), number), (), (result,), node.module, node.source, node.no_grad)
+        mean = replace(node, op="aten.div.Tensor", args=(Ref(total.name), number), kwargs=())
         return (summed, mean), {}
 
     return rewrite_nodes(flat, step)
