@@ -113,12 +113,16 @@ def full_means(flat: Flat) -> Flat:
         args: tuple[Arg, ...] = (node.args[0],) if result.shape == () else (node.args[0], tuple(reduced), keep)
         op = "aten.sum" if result.shape == () else "aten.sum.dim_IntList"
         summed = Node(op, args, (), (total,), node.module, node.source, node.no_grad)
-        size = count([operand.shape[dim] for dim in reduced])
-        number: Arg = Symbol(size) if isinstance(size, str) else size
-        mean = replace(node, op="aten.div.Tensor", args=(Ref(total.name), number), kwargs=())
-        return (summed, mean), {}
+        return (summed, average(node, total, [operand.shape[dim] for dim in reduced])), {}
 
     return rewrite_nodes(flat, step)
+
+
+def average(node: Node, total: Value, shape: list[Dim]) -> Node:
+    """What `node` returns, as `total` over the number of elements of `shape`."""
+    size = count(shape)
+    number: Arg = Symbol(size) if isinstance(size, str) else size
+    return replace(node, op="aten.div.Tensor", args=(Ref(total.name), number), kwargs=())
 
 
 def count(shape: list[Dim]) -> Dim:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.capture.flat import Flat, rewrite_nodes
-from autopar.capture.normalize.losses import count
-from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
+from autopar.capture.normalize.losses import average
+from autopar.ir.graph import Arg, Node, Value
 
 _REDUCTION = {
     "aten.l1_loss": 2,
@@ -36,12 +36,9 @@ def mean_losses(flat: Flat) -> Flat:
         head = (*node.args[:at], *_DEFAULTS)[:at] if len(node.args) < at else node.args[:at]
         result = node.outputs[0]
         total = Value(f"{result.name}_sum", result.shape, result.dtype, result.differentiable)
-        size = count(list(values[node.operands()[0]].shape))
-        number: Arg = Symbol(size) if isinstance(size, str) else size
         kwargs = tuple((key, arg) for key, arg in given.items() if key != "reduction")
         summed = replace(node, args=(*head, 2, *node.args[at + 1 :]), kwargs=kwargs, outputs=(total,))
-        mean = replace(node, op="aten.div.Tensor", args=(Ref(total.name), number), kwargs=(), outputs=(result,))
-        return (summed, mean), {}
+        return (summed, average(node, total, list(values[node.operands()[0]].shape))), {}
 
     return rewrite_nodes(flat, step)
 
