@@ -74,6 +74,12 @@ def build_parser() -> argparse.ArgumentParser:
     ):
         views.add_argument(f"--{view}", dest="view", action="store_const", const=view, help=text)
 
+    explain = add("explain", "explain", "why this plan: what binds, what costs most, what others would take")
+    explain.add_argument("plan", metavar="plan.json")
+    changed = "plan again with degrees forced, or with nodes=16, memory=160 (GiB) or batch=64, and show the difference"
+    explain.add_argument("--what-if", metavar="tp=8", help=changed)
+    explain.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="of the new search (default 60)")
+
     verify = add("verify", "verify", "run the plan on local processes beside one process, and compare loss, gradients and a step")
     _planning(verify)
     verify.add_argument("--cluster", default="local:4", metavar="local:N", help="processes on this machine (default local:4)")

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ORDER = ["errors", "ir", "capture", "rules", "cost_models", "solve", "passes", "program", "runtime", "api", "cli"]
+ORDER = [
+    *("errors", "ir", "capture", "rules", "cost_models", "solve", "explain", "validate", "passes", "program", "runtime", "dryrun"),
+    *("api", "cli"),
+]
 FOLDERS = {"passes": ROOT / "passes", "cost_models": ROOT / "cost_models"}
 STANDARD = set(sys.stdlib_module_names)
 

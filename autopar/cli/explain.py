@@ -1,0 +1,128 @@
+"""``autopar explain``: why this plan, what it costs where, and what another one would cost. Needs the file only."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from autopar.cli.output import Output, percent, seconds, size
+from autopar.cost_models.evaluate import Evaluation, evaluate
+from autopar.cost_models.hardware import Cluster
+from autopar.explain.ranking import Cost, block_costs, collectives, operations
+from autopar.explain.reasons import changes, parts_of_step, sentences
+from autopar.explain.what_if import asked, differences, parse_question
+from autopar.ir.planfile import Plan, load
+from autopar.solve.options import SearchOptions
+
+_SHOWN = 10
+_HEADER = ("what", "where", "source", "axis", "times", "a step", "share")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    """Explains the plan, or with ``--what-if`` plans again under a constraint and shows the difference."""
+    plan = load(arguments.plan)
+    cluster = Cluster.from_dict(plan.document.cluster.description)
+    evaluation = evaluate(plan.graph, plan.candidate, cluster, plan.document.optimizer)
+    if arguments.what_if:
+        _what_if(plan, cluster, evaluation, arguments, output)
+    else:
+        _explain(plan, cluster, evaluation, output)
+    return 0
+
+
+def _explain(plan: Plan, cluster: Cluster, evaluation: Evaluation, output: Output) -> None:
+    graph, candidate = plan.graph, plan.candidate
+    said = list(sentences(graph, candidate, cluster, evaluation))
+    output.text(f"{plan}\n" + "\n".join(said))
+    costs = block_costs(graph, candidate, cluster)
+    ranked = {
+        "ops": operations(graph, candidate, costs)[:_SHOWN],
+        "collectives": collectives(graph, candidate, costs, evaluation)[:_SHOWN],
+    }
+    step = evaluation.step_seconds
+    for name, title in (("ops", "The costliest operations"), ("collectives", "The costliest collectives, hidden or not")):
+        output.table(title, _HEADER, [_row(cost, step) for cost in ranked[name]])
+    tried = changes(graph, candidate, cluster, plan.document.optimizer)
+    rows = [
+        (c.name, seconds(c.step_seconds), f"{c.step_seconds / step - 1:+.1%}", *_memory(c.peak_memory_bytes, c.fits))
+        for c in tried
+    ]
+    output.table("One change, all else equal", ("change", "step", "difference", "peak memory", "fits"), rows)
+    others = _baselines(plan, step, output)
+    output.document(
+        {
+            "reasons": said,
+            "step_seconds": step,
+            "parts": dict(parts_of_step(evaluation)),
+            **{name: [_json(cost, step) for cost in each] for name, each in ranked.items()},
+            "changes": [
+                {"name": c.name, "step_seconds": c.step_seconds, "peak_memory_bytes": c.peak_memory_bytes, "fits": c.fits}
+                for c in tried
+            ],
+            "baselines": others,
+        }
+    )
+
+
+def _row(cost: Cost, step: float) -> tuple[Any, ...]:
+    return cost.what, cost.where, cost.source, cost.axis or "-", cost.times, seconds(cost.seconds), percent(cost.seconds / step)
+
+
+def _memory(peak_bytes: int | None, fits: bool) -> tuple[str, str]:
+    return size(peak_bytes), "yes" if fits else "no"
+
+
+def _json(cost: Cost, step: float) -> dict[str, Any]:
+    return {
+        "what": cost.what,
+        "where": cost.where,
+        "source": cost.source,
+        "axis": cost.axis,
+        "times": cost.times,
+        "seconds": cost.seconds,
+        "share": cost.seconds / step,
+        "full_bytes": cost.full_bytes,
+    }
+
+
+def _baselines(plan: Plan, step: float, output: Output) -> dict[str, Any]:
+    rows, found = [], {}
+    for name, each in plan.document.baselines.items():
+        if each is not None and each.step_seconds is not None:
+            taken = _memory(each.peak_memory_bytes, each.fits)
+            rows.append((name.upper(), seconds(each.step_seconds), f"{each.step_seconds / step:.3g}", *taken))
+            found[name] = {"step_seconds": each.step_seconds, "peak_memory_bytes": each.peak_memory_bytes, "fits": each.fits}
+    output.table("What people do by hand", ("", "step", "times this plan", "peak memory", "fits"), rows)
+    return found
+
+
+def _what_if(plan: Plan, cluster: Cluster, before: Evaluation, arguments: argparse.Namespace, output: Output) -> None:
+    from autopar.api import parse_force
+
+    question = parse_question(arguments.what_if, parse_force)
+    options = SearchOptions(
+        batch=plan.candidate.batch,
+        precision=plan.candidate.precision,
+        optimizer=plan.document.optimizer,
+        time_limit_seconds=arguments.time_limit,
+    )
+    changed, found = asked(plan.graph, cluster, options, question, output.progress)
+    rows = differences((plan.candidate, before), (found.candidate, found.evaluation), (cluster.size, changed.size))
+    output.table(f"What if {arguments.what_if}", ("", "this plan", "then"), rows)
+    costs = block_costs(plan.graph, found.candidate, changed)
+    top = collectives(plan.graph, found.candidate, costs, found.evaluation)[:5]
+    step = found.evaluation.step_seconds
+    output.table("Its costliest collectives", _HEADER, [_row(cost, step) for cost in top])
+    output.document(
+        {
+            "what_if": arguments.what_if,
+            "before": {"step_seconds": before.step_seconds, "peak_memory_bytes": before.peak_memory_bytes},
+            "after": {
+                "step_seconds": step,
+                "peak_memory_bytes": found.evaluation.peak_memory_bytes,
+                "mesh": str(found.candidate.mesh),
+                "status": str(found.status),
+            },
+            "differences": [dict(zip(("what", "before", "after"), row, strict=True)) for row in rows],
+        }
+    )

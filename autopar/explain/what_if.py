@@ -1,0 +1,93 @@
+"""The same model planned again under a constraint, beside the plan that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.cost_models.evaluate import Evaluation
+from autopar.cost_models.hardware import Cluster
+from autopar.errors import AutoparError
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Candidate
+from autopar.solve.infeasible import enlarged
+from autopar.solve.options import SearchOptions
+from autopar.solve.search import SearchResult, search
+
+_GIB = 2.0**30
+CLUSTER_KEYS = ("nodes", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`force` are degrees, as in ``tp=8,zero=3``; `nodes` and `memory_gib` change the cluster, `batch` the global batch (0: as it
+    is)."""
+
+    force: Mapping[str, int]
+    nodes: int = 0
+    memory_gib: float = 0.0
+    batch: int = 0
+
+
+def parse_question(text: str, parse_force: Callable[[str], Mapping[str, int]]) -> Question:
+    """``tp=8``, ``nodes=16``, ``memory=160`` (GiB per device), ``batch=64``, or several with commas. AutoparError otherwise."""
+    given = dict(item.partition("=")[::2] for item in text.split(",") if item.strip())
+    own: dict[str, float] = {}
+    for key in [key for key in given if key.strip() in (*CLUSTER_KEYS, "batch")]:
+        value = given.pop(key).strip()
+        try:
+            own[key.strip()] = float(value)
+        except ValueError:
+            raise AutoparError(f"what-if: {key}={value} is no number; write tp=8, nodes=16, memory=160 or batch=64") from None
+    if any(value <= 0 for value in own.values()):
+        raise AutoparError("what-if: nodes, memory and batch must be above 0")
+    force = parse_force(",".join(f"{key}={value}" for key, value in given.items()))
+    return Question(force, int(own.get("nodes", 0)), own.get("memory", 0.0), int(own.get("batch", 0)))
+
+
+def asked(
+    graph: Graph, cluster: Cluster, options: SearchOptions, question: Question, progress: Callable[[str], None] | None = None
+) -> tuple[Cluster, SearchResult]:
+    """Searches again under the question. Raises what `search` raises: Infeasible says why it cannot be."""
+    if question.nodes:
+        cluster = enlarged(cluster, question.nodes)
+    if question.memory_gib:
+        cluster = replace(cluster, device=replace(cluster.device, memory_bytes=int(question.memory_gib * _GIB)))
+    options = replace(options, force={**options.force, **question.force}, batch=question.batch or options.batch)
+    return cluster, search(graph, cluster, options, progress)
+
+
+def differences(
+    before: tuple[Candidate, Evaluation], after: tuple[Candidate, Evaluation], devices: tuple[int, int]
+) -> list[tuple[str, str, str]]:
+    """(what, before, after) of everything that differs, and of the figures that people compare."""
+    rows = []
+    (old, a), (new, b) = before, after
+    per = [each.step_seconds / plan.batch * count for (plan, each), count in zip((before, after), devices, strict=True)]
+    rows.append(("step", f"{a.step_seconds:.4g} s", f"{b.step_seconds:.4g} s"))
+    rows.append(("device-seconds per example", f"{per[0]:.4g}", f"{per[1]:.4g} ({per[1] / per[0] - 1:+.1%})"))
+    rows.append(("peak memory", f"{a.peak_memory_bytes / _GIB:.1f} GiB", f"{b.peak_memory_bytes / _GIB:.1f} GiB"))
+    rows.append(("MFU", f"{a.mfu:.1%}", f"{b.mfu:.1%}"))
+    for name in ("compute", "exposed", "waited", "optimizer"):
+        pair = [getattr(each, f"{name}_seconds") for each in (a, b)]
+        if max(pair) > 1e-3 * a.step_seconds:
+            rows.append((f"{name} seconds", f"{pair[0]:.4g}", f"{pair[1]:.4g}"))
+    rows.append(("mesh", _mesh(old), _mesh(new)))
+    rows.append(("state sharding", _zeros(old), _zeros(new)))
+    rows.append(("recomputed", _again(old), _again(new)))
+    return rows
+
+
+def _mesh(candidate: Candidate) -> str:
+    stages = candidate.pipeline.stages
+    parts = f", {candidate.micro_batches} micro-batches" if candidate.micro_batches > 1 else ""
+    return (f"pp={stages} x " if stages > 1 else "") + str(candidate.mesh) + parts
+
+
+def _zeros(candidate: Candidate) -> str:
+    return ", ".join(f"ZeRO-{zero}" for zero in sorted({plan.zero for plan in candidate.blocks}))
+
+
+def _again(candidate: Candidate) -> str:
+    whole = [plan.block for plan in candidate.blocks if plan.recompute]
+    return ", ".join(whole + [f"{len(plan.again)} operations of {plan.block}" for plan in candidate.blocks if plan.again]) or "-"

@@ -1,0 +1,92 @@
+"""What `explain` says adds up to what the evaluator says, and a question is answered by a search of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.solving import llama_graph
+
+from autopar.api import parse_force
+from autopar.cost_models.evaluate import evaluate
+from autopar.cost_models.hardware import Cluster
+from autopar.errors import AutoparError, Infeasible
+from autopar.explain.ranking import block_costs, collectives, module_path, operations
+from autopar.explain.reasons import changes, parts_of_step, sentences
+from autopar.explain.what_if import Question, asked, differences, parse_question
+from autopar.solve.options import SearchOptions
+from autopar.solve.search import search
+
+
+@pytest.fixture(scope="module")
+def planned():
+    graph = llama_graph(layers=4, batch=32, seq=512, hidden=1024, heads=8, kv_heads=4)
+    cluster = Cluster.parse("dgx-h100:1")
+    return graph, cluster, search(graph, cluster, SearchOptions(force={"tp": 4}))
+
+
+def test_operations_add_up_to_the_computing_time(planned) -> None:
+    graph, cluster, found = planned
+    costs = block_costs(graph, found.candidate, cluster)
+    ranked = operations(graph, found.candidate, costs)
+    local = sum(
+        graph.count(block.name) * (cost.forward_local_seconds + cost.backward_local_seconds)
+        for block in graph.blocks
+        for arc in found.candidate.block(block.name).arcs
+        for cost in [costs[block.name].arc(arc.value, arc.source, arc.target)]
+    )
+    assert sum(cost.seconds for cost in ranked) + local == pytest.approx(found.evaluation.compute_seconds, rel=1e-9)
+    assert [cost.seconds for cost in ranked] == sorted((cost.seconds for cost in ranked), reverse=True)
+
+
+def test_collectives_add_up_to_the_time_of_each_model_axis(planned) -> None:
+    graph, cluster, found = planned
+    ranked = collectives(graph, found.candidate, block_costs(graph, found.candidate, cluster), found.evaluation)
+    by_axis = {name: sum(cost.seconds for cost in ranked if cost.axis == name) for name in found.candidate.mesh.names}
+    assert by_axis["tp"] == pytest.approx(dict(found.evaluation.axis_seconds)["tp"], rel=1e-9)
+    assert any("layers.*" in cost.where for cost in ranked)
+
+
+def test_parts_add_up_to_the_step(planned) -> None:
+    evaluation = planned[2].evaluation
+    assert sum(seconds for _, seconds in parts_of_step(evaluation)) == pytest.approx(evaluation.step_seconds, rel=1e-4)
+
+
+def test_memory_is_said_to_bind_only_where_it_does(planned) -> None:
+    graph, cluster, found = planned
+    assert "does not bind" in " ".join(sentences(graph, found.candidate, cluster, found.evaluation))
+    tight = replace(found.evaluation, memory_capacity_bytes=found.evaluation.peak_memory_bytes + 1)
+    assert "memory binds" in " ".join(sentences(graph, found.candidate, cluster, tight))
+
+
+def test_changes_are_priced_by_the_evaluator(planned) -> None:
+    graph, cluster, found = planned
+    by_name = {change.name: change for change in changes(graph, found.candidate, cluster, "adamw")}
+    plain = replace(found.candidate, blocks=tuple(replace(plan, zero=0) for plan in found.candidate.blocks))
+    assert by_name["ZeRO-0 for all blocks"].step_seconds == evaluate(graph, plain, cluster).step_seconds
+    whole = by_name["repeated blocks recomputed whole"]
+    assert whole.step_seconds > found.evaluation.step_seconds
+
+
+def test_a_question_is_planned_again(planned) -> None:
+    graph, cluster, found = planned
+    changed, answer = asked(graph, cluster, SearchOptions(), parse_question("tp=2,batch=16", parse_force))
+    assert answer.candidate.mesh.size_of("tp") == 2 and answer.candidate.batch == 16 and changed == cluster
+    larger, wide = asked(graph, cluster, SearchOptions(), Question({}, nodes=2, batch=16))
+    assert larger.size == 16 == wide.candidate.mesh.size
+    plans = (found.candidate, found.evaluation), (wide.candidate, wide.evaluation)
+    rows = {what: (before, after) for what, before, after in differences(*plans, (8, 16))}
+    assert rows["mesh"] == (str(found.candidate.mesh), str(wide.candidate.mesh))
+    with pytest.raises(Infeasible):
+        asked(graph, cluster, SearchOptions(), Question({}, memory_gib=0.001))
+
+
+@pytest.mark.parametrize("text", ["tp=two", "memory=much", "nodes=0", "speed=9"])
+def test_a_question_that_is_none(text: str) -> None:
+    with pytest.raises(AutoparError, match="what-if|force"):
+        parse_question(text, parse_force)
+
+
+def test_places_of_equal_layers_share_one_path(planned) -> None:
+    graph = planned[0]
+    assert module_path(graph, graph.calls[1].block, "mlp.up_proj") == "layers.*.mlp.up_proj"
