@@ -23,15 +23,16 @@ from autopar.errors import (
 )
 
 if TYPE_CHECKING:
-    from autopar.api import parallelize, plan, register_rule
+    from autopar.api import parallelize
     from autopar.cost_models.hardware import Cluster
     from autopar.ir.plan import Precision
     from autopar.ir.planfile import Plan
+    from autopar.planning import plan, register_rule
 
 _LAZY = {
     "parallelize": "autopar.api",
-    "plan": "autopar.api",
-    "register_rule": "autopar.api",
+    "plan": "autopar.planning",
+    "register_rule": "autopar.planning",
     "Cluster": "autopar.cost_models.hardware",
     "Plan": "autopar.ir.planfile",
     "Precision": "autopar.ir.plan",

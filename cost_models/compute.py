@@ -1,4 +1,4 @@
-"""Seconds of one operation on one device: a roofline over FLOPs and memory traffic (Williams, Waterman, Patterson 2009)."""
+"""Seconds of one operation on one device: FLOPs and memory traffic of its local shapes, priced by `kernels`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from autopar.cost_models.collectives import collective_seconds
-from autopar.cost_models.flops import CUTS, FLOPS, LOOKUPS, VIEWS, Sizes, packet
-from autopar.cost_models.hardware import Cluster, Device, links_of_axis
+from autopar.cost_models.experts import Experts
+from autopar.cost_models.flops import ATTENTION, CUTS, EXPERTS, FLOAT8, FLOPS, LOOKUPS, LOSSES, SPECIAL, VIEWS, Sizes, packet
+from autopar.cost_models.groups import inner_seconds
+from autopar.cost_models.hardware import Cluster, Device
+from autopar.cost_models.kernels import (
+    SPECIAL_BACKWARD,
+    attention_seconds,
+    operation_seconds,
+    product_dtype,
+    product_seconds,
+    streaming_seconds,
+)
 from autopar.cost_models.saved import Saved, saved_tensors
 from autopar.cost_models.sizes import itemsize, shards
 from autopar.ir import dims
@@ -17,7 +26,8 @@ from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, Shard
 from autopar.ir.plan import NodePlan
-from autopar.rules.registry import Registry, default_registry
+from autopar.rules.priced import priced_registry
+from autopar.rules.registry import Registry
 from autopar.rules.strategy import InnerCollective
 
 
@@ -39,9 +49,21 @@ class NodeCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Matrix:
+    """Global shapes of a product or of attention: `left` is operand number `index` (its last dimension is the inner one; for
+    attention the queries), `result` what comes out. `batched`: leading dimensions are separate products, not rows."""
+
+    index: int
+    left: Sizes
+    result: Sizes
+    batched: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """What does not depend on placements: global FLOPs and bytes. `weights` of operands scale what the forward reads of them,
-    `backward_*` what the backward reads or writes; `kernels` are launches (forward, backward).
+    `backward_*` what the backward reads or writes; `kernels` are launches (forward, backward), `special` elements of a
+    transcendental function.
     """
 
     forward_flops: float
@@ -56,6 +78,9 @@ class Profile:
     kernels: tuple[int, int]
     dtype: str
     attention: bool = False
+    matrix: Matrix | None = None
+    experts: Experts | None = None
+    special: float = 0.0
 
 
 def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
@@ -70,7 +95,7 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
     backward = any(needed) and any(value.differentiable for value in node.outputs)
     needed = [need and backward for need in needed]
     flops = FLOPS[op](node, a, out) if op in FLOPS else 0.0
-    attention = op == "aten.scaled_dot_product_attention"
+    attention = op in ATTENTION
     products = sum(needed[1:3] if op in ("aten.addmm", "aten.baddbmm") else needed[:2])
     weight_read = float(op not in VIEWS)
     reads = [weight_read] * len(a)
@@ -80,8 +105,8 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
     kept = saved_tensors(node, values) if backward else Saved((False,) * len(a), (False,) * len(out))
     same = [shape == out[0] for shape in a]
     back_operands, back_results = _backward_traffic(op, needed, same, kept, flops > 0)
-    if op == "ap.cross_entropy_sum":  # the log-probabilities: written and read besides the logits
-        reads[0] += 2.0
+    if op in LOSSES:  # the log-probabilities, written and read besides the logits; in place they are float32, twice as wide
+        reads[0] += 4.0 if op == "ap.cross_entropy_in_place" else 2.0
     if op in LOOKUPS:
         writes = [2.0] * len(out)
     return Profile(
@@ -95,9 +120,22 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
         back_operands,
         back_results,
         (0 if op in VIEWS else 1, _kernels(op, products, back_results, flops > 0 and not attention)),
-        operands[0].dtype if operands else node.outputs[0].dtype,
+        "float8" if op in FLOAT8 else operands[0].dtype if operands else node.outputs[0].dtype,
         attention,
+        _matrix(op, a, out),
+        Experts.of(node, a, itemsize(operands[0].dtype)) if op in EXPERTS else None,
+        float(prod(a[0])) if op in SPECIAL and a else 0.0,
     )
+
+
+def _matrix(op: str, a: Sequence[Sizes], out: Sequence[Sizes]) -> Matrix | None:
+    if op in ATTENTION:
+        return Matrix(0, a[0], out[0], True)
+    if op in ("aten.addmm", "aten.baddbmm"):
+        return Matrix(1, a[1], out[0], op == "aten.baddbmm")
+    if op in ("aten.linear", "ap.linear_kn", "ap.linear_float8", "aten.mm", "aten.bmm", "aten.matmul") and len(out[0]) > 1:
+        return Matrix(0, a[0], out[0], len(a[1]) > 2)
+    return None
 
 
 def _kernels(op: str, products: int, backward: Sequence[float], is_product: bool) -> int:
@@ -124,19 +162,6 @@ def _backward_traffic(
     return read, tuple(grads + held for held in kept.results)
 
 
-def roofline_seconds(
-    device: Device, flops: float, traffic_bytes: float, dtype: str, kernels: int, *, attention: bool = False
-) -> float:
-    """``max(FLOPs / (peak x fraction), bytes / (bandwidth x fraction), launches x floor)``."""
-    seconds = max(
-        traffic_bytes / (device.bandwidth_bytes_per_second * device.bandwidth_fraction), kernels * device.launch_seconds
-    )
-    if flops:
-        fraction = device.attention_fraction if attention else device.matmul_fraction
-        seconds = max(seconds, flops / (device.peak_flops_per_second(dtype) * fraction))
-    return seconds
-
-
 def work_shards(operands: Sequence[Placements], results: Sequence[Placements], axis_sizes: Sequence[int]) -> tuple[int, ...]:
     """Per axis, into how many parts the work is cut: the axis size where any tensor of the operation is sharded on it, else 1
     (redundant, or a linear operation that hands on a Partial)."""
@@ -154,24 +179,61 @@ def work_shards(operands: Sequence[Placements], results: Sequence[Placements], a
 def price(known: Profile, plan: NodePlan, axis_sizes: Sequence[int], device: Device) -> tuple[float, float, float, float]:
     """Forward and backward seconds, forward and backward FLOPs of one rank."""
     work = prod(work_shards(plan.operands, plan.results, axis_sizes))
+    if known.experts is not None:
+        cuts = shards(plan.operands[0], axis_sizes), shards(plan.operands[2], axis_sizes)
+        return *known.experts.seconds(device, known.dtype, *cuts), known.forward_flops / work, known.backward_flops / work
     operands = [size / shards(place, axis_sizes) for size, place in zip(known.operand_bytes, plan.operands, strict=True)]
     results = [size / shards(place, axis_sizes) for size, place in zip(known.result_bytes, plan.results, strict=True)]
     forward = sum(map(float.__mul__, operands, known.forward_operands)) + sum(map(float.__mul__, results, known.forward_results))
     backward = sum(map(float.__mul__, operands, known.backward_operands)) + sum(
         map(float.__mul__, results, known.backward_results)
     )
-    forward_flops, backward_flops = known.forward_flops / work, known.backward_flops / work
-    return (
-        roofline_seconds(device, forward_flops, forward, known.dtype, known.kernels[0], attention=known.attention),
-        roofline_seconds(device, backward_flops, backward, known.dtype, known.kernels[1], attention=known.attention),
-        forward_flops,
-        backward_flops,
-    )
+    flops = known.forward_flops / work, known.backward_flops / work
+    busy = _computing(known, plan, axis_sizes, device, flops)
+    traffic = streaming_seconds(device, forward), streaming_seconds(device, backward)
+    if device.special_seconds and known.special:
+        special = known.special / work * device.special_seconds
+        traffic = traffic[0] + special, traffic[1] + SPECIAL_BACKWARD * special * (backward > 0)
+    first, second = (operation_seconds(device, *each) for each in zip(busy, traffic, known.kernels, strict=True))
+    return first, second, *flops
+
+
+def _computing(
+    known: Profile, plan: NodePlan, axis_sizes: Sequence[int], device: Device, flops: tuple[float, float]
+) -> tuple[float, float]:
+    """Seconds of the arithmetic, forward and backward, at the rates of the local shapes."""
+    if not flops[0]:
+        return 0.0, 0.0
+    if known.matrix is None:
+        rate = device.peak_flops_per_second(known.dtype) * device.matmul_fraction
+        return flops[0] / rate, flops[1] / rate
+    left = local_shape(known.matrix.left, plan.operands[known.matrix.index], axis_sizes)
+    if known.attention:
+        queries, head = left[-2:]
+        forward = attention_seconds(device, known.dtype, flops[0], queries, head, False)
+        return forward, attention_seconds(device, known.dtype, flops[1], queries, head, True)
+    result = local_shape(known.matrix.result, plan.results[0], axis_sizes)
+    rows = result[-2] if known.matrix.batched else prod(result[:-1])
+    count, n, k = prod(result[:-1]) // max(1, rows), result[-1], left[-1]
+    dtype = product_dtype(device, known.dtype, n, k) if known.matrix.batched else known.dtype
+    forward = product_seconds(device, dtype, count, rows, n, k)
+    to_left = product_seconds(device, dtype, count, rows, k, n)
+    to_right = product_seconds(device, dtype, count, k, n, rows)
+    return forward, (to_left + to_right) / 2 * (flops[1] / flops[0])
+
+
+def local_shape(shape: Sizes, placements: Placements, axis_sizes: Sequence[int]) -> Sizes:
+    """The part of one rank."""
+    out = list(shape)
+    for place, size in zip(placements, axis_sizes, strict=True):
+        if type(place) is Shard:
+            out[place.dim] = max(1, out[place.dim] // size)
+    return tuple(out)
 
 
 @lru_cache(maxsize=1)
 def _registry() -> Registry:
-    return default_registry()
+    return priced_registry()
 
 
 def inner_collectives(node: Node, values: Mapping[str, Value], function: str) -> tuple[tuple[str, InnerCollective], ...]:
@@ -214,7 +276,6 @@ def _inner_seconds(
             if label != factor:
                 continue
             full = float(dims.numel(collective.shape, batch) * itemsize(collective.dtype))
-            full /= prod(cut for other, cut in enumerate(work) if plan.label[other] != factor)
             side = backward if collective.backward else forward
-            side[axis] += collective_seconds(collective.kind, full, links_of_axis(cluster, mesh, axis))
+            side[axis] += inner_seconds(collective, full, axis, plan.label, work, mesh, cluster)
     return tuple(forward), tuple(backward)

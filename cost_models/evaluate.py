@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost_models.block import BlockCosts
 from autopar.cost_models.hardware import Cluster, check_mesh
-from autopar.cost_models.memory import CallMemory, call_kept, peak_memory
-from autopar.cost_models.simulate import Steps, simulate
-from autopar.cost_models.state import Optimizer, StateCost, optimizer_named
+from autopar.cost_models.pipeline import chunks_of, part_of
+from autopar.cost_models.stage_memory import StageMemory, stage_memories
+from autopar.cost_models.stages import Chunk, StageTime, chunks, stage_times
+from autopar.cost_models.state import StateCost, optimizer_named
 from autopar.cost_models.trace import Run
-from autopar.ir.graph import Graph, Parameter
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
-from autopar.ir.placement import Placements
 from autopar.ir.plan import Candidate
 
 
@@ -32,11 +32,14 @@ class BlockTime:
     reduce_seconds: float
     kept_bytes: float
     zero: int
+    gather_bytes: float = 0.0
+    reduce_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CallTime:
-    """One call on the simulated clock. `*_waited_seconds` is what it stood still for gathers and reductions on the data axis."""
+    """One call on the clock of its stage, in the first forward and in the last backward of a step. `*_waited_seconds` is what it
+    stood still for gathers and reductions on the data axis."""
 
     block: str
     prefix: str
@@ -50,9 +53,11 @@ class CallTime:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a candidate costs. Compute, exposed, waited and optimizer seconds add up to the step. `axis_seconds` is the time that
-    each axis communicates (hidden or not), `redundant_share` the share of FLOPs that every rank of an axis repeats,
-    `model_flops` those of one step over all devices (no recomputation, causal attention counted by half)."""
+    """What a step of a candidate costs, all micro-batches together. Seconds are those of the stage that ends last: compute,
+    exposed, waited, bubble and optimizer seconds add up to the step, and so do forward, backward, bubble and optimizer.
+    `axis_seconds` is the time that each axis communicates (hidden or not), `redundant_share` the share of FLOPs that every rank
+    of an axis repeats, `model_flops` those of one step over all devices (no recomputation, causal attention counted by half).
+    `blocks` and `calls` are of one micro-batch. `memory` is the table of the fullest stage, `stage_memory` that of each."""
 
     step_seconds: float
     forward_seconds: float
@@ -71,6 +76,10 @@ class Evaluation:
     memory_capacity_bytes: int
     blocks: tuple[BlockTime, ...]
     calls: tuple[CallTime, ...]
+    micro_batches: int = 1
+    bubble_seconds: float = 0.0
+    stages: tuple[StageTime, ...] = ()
+    stage_memory: tuple[StageMemory, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -84,56 +93,19 @@ def evaluate(
 
     `costs` are the blocks' price tables by name, where the caller has them for this graph, mesh, batch and cluster already.
     """
-    check_mesh(cluster, candidate.mesh)
-    rule = optimizer_named(optimizer)
+    part = part_of(cluster, candidate.pipeline.stages)
+    check_mesh(part, candidate.mesh)
     runs = {
         block.name: Run.of(
-            (costs or {}).get(block.name) or BlockCosts(block, candidate.mesh, candidate.micro_batch, cluster),
+            (costs or {}).get(block.name) or BlockCosts(block, candidate.mesh, candidate.micro_batch, part, candidate.zero_group),
             candidate.block(block.name),
         )
         for block in graph.blocks
     }
-    states, root = _states(graph, candidate, runs, rule)
-    steps = simulate(graph, candidate, cluster, runs, states, root)
-    return _summary(graph, candidate, cluster, runs, states, root, steps, _memory(graph, cluster, runs, states, root))
-
-
-def _states(
-    graph: Graph, candidate: Candidate, runs: Mapping[str, Run], optimizer: Optimizer
-) -> tuple[list[StateCost], StateCost]:
-    """The state of each call's own parameters, and of those that several calls share: these form one group at the root, which is
-    gathered before the first call, not resharded, and reduced after the last."""
-    users = Counter(name for call in graph.calls for name in set(call.parameters))
-    shared: dict[str, tuple[Parameter, Placements]] = {}
-    shared_zero = 0
-    memo: dict[tuple[str, tuple[bool, ...]], StateCost] = {}
-    states = []
-    for call in graph.calls:
-        run = runs[call.block]
-        own = tuple(users[name] == 1 for name in call.parameters)
-        stored = list(zip(run.costs.block.parameters, run.plan.parameters, strict=True))
-        if not all(own):
-            shared.update((name, pair) for name, pair in zip(call.parameters, stored, strict=True) if users[name] > 1)
-            shared_zero = max(shared_zero, min(2, run.plan.zero))
-        key = call.block, own
-        if key not in memo:
-            mine = [pair for pair, alone in zip(stored, own, strict=True) if alone]
-            memo[key] = run.costs.state(mine, run.plan.zero, candidate.precision, optimizer)
-        states.append(memo[key])
-    any_run = next(iter(runs.values()))
-    return states, any_run.costs.state(shared.values(), shared_zero, candidate.precision, optimizer)
-
-
-def _memory(
-    graph: Graph, cluster: Cluster, runs: Mapping[str, Run], states: Sequence[StateCost], root: StateCost
-) -> dict[str, int]:
-    kept = call_kept(graph, {name: run.memory for name, run in runs.items()})
-    calls = [
-        CallMemory(bytes_kept, runs[call.block].memory.working, state.memory)
-        for call, bytes_kept, state in zip(graph.calls, kept, states, strict=True)
-    ]
-    device = cluster.device
-    return {kind: round(size) for kind, size in peak_memory(calls, root.memory, device.base_bytes, device.kind != "cpu").items()}
+    made = chunks(graph, candidate, cluster, runs, optimizer_named(optimizer))
+    stages = stage_times(graph, candidate, cluster, runs, made)
+    memory = stage_memories(graph, candidate, cluster, runs, [chunk.owned for chunk in made])
+    return _summary(graph, candidate, cluster, runs, made, stages, memory)
 
 
 def _summary(
@@ -141,55 +113,69 @@ def _summary(
     candidate: Candidate,
     cluster: Cluster,
     runs: Mapping[str, Run],
-    states: Sequence[StateCost],
-    root: StateCost,
-    steps: Steps,
-    memory: Mapping[str, int],
+    made: Sequence[Chunk],
+    stages: Sequence[StageTime],
+    memory: Sequence[StageMemory],
 ) -> Evaluation:
-    counts = Counter(call.block for call in graph.calls)
-    mesh, device = candidate.mesh, cluster.device
+    counts, many = Counter(call.block for call in graph.calls), candidate.micro_batches
+    mesh, device, pipeline = candidate.mesh, cluster.device, candidate.pipeline
+    fullest = max(memory, key=lambda each: each.peak_bytes)
+    slowest = max(range(len(stages)), key=lambda index: stages[index].end_seconds)
+    stage, mine = stages[slowest], [made[index] for index in chunks_of(pipeline, slowest)]
+    own = Counter(graph.calls[index].block for index in stage.calls)
 
-    def total(of: Callable[[Run], float]) -> float:
-        return sum(count * of(runs[name]) for name, count in counts.items())
+    def total(of: Callable[[Run], float], calls: Mapping[str, int]) -> float:
+        return many * sum(count * of(runs[name]) for name, count in calls.items())
 
     def time(run: Run, exposed: bool) -> float:
         return run.total(backward=False, exposed=exposed) + run.total(backward=True, exposed=exposed)
 
-    flops, model_flops = total(lambda run: run.flops), total(lambda run: run.model_flops)
-    axes = [total(lambda run, axis=axis: run.axis_seconds[axis]) for axis in range(len(mesh.sizes))]  # type: ignore[misc]
-    axes[mesh.index(DATA_AXIS)] += sum(
-        state.gather_forward_seconds + state.gather_backward_seconds + state.reduce_seconds for state in (*states, root)
-    )
-    redundant = [total(lambda run, axis=axis: run.redundant_flops[axis]) for axis in range(len(mesh.sizes))]  # type: ignore[misc]
-    step = steps.forward_seconds + steps.backward_seconds + steps.optimizer_seconds
-    per_device = model_flops / step / mesh.size if step else 0.0
+    flops, model_flops = total(lambda run: run.flops, counts), total(lambda run: run.model_flops, counts)
+    axes = [total(lambda run, axis=axis: run.axis_seconds[axis], own) for axis in range(len(mesh.sizes))]  # type: ignore[misc]
+    traffic = [moved for chunk in mine for moved in chunk.traffic]
+    axes[mesh.index(DATA_AXIS)] += sum(moved.data_axis_seconds(many) for moved in traffic)
+    redundant = [total(lambda run, axis=axis: run.redundant_flops[axis], counts) for axis in range(len(mesh.sizes))]  # type: ignore[misc]
+    compute = total(lambda run: time(run, False), own) + many * sum(moved.accumulate_seconds for moved in traffic)
+    exposed = total(lambda run: time(run, True), own)
+    ran = stage.busy_seconds + stage.tail_seconds
+    forward = sum(chunk.steps.forward_seconds for chunk in mine)
+    per_device = model_flops / stage.end_seconds / candidate.devices if stage.end_seconds else 0.0
+    states = {index: state for chunk in made for index, state in zip(chunk.owned.calls, chunk.owned.states, strict=True)}
     first = {call.block: index for index, call in reversed(list(enumerate(graph.calls)))}
     return Evaluation(
-        step,
-        steps.forward_seconds,
-        steps.backward_seconds,
-        steps.optimizer_seconds,
-        total(lambda run: time(run, False)),
-        total(lambda run: time(run, True)),
-        steps.waited_seconds,
+        stage.end_seconds,
+        forward,
+        ran - forward,
+        stage.optimizer_seconds,
+        compute,
+        exposed,
+        mine[0].steps.waited_seconds if len(made) == 1 else max(0.0, ran - compute - exposed),
         tuple(zip(mesh.names, axes, strict=True)),
         tuple((name, share / flops if flops else 0.0) for name, share in zip(mesh.names, redundant, strict=True)),
         model_flops,
         per_device / 1e12,
         per_device / device.peak_flops_per_second(candidate.precision.compute),
-        sum(memory.values()),
-        tuple(memory.items()),
+        fullest.peak_bytes,
+        tuple(fullest.table.items()),
         device.memory_bytes,
         tuple(
             _block_time(runs[block.name], counts[block.name], states[first[block.name]])
             for block in graph.blocks
             if block.name in first
         ),
-        tuple(
-            CallTime(call.block, call.prefix, *forward, *backward)
-            for call, forward, backward in zip(graph.calls, steps.forward, steps.backward, strict=True)
-        ),
+        tuple(each for chunk in made for each in _call_times(graph, chunk)),
+        many,
+        stage.bubble_seconds,
+        tuple(stages),
+        tuple(memory),
     )
+
+
+def _call_times(graph: Graph, chunk: Chunk) -> Iterator[CallTime]:
+    readings = zip(chunk.owned.calls, chunk.steps.first_forward.calls, chunk.steps.last_backward.calls, strict=True)
+    for index, forward, backward in readings:
+        call = graph.calls[index]
+        yield CallTime(call.block, call.prefix, *forward, *backward)
 
 
 def _block_time(run: Run, calls: int, state: StateCost) -> BlockTime:
@@ -204,4 +190,6 @@ def _block_time(run: Run, calls: int, state: StateCost) -> BlockTime:
         state.reduce_seconds,
         run.memory.internal,
         run.plan.zero,
+        state.gather_bytes,
+        state.reduce_bytes,
     )

@@ -28,6 +28,25 @@ LOOKUPS = frozenset(["aten.embedding", "aten.index_select", "aten.gather", "aten
 """Operations that read of their first operand only as much as they return."""
 
 
+ATTENTION = frozenset(["aten.scaled_dot_product_attention", "ap.context_attention"])
+"""Attention in one kernel, which keeps no scores."""
+
+SPECIAL = frozenset(
+    "aten." + name
+    for name in ("gelu", "silu", "tanh", "sigmoid", "exp", "log", "erf", "softmax", "log_softmax", "elu", "pow", "dropout")
+) | frozenset(["ap.dropout", "ap.cross_entropy_sum"])
+"""Operations with a transcendental function, or a random number, for each element."""
+
+EXPERTS = frozenset(["ap.experts", "ap.experts_float8"])
+"""Routed experts."""
+
+LOSSES = frozenset(["ap.cross_entropy_sum", "ap.cross_entropy_in_place"])
+"""Cross entropy of logits."""
+
+FLOAT8 = frozenset(["ap.linear_float8", "ap.experts_float8"])
+"""Operations of bfloat16 tensors whose products are in float8."""
+
+
 def packet(op: str) -> str:
     """``aten.add.Tensor`` -> ``aten.add``."""
     return ".".join(op.split(".")[:2])
@@ -62,14 +81,29 @@ def _convolution(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
 
 
 def _attention(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
-    """Two products, scores and values: ``2 b n s t (d + e)``; causal: half of them (FlashAttention-2, arXiv 2307.08691)."""
+    """Two products, scores and values: ``2 b n s t (d + e)``; causal: half of them (FlashAttention-2, arXiv 2307.08691).
+
+    Chunks of a sequence (``ap.context_attention``) see all `parts` chunks; equal work for each, as with mirrored pairs of chunks.
+    """
     q, k, v = a[:3]
-    return 2.0 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1]) * (0.5 if argument(node, 5, "is_causal", False) is True else 1.0)
+    keys = k[-2] * int(argument(node, 99, "parts", 1))  # type: ignore[call-overload]
+    causal = argument(node, 5, "is_causal", False) is True
+    return float(2 * prod(q[:-1]) * keys * (q[-1] + v[-1])) * (0.5 if causal else 1.0)
+
+
+def _experts(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
+    """Every token through `top_k` experts: ``2 tokens k (F_up + F_down) H``."""
+    top_k = node.args[4]
+    assert isinstance(top_k, int)
+    return 2.0 * prod(a[0][:-1]) * top_k * (a[2][1] + a[3][2]) * a[0][-1]
 
 
 FLOPS: Mapping[str, Callable[[Node, Sequence[Sizes], Sequence[Sizes]], float]] = {
     "aten.linear": _linear,
     "ap.linear_kn": _linear_kn,
+    "ap.linear_float8": _linear,
+    "ap.experts": _experts,
+    "ap.experts_float8": _experts,
     "aten.mm": _product,
     "aten.bmm": _product,
     "aten.matmul": _product,
@@ -81,5 +115,6 @@ FLOPS: Mapping[str, Callable[[Node, Sequence[Sizes], Sequence[Sizes]], float]] =
     "aten.conv3d": _convolution,
     "aten.conv_transpose2d": _convolution,
     "aten.scaled_dot_product_attention": _attention,
+    "ap.context_attention": _attention,
 }
 """Forward FLOPs of matrix-product-like operations; others count none (as torch.utils.flop_counter). A multiply-add is two."""

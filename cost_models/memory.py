@@ -1,64 +1,27 @@
-"""Peak memory of a candidate: which tensors live when, in bytes on one device.
+"""What one call of a block keeps and holds, in bytes on one device: which tensors live when (`peak` puts calls together).
 
-Every term is linear in the choices (one tensor kept, one node's working set, one group's state), so that a solver can sum the
-same terms: at the start of the backward all kept tensors and no gradient live, at its end all gradients and the first call's
-tensors.
+Every term is linear in the choices (one tensor kept, one node's working set), so that a solver can sum the same terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.cost_models.block import BlockCosts
 from autopar.cost_models.flops import VIEWS, packet
-from autopar.cost_models.state import StateMemory
-from autopar.ir.graph import Block, Graph
-from autopar.ir.placement import Placements
+from autopar.cost_models.replay import Replay
+from autopar.cost_models.storages import Aliases, State, aliases
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Arc, BlockPlan, NodePlan
 from autopar.rules.conversions import changed_axis, conversion
 
-State = tuple[str, Placements]
-"""A value in one placement."""
+OFFLOAD_WINDOW = 2.0
+"""Calls whose offloaded tensors are on the device: the one that runs, and the one being copied."""
 
 
-class Aliases:
-    """Which states are one tensor: union-find over (value, placements)."""
-
-    def __init__(self) -> None:
-        self._parent: dict[State, State] = {}
-
-    def find(self, state: State) -> State:
-        parent = self._parent
-        while (above := parent.get(state, state)) != state:
-            parent[state] = parent.get(above, above)
-            state = parent[state]
-        return state
-
-    def union(self, first: State, second: State) -> None:
-        """The first stays the name of both."""
-        first, second = self.find(first), self.find(second)
-        if first != second:
-            self._parent[second] = first
-
-
-def aliases(block: Block, plans: Iterable[NodePlan], arcs: Iterable[Arc]) -> Aliases:
-    """States that share storage: a view and what it views, and a conversion that does nothing forward (Invariant to Replicate and
-    back). `plans` may be all strategies of all nodes, `arcs` all legal arcs: a union holds whenever its strategy is chosen."""
-    found = Aliases()
-    nodes = {node.name: node for node in block.nodes}
-    values = block.values()
-    for plan in plans:
-        node = nodes[plan.node]
-        if packet(node.op) in VIEWS and plan.operands:
-            for output, placements in zip(node.outputs, plan.results, strict=True):
-                found.union((node.operands()[0], plan.operands[0]), (output.name, placements))
-    for arc in arcs:
-        axis = changed_axis(arc.source, arc.target)
-        how = conversion(arc.source[axis], arc.target[axis], values[arc.value].differentiable)
-        if how is not None and how.forward is None:
-            found.union((arc.value, arc.source), (arc.value, arc.target))
-    return found
+IN_PLACE = frozenset(("ap.cross_entropy_sharded",))
+"""Functions of the runtime whose backward makes its result and nothing beside."""
 
 
 def kept_tensors(costs: BlockCosts, same: Aliases, plan: NodePlan) -> Iterator[tuple[State, float]]:
@@ -71,31 +34,63 @@ def kept_tensors(costs: BlockCosts, same: Aliases, plan: NodePlan) -> Iterator[t
 
 
 def working_bytes(costs: BlockCosts, plan: NodePlan) -> float:
-    """What a node needs while it runs, beside what is kept: forward its results and the operands that nobody keeps, backward
-    the gradients of both (a parameter's gradient is the state's). The block's is the maximum over its nodes."""
+    """What the backward of a node holds beside what is kept: the gradients of its results and operands (of parameters too, until
+    they are reduced), and what the operation itself needs. The block's is the maximum over its nodes."""
     node, saved = costs.nodes[plan.node], costs.saved[plan.node]
-    if packet(node.op) in VIEWS:
+    if packet(node.op) in VIEWS or node.no_grad:
         return 0.0
-    results = [costs.value_bytes(v.name, at) for v, at in zip(node.outputs, plan.results, strict=True)]
-    forward = backward = sum(results)
-    for name, placements, kept in zip(node.operands(), plan.operands, saved.operands, strict=True):
-        if costs.is_parameter(name):
-            continue
-        size = costs.value_bytes(name, placements)
-        forward += 0.0 if kept else size
-        backward += size if costs.values[name].differentiable else 0.0
-    return max(forward, backward)
+    sizes = [costs.value_bytes(v.name, at) for v, at in zip(node.outputs, plan.results, strict=True) if v.differentiable]
+    for name, placements in zip(node.operands(), plan.operands, strict=True):
+        if costs.values[name].differentiable:
+            sizes.append(costs.value_bytes(name, placements))
+    ratio = 0.0 if plan.function in IN_PLACE else saved.backward_ratio
+    return sum(sizes) + ratio * _largest_bytes(costs, plan) if sizes else 0.0
+
+
+def momentary_bytes(costs: BlockCosts, plan: NodePlan) -> float:
+    """What the forward of a node holds beside operands, results and what is kept, until it ends."""
+    return costs.saved[plan.node].forward_ratio * _largest_bytes(costs, plan)
+
+
+def _largest_bytes(costs: BlockCosts, plan: NodePlan) -> float:
+    node, at = costs.nodes[plan.node], costs.saved[plan.node].largest
+    if at < 0:
+        return costs.value_bytes(node.outputs[-1 - at].name, plan.results[-1 - at])
+    return costs.value_bytes(node.operands()[at], plan.operands[at]) if plan.operands else 0.0
+
+
+def made_bytes(costs: BlockCosts, plan: NodePlan) -> float:
+    """What the forward of a node makes: its results and what is kept beside them. A forward is a function whose variables live
+    until it returns, so all of it is there at its end. Views make nothing."""
+    node = costs.nodes[plan.node]
+    if packet(node.op) in VIEWS and plan.operands:
+        return 0.0
+    results = sum(costs.value_bytes(v.name, at) for v, at in zip(node.outputs, plan.results, strict=True))
+    return results + sum(kept.bytes for kept in costs.kept(plan) if kept.value.endswith("+"))
+
+
+def arc_bytes(costs: BlockCosts, arc: Arc) -> float:
+    """What a conversion makes; nothing where source and target share storage."""
+    axis = changed_axis(arc.source, arc.target)
+    how = conversion(arc.source[axis], arc.target[axis], costs.values[arc.value].differentiable)
+    return 0.0 if how is not None and how.forward is None else costs.value_bytes(arc.value, arc.target)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
     """`internal` bytes are kept per call; `boundary` are kept inputs (index >= 0) and outputs (``-1 - index``) with their bytes,
-    which calls share; `working` is the largest node's working set, with the gradients of the block's inputs. A recomputed block
-    keeps its inputs alone, and everything else while it runs."""
+    which calls share. Beside what is kept: `made` is all that a call's forward makes, kept or not, at its end; `working` is the
+    largest node's working set in the backward, with the gradients of the block's inputs; `ending` are those gradients alone, when
+    the backward ends. `peak_nodes` are the nodes that `made` and `working` are largest at. A recomputed block keeps its inputs
+    alone, and everything else while its backward runs. `host` bytes per call wait in the host's memory."""
 
     internal: float
     boundary: tuple[tuple[int, float], ...]
+    made: float
     working: float
+    ending: float = 0.0
+    host: float = 0.0
+    peak_nodes: tuple[str, str] = ("", "")
 
 
 def block_memory(costs: BlockCosts, plan: BlockPlan) -> BlockMemory:
@@ -103,34 +98,37 @@ def block_memory(costs: BlockCosts, plan: BlockPlan) -> BlockMemory:
     block = costs.block
     same = aliases(block, plan.nodes, plan.arcs)
     inputs = [(value.name, at) for value, at in zip(block.inputs, plan.inputs, strict=True)]
-    outputs = list(zip(block.outputs, plan.outputs, strict=True))
-    parameters = [(parameter.value.name, at) for parameter, at in zip(block.parameters, plan.parameters, strict=True)]
-    stored = set(map(same.find, parameters))
-    ends = {same.find(state): -1 - index for index, state in enumerate(outputs)}
+    ends = {same.find(state): -1 - index for index, state in enumerate(zip(block.outputs, plan.outputs, strict=True))}
     ends.update({same.find(state): index for index, state in enumerate(inputs)})
-    kept = {
-        state: size for node_plan in plan.nodes for state, size in kept_tensors(costs, same, node_plan) if state not in stored
-    }
+    replay = Replay.of(costs, plan, same)
     gradients = sum(costs.value_bytes(name, at) for name, at in inputs if costs.values[name].differentiable)
-    working = max((working_bytes(costs, node_plan) for node_plan in plan.nodes), default=0.0)
+    made, working, nodes = _run(costs, plan)
+    recomputed, offloaded = sum(replay.recomputed.values()), sum(replay.offloaded.values())
+    kept = {state: size for state, size in replay.kept.items() if state not in replay.offloaded}
     if plan.recompute:
-        again = sum(size for state, size in kept.items() if ends.get(state, -1) < 0)
         given = tuple((index, costs.value_bytes(*state)) for index, state in enumerate(inputs))
-        return BlockMemory(0.0, given, working + gradients + again)
+        returned = sum(costs.value_bytes(*state) for state in zip(block.outputs, plan.outputs, strict=True))  # not made again
+        again = max(working + recomputed, made - returned)
+        return BlockMemory(0.0, given, made, gradients + again, gradients, peak_nodes=nodes)
     return BlockMemory(
         sum(size for state, size in kept.items() if state not in ends),
         tuple((ends[state], size) for state, size in kept.items() if state in ends),
-        working + gradients,
+        made + (OFFLOAD_WINDOW - 1) * offloaded,
+        working + gradients + recomputed + OFFLOAD_WINDOW * offloaded,
+        gradients,
+        offloaded,
+        nodes,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CallMemory:
-    """One call: bytes kept from its forward to its backward, while it runs, and its own state."""
-
-    kept: float
-    working: float
-    state: StateMemory
+def _run(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float, tuple[str, str]]:
+    """What the forward makes, the backward's largest working set, and the nodes that need most in each."""
+    made = sum(made_bytes(costs, each) for each in plan.nodes)
+    made += sum(arc_bytes(costs, arc) for arc in plan.arcs)
+    largest = max(plan.nodes, key=lambda each: made_bytes(costs, each) + momentary_bytes(costs, each), default=None)
+    moment = max((momentary_bytes(costs, each) for each in plan.nodes), default=0.0)
+    working, node = max(((working_bytes(costs, each), each.node) for each in plan.nodes), default=(0.0, ""))
+    return made + moment, working, (largest.node if largest else "", node)
 
 
 def call_kept(graph: Graph, blocks: Mapping[str, BlockMemory]) -> list[float]:
@@ -147,46 +145,3 @@ def call_kept(graph: Graph, blocks: Mapping[str, BlockMemory]) -> list[float]:
                 kept += size
         out.append(kept)
     return out
-
-
-KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "temporaries", "buffers", "base")
-
-
-def peak_memory(calls: Sequence[CallMemory], root: StateMemory, base_bytes: float, foreach: bool) -> dict[str, float]:
-    """The table at the peak, a row per kind. `root` is the state of parameters that several calls share, gathered all step long;
-    `foreach` tells that the optimizer holds one temporary of the master's size for every parameter at once.
-
-    Moments: each call's forward, each call's backward (gradients of the later calls are there, kept tensors of the earlier
-    ones), the optimizer. ZeRO-3 holds the weights of the call and of the one whose gather is prefetched.
-    """
-    states = [call.state for call in calls] + [root]
-    fixed = {
-        "parameters": sum(state.parameters for state in states),
-        "optimizer": sum(state.optimizer for state in states),
-        "buffers": sum(state.buffers for state in states),
-        "base": base_bytes,
-    }
-    standing = root.gathered + sum(call.state.gathered for call in calls if not call.state.gathered_is_transient)
-    moments = list(_moments(calls, root, standing))
-    moments.append((sum(state.gradients for state in states), 0.0, 0.0, fixed["parameters"] if foreach else 0.0))
-    gradients, gathered, activations, temporaries = max(moments, key=sum)
-    table = fixed | {"gradients": gradients, "gathered": gathered, "activations": activations, "temporaries": temporaries}
-    return {kind: table[kind] for kind in KINDS}
-
-
-def _moments(calls: Sequence[CallMemory], root: StateMemory, standing: float) -> Iterable[tuple[float, float, float, float]]:
-    """(gradients, gathered, activations, temporaries) during each call's forward, then backward."""
-    passing = [call.state.gathered if call.state.gathered_is_transient else 0.0 for call in calls]
-    kept = 0.0
-    for index, call in enumerate(calls):
-        kept += call.kept
-        yield 0.0, standing + sum(passing[index : index + 2]), kept, call.working
-    gradients = 0.0
-    for index in reversed(range(len(calls))):
-        call = calls[index]
-        behind = calls[index + 1].state.reduced if index + 1 < len(calls) else 0.0
-        shared = root.reduced + root.gradients
-        gathered = standing + sum(passing[max(0, index - 1) : index + 1])
-        gradients += call.state.gradients
-        yield gradients + shared, gathered, kept, call.working + call.state.reduced + behind
-        kept -= call.kept

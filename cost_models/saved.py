@@ -1,7 +1,9 @@
-"""What autograd keeps of one operation until its backward: asked of torch, on meta tensors, under saved-tensor hooks.
+"""What autograd keeps of one operation until its backward, and what the operation holds meanwhile: asked of torch, on tensors
+without data, under saved-tensor hooks.
 
-Storage identity tells operands, results and extras apart. Attention is declared, since its kernel depends on the device: flash
-attention keeps q, k, v, the mask, its result and one float32 log-sum-exp per query (FlashAttention-2, arXiv 2307.08691).
+Storage identity tells operands, results and extras apart. Kernels depend on the device. For CPUs attention is asked as well; for
+GPUs it is declared: flash attention keeps q, k, v, the mask, its result and one float32 log-sum-exp per query, and its backward
+sums the gradient of q in float32 (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.cost_models.flops import ATTENTION, EXPERTS, FLOAT8
+from autopar.cost_models.transients import LiveBytes
 from autopar.ir import dims
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
 
@@ -25,7 +30,9 @@ _SAMPLE_BATCH = 8
 @dataclass(frozen=True, slots=True)
 class Saved:
     """Which operands and results are kept, and other tensors as a multiple of the bytes of `reference`: an operand's index, or
-    ``-1 - index`` of a result. `known` is false where torch could not run the operation: then all of it is taken to be kept.
+    ``-1 - index`` of a result. `forward_ratio` and `backward_ratio` are what the operation holds for a moment beside operands,
+    results, their gradients and what is kept, as multiples of the bytes of `largest` (told as `reference` is). `known` is false
+    where torch could not run the operation: then all of it is taken to be kept.
     """
 
     operands: tuple[bool, ...]
@@ -33,15 +40,18 @@ class Saved:
     extra_ratio: float = 0.0
     reference: int = 0
     known: bool = True
+    forward_ratio: float = 0.0
+    backward_ratio: float = 0.0
+    largest: int = 0
 
 
-def saved_tensors(node: Node, values: Mapping[str, Value]) -> Saved:
-    """What the backward of `node` needs."""
+def saved_tensors(node: Node, values: Mapping[str, Value], kind: str = "cuda") -> Saved:
+    """What the backward of `node` needs on a device of this kind."""
     operands = tuple(values[name] for name in node.operands())
     nothing = Saved((False,) * len(operands), (False,) * len(node.outputs))
     if node.no_grad or not any(v.differentiable for v in operands) or not any(v.differentiable for v in node.outputs):
         return nothing
-    return _asked(_Question.of(node, operands))
+    return _asked(_Question.of(node, operands), kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +81,16 @@ class _Question:
 
 
 @lru_cache(maxsize=8192)
-def _asked(question: _Question) -> Saved:
-    if question.op == "aten.scaled_dot_product_attention":
+def _asked(question: _Question, kind: str) -> Saved:
+    if question.op in EXPERTS:
+        return _experts(question)
+    attention = question.op in ATTENTION
+    if attention and kind != "cpu":
         return _attention(question)
     try:
+        if attention:
+            with FakeTensorMode():
+                return _observed(question, "cpu")
         return _observed(question)
     except Exception:  # noqa: BLE001  whatever torch refuses (a custom operation, a form without a meta kernel) is taken to keep all
         kept = tuple(differentiable for *_, differentiable in question.operands)
@@ -85,15 +101,27 @@ def _bytes(shape: dims.Shape, dtype: str) -> int:
     return prod(dims.values(shape, _SAMPLE_BATCH)) * torch.empty(0, dtype=getattr(torch, dtype)).element_size()
 
 
+def _experts(question: _Question) -> Saved:
+    """Tokens and scores; and of each copy of a token, what goes into the up product (a byte an element in float8), what comes out
+    of it, and what goes into the down product."""
+    (x, *_), _, (up, *_), (down, *_) = question.operands
+    top_k, hidden, wide, inner = question.args[4], x[-1], up[1], down[2]
+    assert isinstance(top_k, int) and isinstance(hidden, int) and isinstance(wide, int) and isinstance(inner, int)
+    product = 0.5 if question.op in FLOAT8 else 1.0
+    return Saved((True, True, False, False), (False,), top_k * (product * (hidden + inner) + wide) / hidden, 0)
+
+
 def _attention(question: _Question) -> Saved:
     (shape, dtype, _) = question.operands[0]
     logsumexp = 4 * prod(dims.values(shape, _SAMPLE_BATCH)[:-1])
-    return Saved((True,) * len(question.operands), (True,), logsumexp / _bytes(shape, dtype), 0)
+    ratio = logsumexp / _bytes(shape, dtype)
+    in_float = 4 / torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    return Saved((True,) * len(question.operands), (True,), ratio, 0, backward_ratio=in_float + ratio)
 
 
-def _observed(question: _Question) -> Saved:
+def _observed(question: _Question, device: str = "meta") -> Saved:
     tensors = [
-        torch.empty(dims.values(shape, _SAMPLE_BATCH), dtype=getattr(torch, dtype), device="meta", requires_grad=differentiable)
+        torch.empty(dims.values(shape, _SAMPLE_BATCH), dtype=getattr(torch, dtype), device=device, requires_grad=differentiable)
         for shape, dtype, differentiable in question.operands
     ]
     kept: dict[int, torch.Tensor] = {}
@@ -105,14 +133,46 @@ def _observed(question: _Question) -> Saved:
     rest = iter(tensors)
     args = [_concrete(arg, rest) for arg in question.args]
     kwargs = {name: _concrete(arg, rest) for name, arg in question.kwargs}
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    live = LiveBytes()
+    live.known(*tensors)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), live:
         returned = _function(question.op)(*args, **kwargs)
     outputs = [returned] if isinstance(returned, torch.Tensor) else list(returned)
+    after, most = live.now, live.most
     operands = tuple(kept.pop(_storage(tensor), None) is not None for tensor in tensors)
     results = tuple(kept.pop(_storage(output), None) is not None for output in outputs)
     extra = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    kept.clear()
+    del returned
+    backward = _backward_bytes(tensors, outputs, live)
     results = (*results, *(False,) * (len(question.results) - len(results)))
-    return Saved(operands, results, *_relative(question, extra))
+    ratio, reference = _relative(question, extra)
+    forward_ratio, backward_ratio, largest = _moments(question, most - after, backward)
+    return Saved(operands, results, ratio, reference, True, forward_ratio, backward_ratio, largest)
+
+
+def _backward_bytes(tensors: list[torch.Tensor], outputs: list[torch.Tensor], live: LiveBytes) -> int:
+    """The most that the backward makes, beside the gradients that it returns."""
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    ends = [output for output in outputs if output.requires_grad]
+    gradients = [torch.empty_like(end) for end in ends]
+    live.known(*gradients)
+    live.restart()
+    before = live.now
+    with live:
+        found = torch.autograd.grad(ends, wanted, gradients, allow_unused=True, retain_graph=True)
+    returned = {_storage(each): each.untyped_storage().nbytes() for each in found if each is not None}
+    passed_on = sum(returned.get(_storage(each), 0) for each in gradients)
+    return max(0, live.most - before - sum(returned.values()) + passed_on)
+
+
+def _moments(question: _Question, forward: int, backward: int) -> tuple[float, float, int]:
+    """Both as multiples of the largest operand or result."""
+    sizes = {index: _bytes(shape, dtype) for index, (shape, dtype, _) in enumerate(question.operands)}
+    sizes |= {-1 - index: _bytes(shape, dtype) for index, (shape, dtype, _) in enumerate(question.results)}
+    largest = max(sizes, key=lambda index: sizes[index])
+    whole = max(1, sizes[largest])
+    return max(0, forward) / whole, backward / whole, largest
 
 
 def _relative(question: _Question, extra_bytes: int) -> tuple[float, int]:
@@ -152,10 +212,56 @@ def _linear_kn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     return out.reshape(*x.shape[:-1], weight.shape[1])
 
 
+class _Float8Product(torch.autograd.Function):
+    """``x @ w.T`` in float8 as Transformer Engine keeps it: a float8 copy of x, and the weight as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x.to(torch.float8_e4m3fn), weight)
+        ctx.dtype, ctx.has_bias = x.dtype, bias is not None
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        bias = gradient.new_empty(gradient.shape[-1:]) if ctx.has_bias else None
+        return gradient.new_empty(x.shape), gradient.new_empty(weight.shape), bias
+
+
+def _linear_float8(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, cast_again: bool = False
+) -> torch.Tensor:
+    """`cast_again`: x itself is kept, and cast once more in the backward (as under selective checkpointing, which does not keep
+    casts)."""
+    if cast_again:
+        return F.linear(x, weight, bias)
+    return _Float8Product.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _CrossEntropyInPlace(torch.autograd.Function):
+    """Megatron-LM's: the float32 copy of the logits becomes the softmax, which is kept, and in the backward the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits.to(torch.float32, copy=True), target)
+        ctx.dtype = logits.dtype
+        return torch.empty((), dtype=torch.float32, device=logits.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        softmax, _ = ctx.saved_tensors
+        return softmax.to(ctx.dtype, copy=True), None
+
+
+def _cross_entropy_in_place(logits: torch.Tensor, target: torch.Tensor, *_: Any) -> torch.Tensor:
+    return _CrossEntropyInPlace.apply(logits, target)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def _cross_entropy_sum(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    flat, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    whole = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    flat, labels = whole.reshape(-1, logits.shape[-1]), target.reshape(-1)
     return F.cross_entropy(flat, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
 
 
@@ -165,7 +271,13 @@ def _dropout(x: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _function(op: str) -> Any:
-    own = {"ap.linear_kn": _linear_kn, "ap.cross_entropy_sum": _cross_entropy_sum, "ap.dropout": _dropout}
+    own = {
+        "ap.linear_kn": _linear_kn,
+        "ap.linear_float8": _linear_float8,
+        "ap.cross_entropy_in_place": _cross_entropy_in_place,
+        "ap.cross_entropy_sum": _cross_entropy_sum,
+        "ap.dropout": _dropout,
+    }
     if op in own:
         return own[op]
     namespace, name, *overload = op.split(".")

@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autopar.cost_models.behind import Piece, exposed
 from autopar.cost_models.block import BlockCosts
-from autopar.cost_models.compute import work_shards
+from autopar.cost_models.compute import Profile, work_shards
 from autopar.cost_models.hardware import links_of_axis
 from autopar.cost_models.memory import BlockMemory, block_memory
+from autopar.cost_models.replay import Replay
+from autopar.cost_models.storages import aliases
 from autopar.ir.plan import Arc, BlockPlan, NodePlan
 
 Segment = tuple[float, frozenset[str]]
 """Seconds of the main stream, and the physical links that it occupies meanwhile (none: it computes)."""
 
 NO_LINKS: frozenset[str] = frozenset()
+HOST_LINK = frozenset(["host"])
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One call of a block as segments of the main stream, and what it adds up to."""
+    """One call of a block as segments of the main stream, and what it adds up to. The backward runs again what the plan does not
+    keep, all of it before the first gradient; what waits on the host travels behind the call, and is waited for at its end."""
 
     costs: BlockCosts
     plan: BlockPlan
@@ -33,8 +38,9 @@ class Run:
 
     @staticmethod
     def of(costs: BlockCosts, plan: BlockPlan) -> Run:
+        replay = Replay.of(costs, plan, aliases(costs.block, plan.nodes, plan.arcs))
         axes = len(costs.mesh.sizes)
-        trace = _Trace(costs, [0.0] * axes, [0.0] * axes, [0.0] * axes, [0.0] * axes)
+        trace = _Trace(costs, frozenset((*replay.nodes, *replay.arcs)), [0.0] * axes, [0.0] * axes)
         arcs: dict[str, list[Arc]] = {}
         for arc in plan.arcs:
             arcs.setdefault(arc.value, []).append(arc)
@@ -46,12 +52,13 @@ class Run:
             trace.compute(plans[node.name])
             for output in node.outputs:
                 trace.convert(arcs.get(output.name, ()))
-        again = trace.again() if plan.recompute else ()
+        moved = sum(replay.offloaded.values())
+        away, back = costs.offload_seconds(moved)
         return Run(
             costs,
             plan,
-            tuple(trace.forward),
-            (*again, *reversed(trace.backward)),
+            _padded(exposed(trace.forward), away),
+            _padded([*exposed(trace.again), *exposed(trace.backward[::-1])], back),
             block_memory(costs, plan),
             tuple(trace.axis_seconds),
             trace.model_flops,
@@ -66,64 +73,70 @@ class Run:
 
 @dataclass(slots=True)
 class _Trace:
-    """Collects segments in the order of execution."""
+    """Collects segments in the order of execution; `again` are those of what the backward repeats."""
 
     costs: BlockCosts
+    repeated: frozenset[str | Arc]
     axis_seconds: list[float]
     redundant: list[float]
-    forward_axis_seconds: list[float]
-    forward_redundant: list[float]
-    forward: list[Segment] = field(default_factory=list)
-    backward: list[Segment] = field(default_factory=list)
+    forward: list[Piece] = field(default_factory=list)
+    again: list[Piece] = field(default_factory=list)
+    backward: list[Piece] = field(default_factory=list)
     model_flops: float = 0.0
     flops: float = 0.0
-    forward_flops: float = 0.0
 
     def compute(self, plan: NodePlan) -> None:
         cost, known = self.costs.node(plan), self.costs.profile(plan.node)
-        _append(self.forward, cost.forward_seconds, NO_LINKS)
-        for axis, seconds in enumerate(cost.forward_comm_seconds):
-            self._send(self.forward, axis, seconds)
+        again = plan.node in self.repeated
+        for stream in (self.forward, self.again)[: 1 + again]:
+            _append(stream, cost.forward_seconds, NO_LINKS)
+            for axis, seconds in enumerate(cost.forward_comm_seconds):
+                self._send(stream, axis, seconds, self._inner(known, axis))
         for axis, seconds in enumerate(cost.backward_comm_seconds):
-            self._send(self.backward, axis, seconds)
+            self._send(self.backward, axis, seconds, self._inner(known, axis))
         _append(self.backward, cost.backward_seconds, NO_LINKS)
-        flops = known.forward_flops + known.backward_flops
+        flops = (1 + again) * known.forward_flops + known.backward_flops
         self.flops += flops
-        self.forward_flops += known.forward_flops
         self.model_flops += known.model_flops
         for axis, cut in enumerate(work_shards(plan.operands, plan.results, self.costs.mesh.sizes)):
             if cut == 1 < self.costs.mesh.sizes[axis]:
                 self.redundant[axis] += flops
-                self.forward_redundant[axis] += known.forward_flops
-
-    def again(self) -> tuple[Segment, ...]:
-        """The forward once more, counted."""
-        for axis, seconds in enumerate(self.forward_axis_seconds):
-            self.axis_seconds[axis] += seconds
-        self.flops += self.forward_flops
-        self.redundant = [sum(pair) for pair in zip(self.redundant, self.forward_redundant, strict=True)]
-        return tuple(self.forward)
 
     def convert(self, arcs: Sequence[Arc]) -> None:
         for arc in arcs:
             cost = self.costs.arc(arc.value, arc.source, arc.target)
-            self._send(self.forward, cost.axis, cost.forward_comm_seconds)
-            _append(self.forward, cost.forward_local_seconds, NO_LINKS)
+            for stream in (self.forward, self.again)[: 1 + (arc in self.repeated)]:
+                self._send(stream, cost.axis, cost.forward_comm_seconds)
+                _append(stream, cost.forward_local_seconds, NO_LINKS)
             _append(self.backward, cost.backward_local_seconds, NO_LINKS)
             self._send(self.backward, cost.axis, cost.backward_comm_seconds)
 
-    def _send(self, stream: list[Segment], axis: int, seconds: float) -> None:
+    def _inner(self, known: Profile, axis: int) -> float:
+        """Which share of what a function communicates by itself may hide."""
+        if known.experts is not None:
+            return 1.0 if self.costs.cluster.overlap.experts_behind else 0.0
+        return self._share(axis)
+
+    def _share(self, axis: int) -> float:
+        return 1.0 - 1.0 / self.costs.mesh.sizes[axis] if self.costs.cluster.overlap.model_behind else 0.0
+
+    def _send(self, stream: list[Piece], axis: int, seconds: float, share: float | None = None) -> None:
         if seconds:
             self.axis_seconds[axis] += seconds
-            if stream is self.forward:
-                self.forward_axis_seconds[axis] += seconds
-            _append(stream, seconds, links_of_axis(self.costs.cluster, self.costs.mesh, axis).names)
+            links = links_of_axis(self.costs.cluster, self.costs.mesh, axis).names
+            _append(stream, seconds, links, self._share(axis) if share is None else share)
 
 
-def _append(stream: list[Segment], seconds: float, links: frozenset[str]) -> None:
+def _append(stream: list[Piece], seconds: float, links: frozenset[str], share: float = 0.0) -> None:
     if not seconds:
         return
-    if stream and stream[-1][1] == links:
-        stream[-1] = stream[-1][0] + seconds, links
+    if stream and stream[-1][1:] == (links, share):
+        stream[-1] = stream[-1][0] + seconds, links, share
     else:
-        stream.append((seconds, links))
+        stream.append((seconds, links, share))
+
+
+def _padded(stream: Sequence[Segment], host_seconds: float) -> tuple[Segment, ...]:
+    """The stream, and a wait for the host link where that takes longer."""
+    left = host_seconds - sum(seconds for seconds, _ in stream)
+    return (*stream, (left, HOST_LINK)) if left > 0 else tuple(stream)

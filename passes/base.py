@@ -18,12 +18,13 @@ CONVERT, CONVERT_MANY, START, WAIT = "ap.convert", "ap.convert_many", "ap.start"
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a pass may know besides the block. `batch` is the batch of one data-parallel rank."""
+    """What a pass may know besides the block. `batch` is the micro-batch of one data-parallel rank."""
 
     mesh: Mesh
     plan: BlockPlan
     precision: Precision
     batch: int
+    micro_batches: int = 1
 
     @property
     def data_ranks(self) -> int:
@@ -32,11 +33,16 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A block on its way, and the placement of each of its values. `local` tells that sizes are one rank's."""
+    """A block on its way, and the placement of each of its values. `local` tells that sizes are one rank's.
+
+    `again` are results that the backward makes once more instead of keeping them, `offload` values that are kept on the host.
+    """
 
     block: Block
     placements: Mapping[str, Placements]
     local: bool = False
+    again: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return print_block(self.block, self.placements)

@@ -59,7 +59,9 @@ class BucketConversions:
             if node.op != CONVERT or not move_of(node, stage, context).communicates or not self._small(node, values, context):
                 continue
             value = node.outputs[0]
-            kind = (kwarg(node, "axis"), kwarg(node, "move"), value.dtype, value.differentiable)
+            if value.name in stage.offload:  # by itself: results of one collective are pieces of one storage
+                continue
+            kind = (kwarg(node, "axis"), kwarg(node, "move"), value.dtype, value.differentiable, value.name in stage.again)
             candidates = open_by_kind.setdefault(kind, [])
             source = made[node.operands()[0]]
             bucket = next((each for each in candidates if source < each.at), None)

@@ -52,7 +52,7 @@ class CastParameters:
             first = uses[value.name]
             early = first < len(block.nodes) and block.nodes[first].op == CONVERT
             before.setdefault(0 if early else first, []).append(node)
-        return Stage(self._rewritten(block, precision, before, renamed), placements, stage.local)
+        return replace(stage, block=self._rewritten(block, precision, before, renamed), placements=placements)
 
     @staticmethod
     def _rewritten(block: Block, precision: Precision, before: dict[int, list[Node]], renamed: dict[str, str]) -> Block:

@@ -30,9 +30,11 @@ def collectives_of_block(lowered: LoweredBlock) -> Counter[Key]:
     if lowered.recompute:
         while nodes and nodes[-1].op in SAVE_NOTHING:
             nodes.pop()
-        for node in nodes:
-            found = _of_node(node).items()
-            out.update(Counter({(axis, kind, "backward"): n for (axis, kind, way), n in found if way == "forward"}))
+    else:
+        nodes = [node for node in nodes if lowered.runs_again(node)]
+    for node in nodes:
+        found = _of_node(node).items()
+        out.update(Counter({(axis, kind, "backward"): n for (axis, kind, way), n in found if way == "forward"}))
     return out
 
 

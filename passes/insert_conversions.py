@@ -112,7 +112,7 @@ class InsertConversions:
         outputs = [writer.need(name, where, None) for name, where in zip(block.outputs, plan.outputs, strict=True)]
         updates = [(buffer, self._updated(writer, buffer, value)) for buffer, value in block.updates]
         changed = replace(block, nodes=tuple(writer.nodes), outputs=tuple(outputs), updates=tuple(updates))
-        return Stage(changed, writer.placements)
+        return replace(stage, block=changed, placements=writer.placements)
 
     @staticmethod
     def _updated(writer: _Writer, buffer: str, value: str) -> str:

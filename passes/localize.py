@@ -87,7 +87,7 @@ class Localize:
             parameters=tuple(replace(parameter, value=after[parameter.value.name]) for parameter in block.parameters),
             nodes=tuple(nodes),
         )
-        return Stage(changed, stage.placements, local=True)
+        return replace(stage, block=changed, local=True)
 
     def _node(self, node: Node, plan: NodePlan | None, after: dict[str, Value], stage: Stage, context: Context) -> Node:
         outputs = tuple(after[value.name] for value in node.outputs)
@@ -95,7 +95,7 @@ class Localize:
             return replace(node, outputs=outputs)
         operands = node.operands()
         try:
-            node = localize_args(node, [value.shape for value in outputs], context.data_ranks)
+            node = localize_args(node, [value.shape for value in outputs], context.data_ranks, context.micro_batches)
         except (ValueError, TypeError) as error:
             raise PlanError(f"{node.name} ({node.op}) cannot run on shards: {error}") from None
         if plan is not None and plan.function:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.graph import Block, Call, Value
+from autopar.ir.graph import Block, Call, Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Precision
 from autopar.ir.text import print_block
@@ -26,18 +26,33 @@ class Spec:
 class LoweredBlock:
     """A block of local sizes; `specs` are in the order of ``block.parameters``.
 
-    `recompute`: only the inputs are kept, the backward runs the forward once more.
+    `recompute`: only the inputs are kept, the backward runs the forward once more. Finer: `again` are the values that the
+    backward makes once more, `offload` those that are kept on the host.
     """
 
     block: Block
     specs: tuple[Spec, ...]
     zero: int
     recompute: bool = False
+    again: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
+
+    @property
+    def replays(self) -> bool:
+        """Whether something is not simply kept."""
+        return bool(self.again or self.offload)
+
+    def runs_again(self, node: Node) -> bool:
+        return any(value.name in self.again for value in node.outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """The program of one rank. `batch` is the batch of one data-parallel rank in the plan; `inputs` have local sizes."""
+    """The program of one rank. `batch` is the micro-batch of one data-parallel rank in the plan; `inputs` have local sizes.
+
+    `totals` are the calls that run for every micro-batch before the first; each of their results is reduced over all of them
+    (`total_ops`: sum, max or min) and then an input of the program, beside those of the batch.
+    """
 
     name: str
     mesh: Mesh
@@ -49,6 +64,10 @@ class Lowered:
     calls: tuple[Call, ...]
     loss: str
     fingerprint: str = ""
+    micro_batches: int = 1
+    zero_group: int = 0
+    totals: tuple[Call, ...] = ()
+    total_ops: tuple[str, ...] = ()
 
     def block(self, name: str) -> LoweredBlock:
         return next(each for each in self.blocks if each.block.name == name)

@@ -13,7 +13,7 @@ After (only where something lies between)::
     %g = aten.silu(%c)
     %x_full = ap.wait(%x_full_start)
 
-In the backward the wait starts the dual collective and the start waits for it.
+In the backward the wait starts the dual collective and the start waits for it. What runs again stays in one piece.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Overlap:
         starts: dict[int, list[Node]] = {}
         waits: dict[int, Node] = {}
         for index, node in enumerate(nodes):
-            if node.op != CONVERT or not move_of(node, stage, context).communicates:
+            if node.op != CONVERT or node.name in stage.again or not move_of(node, stage, context).communicates:
                 continue
             source = made[node.operands()[0]]
             if all(each.op in QUIET for each in nodes[source + 1 : index]):

@@ -18,6 +18,8 @@ from autopar.passes.localize import Localize, localize_value
 from autopar.passes.lowered import Lowered, LoweredBlock, Spec
 from autopar.passes.overlap import Overlap
 from autopar.passes.readable_names import ReadableNames
+from autopar.passes.replay import Replay
+from autopar.passes.split_totals import split_totals
 from autopar.passes.verify import verify
 
 Dump = Callable[[str, str], None]
@@ -28,6 +30,7 @@ def passes() -> tuple[Pass, ...]:
     """All rewrites in order."""
     return (
         InsertConversions(),
+        Replay(),
         Localize(),
         DeadCode(),
         CastParameters(),
@@ -40,28 +43,37 @@ def passes() -> tuple[Pass, ...]:
 def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None) -> Lowered:
     """The program of one rank. PlanError where the candidate does not fit the graph; `dump` gets the text of every stage."""
     data_ranks = candidate.mesh.size_of(DATA_AXIS)
-    if candidate.batch % data_ranks:
-        raise PlanError(f"a batch of {candidate.batch} does not divide over dp={data_ranks}")
+    parts = data_ranks * candidate.micro_batches
+    if candidate.batch % parts:
+        times = f" and {candidate.micro_batches} micro-batches" if candidate.micro_batches > 1 else ""
+        raise PlanError(f"a batch of {candidate.batch} does not divide over dp={data_ranks}{times}")
+    split = split_totals(graph, candidate)
+    graph, candidate = split.graph, split.candidate
     blocks = tuple(_lower_block(block, candidate, dump) for block in graph.blocks)
     placements = _input_placements(graph, candidate)
-    context = Context(candidate.mesh, candidate.blocks[0], candidate.precision, candidate.batch // data_ranks)
+    context = Context(candidate.mesh, candidate.blocks[0], candidate.precision, candidate.batch // parts)
     return Lowered(
         name=graph.name,
         mesh=candidate.mesh,
         precision=candidate.precision,
-        batch=candidate.batch // data_ranks,
+        batch=candidate.batch // parts,
         inputs=tuple(localize_value(value, placements[value.name], context) for value in graph.inputs),
         input_placements=tuple((value.name, _texts(placements[value.name], candidate)) for value in graph.inputs),
         blocks=blocks,
         calls=graph.calls,
         loss=graph.loss,
         fingerprint=graph.fingerprint,
+        micro_batches=candidate.micro_batches,
+        zero_group=candidate.zero_group,
+        totals=split.calls,
+        total_ops=split.ops,
     )
 
 
 def _lower_block(block: Block, candidate: Candidate, dump: Dump | None) -> LoweredBlock:
     mesh, plan = candidate.mesh, candidate.block(block.name)
-    context = Context(mesh, plan, candidate.precision, candidate.batch // mesh.size_of(DATA_AXIS))
+    batch = candidate.micro_batch // mesh.size_of(DATA_AXIS)
+    context = Context(mesh, plan, candidate.precision, batch, candidate.micro_batches)
     stage = Stage(block, captured_placements(block, plan))
     for number, each in enumerate(passes(), 1):
         try:
@@ -71,7 +83,7 @@ def _lower_block(block: Block, candidate: Candidate, dump: Dump | None) -> Lower
         verify(stage, context, each.name)
         if dump is not None:
             dump(f"{block.name}.{number:02d}.{each.name}", str(stage))
-    return LoweredBlock(stage.block, _specs(block, candidate), plan.zero, plan.recompute)
+    return LoweredBlock(stage.block, _specs(block, candidate), plan.zero, plan.recompute, stage.again, stage.offload)
 
 
 def captured_placements(block: Block, plan: BlockPlan) -> dict[str, Placements]:

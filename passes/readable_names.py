@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.graph import Block, Node, Value
 from autopar.passes.base import CONVERT, CONVERT_MANY, START, WAIT, Context, Stage, fresh, with_operands
 
-RESERVED = frozenset({"torch", "nn", "F", "C", "B", "self", "inf", "nan", *keyword.kwlist, *dir(builtins)})
+RESERVED = frozenset({"torch", "nn", "Tensor", "F", "C", "B", "self", "again", "inf", "nan", *keyword.kwlist, *dir(builtins)})
 CLEARER = {
     "slice": "part", "sum": "total", "pow": "power", "abs": "size", "max": "highest", "min": "lowest", "round": "rounded",
     "and": "both", "or": "either", "not": "negated",
@@ -85,7 +85,8 @@ class ReadableNames:
                     roots[value.name] = roots.get(source, source)
                 renamed[value.name] = fresh(self._name(node, index, renamed, roots), taken)
         placements = {renamed[name]: where for name, where in stage.placements.items() if name in renamed}
-        return replace(stage, block=self._renamed(block, renamed), placements=placements)
+        again, offload = (frozenset(renamed[name] for name in names & renamed.keys()) for names in (stage.again, stage.offload))
+        return replace(stage, block=self._renamed(block, renamed), placements=placements, again=again, offload=offload)
 
     @staticmethod
     def _name(node: Node, index: int, renamed: dict[str, str], roots: dict[str, str]) -> str:

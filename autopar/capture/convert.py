@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -42,6 +43,7 @@ class _Converter:
         self.spans: dict[str, Span] = {}
         self.current: fx.Node | None = None
         self.sources: dict[str, Source] = {}
+        self.copied: list[Source] = []
 
     def run(self) -> Flat:
         program = self.traced.program
@@ -83,7 +85,7 @@ class _Converter:
                 mutated.append((self.original(str(spec.target)), self.names[result]))
             else:
                 raise CaptureError(f"the model writes to {spec.target} in forward; only buffers may be updated there")
-        flat = Flat(tuple(inputs), tuple(sources), tuple(self.nodes), loss, tuple(mutated))
+        flat = Flat(tuple(inputs), (*sources, *self.copied), tuple(self.nodes), loss, tuple(mutated))
         for span in self.spans.values():
             span.check_outside(flat)
         return flat
@@ -194,7 +196,7 @@ class _Converter:
         """The border of a traced layer, which vanishes; or a layer equal to it, which becomes a copy of its nodes."""
         tensors: Any = node.args[0]
         operands = tuple(self.names[item] for item in tensors)
-        kind, path = str(node.args[-1]).split(" ")
+        kind, path, *feeding = str(node.args[-1]).split(" ")
         if kind == "enter":
             self.spans[path] = Span(path, operands, len(self.nodes))
         elif kind == "leave":
@@ -202,11 +204,22 @@ class _Converter:
             span.outputs, span.nodes = operands, tuple(self.nodes[span.start :])
             span.check_inside(self.sources)
         else:
-            copies, outputs = self.spans[kind].copy(path, operands, self.values, self.sources)
-            self.nodes += copies
-            self.values.update((value.name, value) for copied in copies for value in copied.outputs)
-            return outputs
+            return self.copies(kind, path.split(","), operands, feeding)
         return operands
+
+    def copies(self, kind: str, paths: Sequence[str], operands: tuple[str, ...], feeding: Sequence[str]) -> tuple[str, ...]:
+        """Layers in a row (see `chain`): each reads at some arguments what the one before gave, and the same at the others."""
+        fed = [tuple(map(int, pair.split("="))) for text in feeding for pair in text.split(",")]
+        outputs: tuple[str, ...] = ()
+        for number, path in enumerate(paths):
+            given = list(operands)
+            for argument, result in fed if number else ():
+                given[argument] = outputs[result]
+            copies, outputs, own = self.spans[kind].copy(path, tuple(given), self.values, self.sources)
+            self.nodes += copies
+            self.copied += own
+            self.values.update((value.name, value) for copied in copies for value in copied.outputs)
+        return outputs
 
 
 def module_of(node: fx.Node) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from autopar.capture.flat import Flat, rename
+from autopar.capture.flat import Flat, Source, rename
 from autopar.capture.trace import Traced
-from autopar.ir.graph import Block, Call, Graph, Node, Parameter
+from autopar.ir.graph import Block, Call, Graph, Node, Parameter, Value
 
 _NAMED_AFTER_MODULE = (
     "aten.linear",
@@ -45,9 +45,11 @@ def fold(model: nn.Module, flat: Flat, traced: Traced) -> Graph:
     for piece in reversed(pieces[1:]):
         later.append(later[-1] | {name for node in piece.nodes for name in node.operands()})
     later.reverse()
+    known = Names.of(flat)
+    given = set(graph_names.values())
     for index, piece in enumerate(pieces):
         shaped = shape_block(
-            piece, flat, later[index], glue_name(index, len(pieces)) if not piece.prefix else classes[piece.prefix]
+            piece, flat, known, later[index], glue_name(index, len(pieces)) if not piece.prefix else classes[piece.prefix]
         )
         key = shaped.fingerprint
         if key not in blocks:
@@ -56,9 +58,11 @@ def fold(model: nn.Module, flat: Flat, traced: Traced) -> Graph:
             blocks[key] = replace(shaped.block, name=f"{shaped.block.name}{taken + 1}" if taken else shaped.block.name)
         stem = re.sub(r"\W", "_", piece.prefix)
         for inner, outer in zip(blocks[key].outputs, shaped.outputs, strict=True):
-            graph_names[outer] = f"{stem}_{inner}" if stem else f"{blocks[key].name.lower()}_{inner}"
-            while list(graph_names.values()).count(graph_names[outer]) > 1:
-                graph_names[outer] += "_"
+            chosen = f"{stem}_{inner}" if stem else f"{blocks[key].name.lower()}_{inner}"
+            while chosen in given and graph_names.get(outer) != chosen:
+                chosen += "_"
+            given.add(chosen)
+            graph_names[outer] = chosen
         calls.append(
             Call(
                 blocks[key].name,
@@ -127,6 +131,25 @@ def cut(nodes: Sequence[Node], prefixes: frozenset[str]) -> list[Piece]:
 
 
 @dataclass(frozen=True, slots=True)
+class Names:
+    """What flat names mean, looked up once for all pieces."""
+
+    values: Mapping[str, Value]
+    sources: Mapping[str, Source]
+    inputs: frozenset[str]
+    buffers: Mapping[str, str]
+
+    @staticmethod
+    def of(flat: Flat) -> Names:
+        return Names(
+            flat.values(),
+            {source.value.name: source for source in flat.sources},
+            frozenset(value.name for value in flat.inputs),
+            {source.name: source.value.name for source in flat.sources if source.buffer},
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Shaped:
     """A block made from one piece, with the flat names of what it reads and gives."""
 
@@ -137,13 +160,10 @@ class Shaped:
     parameters: tuple[str, ...]
 
 
-def shape_block(piece: Piece, flat: Flat, used_later: set[str], name: str) -> Shaped:
+def shape_block(piece: Piece, flat: Flat, known: Names, used_later: set[str], name: str) -> Shaped:
     """Canonical names, relative module paths, parameters and inputs in the order of first use."""
-    values = flat.values()
-    sources = {source.value.name: source for source in flat.sources}
-    graph_inputs = {value.name for value in flat.inputs}
+    values, sources, graph_inputs, buffer_values = known.values, known.sources, known.inputs, known.buffers
     inside = {value.name for node in piece.nodes for value in node.outputs}
-    buffer_values = {source.name: source.value.name for source in flat.sources if source.buffer}
     updates = [(buffer_values[buffer], new) for buffer, new in flat.updates if new in inside]
     reads = [name for node in piece.nodes for name in node.operands()] + [buffer for buffer, _ in updates]
     outside = [name for name in dict.fromkeys(reads) if name not in inside]

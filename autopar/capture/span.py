@@ -41,23 +41,23 @@ class Span:
 
     def copy(
         self, path: str, inputs: tuple[str, ...], values: Mapping[str, Value], sources: Mapping[str, Source]
-    ) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-        """The layer at `path`: its nodes, and its results."""
+    ) -> tuple[tuple[Node, ...], tuple[str, ...], tuple[Source, ...]]:
+        """The layer at `path`: its nodes, its results, and its parameters (an opaque layer is traced without them)."""
         for mine, given in zip(self.inputs, inputs, strict=True):
             if replace(values[mine], name="") != replace(values[given], name=""):
                 raise CannotOutline(f"{path} is called with {values[given]}, not with {values[mine]}")
         names = dict(zip(self.inputs, inputs, strict=True))
+        copies: list[Node] = []
+        own: list[Source] = []
+        suffix = path.replace(".", "_")
         for name, source in sources.items():
             if name.startswith(f"{self.path}."):
-                other = sources.get(path + name[len(self.path) :])
-                if other is None:
-                    raise CannotOutline(f"{path} lacks {name}")
-                names[source.value.name] = other.value.name
-        copies: list[Node] = []
-        suffix = path.replace(".", "_")
+                value = replace(source.value, name=f"{source.value.name}_of_{suffix}")
+                own.append(replace(source, value=value, name=path + name[len(self.path) :]))
+                names[source.value.name] = value.name
         for node in self.nodes:
             outputs = tuple(replace(value, name=f"{value.name}_of_{suffix}") for value in node.outputs)
             module = path + node.module[len(self.path) :] if node.module.startswith(self.path) else node.module
             copies.append(replace(rename(node, names), outputs=outputs, module=module))
             names.update((old.name, new.name) for old, new in zip(node.outputs, outputs, strict=True))
-        return tuple(copies), tuple(names[name] for name in self.outputs)
+        return tuple(copies), tuple(names[name] for name in self.outputs), tuple(own)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 from torch.utils._pytree import tree_leaves
 
+from autopar.capture.chain import join_layers
 from autopar.capture.guards import refuse_custom_functions, refuse_hooks
 from autopar.capture.outline import outline
 from autopar.errors import CaptureError
@@ -177,6 +178,7 @@ def export_copy(clone: LossOnly, tensors: Mapping[str, Tensor], batch: int, symb
     shapes = ({name: {0: Dim.DYNAMIC} if batched[name] else None for name in example},) if symbolic else None
     program: ExportedProgram = export(clone, (example,), dynamic_shapes=shapes, strict=False)
     mark_no_grad(program)
+    join_layers(program)
     program = program.run_decompositions({})
     return program
 

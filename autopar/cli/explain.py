@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import msgspec
+
+from autopar.cli.baselines import baseline_table
 from autopar.cli.output import Output, percent, seconds, size
 from autopar.cost_models.evaluate import Evaluation, evaluate
 from autopar.cost_models.hardware import Cluster
+from autopar.explain.formulas import formulas_of
 from autopar.explain.ranking import Cost, block_costs, collectives, operations
 from autopar.explain.reasons import changes, parts_of_step, sentences
 from autopar.explain.what_if import asked, differences, parse_question
 from autopar.ir.planfile import Plan, load
+from autopar.solve.baselines import baselines
 from autopar.solve.options import SearchOptions
+from autopar.solve.report import as_baseline
 
 _SHOWN = 10
 _HEADER = ("what", "where", "source", "axis", "times", "a step", "share")
@@ -23,7 +29,9 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     plan = load(arguments.plan)
     cluster = Cluster.from_dict(plan.document.cluster.description)
     evaluation = evaluate(plan.graph, plan.candidate, cluster, plan.document.optimizer)
-    if arguments.what_if:
+    if arguments.formulas:
+        _formulas(plan, cluster, evaluation, output)
+    elif arguments.what_if:
         _what_if(plan, cluster, evaluation, arguments, output)
     else:
         _explain(plan, cluster, evaluation, output)
@@ -48,7 +56,7 @@ def _explain(plan: Plan, cluster: Cluster, evaluation: Evaluation, output: Outpu
         for c in tried
     ]
     output.table("One change, all else equal", ("change", "step", "difference", "peak memory", "fits"), rows)
-    others = _baselines(plan, step, output)
+    others = _baselines(plan, cluster, evaluation, output)
     output.document(
         {
             "reasons": said,
@@ -62,6 +70,22 @@ def _explain(plan: Plan, cluster: Cluster, evaluation: Evaluation, output: Outpu
             "baselines": others,
         }
     )
+
+
+def _formulas(plan: Plan, cluster: Cluster, evaluation: Evaluation, output: Output) -> None:
+    costs = block_costs(plan.graph, plan.candidate, cluster)
+    found = [
+        *operations(plan.graph, plan.candidate, costs)[:_SHOWN],
+        *collectives(plan.graph, plan.candidate, costs, evaluation)[:_SHOWN],
+    ]
+    each = [(cost, list(formulas_of(cost, costs))) for cost in found]
+    for cost, lines in each:
+        output.text(f"{cost.what} in {cost.where}: {seconds(cost.seconds)} a step, {cost.times} times")
+        output.text("".join(f"  {name}\n    " + text.replace("\n", "\n    ") + "\n" for name, _, text in lines))
+    keys = ("of", "seconds", "text")
+    said = [[dict(zip(keys, line, strict=True)) for line in lines] for _, lines in each]
+    step = evaluation.step_seconds
+    output.document([{**_json(cost, step), "formulas": texts} for (cost, _), texts in zip(each, said, strict=True)])
 
 
 def _row(cost: Cost, step: float) -> tuple[Any, ...]:
@@ -85,19 +109,18 @@ def _json(cost: Cost, step: float) -> dict[str, Any]:
     }
 
 
-def _baselines(plan: Plan, step: float, output: Output) -> dict[str, Any]:
-    rows, found = [], {}
-    for name, each in plan.document.baselines.items():
-        if each is not None and each.step_seconds is not None:
-            taken = _memory(each.peak_memory_bytes, each.fits)
-            rows.append((name.upper(), seconds(each.step_seconds), f"{each.step_seconds / step:.3g}", *taken))
-            found[name] = {"step_seconds": each.step_seconds, "peak_memory_bytes": each.peak_memory_bytes, "fits": each.fits}
-    output.table("What people do by hand", ("", "step", "times this plan", "peak memory", "fits"), rows)
-    return found
+def _baselines(plan: Plan, cluster: Cluster, evaluation: Evaluation, output: Output) -> dict[str, Any]:
+    """The recipes that people follow, priced now. What the plan's file says was priced when it was made."""
+    options = SearchOptions(
+        batch=plan.candidate.batch, precision=plan.candidate.precision, optimizer=plan.document.optimizer
+    )
+    found = {each.recipe.key: as_baseline(each) for each in baselines(plan.graph, cluster, options)}
+    baseline_table(found, evaluation.step_seconds, evaluation.peak_memory_bytes, output)
+    return {key: msgspec.to_builtins(each) for key, each in found.items()}
 
 
 def _what_if(plan: Plan, cluster: Cluster, before: Evaluation, arguments: argparse.Namespace, output: Output) -> None:
-    from autopar.api import parse_force
+    from autopar.planning import parse_force
 
     question = parse_question(arguments.what_if, parse_force)
     options = SearchOptions(

@@ -7,7 +7,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from autopar.cli.output import Output, size
+from autopar.cli.gradients import exchanges
+from autopar.cli.memory import memory
+from autopar.cli.output import Output, seconds, size
 from autopar.ir import dims
 from autopar.ir.planfile import Plan, load
 from autopar.rules.conversions import COLLECTIVES, changed_axis, conversion
@@ -16,7 +18,7 @@ from autopar.rules.conversions import COLLECTIVES, changed_axis, conversion
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Shows the summary, or the one view that was asked for."""
     plan = load(arguments.plan)
-    views = {"ops": _ops, "memory": _memory, "comm": _comm, "program": _program}
+    views = {"ops": _ops, "memory": memory, "comm": _comm, "program": _program}
     if arguments.view:
         views[arguments.view](plan, output)
         return 0
@@ -62,13 +64,6 @@ def _stored(plan: Plan, block: str) -> tuple[str, ...]:
     return next(info.parameters for info in plan.document.blocks if info.block == block)
 
 
-def _memory(plan: Plan, output: Output) -> None:
-    predicted = plan.document.predicted
-    rows = [(kind.removesuffix("_bytes").replace("_", " "), size(value)) for kind, value in predicted.memory.items()]
-    output.table("Memory per device at the peak", ("kind", "bytes"), [*rows, ("peak", size(predicted.peak_memory_bytes))])
-    output.document({"peak_memory_bytes": predicted.peak_memory_bytes, "memory": predicted.memory})
-
-
 def _comm(plan: Plan, output: Output) -> None:
     rows = list(collectives(plan))
     cells = [
@@ -90,7 +85,11 @@ def _comm(plan: Plan, output: Output) -> None:
         cells,
     )
     output.table("State on the data axis", ("block", "times", "kind", "bytes"), _state(plan))
-    output.document({"collectives": rows})
+    compared = exchanges(plan)
+    ways = [(each["way"], size(each["bytes"]), seconds(each["seconds"]), f"{each['times']:.3g}") for each in compared]
+    if ways:
+        output.table("Gradients in one piece, for comparison", ("way", "bytes", "seconds", "times"), ways)
+    output.document({"collectives": rows, "gradients": compared})
 
 
 def collectives(plan: Plan) -> Iterator[dict[str, Any]]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from autopar.cli.output import Output, size
+from autopar.cli.output import Output, seconds, size
+
+if TYPE_CHECKING:
+    from autopar.cost_models.hardware import Cluster
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
@@ -26,16 +30,37 @@ def _clusters(output: Output) -> int:
 
     clusters = {name: Cluster.parse(name) for name in presets()}
     rows = [
-        (f"{name}:{'processes' if name == 'local' else 'nodes'}", c.size, c.device.name, size(c.device.memory_bytes), _links(c))
-        for name, c in clusters.items()
+        (
+            f"{name}:{'processes' if name == 'local' else 'nodes'}",
+            one.size,
+            one.device.name,
+            f"{max(map(one.device.peak_flops_per_second, ('bfloat16', 'float16'))) / 1e12:.4g}",
+            size(one.device.memory_bytes),
+            f"{one.device.bandwidth_bytes_per_second / 1e9:.4g}",
+        )
+        for name, one in clusters.items()
     ]
-    output.table("Clusters", ("name", "devices each", "device", "memory", "links, GB/s per device"), rows)
+    header = ("name", "devices each", "device", "16-bit TFLOP/s", "memory", "GB/s")
+    output.table("Clusters: join several with +, as in dgx-h100:2+dgx-a100:2", header, rows)
+    levels = [(name if row == _levels(one)[0] else "", *row) for name, one in clusters.items() for row in _levels(one)]
+    output.table("Levels, per device and direction", ("cluster", "level", "joins", "GB/s", "latency", "small messages"), levels)
     output.document({"clusters": [{**cluster.to_dict(), "name": name} for name, cluster in clusters.items()]})
     return 0
 
 
-def _links(cluster: object) -> str:
-    from autopar.cost_models.hardware import Cluster
-
-    assert isinstance(cluster, Cluster)
-    return ", ".join(f"{link.name} {link.bandwidth_bytes_per_second / 1e9:.4g}" for link in cluster.links)
+def _levels(cluster: Cluster) -> list[tuple[str, str, str, str, str]]:
+    """Level, what it joins, its rate and latency, and both of its protocol for small messages: links, then host and NVMe."""
+    out = []
+    for index, link in enumerate(cluster.links):
+        joins = (
+            f"{link.devices} ({link.kind})" if index < len(cluster.links) - 1 or len(cluster.links) == 1 else f"all ({link.kind})"
+        )
+        small = f"{link.low_latency_bandwidth_bytes_per_second / 1e9:.4g} GB/s, {seconds(link.low_latency_seconds)}"
+        rate = f"{link.bandwidth_bytes_per_second / 1e9:.4g}"
+        none = not link.low_latency_bandwidth_bytes_per_second
+        out.append((link.name, joins, rate, seconds(link.latency_seconds), "-" if none else small))
+    for store in (cluster.host, cluster.nvme):
+        if store is not None:
+            rates = f"{store.read_bytes_per_second / 1e9:.4g} in, {store.write_bytes_per_second / 1e9:.4g} out"
+            out.append((store.name, f"{size(store.capacity_bytes)} for a device", rates, seconds(store.latency_seconds), "-"))
+    return out

@@ -41,8 +41,11 @@ def _planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
     parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, for models that take tokens")
     parser.add_argument("--dtype", default=None, help="float32 (default), bf16 (bf16 compute over float32 masters) or float64")
-    parser.add_argument("--force", default="", metavar="tp=4,zero=3", help="fix degrees: dp, tp, tp2, zero")
+    degrees = "fix degrees: dp, tp, tp2, zero, zero_group (0: all data ranks), micro (examples of a micro-batch per data rank);"
+    whole = "or all of tp, pp, zero, micro_batches, recompute, zero_group, sequence_parallel, and nothing is searched"
+    parser.add_argument("--force", default="", metavar="tp=4,zero=3", help=f"{degrees} {whole}")
     parser.add_argument("--strict", action="store_true", help="an operation without a sharding rule is an error")
+    parser.add_argument("--no-cache", action="store_true", help="search afresh, and keep nothing in ~/.cache/autopar/plans")
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="of the search (default 60)")
 
 
@@ -78,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("plan", metavar="plan.json")
     changed = "plan again with degrees forced, or with nodes=16, memory=160 (GiB) or batch=64, and show the difference"
     explain.add_argument("--what-if", metavar="tp=8", help=changed)
+    explain.add_argument("--formulas", action="store_true", help="the formulas of what costs most, with their numbers")
     explain.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="of the new search (default 60)")
 
     verify = add("verify", "verify", "run the plan on local processes beside one process, and compare loss, gradients and a step")
@@ -85,9 +89,20 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("--cluster", default="local:4", metavar="local:N", help="processes on this machine (default local:4)")
     verify.add_argument("--plan", metavar="plan.json", help="verify this plan instead of searching for one")
 
+    dryrun = add("dryrun", "dryrun", "run one rank of the plan on fake tensors: peak memory and collectives, without the cluster")
+    dryrun.add_argument("plan", metavar="plan.json")
+    dryrun.add_argument("--rank", type=int, default=0, metavar="R", help="which rank of the cluster (default 0)")
+
+    validate = add("validate", "validate", "price published training runs with the cost models, and sum up the errors")
+    validate.add_argument("file", metavar="FILE.csv", nargs="?", help="a table of measurements (default: the bundled one)")
+
     export = add("export", "export", "write the program as a folder that needs nothing but torch")
     export.add_argument("plan", metavar="plan.json")
     export.add_argument("folder", metavar="DIR")
+
+    calibrate = add("calibrate", "calibrate", "measure this machine's devices and links, in under a minute")
+    calibrate.add_argument("-o", "--output", required=True, metavar="cluster.yaml", help="where to write the cluster")
+    calibrate.add_argument("--processes", type=positive, metavar="N", help="ranks at once (default: the GPUs, else up to 4)")
 
     add("models", "listing", "bundled models")
     add("clusters", "listing", "bundled clusters")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
+from autopar.cli.baselines import baseline_table
 from autopar.cli.output import Output, percent, seconds, size
 from autopar.errors import PlanError
 from autopar.ir.describe import words
+from autopar.ir.document import MeshResult
 from autopar.ir.planfile import Plan
 
 
@@ -30,11 +34,11 @@ def make(
     arguments: argparse.Namespace, output: Output, device: str = "meta"
 ) -> tuple[Plan, Any, dict[str, Any] | tuple[Any, ...]]:
     """(plan, model, example inputs) for the planning arguments of a command."""
-    from autopar.api import make_plan, parse_force
     from autopar.capture.models import load_model
     from autopar.cost_models.hardware import Cluster
+    from autopar.planning import check_force, make_plan, plan_folder
 
-    force = parse_force(arguments.force)
+    check_force(arguments.force)
     cluster = Cluster.parse(arguments.cluster, cache=Path.home() / ".cache" / "autopar")
     output.progress(f"capturing {arguments.model}")
     loaded = load_model(arguments.model, arguments.batch, arguments.seq, device=device)
@@ -44,7 +48,7 @@ def make(
         loaded.example_inputs,
         batch=arguments.batch,
         precision=arguments.dtype or "float32",
-        force=force,
+        force=arguments.force,
         optimizer=getattr(arguments, "optimizer", "adamw"),
         strict=arguments.strict,
         time_limit_seconds=arguments.time_limit,
@@ -52,6 +56,7 @@ def make(
         name=loaded.name,
         seq=arguments.seq or _sequence(loaded.example_inputs),
         progress=output.progress,
+        cache=None if arguments.no_cache else plan_folder(),
     )
     return plan, loaded.model, loaded.example_inputs
 
@@ -75,6 +80,7 @@ def summary(plan: Plan, output: Output) -> None:
     rows = [
         ("model", f"{document.model.name}, {document.model.params / 1e6:.4g} M parameters"),
         ("cluster", f"{document.cluster.name}, {document.cluster.devices} devices"),
+        *([("", str(note))] if (note := document.cluster.description.get("note")) else []),
         ("plan", words(plan.graph, plan.candidate)),
         ("batch", f"{document.batch.global_} global, {document.batch.micro} per data rank" + _seq(document.batch.seq)),
         ("precision", f"{document.precision.compute} compute, {document.precision.master} parameters, {document.optimizer}"),
@@ -87,17 +93,24 @@ def summary(plan: Plan, output: Output) -> None:
     if document.replicated_ops:
         rows.append(("no rule for", ", ".join(document.replicated_ops)))
     output.table(str(plan), ("", "chosen"), rows)
-    chosen = predicted.step_seconds
-    compared = [("this plan", seconds(chosen), size(predicted.peak_memory_bytes), "yes", "1")]
-    for name, baseline in document.baselines.items():
-        if baseline is not None:
-            ratio = f"{baseline.step_seconds / chosen:.3g}" if baseline.step_seconds and chosen else "-"
-            fits = "yes" if baseline.fits else "no"
-            compared.append((name.upper(), seconds(baseline.step_seconds), size(baseline.peak_memory_bytes), fits, ratio))
-    output.table("Beside plain data parallelism", ("", "step", "peak memory", "fits", "times this plan"), compared)
+    baseline_table(document.baselines, predicted.step_seconds, predicted.peak_memory_bytes, output)
     if document.search.meshes:
-        meshes = [(m.mesh, m.status, seconds(m.step_seconds), size(m.peak_memory_bytes)) for m in document.search.meshes]
-        output.table("Meshes", ("mesh", "status", "step", "peak memory"), meshes)
+        output.table("Candidates", ("mesh", "status", "at least", "step", "peak memory"), _candidates(document.search.meshes))
+
+
+def _candidates(every: Sequence[MeshResult]) -> list[tuple[str, ...]]:
+    """What was solved, and the least bounds of the rest."""
+    solved = [each for each in every if each.step_seconds is not None]
+    rest = sorted((each for each in every if each.step_seconds is None), key=lambda each: each.bound_seconds or inf)
+    rows: list[tuple[str, ...]] = [
+        (m.mesh, m.status, seconds(m.bound_seconds), seconds(m.step_seconds), size(m.peak_memory_bytes))
+        for m in (*solved, *rest[: max(3, _ROWS - len(solved))])
+    ]
+    more = len(every) - len(rows)
+    return [*rows, (f"{more} more", "", "", "", "")] if more else rows
+
+
+_ROWS = 12
 
 
 def _seq(seq: int | None) -> str:

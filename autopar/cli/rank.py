@@ -13,7 +13,7 @@ import torch.distributed as dist
 def work(rank: int, size: int, folder: str) -> None:
     """Reads `folder`/job.pt, runs one step, and on rank 0 writes `folder`/result.pt."""
     from autopar.program.build import load
-    from autopar.runtime.mesh import MeshHandle
+    from autopar.runtime.mesh import MeshHandle, finish
     from autopar.runtime.parallel import Parallel
 
     torch.set_num_threads(1)
@@ -28,9 +28,10 @@ def work(rank: int, size: int, folder: str) -> None:
         result = step(parallel, job["batch"], job["learning_rate"])
         if rank == 0:
             torch.save(result, Path(folder) / "result.pt")
-        dist.barrier()
-    finally:
+    except BaseException:
         dist.destroy_process_group()
+        raise
+    finish()
 
 
 def step(model: torch.nn.Module, batch: dict[str, torch.Tensor], learning_rate: float) -> dict[str, Any]:

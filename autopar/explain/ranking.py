@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isclose
 
 from autopar.cost_models.block import BlockCosts
+from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.evaluate import Evaluation
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.hardware import AxisLink, Cluster, links_of_axis
+from autopar.cost_models.pipeline import part_of
 from autopar.ir.graph import Block, Graph
 from autopar.ir.mesh import DATA_AXIS
-from autopar.ir.plan import Arc, BlockPlan, Candidate
+from autopar.ir.plan import Arc, BlockPlan, Candidate, NodePlan
 from autopar.rules.conversions import COLLECTIVES
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """One operation or collective of a distinct block. `seconds` of one step: forward, backward and what is run again, of all
-    `times` calls (layers x micro-batches). `axis` and `full_bytes` (the unsharded tensor) are set for collectives."""
+    `times` calls (layers x micro-batches). `axis` and `full_bytes` (the unsharded tensor) are set for collectives, and `parts`:
+    the collectives of one call as (kind, full bytes, link). `plan` is an operation's, of `block`."""
 
     what: str
     where: str
@@ -27,6 +31,9 @@ class Cost:
     seconds: float
     axis: str = ""
     full_bytes: float = 0.0
+    parts: tuple[tuple[str, float, AxisLink], ...] = ()
+    block: str = ""
+    plan: NodePlan | None = None
 
 
 def module_path(graph: Graph, block: str, module: str = "") -> str:
@@ -42,7 +49,10 @@ def module_path(graph: Graph, block: str, module: str = "") -> str:
 
 def block_costs(graph: Graph, candidate: Candidate, cluster: Cluster) -> dict[str, BlockCosts]:
     """Price tables of every block of the plan, on the devices of one pipeline stage."""
-    return {block.name: BlockCosts(block, candidate.mesh, candidate.micro_batch, cluster) for block in graph.blocks}
+    part = part_of(cluster, candidate.pipeline.stages)
+    return {
+        block.name: BlockCosts(block, candidate.mesh, candidate.micro_batch, part, candidate.zero_group) for block in graph.blocks
+    }
 
 
 def operations(graph: Graph, candidate: Candidate, costs: dict[str, BlockCosts]) -> list[Cost]:
@@ -57,13 +67,14 @@ def operations(graph: Graph, candidate: Candidate, costs: dict[str, BlockCosts])
             again = cost.forward_seconds * (plan.recompute or each.node in plan.again)
             seconds = times * (cost.forward_seconds + cost.backward_seconds + again)
             what = f"{(each.function or node.op).split('.')[1]} {each.node}"
-            out.append(Cost(what, module_path(graph, block.name, node.module), node.source, times, seconds))
+            where = module_path(graph, block.name, node.module)
+            out.append(Cost(what, where, node.source, times, seconds, block=block.name, plan=each))
     return sorted(out, key=lambda cost: -cost.seconds)
 
 
 def collectives(graph: Graph, candidate: Candidate, costs: dict[str, BlockCosts], evaluation: Evaluation) -> list[Cost]:
     """Every collective, the costliest first, hidden or not: conversions, named functions, and the state on the data axis."""
-    out = list(_state(graph, candidate, evaluation))
+    out = list(_state(graph, candidate, evaluation, costs))
     for block in graph.blocks:
         plan = candidate.block(block.name)
         times = graph.count(block.name) * candidate.micro_batches
@@ -80,6 +91,8 @@ def _conversions(graph: Graph, block: Block, plan: BlockPlan, costs: BlockCosts,
         again = cost.forward_comm_seconds * (plan.recompute or arc in plan.again_arcs)
         kinds = " / ".join(kind.replace("_", "-") for kind in (cost.forward_kind, cost.backward_kind) if kind in COLLECTIVES)
         made = makers.get(arc.value)
+        link = links_of_axis(costs.cluster, costs.mesh, cost.axis)
+        sent = [(kind, cost.full_bytes, link) for kind in (cost.forward_kind, cost.backward_kind) if kind in COLLECTIVES and kind]
         where = module_path(graph, block.name, made.module if made else paths.get(arc.value, ""))
         yield Cost(
             f"{kinds} of {arc.value}, {_change(arc, cost.axis)}",
@@ -89,6 +102,7 @@ def _conversions(graph: Graph, block: Block, plan: BlockPlan, costs: BlockCosts,
             times * (cost.forward_comm_seconds + cost.backward_comm_seconds + again),
             costs.mesh.names[cost.axis],
             cost.full_bytes,
+            tuple(sent),
         )
 
 
@@ -110,15 +124,26 @@ def _inside(graph: Graph, candidate: Candidate, block: Block, plan: BlockPlan, c
             )
 
 
-def _state(graph: Graph, candidate: Candidate, evaluation: Evaluation) -> Iterator[Cost]:
+def _state(graph: Graph, candidate: Candidate, evaluation: Evaluation, costs: dict[str, BlockCosts]) -> Iterator[Cost]:
     """Gathers of weights and reductions of gradients. `BlockTime` has them per call; only ZeRO-3 gathers for each micro-batch,
     and ZeRO-0 and 1 reduce once a step."""
     names = Counter(call.block for call in graph.calls)
-    parts = candidate.micro_batches
+    many = candidate.micro_batches
     for time in evaluation.blocks:
         calls = names[time.block]
-        gathers, reductions = calls * (parts if time.zero == 3 else 1), calls * (parts if time.zero >= 2 else 1)
-        where = module_path(graph, time.block)
-        reduction = "reduce-scatter of gradients" if time.zero else "all-reduce of gradients"
-        yield Cost(f"all-gather of weights, ZeRO-{time.zero}", where, "", gathers, gathers * time.gather_seconds, DATA_AXIS)
-        yield Cost(f"{reduction}, ZeRO-{time.zero}", where, "", reductions, reductions * time.reduce_seconds, DATA_AXIS)
+        gathers, reductions = calls * (many if time.zero == 3 else 1), calls * (many if time.zero >= 2 else 1)
+        named = any(call.prefix for call in graph.calls if call.block == time.block)
+        where = module_path(graph, time.block) if named else time.block
+        data, across = costs[time.block].state_links
+        twice = 2 if time.zero == 3 else 1
+        sent = [("reduce_scatter" if time.zero else "all_reduce", time.reduce_bytes, data)]
+        if across is not None:
+            sent.append(("all_reduce", time.reduce_bytes / (data.size if time.zero else 1), across))
+        for what, count, seconds, parts in (
+            ("all-gather of weights", gathers, time.gather_seconds, [("all_gather", time.gather_bytes, data)] * twice),
+            (f"{sent[0][0].replace('_', '-')} of gradients", reductions, time.reduce_seconds, sent),
+        ):
+            known = tuple(parts) if isclose(sum(collective_seconds(*part) for part in parts), seconds, rel_tol=1e-9) else ()
+            yield Cost(
+                f"{what}, ZeRO-{time.zero}", where, "", count, count * seconds, DATA_AXIS, parts[0][1], known, time.block
+            )

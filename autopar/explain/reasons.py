@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models.evaluate import Evaluation, evaluate
 from autopar.cost_models.hardware import Cluster, links_of_axis
+from autopar.cost_models.pipeline import part_of
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import Candidate
@@ -14,6 +15,7 @@ from autopar.ir.plan import Candidate
 _TIGHT = 0.9
 """From this share of the device's memory on, memory is said to bind."""
 
+_WORTH_A_WORD = 0.005
 _GIB = 2.0**30
 
 
@@ -43,7 +45,8 @@ def parts_of_step(evaluation: Evaluation) -> list[tuple[str, float]]:
 def sentences(graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: Evaluation) -> Iterator[str]:
     """Why the plan is as it is: what the time goes into, which link carries most, and whether memory binds."""
     parts = parts_of_step(evaluation)
-    said = ", ".join(f"{seconds / evaluation.step_seconds:.0%} {name}" for name, seconds in parts)
+    shares = [(name, seconds / evaluation.step_seconds) for name, seconds in parts]
+    said = ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= _WORTH_A_WORD)
     yield f"The step of {evaluation.step_seconds:.4g} s is {said}."
     yield _links(candidate, cluster, evaluation)
     used, capacity = evaluation.peak_memory_bytes, evaluation.memory_capacity_bytes
@@ -65,17 +68,12 @@ def _links(candidate: Candidate, cluster: Cluster, evaluation: Evaluation) -> st
         return "Nothing is communicated."
     name = max(axes, key=lambda axis: axes[axis])
     mesh = candidate.mesh
-    link = links_of_axis(_stage(cluster, candidate), mesh, mesh.index(name))
+    link = links_of_axis(part_of(cluster, candidate.pipeline.stages), mesh, mesh.index(name))
     over = " and ".join(sorted(link.names)) or "no link"
     return (
         f"Most communication is on {name} ({mesh.size_of(name)} ranks over {over}): {axes[name]:.4g} s a step, "
         f"of which the step waits for what does not hide behind computing."
     )
-
-
-def _stage(cluster: Cluster, candidate: Candidate) -> Cluster:
-    """The devices of one pipeline stage."""
-    return replace(cluster, size=candidate.mesh.size) if candidate.mesh.size != cluster.size else cluster
 
 
 def _saved(candidate: Candidate) -> str:

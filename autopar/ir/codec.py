@@ -100,7 +100,7 @@ def encode_graph(graph: Graph) -> GraphDoc:
         BlockDoc(
             name=block.name,
             inputs=tuple(encode_value(value) for value in block.inputs),
-            parameters=tuple(ParameterDoc(encode_value(p.value), p.path, p.trainable, p.buffer) for p in block.parameters),
+            parameters=tuple(ParameterDoc(encode_value(p.value), p.path, p.trainable, p.buffer, p.cut) for p in block.parameters),
             nodes=tuple(_encode_node(node) for node in block.nodes),
             outputs=block.outputs,
             updates=block.updates,
@@ -126,7 +126,7 @@ def decode_graph(doc: GraphDoc) -> Graph:
         Block(
             name=block.name,
             inputs=tuple(decode_value(value) for value in block.inputs),
-            parameters=tuple(Parameter(decode_value(p.value), p.path, p.trainable, p.buffer) for p in block.parameters),
+            parameters=tuple(Parameter(decode_value(p.value), p.path, p.trainable, p.buffer, p.cut) for p in block.parameters),
             nodes=tuple(_decode_node(node) for node in block.nodes),
             outputs=block.outputs,
             updates=block.updates,
@@ -219,7 +219,7 @@ def decode_mesh(info: MeshInfo) -> Mesh:
 def decode_candidate(document: PlanDocument) -> Candidate:
     """The candidate that the file describes."""
     batch, schedule = document.batch, document.schedule
-    pipeline = Pipeline() if schedule.stages == 1 else Pipeline(schedule.stages, schedule.virtual, schedule.name)
+    pipeline = Pipeline() if schedule.stages == 1 else Pipeline(schedule.stages, schedule.virtual, schedule.name, schedule.layers)
     return Candidate(
         decode_mesh(document.mesh),
         decode_blocks(document.blocks, document.ops),

@@ -54,7 +54,7 @@ def axis_words(graph: Graph, candidate: Candidate, axis: int) -> tuple[str, ...]
         nodes = {node.name: node for node in block.nodes}
         for each in plan.nodes:
             op, label = nodes[each.node].op, each.label[axis] if axis < len(each.label) else ""
-            if op in ("aten.linear", "ap.linear_kn") and label in _LINEAR:
+            if op in ("aten.linear", "ap.linear_float8", "ap.linear_kn") and label in _LINEAR:
                 linears.add(_LINEAR[label])
             if op.startswith("aten.scaled_dot_product_attention") and isinstance(each.results[0][axis], Shard):
                 found["attention heads"] = None

@@ -60,11 +60,12 @@ class BatchInfo(msgspec.Struct, frozen=True):
 
 
 class ScheduleInfo(msgspec.Struct, frozen=True):
-    """The pipeline; `name` is ``none`` for one stage."""
+    """The pipeline; `name` is ``none`` for one stage. `layers` of each chunk, where they are not dealt evenly."""
 
     name: str = "none"
     stages: int = 1
     virtual: int = 1
+    layers: tuple[int, ...] = ()
 
 
 class StageInfo(msgspec.Struct, frozen=True):
@@ -125,18 +126,26 @@ class Predicted(msgspec.Struct, frozen=True):
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """Plain DDP or FSDP on the same cluster, priced by the same evaluator."""
+    """What people write by hand (`title`, with `configuration`) on the same cluster, priced by the same evaluator. `short_bytes`
+    is what a device lacks, `needs` what the runtime cannot run yet, `problem` why it cannot be at all (then nothing is priced).
+    """
 
     step_seconds: float | None = None
     peak_memory_bytes: int | None = None
     fits: bool = True
+    title: str = ""
+    configuration: str = ""
+    short_bytes: int = 0
+    needs: str = ""
+    problem: str = ""
 
 
 class MeshResult(msgspec.Struct, frozen=True):
-    """What the search found on one mesh."""
+    """What the search found on one candidate of its grid. `bound_seconds` is below every plan of it (None: nothing fits)."""
 
     mesh: str
     status: str
+    bound_seconds: float | None = None
     step_seconds: float | None = None
     peak_memory_bytes: int | None = None
     seconds: float = 0.0
@@ -171,6 +180,7 @@ class ParameterDoc(msgspec.Struct, frozen=True, omit_defaults=True):
     path: str
     trainable: bool = True
     buffer: bool = False
+    cut: int = 1
 
 
 class BlockDoc(msgspec.Struct, frozen=True):

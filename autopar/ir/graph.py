@@ -85,12 +85,16 @@ def draws_masks(node: Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter or buffer that a block reads. `path` is relative to the block's module (``self_attn.q_proj.weight``)."""
+    """A parameter or buffer that a block reads. `path` is relative to the block's module (``self_attn.q_proj.weight``).
+
+    `cut`: expert weights, of which each of so many neighbouring data ranks holds a part of dimension 0 (expert parallelism).
+    """
 
     value: Value
     path: str
     trainable: bool = True
     buffer: bool = False
+    cut: int = 1
 
 
 @dataclass(frozen=True, slots=True)

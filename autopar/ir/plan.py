@@ -67,11 +67,13 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """`stages` in a row, each of `virtual` chunks of consecutive calls; `schedule` as the field names it."""
+    """`stages` in a row, each of `virtual` chunks of consecutive calls; `schedule` as the field names it. `layers` of each chunk
+    in the model's order, where they are not dealt evenly."""
 
     stages: int = 1
     virtual: int = 1
     schedule: str = "1f1b"
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

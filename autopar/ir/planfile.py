@@ -105,7 +105,9 @@ def make_plan(
 
 
 def _schedule(pipeline: Pipeline) -> ScheduleInfo:
-    return ScheduleInfo() if pipeline.stages == 1 else ScheduleInfo(pipeline.schedule, pipeline.stages, pipeline.virtual)
+    if pipeline.stages == 1:
+        return ScheduleInfo()
+    return ScheduleInfo(pipeline.schedule, pipeline.stages, pipeline.virtual, pipeline.layers)
 
 
 def encode(document: PlanDocument) -> str:

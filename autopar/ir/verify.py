@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from autopar.errors import PlanError
 from autopar.ir import dims
+from autopar.ir.batch_axis import totals_of
 from autopar.ir.graph import Block, Graph, Value
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Invariant, Placements, can_shard, format_placements
@@ -32,6 +33,8 @@ def verify_candidate(graph: Graph, candidate: Candidate, devices: int | None = N
     for block in graph.blocks:
         _verify_block(block, candidate.block(block.name), candidate)
     _verify_calls(graph, candidate)
+    if candidate.micro_batches > 1:
+        totals_of(graph, candidate)
 
 
 def _verify_mesh(candidate: Candidate, devices: int | None) -> None:

@@ -9,16 +9,17 @@ import sympy
 
 from autopar.ir import dims
 from autopar.ir.dims import Shape
-from autopar.ir.graph import Arg, Block, Node, Symbol
+from autopar.ir.graph import Arg, Block, Node, Symbol, draws_masks
 from autopar.ir.placement import parse_placement
 from autopar.passes.lowered import Lowered, LoweredBlock, Spec
 from autopar.program.names import attribute_of, class_names
-from autopar.program.operations import expression
+from autopar.program.operations import called_again, expression
 from autopar.rules.conversions import conversion
 
 INDENT = "    "
 COMMENT_COLUMN = 84
 LONG = 110
+AGAIN = f"{'with Again(self.mesh.host) as again:':<{COMMENT_COLUMN - 8}}  # the backward runs once more what runs by it"
 TUPLES = ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "ap.convert_many")
 WORDS = {
     "all_gather": "all-gather",
@@ -30,12 +31,14 @@ WORDS = {
 
 def class_lines(lowered: Lowered, block: LoweredBlock) -> list[str]:
     """The whole class."""
-    calls = [call for call in lowered.calls if call.block == block.block.name]
+    calls = [call for call in (*lowered.calls, *lowered.totals) if call.block == block.block.name]
     prefixes = [call.prefix or "the model's own" for call in calls]
     where = prefixes[0] if len(prefixes) == 1 else f"{prefixes[0]} .. {prefixes[-1]}, {len(prefixes)} times"
     name = class_names([block.block.name])[block.block.name]
     lines = [f"class {name}(Block):", f'{INDENT}"""{where}"""', "", f"{INDENT}zero = {block.zero}"]
     lines += [f"{INDENT}recompute = True"] * block.recompute
+    lines += [f"{INDENT}replays = True"] * block.replays
+    lines += [f"{INDENT}draws = True"] * (block.recompute and any(map(draws_masks, block.block.nodes)))
     lines += [f"{INDENT}batch_statistics = True"] * bool(block.block.updates)
     lines += _spec_lines(block.specs)
     return [*lines, "", *_Forward(lowered, block).lines()]
@@ -80,6 +83,10 @@ def batch_source(inputs: Iterable[tuple[str, Shape]]) -> str | None:
     return None
 
 
+def _offload(name: str) -> str:
+    return f"again.offload({name})  # waits on the host"
+
+
 @dataclass(frozen=True, slots=True)
 class _Forward:
     """Writes the forward of a block."""
@@ -94,12 +101,15 @@ class _Forward:
     def lines(self) -> list[str]:
         block = self.block
         arguments = "".join(f", {value.name}" for value in block.inputs)
-        body = [
-            *self._header(),
+        inside = [
             *self._body(),
             *self._updates(),
             f"return {', '.join(self._name(name) for name in block.outputs)}",
         ]
+        if self.lowered_block.replays:
+            inputs = [value.name for value in block.inputs if value.name in self.lowered_block.offload]
+            inside = [AGAIN, *(INDENT + line for line in [*map(_offload, inputs), *inside])]
+        body = [*self._header(), *inside]
         return [f"{INDENT}def forward(self{arguments}):", *(f"{INDENT * 2}{line}".rstrip() for line in body)]
 
     def _name(self, name: str) -> str:
@@ -132,15 +142,18 @@ class _Forward:
             if node.no_grad and not quiet:
                 yield "with torch.no_grad():"
             quiet = node.no_grad
-            yield from (
-                (INDENT if quiet else "") + line for line in self._statement(node, read, len(INDENT) * (3 if quiet else 2))
-            )
+            deep = 2 + quiet + self.lowered_block.replays
+            left = [_offload(value.name) for value in node.outputs if value.name in self.lowered_block.offload]
+            lines = [*self._statement(node, read, len(INDENT) * deep), *left]
+            yield from ((INDENT if quiet else "") + line for line in lines)
 
     def _statement(self, node: Node, read: set[str], indent: int) -> list[str]:
         """One line, or two where a call of the runtime is long."""
         targets = [value.name if value.name in read else "_" for value in node.outputs]
         alone = len(targets) == 1 and ".".join(node.op.split(".")[:2]) in TUPLES
-        code = f"{', '.join(targets)}{',' if alone else ''} = {expression(node, self._name)}"
+        again = self.lowered_block.runs_again(node)
+        written = called_again(node, self._name) if again else expression(node, self._name)
+        code = f"{', '.join(targets)}{',' if alone else ''} = {written}"
         comments = [shape_comment(node.outputs[0].shape)]
         told = self._collectives(node)
         comments += [told] if told else []

@@ -60,7 +60,7 @@ def _copy_runtime(target: Path) -> None:
 
 def global_inputs(lowered: Lowered) -> dict[str, tuple[int, ...]]:
     """The shapes of the planned global batch by input name."""
-    ranks = lowered.mesh.size_of(DATA_AXIS)
+    ranks = lowered.mesh.size_of(DATA_AXIS) * lowered.micro_batches
     out = {}
     for value, (name, texts) in zip(lowered.inputs, lowered.input_placements, strict=True):
         shape = list(dims.values(value.shape, lowered.batch))

@@ -16,6 +16,8 @@ OWN = frozenset(
         "original",
         "zero",
         "recompute",
+        "replays",
+        "draws",
         "batch_statistics",
         "specs",
         "training",
@@ -25,9 +27,13 @@ OWN = frozenset(
         "input_placements",
         "input_shapes",
         "precision",
+        "micro_batches",
+        "zero_group",
+        "totals",
+        "count",
     }
 )
-IMPORTED = frozenset({"Block", "Parameter", "Program", "Base", "C", "F", "nn", "torch"})
+IMPORTED = frozenset({"Again", "Block", "Parameter", "Program", "Base", "C", "F", "Tensor", "nn", "torch"})
 
 
 def attribute_of(path: str) -> str:

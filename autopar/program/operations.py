@@ -13,6 +13,10 @@ Names = Callable[[str], str]
 """From a value's name to the expression that reads it."""
 
 SLICE_END = 2**62
+CALL = re.compile(r"((?:F|C|torch(?:\.ops\.\w+)?)(?:\.\w+)+)\(((?:[^()]|\([^()]*\)|\(\([^()]*\)[^()]*\))*)\)")
+"""A call of a function of a module, whole: its name and its arguments."""
+METHOD = re.compile(r"([\w.]+)\.(\w+)\((.*)\)")
+"""A method of a tensor with a name: the tensor, the method and its arguments."""
 DIVISION = re.compile(r"(?<!/)/(?!/)")
 
 
@@ -67,6 +71,28 @@ def expression(node: Node, names: Names) -> str:
     writer = WRITERS.get(node.op) or WRITERS.get(".".join(node.op.split(".")[:2]))
     written = writer(call) if writer is not None else None
     return written if written is not None else by_name(call)
+
+
+def called_again(node: Node, names: Names) -> str:
+    """The right-hand side of a node that the backward runs once more: ``again(F.silu, gate)``, ``again(Tensor.view, x, 2, 3)``,
+    ``again(torch.add, x, y)``, ``again(lambda x: x[:, 1:], x)``.
+
+    All tensors are arguments: what a closure held would be kept.
+    """
+    written = expression(node, names)
+    operands = tuple(dict.fromkeys(node.operands()))
+    plain = CALL.fullmatch(written)
+    if plain is not None:
+        return f"again({plain[1]}{', ' if plain[2] else ''}{plain[2]})"
+    method = METHOD.fullmatch(written)
+    if method is not None and operands and method[1] == names(operands[0]):
+        return f"again(Tensor.{method[2]}, {method[1]}{', ' if method[3] else ''}{method[3]})"
+    infix = INFIXED.fullmatch(written)
+    if infix is not None and infix[1] == names(operands[0]):
+        return f"again(torch.{OPERATORS[infix[2]]}, {infix[1]}, {infix[3]})"
+    inner = expression(node, lambda name: name)
+    given = "".join(f", {names(name)}" for name in operands)
+    return f"again(lambda{' ' if operands else ''}{', '.join(operands)}: {inner}{given})"
 
 
 def by_name(call: Call) -> str:
@@ -239,6 +265,13 @@ INFIX = {
     "aten.eq": "==", "aten.ne": "!=", "aten.lt": "<", "aten.le": "<=", "aten.gt": ">", "aten.ge": ">=",
     "aten.bitwise_and": "&", "aten.bitwise_or": "|", "aten.bitwise_xor": "^", "aten.__and__": "&", "aten.__or__": "|",
 }  # fmt: skip
+
+OPERATORS = {symbol: name.removeprefix("aten.").strip("_") for name, symbol in INFIX.items()} | {
+    "/": "div", "&": "bitwise_and", "|": "bitwise_or", "^": "bitwise_xor",
+}  # fmt: skip
+SYMBOLS = "|".join(map(re.escape, sorted(OPERATORS, key=len, reverse=True)))
+INFIXED = re.compile(rf"([\w.]+) ({SYMBOLS}) ([\w.]+|-?[\d.]+(?:e-?\d+)?)")
+"""A tensor with a name and a symbol; the other operand is a tensor or a number."""
 
 WRITERS: dict[str, Writer] = {
     **{f"aten.{name}": _method() for name in METHODS.split()},

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from autopar.errors import UnsupportedOp
-from autopar.ir.dims import Dim, has_batch
+from autopar.ir.dims import Dim, Shape, has_batch
 from autopar.ir.graph import Block, DType, Node, Value
 from autopar.ir.placement import Invariant, Partial, Placement, Placements, Replicate, Shard, can_shard
 from autopar.ir.plan import NodePlan
@@ -116,7 +116,8 @@ def factor_strategy(fitted: Fitted, cut: Cut, operands: Sequence[Value], rule: R
                 return Shard(dim, above * parts)
         return otherwise
 
-    missing = [Partial() if summed and value.dtype in _WIDTH else Replicate() for value in operands]
+    addends = summed and (rule is None or rule.addends)
+    missing = [Partial() if addends and value.dtype in _WIDTH else Replicate() for value in operands]
     sides = zip(fitted.match.operands, missing, strict=True)
     result: Placement = Partial() if summed else Replicate()
     results = tuple(place(terms, result) for terms in fitted.match.results)
@@ -169,6 +170,14 @@ def combine(
     shapes = [values[name].shape for name in node.operands()]
     results = [value.shape for value in node.outputs]
     out: dict[tuple[object, ...], NodePlan] = {}
+    known: dict[tuple[object, ...], bool] = {}
+
+    def divides(shape: Shape, placements: Placements) -> bool:
+        key = shape, placements
+        if key not in known:
+            known[key] = can_shard(shape, placements, axis_sizes)
+        return known[key]
+
     for chosen in product(*per_axis):
         functions = [item.function for item in chosen if item.function]
         if len(functions) > 1:
@@ -176,7 +185,7 @@ def combine(
         operands: tuple[Placements, ...] = tuple(zip(*(item.operands for item in chosen), strict=True))
         produced: tuple[Placements, ...] = tuple(zip(*(item.results for item in chosen), strict=True))
         sides = (*zip(shapes, operands, strict=True), *zip(results, produced, strict=True))
-        if all(can_shard(shape, placements, axis_sizes) for shape, placements in sides):
+        if all(divides(shape, placements) for shape, placements in sides):
             function = functions[0] if functions else ""
             plan = NodePlan(node.name, operands, produced, tuple(item.label for item in chosen), function)
             out.setdefault((operands, produced, function), plan)

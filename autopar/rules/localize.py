@@ -16,15 +16,16 @@ _SIZES_AT = {
 }
 
 
-def localize_args(node: Node, result_shapes: Sequence[Shape], data_size: int = 1) -> Node:
+def localize_args(node: Node, result_shapes: Sequence[Shape], data_size: int = 1, parts: int = 1) -> Node:
     """The node as one rank runs it: sizes in arguments, and the outputs' shapes, become local.
 
     `result_shapes` are the local shapes of the outputs. `data_size` is what ``B`` shrinks by: with it, a local ``B`` is
-    the batch of one data-parallel rank, and numbers that stay global (a divisor ``B*S``) are written ``data_size*B*S``.
+    the batch of one data-parallel rank, and numbers that stay global (a divisor ``B*S``) are written ``data_size*B*S``; with
+    `parts` micro-batches a local ``B`` is that of one of them, and such a number ``data_size*parts*B*S``.
     """
     outputs = tuple(replace(value, shape=tuple(shape)) for value, shape in zip(node.outputs, result_shapes, strict=True))
-    args = tuple(_whole(arg, data_size) for arg in node.args)
-    kwargs = tuple((name, _whole(arg, data_size)) for name, arg in node.kwargs)
+    args = tuple(_whole(arg, data_size * parts) for arg in node.args)
+    kwargs = tuple((name, _whole(arg, data_size * parts)) for name, arg in node.kwargs)
     packet = node.op.split(".")[1]
     local: dict[tuple[int, str], Arg] = {}
     if packet in _SIZES_AT:

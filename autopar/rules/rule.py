@@ -62,6 +62,8 @@ class Rule:
     functions: tuple[NamedFunction, ...] = ()
     registered: bool = False
     """Whether a user gave it: then it must fit."""
+    addends: bool = True
+    """Whether floating operands without a summed factor are addends (a bias), else they are factors of every term."""
 
     def derived(self, node: Node, shapes: tuple[Shape, ...]) -> Derived | None:
         return Derived(self.line) if isinstance(self.line, str) else self.line(node, shapes)

@@ -15,13 +15,18 @@ PASS = "pass"
 class InnerCollective:
     """What a named function communicates on its axis. `shape` is the global shape of the tensor that is communicated.
 
-    `kind` is ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``; `backward` tells that it runs in the backward.
+    `kind` is ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``; `backward`: it runs in the backward.
+    `group` is how many neighbours on the axis do it among themselves (0: all). Where `tokens` move, other axes that cut the
+    tokens take part: neighbours are then ranks of these axes too. `copies` of a token that go to members on one node travel once.
     """
 
     kind: str
     shape: Shape
     dtype: str
     backward: bool = False
+    group: int = 0
+    tokens: bool = False
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True)

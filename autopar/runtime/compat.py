@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # -- functional collectives: torch.ops._c10d_functional, seen on 2.13.0. They return before the data has arrived; `wait` waits.
 # On gloo 2.13.0 all of them work, bfloat16 sums, int64, bool gathers, reduce_scatter and all_to_all included.
@@ -60,6 +61,19 @@ def in_backward() -> bool:
 def sole_holder(tensor: torch.Tensor) -> bool:
     """Whether no other tensor has this one's storage. Seen on 2.13.0: one count is the tensor's, one the look's own."""
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
+
+
+def storage_key(tensor: torch.Tensor) -> object:
+    """Equal for tensors of one storage, and for no others as long as the key lives. Seen on 2.13.0: a weak reference, which keeps
+    the address of a freed storage from being used again."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def forget_order(root: Any) -> None:
+    """Clears the order of forwards by which FSDP2 prefetches in the backward. It does so itself only after a last backward
+    (``set_is_last_backward``). Before the first forward there is none. Seen on 2.13.0."""
+    order: list[Any] = getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", [])
+    order.clear()
 
 
 def strided_shard(dim: int, parts: int) -> Any:

@@ -58,7 +58,8 @@ def embedding_sharded(ids: torch.Tensor, weight: torch.Tensor, axis: AxisHandle,
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
-    """Saves one tensor of the size of the local logits (their softmax) and the targets."""
+    """Saves one tensor of the size of the local logits (their softmax) and the targets. Makes no other forward (steps are in
+    place), and one backward: with a large vocabulary this is where a step's memory peaks."""
 
     @staticmethod
     def forward(
@@ -80,21 +81,21 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         index = index.masked_fill(~here, 0).unsqueeze(-1)
         at_target = shifted.gather(-1, index).squeeze(-1).masked_fill(~here, 0.0)
         total = shifted.sum(-1) if smoothing else torch.zeros_like(at_target)
-        exponentials = shifted.exp()
+        exponentials = shifted.exp_()
         sums = wait(all_reduce(torch.stack((exponentials.sum(-1), at_target, total)), "sum", group))
         log_normaliser = sums[0].log()
         losses = log_normaliser - (1 - smoothing) * sums[1] - smoothing / (local * size) * sums[2]
-        ctx.save_for_backward(exponentials / sums[0].unsqueeze(-1), index, here, valid)
+        ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), index, here, valid)
         ctx.smoothing, ctx.classes = smoothing, local * size
         return losses.masked_fill(~valid, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         softmax, index, here, valid = ctx.saved_tensors
-        hit = here.unsqueeze(-1).to(softmax.dtype) * (1 - ctx.smoothing)
-        result = (softmax - ctx.smoothing / ctx.classes) if ctx.smoothing else softmax.clone()
-        result = result.scatter_add(-1, index, -hit)
-        return None, None, None, None, None, result * (grad * valid.unsqueeze(-1)), None
+        scale = (grad * valid).unsqueeze(-1)
+        hit = scale * here.unsqueeze(-1) * (1 - ctx.smoothing)
+        result = (softmax - ctx.smoothing / ctx.classes).mul_(scale) if ctx.smoothing else softmax * scale
+        return None, None, None, None, None, result.scatter_add_(-1, index, -hit), None
 
 
 def cross_entropy_sharded(

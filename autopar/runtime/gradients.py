@@ -42,12 +42,14 @@ def forward_sharded(parameter: nn.Parameter, canonical: nn.Parameter) -> None:
 
 @dataclass(eq=False)
 class Bucket:
-    """Replicated parameters of one block and dtype: one all-reduce, begun as soon as the last gradient is there."""
+    """Replicated parameters of one block and dtype: one all-reduce, begun as soon as the last gradient is there. `reuse` keeps
+    its flat tensor on CPUs."""
 
     members: dict[nn.Parameter, nn.Parameter]
     ready: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     flat: torch.Tensor | None = None
     spare: torch.Tensor | None = None
+    reuse: bool = True
     work: dist.Work | None = None
 
     def begin(self, group: dist.ProcessGroup | None) -> None:
@@ -81,11 +83,17 @@ class Bucket:
             del piece
         flat = self.flat
         self.clear()
-        self.spare = flat if flat.device.type == "cpu" and len(self.members) > 1 else None
+        self.spare = flat if self.reuse and flat.device.type == "cpu" and len(self.members) > 1 else None
 
     def clear(self) -> None:
         """Forgets what a backward that failed left behind."""
         self.ready, self.flat, self.work = {}, None, None
+
+
+def _taken(parameter: nn.Parameter) -> torch.Tensor:
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None
+    return gradient
 
 
 class Buckets:
@@ -95,6 +103,8 @@ class Buckets:
         self.group = group
         self.begun: list[Bucket] = []
         self.queued = False
+        self.hold = False
+        """Gradients add up where they are: another micro-batch follows."""
         self.buckets: list[Bucket] = []
         for members in groups:
             for dtype in dict.fromkeys(parameter.dtype for parameter in members):
@@ -110,21 +120,26 @@ class Buckets:
 
     def _arrived(self, bucket: Bucket, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
-        gradient, parameter.grad = parameter.grad, None
         if self.group is None:
-            deliver(bucket.members[parameter], gradient)
+            deliver(bucket.members[parameter], _taken(parameter))
+            return
+        if self.hold:
             return
         if not self.queued:
             self.queued = True
             at_end_of_backward(self._finish)
-        bucket.ready[parameter] = gradient
+        bucket.ready[parameter] = _taken(parameter)
         if len(bucket.ready) == len(bucket.members):
             bucket.begin(self.group)
             self.begun.append(bucket)
 
     def _finish(self) -> None:
-        """Also reduces what is incomplete: parameters that this backward did not reach, on all ranks alike."""
+        """Also reduces what is incomplete: parameters that this backward did not reach, on all ranks alike, and those that only
+        an earlier micro-batch reached."""
         for bucket in self.buckets:
+            if bucket.flat is None:
+                left = [parameter for parameter in bucket.members if parameter.grad is not None]
+                bucket.ready |= {parameter: _taken(parameter) for parameter in left}
             if bucket.ready and bucket.flat is None:
                 bucket.begin(self.group)
                 self.begun.append(bucket)
@@ -136,4 +151,9 @@ class Buckets:
         """Before a forward: a backward that raised may have left half of its work."""
         for bucket in self.begun if self.queued else ():
             bucket.clear()
-        self.begun, self.queued = [], False
+        self.begun, self.queued, self.hold = [], False, False
+
+    def finish(self) -> None:
+        """After the last micro-batch, which may have reached no replicated parameter at all."""
+        if self.group is not None:
+            self._finish()

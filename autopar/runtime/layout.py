@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from .collectives import convert
 from .compat import strided_shard
 from .errors import StateProblem
-from .mesh import DATA_AXIS, MeshHandle
+from .mesh import COPY_AXIS, DATA_AXIS, SHARD_AXIS, MeshHandle
 from .moves import chunk
 
 
@@ -69,8 +69,8 @@ def data_part(piece: torch.Tensor, dim: int | None, mesh: MeshHandle) -> torch.T
     """What ZeRO leaves of a rank's piece: a chunk of dimension `dim`, the last ranks' shorter or empty."""
     if dim is None:
         return piece
-    extent = -(-piece.shape[dim] // mesh.dp.size)
-    start = min(mesh.dp.coordinate * extent, piece.shape[dim])
+    extent = -(-piece.shape[dim] // mesh.shard.size)
+    start = min(mesh.shard.coordinate * extent, piece.shape[dim])
     return piece.narrow(dim, start, min(extent, piece.shape[dim] - start))
 
 
@@ -82,21 +82,21 @@ def whole(
         if dim is not None:
             extent = local_shape(shape, placements, mesh)[dim]
             padded = list(local.shape)
-            padded[dim] = -(-extent // mesh.dp.size)
+            padded[dim] = -(-extent // mesh.shard.size)
             filled = local.new_zeros(padded)
             filled.narrow(dim, 0, local.shape[dim]).copy_(local)
-            local = convert(filled, mesh.dp, f"S({dim}) -> R").narrow(dim, 0, extent)
+            local = convert(filled, mesh.shard, f"S({dim}) -> R").narrow(dim, 0, extent)
         for cut in reversed(cuts(shape, placements, mesh)):
             local = convert(local, mesh.axis(cut.axis), f"S({cut.dim},{cut.parts}) -> R")
         return local.clone()
 
 
 def data_dim(shape: Sequence[int], placements: Mapping[str, str], mesh: MeshHandle) -> int | None:
-    """The dimension that ZeRO cuts over the data axis, None where no cut can be written as a DTensor.
+    """The dimension that ZeRO cuts over the ranks that share one copy, None where no cut can be written as a DTensor.
 
     The first dimension if it divides, else another that divides, else the first unevenly (FSDP2 and DTensor both pad it).
     """
-    size = mesh.dp.size
+    size = mesh.shard.size
     local = local_shape(shape, placements, mesh)
     model = cuts(shape, placements, mesh)
     by_dim = {dim: [cut for cut in model if cut.dim == dim] for dim in range(len(shape))}
@@ -112,19 +112,22 @@ def data_dim(shape: Sequence[int], placements: Mapping[str, str], mesh: MeshHand
 def dtensor_placements(
     shape: Sequence[int], placements: Mapping[str, str], mesh: MeshHandle, sharded_dim: int | None
 ) -> tuple[Any, ...]:
-    """One DTensor placement per mesh axis; `sharded_dim` is ZeRO's, cut last but written first, as the data axis is outermost."""
+    """One DTensor placement per axis of the state's mesh; `sharded_dim` is ZeRO's, cut last but written first, as the data axis
+    is outermost."""
     model = {cut.axis: cut for cut in cuts(shape, placements, mesh)}
     out: list[Any] = []
-    for name in mesh.axes:
+    for name in mesh.state_axes:
         cut = model.get(name)
-        if name == DATA_AXIS:
+        if name == COPY_AXIS:
+            out.append(Replicate())
+        elif name in (DATA_AXIS, SHARD_AXIS):
             out.append(Replicate() if sharded_dim is None else _data_placement(sharded_dim, tuple(model.values()), mesh))
         elif cut is None:
             out.append(Replicate())
         elif cut.parts == 1:
             out.append(Shard(cut.dim))
         else:
-            whole = mesh.dp.size if cut.dim == sharded_dim else 1
+            whole = mesh.shard.size if cut.dim == sharded_dim else 1
             out.append(strided_shard(cut.dim, cut.parts // whole) if cut.parts > whole else Shard(cut.dim))
     return tuple(out)
 

@@ -14,9 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .axis import AxisHandle
 from .compat import group_name
 from .errors import LaunchProblem
-from .rng import generator
+from .host import Host
+from .rng import stream
 
 DATA_AXIS = "dp"
+COPY_AXIS = "dp_copy"
+SHARD_AXIS = "dp_shard"
+"""The data axis in two, where only neighbours share one copy of the state: between the copies, and in one of them."""
 
 
 class MeshHandle:
@@ -28,20 +32,43 @@ class MeshHandle:
 
     def __init__(self, axes: Mapping[str, int], *, seed: int = 0) -> None:
         self.axes = dict(axes) if axes else {DATA_AXIS: 1}
-        self.reseed(seed)  # generators of an earlier mesh stand at other places on other ranks
+        self.reseed(seed)  # streams of an earlier mesh stand at other places on other ranks
         self.device = join(prod(self.axes.values()), self.axes)
+        self.host = Host(self.device)
         self.device_mesh: DeviceMesh = init_device_mesh(
             self.device.type, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes)
         )
-        self.handles = {name: self._handle(name) for name in self.axes}
+        self.handles = {name: _handle(name, size, self.device_mesh) for name, size in self.axes.items()}
         for name in (DATA_AXIS, "tp", "tp2", *self.axes):
             setattr(self, name, self.axis(name))
+        self.share_state(0)
 
-    def _handle(self, name: str) -> AxisHandle:
-        size = self.axes[name]
-        if size == 1:
-            return AxisHandle(name)
-        return AxisHandle(name, size, self.device_mesh.get_local_rank(name), group_name(self.device_mesh, name))
+    def share_state(self, neighbours: int) -> None:
+        """One copy of the state lies on so many neighbours of the data axis (0: on all of it), each copy on others (HSDP).
+
+        `state_axes` and `state_mesh` are what state is placed on, `shard` is the axis of one copy.
+        """
+        self.state_axes, self.state_mesh, self.shard = self.axes, self.device_mesh, self.dp
+        size = self.dp.size
+        if neighbours in (0, size):
+            return
+        if size % neighbours:
+            raise LaunchProblem(f"state on groups of {neighbours} does not divide dp={size}: plan again with a divisor, or 0")
+        halves = {COPY_AXIS: size // neighbours, SHARD_AXIS: neighbours}
+        self.state_axes = {}
+        for name, count in self.axes.items():
+            self.state_axes |= halves if name == DATA_AXIS else {name: count}
+        self.state_mesh = init_device_mesh(
+            self.device.type, tuple(self.state_axes.values()), mesh_dim_names=tuple(self.state_axes)
+        )
+        self.shard = _handle(SHARD_AXIS, neighbours, self.state_mesh)
+
+    @property
+    def sharding_mesh(self) -> DeviceMesh:
+        """What FSDP2 takes: the data axis, or copies and the shards of one."""
+        if self.state_mesh is self.device_mesh:
+            return self.device_mesh[DATA_AXIS]
+        return self.state_mesh[COPY_AXIS, SHARD_AXIS]
 
     def axis(self, name: str) -> AxisHandle:
         """The handle of an axis, of size 1 where the mesh has none of that name."""
@@ -53,13 +80,19 @@ class MeshHandle:
         return tuple(handle for name, handle in self.handles.items() if name != DATA_AXIS)
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The process group of an axis."""
-        return self.device_mesh.get_group(name)
+        """The process group of an axis, of the program or of its state."""
+        return (self.device_mesh if name in self.axes else self.state_mesh).get_group(name)
 
     def reseed(self, seed: int) -> None:
         """Starts all dropout masks afresh."""
         self.seed = seed
-        generator.cache_clear()
+        stream.cache_clear()
+
+
+def _handle(name: str, size: int, mesh: DeviceMesh) -> AxisHandle:
+    if size == 1:
+        return AxisHandle(name)
+    return AxisHandle(name, size, mesh.get_local_rank(name), group_name(mesh, name))
 
 
 def finish() -> None:

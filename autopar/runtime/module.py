@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from .layout import local_shape
 from .mesh import MeshHandle
+from .rng import Draws, Repeated
 
 OWN = frozenset(
-    ("mesh", "prefix", "original", "zero", "recompute", "batch_statistics", "specs", "training", "lent", "blocks")
-    + ("mesh_axes", "input_placements", "input_shapes", "precision")
+    ("mesh", "prefix", "original", "zero", "recompute", "replays", "draws", "batch_statistics", "specs", "training", "lent")
+    + ("blocks", "mesh_axes", "input_placements", "input_shapes", "precision", "micro_batches", "zero_group", "totals", "count")
 )
 """Attributes of the classes below."""
 
@@ -46,10 +47,18 @@ class Parameter:
         return f"{name}_" if name in OWN or hasattr(nn.Module, name) else name
 
 
+def _same_draws() -> tuple[Draws, Repeated]:
+    """What torch's checkpoint runs the forward and its repetition in."""
+    draws = Draws()
+    return draws, draws.repeated
+
+
 class Block(nn.Module):
     """A piece of the program with its local parameters, on meta until `state.materialize` fills them.
 
     `recompute`: the backward runs the forward once more, so that only the block's inputs are kept.
+    `replays`: it runs some operations once more, or keeps some tensors on the host (`again.Again`).
+    `draws`: its operations are random.
     `batch_statistics`: written for training (batch norm), and wrong in evaluation.
 
     `names` maps paths to original names where these are not prefix + path (tied parameters, the model's own glue).
@@ -57,6 +66,8 @@ class Block(nn.Module):
 
     zero: ClassVar[int] = 0
     recompute: ClassVar[bool] = False
+    replays: ClassVar[bool] = False
+    draws: ClassVar[bool] = False
     batch_statistics: ClassVar[bool] = False
     specs: ClassVar[tuple[Parameter, ...]] = ()
 
@@ -74,21 +85,34 @@ class Block(nn.Module):
             else:
                 self.register_parameter(spec.attribute, nn.Parameter(empty, requires_grad=spec.trainable))
         if self.recompute:
-            self.forward = partial(checkpoint, self.forward, use_reentrant=False, preserve_rng_state=False)
+            run = partial(checkpoint, self.forward, use_reentrant=False, preserve_rng_state=False)
+            self.forward = partial(run, context_fn=_same_draws) if self.draws else run
 
 
 class Program(nn.Module):
-    """The whole step of one rank: `forward` takes this rank's batch and returns the loss, equal on all ranks."""
+    """The whole step of one rank: `forward` takes this rank's batch and returns the loss, equal on all ranks.
+
+    State is cut over `zero_group` neighbours of the data axis, and equal between such groups (0: cut over all of it).
+    With several `micro_batches` it takes one of them, and beside it the `totals`: what `count` gives, reduced over all of them.
+    """
 
     mesh_axes: ClassVar[dict[str, int]] = {}
     input_placements: ClassVar[dict[str, dict[str, str]]] = {}
     input_shapes: ClassVar[dict[str, tuple[int | None, ...]]] = {}
     precision: ClassVar[tuple[str, str]] = ("float32", "float32")
+    micro_batches: ClassVar[int] = 1
+    zero_group: ClassVar[int] = 0
+    totals: ClassVar[dict[str, str]] = {}
 
     def __init__(self, mesh: MeshHandle) -> None:
         super().__init__()
         self.mesh = mesh
+        mesh.share_state(self.zero_group)
         self.lent: tuple[tuple[str, Block, str], ...] = ()
+
+    def count(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What of this micro-batch the loss needs of the whole batch."""
+        return {}
 
     def blocks(self) -> Iterator[Block]:
         """All blocks in the order in which they were made."""

@@ -140,15 +140,16 @@ def chunk(x: torch.Tensor, dim: int, parts: int, size: int, coordinate: int) -> 
 
 
 def local_move(move: Move, x: torch.Tensor, size: int, coordinate: int) -> torch.Tensor:
-    """A move that needs no communication."""
+    """A move that needs no communication. Only ``none`` gives a view."""
     if move.kind == "none":
         return x.view_as(x)
-    if move.kind == "slice":
-        return chunk(x, move.dim, move.parts, size, coordinate)
+    if move.kind == "slice":  # a copy: a view, kept for the backward, would keep the whole
+        piece = chunk(x, move.dim, move.parts, size, coordinate)
+        return piece if move.parts > 1 else piece.clone(memory_format=torch.contiguous_format)
     if move.kind == "scale":
         return x / size
-    if move.kind == "mask":
-        return x.view_as(x) if coordinate == 0 else torch.zeros_like(x)
+    if move.kind == "mask":  # new on every rank: what is a view of what must not differ between ranks (see `again`)
+        return x.clone() if coordinate == 0 else torch.zeros_like(x)
     assert move.kind == "pad", move.kind
     dim = move.dim % x.dim()
     whole = x.new_zeros((*x.shape[:dim], size, *x.shape[dim:]))

@@ -18,7 +18,7 @@ def _sharded_axes(gradient: DTensor) -> tuple[bool, ...]:
 
 
 def total_norm(gradients: Iterable[DTensor], mesh: MeshHandle, norm_type: float) -> torch.Tensor:
-    """The norm over all elements of all tensors, a scalar equal on all ranks; one small all-reduce per mesh axis."""
+    """The norm over all elements of all tensors, a scalar equal on all ranks; one small all-reduce per axis."""
     groups: dict[tuple[bool, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
         groups.setdefault(_sharded_axes(gradient), []).append(gradient.to_local())
@@ -30,9 +30,9 @@ def total_norm(gradients: Iterable[DTensor], mesh: MeshHandle, norm_type: float)
         norms = torch.stack(torch._foreach_norm([t if t.numel() else t.new_zeros(1) for t in locals_], norm_type))
         sums.append(norms.max() if top else norms.pow(norm_type).sum())
     values = torch.stack([value.to(torch.promote_types(torch.float32, value.dtype)) for value in sums])
-    for index, name in enumerate(mesh.axes):
+    for index, name in enumerate(mesh.state_axes):
         cut = torch.tensor([axes[index] for axes in groups], device=mesh.device)
-        if mesh.axes[name] > 1 and bool(cut.any()):
+        if mesh.state_axes[name] > 1 and bool(cut.any()):
             reduced = values.clone()
             dist.all_reduce(reduced, dist.ReduceOp.MAX if top else dist.ReduceOp.SUM, mesh.group(name))
             values = torch.where(cut, reduced, values)

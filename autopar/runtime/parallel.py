@@ -14,9 +14,11 @@ from torch.utils.data import DistributedSampler
 from .compat import in_backward, save_strided_pieces
 from .errors import BatchProblem, RuntimeProblem, StateProblem
 from .mesh import DATA_AXIS
+from .micro_batches import run
 from .module import Program
 from .norms import clip
 from .state import Source, State, materialize
+from .zero import release
 
 
 class LocalBatch(dict[str, torch.Tensor]):
@@ -52,8 +54,17 @@ class Parallel(nn.Module):
             node, leaf = self._node(name)
             node.register_buffer(leaf, buffer, persistent=self.state.specs[name].persistent)
         if compile:
-            for block in program.blocks():
-                block.forward = torch.compile(block.forward, backend="inductor" if compile is True else compile)
+            self._compile("inductor" if compile is True else compile)
+
+    def _compile(self, backend: str | Callable[..., Any]) -> None:
+        """Blocks that run operations again stay as they are: torch.compile decides itself what to keep. So do random ones that
+        run again whole: it would not repeat the draws."""
+        left = sorted({type(block).__name__ for block in self.program.blocks() if block.replays or block.draws})
+        if left:
+            warnings.warn(f"not compiled: {', '.join(left)}, whose plan says what is kept for the backward", stacklevel=3)
+        for block in self.program.blocks():
+            if not (block.replays or block.draws):
+                block.forward = torch.compile(block.forward, backend=backend)
 
     def _node(self, name: str) -> tuple[nn.Module, str]:
         """The container of a dotted name, made where missing, and the last part."""
@@ -80,7 +91,10 @@ class Parallel(nn.Module):
             inputs = {name: self._mine(name, tensor) for name, tensor in self._inputs(args, batch).items()}
         if not in_backward():
             self.state.buckets.reset()
-        loss: torch.Tensor = self.program(**inputs)
+        several = self.program.micro_batches > 1
+        loss: torch.Tensor = run(self.program, self.state, inputs) if several else self.program(**inputs)
+        if not torch.is_grad_enabled():
+            release(self.program)
         return loss
 
     def local_batch(self, **batch: torch.Tensor) -> LocalBatch:

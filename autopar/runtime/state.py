@@ -91,7 +91,7 @@ def _entries(program: Program) -> dict[str, Entry]:
             if spec.buffer:
                 continue
             name = block.original[spec.path]
-            dim = data_dim(spec.shape, spec.placements, program.mesh) if block.zero and program.mesh.dp.size > 1 else None
+            dim = data_dim(spec.shape, spec.placements, program.mesh) if block.zero and program.mesh.shard.size > 1 else None
             entry = out.setdefault(name, Entry(name, spec, dim, []))
             if (entry.spec.shape, dict(entry.spec.placements)) != (spec.shape, dict(spec.placements)):
                 raise StateProblem(f"{name} is stored in two ways by {entry.uses[0].prefix!r} and {block.prefix!r}: plan again")
@@ -175,7 +175,7 @@ def _canonical(entry: Entry, mesh: MeshHandle) -> nn.Parameter:
     placements = dtensor_placements(entry.spec.shape, entry.spec.placements, mesh, entry.dim)
     shape = torch.Size(entry.spec.shape)
     stride = torch.empty(shape, device="meta").stride()
-    whole = DTensor.from_local(local, mesh.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    whole = DTensor.from_local(local, mesh.state_mesh, placements, run_check=False, shape=shape, stride=stride)
     entry.canonical = nn.Parameter(whole, requires_grad=entry.spec.trainable)
     if entry.dim is not None:
         forward_sharded(entry.stored, entry.canonical)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from .compat import forget_order
 from .module import Block, Parameter, Program
 
 
@@ -58,12 +59,36 @@ def shard_block(block: Block, entries: Mapping[str, Sharded], precision: tuple[s
         params,
         dims,
         set(block.parameters()) - set(params.values()),
-        mesh=block.mesh.device_mesh["dp"],
+        mesh=block.mesh.sharding_mesh,
         reshard_after_forward=block.zero == 3,
         mp_policy=_policy(precision),
     )
     for attribute, name in attributes.items():
         entries[name].stored = sharded[attribute]
+
+
+def next_backward(program: Program, last: bool) -> None:
+    """What FSDP2 does in the backward of a micro-batch.
+
+    ZeRO-1 adds gradients up unsharded until the last one. ZeRO-1 and 2 keep their weights gathered until then, and so does the
+    first block of all: the next forward would gather it at once.
+    """
+    sharded = [module for module in program.modules() if isinstance(module, FSDPModule)]
+    first = next((module for module in sharded if isinstance(module, Block)), None)
+    for module in sharded:
+        stage = module.zero if isinstance(module, Block) else min(2, max((b.zero for _, b, _ in program.lent), default=2))
+        module.set_requires_gradient_sync(last or stage >= 2, recurse=False)
+        module.set_reshard_after_backward(last or (stage == 3 and module is not first), recurse=False)
+    if isinstance(program, FSDPModule):
+        program.set_is_last_backward(last)
+        forget_order(program)
+
+
+def release(program: Program) -> None:
+    """Drops all gathered weights. After a forward that no backward follows, an optimizer's step would pass them by."""
+    for module in program.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def hoist(program: Program, entries: Mapping[str, Sharded]) -> None:
@@ -90,13 +115,16 @@ def shard_root(program: Program, entries: Mapping[str, Sharded]) -> None:
         params,
         {attribute: entry.dim or 0 for attribute, entry in attributes.items()},
         set(program.parameters()) - set(params.values()) - inside,
-        mesh=program.mesh.device_mesh["dp"],
+        mesh=program.mesh.sharding_mesh,
         reshard_after_forward=False,
         mp_policy=_policy(program.precision),
     )
     for attribute, entry in attributes.items():
         entry.stored = sharded[attribute]
     program.register_forward_pre_hook(_lend)
+    last = [module for module in program.blocks() if isinstance(module, FSDPModule)][-1:]
+    for block in last:  # its backward follows its forward, and would gather at once again
+        block.set_reshard_after_forward(False, recurse=False)
 
 
 def _lend(program: nn.Module, _: Any) -> None:

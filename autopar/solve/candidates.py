@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import monotonic
 
 from autopar.cost_models.evaluate import Evaluation, evaluate
-from autopar.ir.graph import Graph, draws_masks
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.plan import Candidate
@@ -14,9 +14,11 @@ from autopar.solve import ilp
 from autopar.solve.decode import decode
 from autopar.solve.formulate import formulate
 from autopar.solve.formulation import Formulation
+from autopar.solve.grid import Point
 from autopar.solve.ilp import Outcome, Status
 from autopar.solve.memory import least_kept_bytes, limit
 from autopar.solve.problem import Problem
+from autopar.solve.trim import stay
 
 RATIO = 1.03
 """The evaluator may say at most this many times what the ILP said."""
@@ -27,8 +29,8 @@ _TRIES = 4
 
 @dataclass(slots=True)
 class MeshResult:
-    """What is known of one mesh (with its repeated blocks recomputed, or not). `bound_seconds` is below every plan on it;
-    `free_seconds` what is best there without the memory limit; `excess_bytes` what an infeasible one lacks at least."""
+    """What is known of one point of the grid. `bound_seconds` is below every plan on it, `excess_bytes` what an infeasible one
+    lacks at least."""
 
     mesh: Mesh
     status: Status = Status.TIMEOUT
@@ -41,22 +43,16 @@ class MeshResult:
     seconds: float = 0.0
     excess_bytes: float = 0.0
     warnings: list[str] = field(default_factory=list)
-    recompute: bool = False
-    free_seconds: float = 0.0
+    micro_batches: int = 1
+    zero_group: int = 0
 
     def __str__(self) -> str:
-        return f"{self.mesh}{', recompute' if self.recompute else ''}"
+        return str(Point(self.mesh, self.micro_batches, self.zero_group))
 
     @property
     def solved(self) -> bool:
         """Whether there is a plan that fits."""
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
-
-    @property
-    def pressed(self) -> bool:
-        """Whether the memory limit forbids the fastest plan, so that keeping less may be faster."""
-        slower = self.solved and self.objective_seconds > self.free_seconds * (1 + 1e-3)
-        return slower or self.status in (Status.INFEASIBLE, Status.TIMEOUT)
 
     @property
     def step_seconds(self) -> float | None:
@@ -77,38 +73,13 @@ class Attempt:
     relative_gap: float
     result: MeshResult
 
-    def cheap_bound(self) -> float:
-        """Seconds below every plan: each operation by its fastest strategy, nothing converted, nothing gathered."""
-        twice = self.problem.recompute
-        return sum(
-            self.graph.count(name) * min((1 + (name in twice)) * c.seconds.forward + c.seconds.backward for c in choices)
-            for name, table in self.problem.blocks.items()
-            for choices in table.choices.values()
-        )
-
-    def recomputed(self) -> Attempt | None:
-        """The same mesh with repeated blocks recomputed; None where none can be: random numbers and buffer writes happen once."""
-        names = {
-            name
-            for name, table in self.problem.blocks.items()
-            if self.graph.count(name) > 1 and not table.block.updates and not any(map(draws_masks, table.block.nodes))
-        }
-        if not names or self.problem.recompute:
-            return None
-        result = MeshResult(
-            self.result.mesh, bound_seconds=min(self.result.bound_seconds, self.result.free_seconds), recompute=True
-        )
-        problem = replace(self.problem, recompute=frozenset(names))
-        return Attempt(self.graph, problem, self.sharded_axes, self.relative_gap, result)
-
     def unlimited(self, time_limit_seconds: float) -> None:
         """Solves without the memory constraint: a bound, and the answer where that plan fits."""
         began = monotonic()
         made = formulate(self.problem, self.sharded_axes)
         self.result.variables, self.result.constraints = made.model.variables, made.model.constraints
-        outcome = ilp.solve(made.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap)
+        outcome = ilp.solve_large(made.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap)
         self.result.bound_seconds = max(0.0, self._seconds(made, outcome, outcome.bound))
-        self.result.free_seconds = self.result.bound_seconds
         if outcome.values:
             self._take(made, outcome)
         else:
@@ -116,15 +87,15 @@ class Attempt:
         self.result.seconds += monotonic() - began
 
     def limited(self, time_limit_seconds: float) -> None:
-        """Solves under the memory constraint, tighter again where the evaluator finds the solution too large."""
+        """Solves under the memory constraint: placements, state, what is kept, made again and moved to the host, jointly. Tighter
+        again where the evaluator finds the solution too large."""
         began = monotonic()
         margin = 0.0
         for attempt in range(_TRIES):
-            made = formulate(self.problem, self.sharded_axes)
-            limit(made, margin)
+            made = self._joint(margin)
             self.result.variables, self.result.constraints = made.model.variables, made.model.constraints
             left = time_limit_seconds - (monotonic() - began)
-            outcome = ilp.solve(made.model, time_limit_seconds=left, relative_gap=self.relative_gap)
+            outcome = ilp.solve_large(made.model, time_limit_seconds=left, relative_gap=self.relative_gap)
             if attempt == 0:
                 self.result.bound_seconds = max(self.result.bound_seconds, self._seconds(made, outcome, outcome.bound))
             if not outcome.values:
@@ -137,15 +108,32 @@ class Attempt:
             margin += 1.02 * (self.result.evaluation.peak_memory_bytes - self.problem.cluster.device.memory_bytes)
         self.result.seconds += monotonic() - began
 
+    def relaxed(self, time_limit_seconds: float) -> float:
+        """Seconds below every plan that fits: the linear relaxation of `limited`. Infinite where nothing fits."""
+        began = monotonic()
+        made = self._joint(0.0)
+        outcome = ilp.solve(made.model, relaxed=True, time_limit_seconds=time_limit_seconds)
+        self.result.seconds += monotonic() - began
+        if outcome.status is Status.INFEASIBLE:
+            return float("inf")
+        bound = self._seconds(made, outcome, outcome.bound) if outcome.status is Status.OPTIMAL else 0.0
+        self.result.bound_seconds = max(self.result.bound_seconds, bound)
+        return self.result.bound_seconds
+
+    def _joint(self, margin_bytes: float) -> Formulation:
+        made = formulate(self.problem, self.sharded_axes, replay=True)
+        limit(made, margin_bytes)
+        return made
+
     def missing_bytes(self, time_limit_seconds: float) -> float:
-        """At least so many bytes each device lacks (linear relaxation); 0 where it may fit."""
+        """At least so many bytes each device lacks (linear relaxation), whatever is recomputed; 0 where it may fit."""
         began = monotonic()
         device = self.problem.cluster.device
-        obvious = least_kept_bytes(self.problem) + device.base_bytes - device.memory_bytes
+        obvious = least_kept_bytes(self.problem) - device.room_bytes
         if obvious > 0:
             self.result.seconds += monotonic() - began
             return obvious
-        made = formulate(self.problem)
+        made = formulate(self.problem, replay=True)
         limit(made, minimise_excess=True)
         outcome = ilp.solve(made.model, relaxed=True, time_limit_seconds=time_limit_seconds)
         self.result.seconds += monotonic() - began
@@ -168,14 +156,20 @@ class Attempt:
         """Decodes and prices a solution; it counts as solved only if the evaluator says that it fits."""
         result = self.result
         result.candidate = decode(made, outcome.values)
-        result.evaluation = evaluate(
-            self.graph, result.candidate, self.problem.cluster, self.problem.optimizer, self.problem.batch_costs
-        )
-        result.objective_seconds = self._seconds(made, outcome, outcome.objective)
+        result.evaluation = self._price(result.candidate)
+        if result.evaluation.fits:
+            result.candidate, result.evaluation = stay(result.candidate, result.evaluation, self._price)
         result.status = outcome.status if result.evaluation.fits else Status.TIMEOUT
+        # A solution that is not the very best may pay for what decoding leaves out, but never for more than its gap.
+        least = self._seconds(made, outcome, outcome.bound) * (1 - 1e-6)
+        found = self._seconds(made, outcome, outcome.objective)
+        result.objective_seconds = min(found, max(least, result.evaluation.step_seconds))
         ratio = result.evaluation.step_seconds / max(result.objective_seconds, 1e-30)
         if not 1 - 1e-6 <= ratio <= RATIO:
             result.warnings.append(f"{result.mesh}: the evaluator says {ratio:.6f} times what the ILP says")
+
+    def _price(self, candidate: Candidate) -> Evaluation:
+        return evaluate(self.graph, candidate, self.problem.cluster, self.problem.optimizer, self.problem.batch_costs)
 
     @staticmethod
     def _seconds(made: Formulation, outcome: Outcome, objective: float) -> float:

@@ -42,7 +42,28 @@ def follows_batch(value: Value, graph: Graph) -> bool:
     return dims.has_batch(value.shape[0]) if graph.batch_is_symbolic else value.shape[0] == graph.batch
 
 
-def propagate(graph: Graph, boundary: Boundary, size: int, registry: Registry) -> DataAxis:
+class AxisStrategies:
+    """`block_strategies` of one graph by block and axis size, each worked out once, and its boundary: what meshes have in
+    common."""
+
+    def __init__(self, graph: Graph, registry: Registry) -> None:
+        self.graph, self.registry = graph, registry
+        self.boundary = Boundary(graph)
+        self._known: dict[tuple[str, int, bool], dict[str, tuple[AxisStrategy, ...]]] = {}
+
+    def of(self, block: Block, size: int, batch_axis: bool) -> dict[str, tuple[AxisStrategy, ...]]:
+        """By node name."""
+        key = block.name, size, batch_axis
+        if key not in self._known:
+            self._known[key] = block_strategies(
+                block, size, batch_axis=batch_axis, batch_is_symbolic=self.graph.batch_is_symbolic, registry=self.registry
+            )
+        return self._known[key]
+
+
+def propagate(
+    graph: Graph, boundary: Boundary, size: int, registry: Registry, strategies: AxisStrategies | None = None
+) -> DataAxis:
     """Walks the calls once; a distinct block is decided at its first call and its other calls agree by their classes."""
     classes: dict[int, Placement] = {}
     loss = boundary.class_of(graph.loss)
@@ -55,7 +76,8 @@ def propagate(graph: Graph, boundary: Boundary, size: int, registry: Registry) -
     for slot, number in boundary.classes.items():
         if slot.side == "param":
             classes[number] = Replicate()
-    strategies: dict[tuple[str, str], AxisStrategy] = {}
+    known = strategies or AxisStrategies(graph, registry)
+    chosen: dict[tuple[str, str], AxisStrategy] = {}
     seen: set[str] = set()
     for call in graph.calls:
         if call.block in seen:
@@ -67,13 +89,13 @@ def propagate(graph: Graph, boundary: Boundary, size: int, registry: Registry) -
             for side, values in (("in", block.inputs), ("param", tuple(p.value for p in block.parameters)))
             for index, value in enumerate(values)
         }
-        options = block_strategies(block, size, batch_axis=True, batch_is_symbolic=graph.batch_is_symbolic, registry=registry)
+        options = known.of(block, size, True)
         walk = _Walk(block, size, graph, start)
         for node in block.nodes:
-            strategies[block.name, node.name] = walk.choose(node, options[node.name])
+            chosen[block.name, node.name] = walk.choose(node, options[node.name])
         for index, name in enumerate(block.outputs):
             classes.setdefault(boundary.classes[Slot(block.name, "out", index)], walk.produced[name])
-    return DataAxis(strategies, classes)
+    return DataAxis(chosen, classes)
 
 
 class _Walk:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from autopar.cost_models.replay import Replay, again_without
+from autopar.cost_models.storages import aliases
 from autopar.ir.placement import Placements, Replicate
 from autopar.ir.plan import Arc, BlockPlan, Candidate, NodePlan
 from autopar.solve.boundary import Slot
 from autopar.solve.formulation import Formulation
 from autopar.solve.problem import BlockTable
+from autopar.solve.replay import Storages, replayable
 
 
 def decode(made: Formulation, values: Sequence[float]) -> Candidate:
@@ -16,7 +20,8 @@ def decode(made: Formulation, values: Sequence[float]) -> Candidate:
     problem = made.problem
     placements = {number: allowed[_chosen(values, made.w[number])] for number, allowed in problem.placements.items()}
     blocks = tuple(_block(made, values, placements, table) for table in problem.blocks.values())
-    return Candidate(problem.mesh, blocks, problem.batch, problem.precision)
+    batch = problem.batch * problem.micro_batches
+    return Candidate(problem.mesh, blocks, batch, problem.precision, problem.micro_batches, problem.zero_group)
 
 
 def _chosen(values: Sequence[float], variables: Sequence[int]) -> int:
@@ -46,10 +51,20 @@ def _block(made: Formulation, values: Sequence[float], placements: dict[int, Pla
         ]
         arcs += _tree(made, values, table, value, produced[value], needs)
     zero = max(made.z[block.name], key=lambda stage: values[made.z[block.name][stage]])
-    return BlockPlan(
-        block.name, inputs, parameters, outputs, tuple(plans[node.name] for node in block.nodes), tuple(arcs), zero,
-        block.name in made.problem.recompute,
-    )  # fmt: skip
+    plan = BlockPlan(
+        block.name, inputs, parameters, outputs, tuple(plans[node.name] for node in block.nodes), tuple(arcs), zero
+    )
+    storages = made.storages.get(block.name)
+    return _replayed(table, plan, values, storages) if storages is not None and storages.again else plan
+
+
+def _replayed(table: BlockTable, plan: BlockPlan, values: Sequence[float], of: Storages) -> BlockPlan:
+    """What must run again, and no more, where the tensors of the solution are kept."""
+    hosted = {state for state, variable in of.hosted.items() if values[variable] > 0.5}
+    kept = hosted | {state for state, variable in of.kept.items() if values[variable] > 0.5}
+    plan = again_without(table.costs, plan, lambda state: of.same.find(state) in kept, replayable(table.block))
+    replay = Replay.of(table.costs, plan, aliases(table.block, plan.nodes, plan.arcs))
+    return replace(plan, offload=tuple(state for state in replay.kept if of.same.find(state) in hosted))
 
 
 def _tree(

@@ -12,6 +12,7 @@ from autopar.solve.boundary import Slot
 from autopar.solve.formulation import Formulation
 from autopar.solve.linear import INFINITY, add, total
 from autopar.solve.problem import BlockTable, Problem
+from autopar.solve.replay import storages
 from autopar.solve.state import Stored, group_terms, split_by_zero
 from autopar.solve.timeline import block_seconds, timeline
 
@@ -22,14 +23,14 @@ _PENALTY = 300.0
 """Steps that a wholly repeated axis costs, where it is forced."""
 
 
-def formulate(problem: Problem, sharded_axes: Sequence[int] = ()) -> Formulation:
-    """Without the memory constraint, which `memory.limit` adds. `sharded_axes` must not repeat FLOPs."""
-    made = Formulation(problem, _second_unit(problem), problem.cluster.device.memory_bytes / 100)
-    _boundaries(made)
-    for table in problem.blocks.values():
-        _strategies(made, table)
-        for value in table.consumers:
-            _flow(made, table, value)
+def formulate(problem: Problem, sharded_axes: Sequence[int] = (), replay: bool = False) -> Formulation:
+    """Without the memory constraint, which `memory.limit` adds. `sharded_axes` must not repeat FLOPs. With `replay` every tensor
+    is kept, made again in the backward, or moved to the host; else all that the backward needs is kept."""
+    made = flows(problem)
+    if replay:
+        for name, table in problem.blocks.items():
+            _trees(made, table)
+            made.storages[name] = storages(made, name, table, decide=True)
     _zero_stages(made)
     _states(made)
     for name, table in problem.blocks.items():
@@ -40,8 +41,19 @@ def formulate(problem: Problem, sharded_axes: Sequence[int] = ()) -> Formulation
     return made
 
 
+def flows(problem: Problem) -> Formulation:
+    """Strategies, boundaries and the placement flows between them, without time, state and objective."""
+    made = Formulation(problem, _second_unit(problem), problem.cluster.device.memory_bytes / 100)
+    _boundaries(made)
+    for table in problem.blocks.values():
+        _strategies(made, table)
+        for value in table.consumers:
+            _flow(made, table, value)
+    return made
+
+
 def _second_unit(problem: Problem) -> float:
-    """Scales the objective to about a thousand."""
+    """Scales the time of a micro-batch to about a thousand."""
     least = sum(
         problem.graph.count(name) * min((c.seconds.forward + c.seconds.backward for c in choices), default=0.0)
         for name, table in problem.blocks.items()
@@ -126,6 +138,20 @@ def _flow(made: Formulation, table: BlockTable, value: str) -> None:
                 model.row([(paid, 1.0), (f, -1.0)], 0.0, INFINITY)
 
 
+def _trees(made: Formulation, table: BlockTable) -> None:
+    """The conversions of a value are a tree. There is no way back to a placement that it has: no plan can say so."""
+    for value, moves in table.moves.items():
+        into: list[dict[int, float]] = [{} for _ in moves.states]
+        for step, y in zip(moves.steps, made.y[table.block.name, value], strict=True):
+            into[step.target][y] = 1.0
+        produced = _produced(made, table, value)
+        for state, paid in zip(moves.states, into, strict=True):
+            terms = total((1.0, paid), (1.0, produced.get(state, {})))
+            if paid and len(terms) > 1:
+                # produced[p] + sum_into_p y <= 1
+                made.model.row(terms, -INFINITY, 1.0)
+
+
 def _zero_stages(made: Formulation) -> None:
     """One state sharding per block; shared parameters take the largest of their users', at most 2."""
     problem, model = made.problem, made.model
@@ -139,6 +165,7 @@ def _zero_stages(made: Formulation) -> None:
         made.z[name] = {zero: model.binary() for zero in stages}
         # sum_zero z[block, zero] = 1
         model.row([(z, 1.0) for z in made.z[name].values()], 1.0, 1.0)
+        model.decisive.append(tuple(made.z[name].values()))
     for level in (1, 2) if users else ():
 
         def above(name: str, level: int = level) -> dict[int, float]:
@@ -167,13 +194,15 @@ def _states(made: Formulation) -> None:
                 own = [index for index, alone in enumerate(kind.own) if alone]
                 made.states[kind] = group_terms(
                     made.model, [slots[i] for i in own], [split[i] for i in own], made.z[name], table.costs,
-                    problem.precision, problem.optimizer, units,
+                    problem.precision, problem.optimizer, units, problem.micro_batches,
                 )  # fmt: skip
     if boundary.shared:
         slots = [stored(slot) for slot in boundary.shared.values()]
         split = [split_by_zero(made.model, each, made.z[""], sizes) for each in slots]
         costs = next(iter(problem.blocks.values())).costs
-        made.states[None] = group_terms(made.model, slots, split, made.z[""], costs, problem.precision, problem.optimizer, units)
+        made.states[None] = group_terms(
+            made.model, slots, split, made.z[""], costs, problem.precision, problem.optimizer, units, problem.micro_batches
+        )
 
 
 def _sharded(made: Formulation, axis: int) -> None:
@@ -183,7 +212,7 @@ def _sharded(made: Formulation, axis: int) -> None:
     if not flops:
         return
     slack = made.model.variable(1.0)
-    made.penalties[slack] = 1000.0 * _PENALTY
+    made.penalties[slack] = 1000.0 * _PENALTY * problem.micro_batches
     made.model.minimise({slack: made.penalties[slack]})
     terms = {
         x: problem.graph.count(name) * choice.redundant_flops[axis] / flops

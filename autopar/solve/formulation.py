@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from autopar.solve.boundary import Kind, Slot
 from autopar.solve.linear import LinearModel, Terms
 from autopar.solve.problem import Problem
 from autopar.solve.state import StateTerms
+
+if TYPE_CHECKING:
+    from autopar.solve.replay import Storages
 
 
 @dataclass(slots=True)
@@ -30,5 +34,7 @@ class Formulation:
     forward: dict[str, tuple[int, Terms]] = field(default_factory=dict)
     backward: dict[str, tuple[int, Terms]] = field(default_factory=dict)
     penalties: dict[int, float] = field(default_factory=dict)
+    storages: dict[str, Storages] = field(default_factory=dict)
+    """per block what is kept, made again or moved to the host (see `replay`)"""
     groups: dict[frozenset[Slot], int] = field(default_factory=dict)
     """bytes of a tensor between calls, by the slots that may keep it (see `memory`)"""

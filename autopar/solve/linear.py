@@ -24,6 +24,8 @@ class LinearModel:
     entry_row: list[int] = field(default_factory=list)
     entry_column: list[int] = field(default_factory=list)
     entry_value: list[float] = field(default_factory=list)
+    decisive: list[tuple[int, ...]] = field(default_factory=list)
+    """one-hot groups of binaries in which the linear relaxation mixes what must be one: worth branching on first"""
 
     @property
     def variables(self) -> int:

@@ -1,4 +1,9 @@
-"""The declared grid of meshes: every factorization of the cluster into a data axis and up to two model axes."""
+"""The declared grid of meshes: every factorization of the cluster into a data axis and up to two model axes.
+
+Model axes together join at most `WIDEST_NODES` nodes (on a cluster of one: everything), or as many devices as a small batch
+leaves.
+The data axis is outermost and the last axis joins neighbours; so both orders of two model axes are two mappings onto the links.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,13 @@ from collections.abc import Iterator, Mapping
 from autopar.errors import BatchError, ClusterError
 from autopar.ir.mesh import DATA_AXIS, MODEL_AXES, Axis, Mesh
 
-FORCIBLE = (DATA_AXIS, *MODEL_AXES, "zero")
+FORCIBLE = (DATA_AXIS, *MODEL_AXES, "zero", "zero_group", "micro")
+
+WIDEST_NODES = 4
+"""Wider model axes spend their time on the network between nodes."""
+
+WIDEST_DEVICES = 16
+"""So many devices are not too wide, whatever the nodes."""
 
 
 def divisors(number: int) -> list[int]:
@@ -28,13 +39,15 @@ def check_force(force: Mapping[str, int], size: int, batch: int) -> None:
             raise ClusterError(f"cannot force {name}={value}: write one of {', '.join(FORCIBLE)}")
         if name == "zero" and value not in (0, 1, 2, 3):
             raise ClusterError(f"zero={value} is not a state sharding: write zero=0, 1, 2 or 3")
-        if name != "zero" and (value < 1 or size % value):
+        if name == "micro" and value < 1:
+            raise ClusterError(f"micro={value} is no batch: write 1 or more")
+        if name not in ("zero", "micro", "zero_group") and (value < 1 or size % value):
             raise ClusterError(f"{name}={value} does not divide the {size} devices of the cluster: force a divisor of {size}")
     if batch % force.get(DATA_AXIS, 1):
         raise BatchError(f"the global batch {batch} does not divide by dp={force[DATA_AXIS]}: make it a multiple of that")
 
 
-def meshes(size: int, batch: int, force: Mapping[str, int]) -> list[Mesh]:
+def meshes(size: int, batch: int, force: Mapping[str, int], node_size: int = 0) -> list[Mesh]:
     """Every mesh that the batch and `force` allow, the likely ones first: one model axis before two, small before large.
 
     A forced ``tp`` alone means that there is no second model axis. BatchError or ClusterError where nothing is left.
@@ -42,12 +55,15 @@ def meshes(size: int, batch: int, force: Mapping[str, int]) -> list[Mesh]:
     check_force(force, size, batch)
     every = list(_factorizations(size, force))
     if not every:
-        wanted = ", ".join(f"{name}={value}" for name, value in force.items() if name != "zero")
+        wanted = ", ".join(f"{name}={value}" for name, value in force.items() if name in (DATA_AXIS, *MODEL_AXES))
         raise ClusterError(f"{wanted} does not multiply to the {size} devices of the cluster: change one of them")
     found = [mesh for mesh in every if batch % mesh.size_of(DATA_AXIS) == 0]
     if not found:
         fewest = min(mesh.size_of(DATA_AXIS) for mesh in every)
         raise BatchError(f"the global batch {batch} divides by no data degree of these meshes: make it a multiple of {fewest}")
+    if node_size and not any(name in force for name in (DATA_AXIS, *MODEL_AXES)):
+        widest = max(WIDEST_NODES * node_size, WIDEST_DEVICES, min(mesh.size // mesh.size_of(DATA_AXIS) for mesh in found))
+        found = [mesh for mesh in found if mesh.size // mesh.size_of(DATA_AXIS) <= widest]
     return sorted(found, key=lambda mesh: (len(mesh.axes), size // mesh.size_of(DATA_AXIS), mesh.sizes[1:]))
 
 

@@ -12,7 +12,9 @@ from autopar.rules.registry import Registry
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
     """`batch` is the global batch (0: the captured one). `force` fixes degrees: dp, tp, tp2, zero. `pins` fixes placements on the
-    model axes of named values, as text (``I``, ``S(1) R``). `registry` holds rules that a user added."""
+    model axes of named values, as text (``I``, ``S(1) R``). `registry` holds rules that a user added. `relative_gap` is that
+    of each ILP; a candidate that could be better than the best plan by less than `worth` (relative) is not looked at, nor by
+    less than `worth_large` where that takes long."""
 
     batch: int = 0
     precision: Precision = field(default_factory=Precision)
@@ -23,6 +25,8 @@ class SearchOptions:
     pins: Mapping[str, str] = field(default_factory=dict)
     registry: Registry | None = None
     relative_gap: float = 1e-4
+    worth: float = 1e-3
+    worth_large: float = 0.05
 
     @property
     def zeros(self) -> tuple[int, ...]:

@@ -5,23 +5,21 @@ No solver and no variables here: `formulate` reads these tables and nothing else
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
-from autopar.cost_models.arcs import ArcCost
 from autopar.cost_models.block import BlockCosts
 from autopar.cost_models.compute import work_shards
 from autopar.cost_models.hardware import Cluster, links_of_axis
-from autopar.ir.graph import Block, Graph, Node, Value
+from autopar.ir.graph import Block, Graph
 from autopar.ir.mesh import DATA_AXIS, Mesh
-from autopar.ir.placement import Invariant, Partial, Placement, Placements, Replicate, Shard, can_shard, parse_placements
+from autopar.ir.placement import Placements
 from autopar.ir.plan import NodePlan, Precision
-from autopar.rules.conversions import arcs, states
-from autopar.rules.expand import block_strategies, combine
 from autopar.rules.registry import Registry
-from autopar.solve.boundary import Boundary, Slot
-from autopar.solve.data_axis import propagate
+from autopar.solve.boundary import Boundary
+from autopar.solve.lazy import Lazy
+from autopar.solve.routes import Routes
+from autopar.solve.structure import BlockStructure, Pins, Structure, structure_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +73,8 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Everything about one mesh. `placements` are what a boundary class may be; `zeros` the allowed state shardings; `recompute`
-    names the blocks that keep only their inputs and run their forward once more in the backward."""
+    """Everything about one mesh. `placements` are what a boundary class may be; `zeros` the allowed state shardings; `batch` is
+    that of one of the `micro_batches` of a step."""
 
     graph: Graph
     mesh: Mesh
@@ -88,7 +86,8 @@ class Problem:
     blocks: Mapping[str, BlockTable]
     placements: Mapping[int, tuple[Placements, ...]]
     zeros: tuple[int, ...]
-    recompute: frozenset[str] = frozenset()
+    micro_batches: int = 1
+    zero_group: int = 0
 
     @property
     def batch_costs(self) -> dict[str, BlockCosts]:
@@ -96,71 +95,68 @@ class Problem:
         return {name: table.costs for name, table in self.blocks.items()}
 
 
-Pins = Mapping[str, str]
-"""Value name -> placements on the model axes, as text (``I``, ``S(1) R``): produced so, and passed so between blocks."""
-
-
 def build(
     graph: Graph, mesh: Mesh, cluster: Cluster, precision: Precision, optimizer: str, registry: Registry,
-    zeros: Collection[int] = (0, 1, 2, 3), pins: Pins | None = None,
+    zeros: Collection[int] = (0, 1, 2, 3), pins: Pins | None = None, micro_batches: int = 1,
 ) -> Problem:  # fmt: skip
-    """All tables for `graph` on `mesh`."""
-    builder = _Builder(graph, mesh, cluster, registry, pins or {})
-    data = mesh.size_of(DATA_AXIS)
-    allowed = tuple(sorted(zeros)) if data > 1 else (0,)
+    """All tables for `graph`, whose batch is that of a micro-batch, on `mesh`."""
+    structure = structure_of(graph, mesh, registry, pins)
+    return priced(structure, graph, cluster, precision, optimizer, zeros, micro_batches)
+
+
+def regrouped(problem: Problem, zero_group: int) -> Problem:
+    """The same tables with state sharded over so many neighbours on the data axis (0: all)."""
+    if zero_group == problem.zero_group:
+        return problem
+    tables = {name: replace(table, costs=table.costs.regrouped(zero_group)) for name, table in problem.blocks.items()}
+    return replace(problem, blocks=tables, zero_group=zero_group)
+
+
+def priced(
+    structure: Structure, graph: Graph, cluster: Cluster, precision: Precision, optimizer: str,
+    zeros: Collection[int] = (0, 1, 2, 3), micro_batches: int = 1, known: dict[str, BlockCosts] | None = None,
+) -> Problem:  # fmt: skip
+    """The tables of a structure for `graph` at its batch, that of a micro-batch. `known` collects, per block, what other meshes
+    have in common with this one."""
+    mesh = structure.mesh
+    pricing = _Pricing(structure, graph, cluster, {} if known is None else known)
+    allowed = tuple(sorted(zeros)) if mesh.size_of(DATA_AXIS) > 1 else (0,)
+    tables = {name: pricing.table(block) for name, block in structure.blocks.items()}
     return Problem(
-        graph, mesh, cluster, precision, optimizer, graph.batch, builder.boundary, builder.tables(), builder.placements, allowed
-    )
+        graph, mesh, cluster, precision, optimizer, graph.batch, structure.boundary, tables, structure.placements, allowed,
+        micro_batches=micro_batches,
+    )  # fmt: skip
 
 
-class _Builder:
-    def __init__(self, graph: Graph, mesh: Mesh, cluster: Cluster, registry: Registry, pins: Pins) -> None:
-        self.graph, self.mesh, self.cluster, self.registry = graph, mesh, cluster, registry
-        self.boundary = Boundary(graph)
-        self.data = mesh.index(DATA_AXIS)
-        self.pins = {name: parse_placements(text) for name, text in pins.items()}
-        self.propagated = propagate(graph, self.boundary, mesh.sizes[self.data], registry)
-        shared = links_of_axis(cluster, mesh, self.data).names
-        self.shares = [not shared.isdisjoint(links_of_axis(cluster, mesh, axis).names) for axis in range(len(mesh.sizes))]
-        self._moves: dict[object, Moves] = {}
-        self._step_costs: dict[object, tuple[Seconds, bool]] = {}
-        self.costs = {name: BlockCosts(block, mesh, graph.batch, cluster) for name, block in self.boundary.blocks.items()}
-        self.choices = {name: self._choices(block) for name, block in self.boundary.blocks.items()}
-        self.ends = {name: self._ends(block) for name, block in self.boundary.blocks.items()}
-        self.placements = {number: self._class(number) for number in self.boundary.members}
+class _Pricing:
+    def __init__(self, structure: Structure, graph: Graph, cluster: Cluster, known: dict[str, BlockCosts]) -> None:
+        self.mesh, self.cluster, self.batch, self.known = structure.mesh, cluster, graph.batch, known
+        sizes, data = self.mesh.sizes, self.mesh.index(DATA_AXIS)
+        shared = links_of_axis(cluster, self.mesh, data).names
+        self.shares = [not shared.isdisjoint(links_of_axis(cluster, self.mesh, axis).names) for axis in range(len(sizes))]
+        self._moves: dict[int, Moves] = {}
+        self._prices: dict[object, tuple[Seconds, bool]] = {}
 
-    def tables(self) -> dict[str, BlockTable]:
-        return {name: self._table(block) for name, block in self.boundary.blocks.items()}
+    def table(self, of: BlockStructure) -> BlockTable:
+        costs = BlockCosts(of.block, self.mesh, self.batch, self.cluster)
+        costs.like(self.known.setdefault(of.block.name, costs))
+        choices = {name: self._choices(costs, plans, of.alike[name]) for name, plans in of.plans.items()}
+        moves = Lazy(of.routes, lambda name: self._priced_moves(costs, name, of.routes[name]))
+        profiles = [costs.profile(node.name) for node in of.block.nodes]
+        flops = sum(known.forward_flops + known.backward_flops for known in profiles)
+        return BlockTable(of.block, costs, choices, of.consumers, moves, flops)
 
-    def _choices(self, block: Block) -> dict[str, tuple[Choice, ...]]:
-        by_size: dict[int, dict[str, tuple[Placement, ...]]] = {}
-        for axis, size in enumerate(self.mesh.sizes):
-            if axis != self.data and size not in by_size:
-                by_size[size] = block_strategies(  # type: ignore[assignment]
-                    block, size, batch_axis=False, batch_is_symbolic=self.graph.batch_is_symbolic, registry=self.registry
-                )
-        values = block.values()
-        out = {}
-        for node in block.nodes:
-            per_axis = [
-                (self.propagated.strategies[block.name, node.name],) if axis == self.data else by_size[size][node.name]
-                for axis, size in enumerate(self.mesh.sizes)
-            ]
-            plans = [plan for plan in combine(per_axis, node, values, self.mesh.sizes) if self._pinned(node, plan)]  # type: ignore[arg-type]
-            out[node.name] = tuple(self._choice(block, plan) for plan in plans)
-        return out
+    def _choices(self, costs: BlockCosts, plans: tuple[NodePlan, ...], alike: tuple[int, ...]) -> tuple[Choice, ...]:
+        out: list[Choice] = []
+        for index, plan in enumerate(plans):
+            first = alike[index]
+            if first < index:
+                out.append(Choice(plan, out[first].seconds, out[first].redundant_flops))
+            else:
+                out.append(self._choice(costs, plan))
+        return tuple(out)
 
-    def _model(self, placements: Placements) -> Placements:
-        return tuple(place for axis, place in enumerate(placements) if axis != self.data)
-
-    def _pinned(self, node: Node, plan: NodePlan) -> bool:
-        return all(
-            self._model(at) == self.pins.get(value.name, self._model(at))
-            for value, at in zip(node.outputs, plan.results, strict=True)
-        )
-
-    def _choice(self, block: Block, plan: NodePlan) -> Choice:
-        costs = self.costs[block.name]
+    def _choice(self, costs: BlockCosts, plan: NodePlan) -> Choice:
         cost, known = costs.node(plan), costs.profile(plan.node)
         seconds = Seconds(
             cost.forward_seconds + sum(cost.forward_comm_seconds),
@@ -169,152 +165,35 @@ class _Builder:
             sum(each for axis, each in enumerate(cost.backward_comm_seconds) if self.shares[axis]),
         )
         flops = known.forward_flops + known.backward_flops
-        cuts = work_shards(plan.operands, plan.results, self.mesh.sizes) if flops else (0,) * len(self.mesh.sizes)
-        repeated = tuple(flops if cut == 1 < size else 0.0 for cut, size in zip(cuts, self.mesh.sizes, strict=True))
+        sizes = self.mesh.sizes
+        cuts = work_shards(plan.operands, plan.results, sizes) if flops else (0,) * len(sizes)
+        repeated = tuple(flops if cut == 1 < size else 0.0 for cut, size in zip(cuts, sizes, strict=True))
         return Choice(plan, seconds, repeated)
 
-    def _ends(self, block: Block) -> dict[str, tuple[dict[Placements, None], dict[Placements, None]]]:
-        """Per value: where it is produced and where it is needed, over all strategies."""
-        out: dict[str, tuple[dict[Placements, None], dict[Placements, None]]] = {name: ({}, {}) for name in block.values()}
-        for node in block.nodes:
-            for choice in self.choices[block.name][node.name]:
-                for value, at in zip(node.outputs, choice.plan.results, strict=True):
-                    out[value.name][0][at] = None
-                for name, at in zip(node.operands(), choice.plan.operands, strict=True):
-                    out[name][1][at] = None
-        for _, name in block.updates:
-            out[name][1][(Replicate(),) * len(self.mesh.sizes)] = None
-        return out
-
-    def _class(self, number: int) -> tuple[Placements, ...]:
-        """What a boundary class may be: whatever its members use, but never Partial on a model axis."""
-        slots = self.boundary.members[number]
-        values = [self.boundary.value(slot) for slot in slots]
-        flows = all(value.differentiable for value in values)
-        data = self.propagated.classes[number]
-        whole: Placement = Invariant() if flows else Replicate()
-        if number == self.boundary.class_of(self.graph.loss):
-            return ((whole,) * len(self.mesh.sizes),)
-        if number in {self.boundary.class_of(value.name) for value in self.graph.inputs}:
-            return (tuple(data if axis == self.data else Replicate() for axis in range(len(self.mesh.sizes))),)
-        parameter = slots[0].side == "param"
-        buffer = parameter and self.boundary.parameter(slots[0]).buffer
-        per_axis: list[dict[Placement, None]] = []
-        for axis in range(len(self.mesh.sizes)):
-            used = {} if buffer else {
-                at[axis]: None
-                for slot, value in zip(slots, values, strict=True)
-                for side in self.ends[slot.block][value.name]
-                for at in side
-            }  # fmt: skip
-            wanted: list[Placement] = [place for place in used if isinstance(place, Shard)]
-            if not parameter and flows:
-                wanted.append(Replicate())
-            per_axis.append(dict.fromkeys([data] if axis == self.data else [Replicate() if buffer else whole, *wanted]))
-        allowed = tuple(at for at in product(*per_axis) if can_shard(values[0].shape, at, self.mesh.sizes))
-        for pin in (self.pins[value.name] for value in values if value.name in self.pins):
-            allowed = tuple(at for at in allowed if self._model(at) == pin)
-        return allowed
-
-    def _table(self, block: Block) -> BlockTable:
-        values, choices = block.values(), self.choices[block.name]
-        consumers: dict[str, list[tuple[str, int]]] = {}
-        for node in block.nodes:
-            for index, name in enumerate(node.operands()):
-                same = {
-                    choice.plan.operands[index] == choice.plan.operands[node.operands().index(name)]
-                    for choice in choices[node.name]
-                }
-                if node.operands().index(name) == index or same != {True}:
-                    consumers.setdefault(name, []).append((node.name, index))
-        for index, name in enumerate(block.outputs):
-            consumers.setdefault(name, []).append(("", index))
-        for _, name in block.updates:
-            consumers.setdefault(name, []).append(("=", 0))
-        at: dict[str, list[Slot]] = {}
-        for side, names in (
-            ("in", [value.name for value in block.inputs]),
-            ("param", [parameter.value.name for parameter in block.parameters]),
-            ("out", block.outputs),
-        ):
-            for index, name in enumerate(names):
-                at.setdefault(name, []).append(Slot(block.name, side, index))  # type: ignore[arg-type]
-        moves = {}
-        for name in consumers:
-            produced, needed = (list(side) for side in self.ends[block.name][name])
-            for slot in at.get(name, ()):
-                (needed if slot.side == "out" else produced).extend(self.placements[self.boundary.classes[slot]])
-            moves[name] = self._moves_of(block, values[name], produced, needed)
-        profiles = [self.costs[block.name].profile(node.name) for node in block.nodes]
-        flops = sum(known.forward_flops + known.backward_flops for known in profiles)
-        return BlockTable(
-            block, self.costs[block.name], choices, {name: tuple(each) for name, each in consumers.items()}, moves, flops
-        )
-
-    def _moves_of(self, block: Block, value: Value, produced: Iterable[Placements], needed: Iterable[Placements]) -> Moves:
-        key = (value.shape, value.dtype, value.differentiable, frozenset(produced), frozenset(needed))
+    def _priced_moves(self, costs: BlockCosts, value: str, routes: Routes) -> Moves:
+        """Values with the same routes are of one shape and dtype."""
+        key = id(routes)
         if key not in self._moves:
-            self._moves[key] = self._make_moves(block, value, dict.fromkeys(produced), dict.fromkeys(needed))
+            given = costs.values[value]
+            kind = given.shape, given.dtype, given.differentiable
+            prices = [self._price(costs, value, kind, routes, number) for number in range(len(routes.prices))]
+            steps = tuple(Step(source, target, *prices[price]) for source, target, price in routes.steps)
+            self._moves[key] = Moves(routes.states, steps)
         return self._moves[key]
 
-    def _make_moves(self, block: Block, value: Value, produced: Collection[Placements], needed: Collection[Placements]) -> Moves:
-        """States on the way from any production to any need. Nothing is brought to a Partial or a Shard that nobody needs."""
-        axes = range(len(self.mesh.sizes))
-        wanted = [{at[axis] for at in needed} for axis in axes]
-        among = states(value.shape, (*produced, *needed), self.mesh.sizes, value.differentiable)
-        number = {state: index for index, state in enumerate(among)}
-        steps = []
-        for source, target in arcs(value.shape, among, self.mesh.sizes, value.differentiable):
-            axis = next(axis for axis in axes if source[axis] != target[axis])
-            if target[axis] not in wanted[axis] and isinstance(target[axis], Shard | Partial):
-                continue
-            seconds, alias = self._step_cost(block, value, source, target)
-            steps.append(Step(number[source], number[target], seconds, alias))
-        return _reachable(Moves(among, tuple(steps)), produced, needed)
-
-    def _step_cost(self, block: Block, value: Value, source: Placements, target: Placements) -> tuple[Seconds, bool]:
-        key = (value.shape, value.dtype, value.differentiable, source, target)
-        if key not in self._step_costs:
-            cost: ArcCost = self.costs[block.name].arc(value.name, source, target)
+    def _price(self, costs: BlockCosts, value: str, kind: object, routes: Routes, number: int) -> tuple[Seconds, bool]:
+        """Seconds of a step, and whether nothing happens forward. Equal for all values of one kind."""
+        change = routes.prices[number]
+        key = kind, change
+        if key not in self._prices:
+            source, target, _ = routes.steps[routes.examples[number]]
+            cost = costs.arc(value, routes.states[source], routes.states[target])
             shared = self.shares[cost.axis]
-            self._step_costs[key] = (
-                Seconds(
-                    cost.forward_seconds,
-                    cost.backward_seconds,
-                    cost.forward_comm_seconds if shared else 0.0,
-                    cost.backward_comm_seconds if shared else 0.0,
-                ),
-                cost.forward_kind is None,
+            seconds = Seconds(
+                cost.forward_seconds,
+                cost.backward_seconds,
+                cost.forward_comm_seconds if shared else 0.0,
+                cost.backward_comm_seconds if shared else 0.0,
             )
-        return self._step_costs[key]
-
-
-def _reachable(moves: Moves, produced: Collection[Placements], needed: Collection[Placements]) -> Moves:
-    """Without the states that no production reaches or that lead to no need."""
-    after: dict[int, list[int]] = {}
-    before: dict[int, list[int]] = {}
-    for step in moves.steps:
-        after.setdefault(step.source, []).append(step.target)
-        before.setdefault(step.target, []).append(step.source)
-    start = {index for index, state in enumerate(moves.states) if state in produced}
-    end = {index for index, state in enumerate(moves.states) if state in needed}
-    kept = sorted((_closure(start, after) & _closure(end, before)) | start | end)
-    number = {old: new for new, old in enumerate(kept)}
-    return Moves(
-        tuple(moves.states[old] for old in kept),
-        tuple(
-            Step(number[step.source], number[step.target], step.seconds, step.alias)
-            for step in moves.steps
-            if step.source in number and step.target in number
-        ),
-    )
-
-
-def _closure(start: Collection[int], edges: Mapping[int, list[int]]) -> set[int]:
-    seen, pending = set(start), list(start)
-    while pending:
-        for other in edges.get(pending.pop(), ()):
-            if other not in seen:
-                seen.add(other)
-                pending.append(other)
-    return seen
+            self._prices[key] = seconds, cost.forward_kind is None
+        return self._prices[key]

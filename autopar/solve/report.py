@@ -8,6 +8,8 @@ from autopar.ir.describe import parallelism
 from autopar.ir.document import Baseline, ClusterInfo, MeshResult, ModelInfo, Predicted, SearchInfo
 from autopar.ir.graph import Graph
 from autopar.ir.planfile import Plan, make_plan
+from autopar.solve.baselines import Priced, baselines
+from autopar.solve.ilp import Status
 from autopar.solve.search import SearchOptions, SearchResult
 
 
@@ -32,7 +34,7 @@ def make_report(
         optimizer=options.optimizer,
         seq=seq,
         predicted=_predicted(cluster, found, seq),
-        baselines={name: _baseline(found, name) for name in ("ddp", "fsdp")},
+        baselines={each.recipe.key: as_baseline(each) for each in baselines(graph, cluster, options)},
         search=_search(found),
         replicated_ops=replicated_ops,
         replicated_share=dict(found.evaluation.redundant_share),
@@ -58,9 +60,19 @@ def _predicted(cluster: Cluster, found: SearchResult, seq: int | None) -> Predic
     )
 
 
-def _baseline(found: SearchResult, name: str) -> Baseline | None:
-    baseline = found.baselines.get(name)
-    return None if baseline is None else Baseline(baseline.step_seconds, int(baseline.peak_memory_bytes), baseline.fits)
+def as_baseline(priced: Priced) -> Baseline:
+    """For the file."""
+    found = priced.evaluation
+    return Baseline(
+        found.step_seconds if found else None,
+        int(found.peak_memory_bytes) if found else None,
+        priced.fits,
+        priced.recipe.title,
+        priced.words,
+        priced.short_bytes,
+        priced.needs,
+        priced.problem,
+    )
 
 
 def _search(found: SearchResult) -> SearchInfo:
@@ -68,6 +80,7 @@ def _search(found: SearchResult) -> SearchInfo:
         MeshResult(
             mesh=str(each),
             status=str(each.status),
+            bound_seconds=each.bound_seconds if each.status is not Status.INFEASIBLE else None,
             step_seconds=each.evaluation.step_seconds if each.evaluation else None,
             peak_memory_bytes=each.evaluation.peak_memory_bytes if each.evaluation else None,
             seconds=each.seconds,

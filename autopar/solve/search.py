@@ -1,9 +1,11 @@
-"""The search: every mesh solved, priced again, compared with plain DDP and FSDP; the best that fits, with a certificate."""
+"""The search: bounds for every point of the grid, the promising ones solved and priced again, the best, a certificate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from math import inf
 from time import monotonic
 
 from autopar.cost_models.evaluate import Evaluation
@@ -14,25 +16,27 @@ from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.plan import Candidate
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import default_registry
+from autopar.solve.bounds import Flow, work_bound
 from autopar.solve.candidates import Attempt, MeshResult
+from autopar.solve.grid import Point, grid, inner_devices
 from autopar.solve.ilp import Status
 from autopar.solve.infeasible import explanation
-from autopar.solve.meshes import mesh_of, meshes
+from autopar.solve.memory import least_kept_bytes
+from autopar.solve.meshes import mesh_of
 from autopar.solve.options import SearchOptions
-from autopar.solve.problem import build
+from autopar.solve.problem import Problem, regrouped
+from autopar.solve.room import BlockNeeds, needs, room_bound
+from autopar.solve.tables import Tables
 
 __all__ = ["SearchOptions", "SearchResult", "search"]
 
 Progress = Callable[[str], None]
 
-_WORTH = 1 - 1e-4
-"""A mesh whose bound is above this share of the best plan is not looked at further."""
-
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The plan that was chosen. `lower_bound_seconds` is below every plan on every mesh of the grid, `gap` is relative to the
-    step. `warnings` would be bugs: an evaluator and an ILP that disagree."""
+    """The plan that was chosen. `lower_bound_seconds` is below every plan on every point of the grid, `gap` is relative to the
+    step. `meshes` has every point. `warnings` would be bugs: an evaluator and an ILP that disagree."""
 
     candidate: Candidate
     evaluation: Evaluation
@@ -48,10 +52,24 @@ class SearchResult:
 def search(graph: Graph, cluster: Cluster, options: SearchOptions, progress: Progress | None = None) -> SearchResult:
     """The best plan for `graph` on `cluster`. Raises BatchError, ClusterError, UnsupportedOp (strict) and Infeasible.
 
-    First every mesh without the memory constraint: what fits is optimal there, the others have a bound. Then those whose bound
-    is better than the best plan, under the constraint, the most promising first.
+    Every mesh gets a bound (`bounds`). Points whose bound is not below the best plan are not looked at. The others are solved
+    without the memory constraint first, which is the answer where that plan fits, and then under it. KeyboardInterrupt ends
+    the search with the best plan so far, where there is one.
     """
     return _Search(graph, cluster, options, progress or (lambda line: None)).run()
+
+
+@dataclass(slots=True)
+class _Point:
+    """What is known of one point of the grid: its result, and whether it is settled."""
+
+    point: Point
+    result: MeshResult
+    done: bool = False
+
+    @property
+    def bound(self) -> float:
+        return self.result.bound_seconds
 
 
 class _Search:
@@ -60,37 +78,69 @@ class _Search:
             graph = replace(graph, batch=options.batch)
         self.graph, self.cluster, self.options, self.progress = graph, cluster, options, progress
         self.registry = options.registry or default_registry()
+        self.tables = Tables(graph, cluster, options, self.registry)
         self.began = monotonic()
         self.best: MeshResult | None = None
-        self.attempts: list[Attempt] = []
+        self.baselines: dict[str, MeshResult | None] = {"ddp": None, "fsdp": None}
+        self.points: list[_Point] = []
         self.tight = False
+        self.sizes: dict[Mesh, int] = {}
 
     def run(self) -> SearchResult:
         self._check_rules()
-        grid = meshes(self.cluster.size, self.graph.batch, self.options.force)
-        baselines = {"ddp": self._baseline(0), "fsdp": self._baseline(3)}
-        if not self._forced():
-            for each in baselines.values():
-                self._offer(each)
-        for mesh in grid:
-            self._first(mesh)
-        self._limited()
-        self.tight = False
-        for variant in [each.recomputed() for each in self.attempts if each.result.pressed]:
-            if variant is not None:
-                self._solve(variant)
-        self._limited()
-        results = [attempt.result for attempt in self.attempts]
+        node = inner_devices(self.cluster)
+        self.points = [
+            _Point(point, MeshResult(point.mesh, micro_batches=point.micro_batches, zero_group=point.zero_group))
+            for point in grid(self.graph, self.cluster.size, node, self.options.force, self.registry)
+        ]
+        meshes = {each.point.mesh for each in self.points}
+        self.progress(f"grid: {len(self.points)} candidates on {len(meshes)} meshes of {self.cluster.size} devices")
+        interrupted = False
+        try:
+            self._stages()
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            interrupted = True
+            self.progress("interrupted: the best plan so far")
         if self.best is None:
-            if any(result.status is Status.TIMEOUT for result in results):
-                raise Infeasible(
-                    f"no plan for {self.graph.name} within {self.options.time_limit_seconds:g} s: raise the time limit"
-                )
-            raise Infeasible(explanation(self.graph, self.cluster, self.options, self.registry, self.attempts))
-        return self._result(self.best, results, baselines)
+            self._fail()
+        assert self.best is not None
+        return self._result(self.best, interrupted)
+
+    def _stages(self) -> None:
+        """At most one model axis first: such problems are small, and what they give prunes most of the others."""
+        self._compare()
+        for wide in (False, True):
+            members = [each for each in self.points if (len(each.point.mesh.axes) > 2) == wide]
+            self._bound(members)
+            for each in _promising(members):
+                if not self.tight and not self._hopeless(each.bound):
+                    self._unlimited(each)
+            for each in _promising(members):
+                if not self._hopeless(each.bound):
+                    self._limited(each)
+
+    # -- what is worth a look
 
     def _forced(self) -> bool:
         return bool(self.options.force or self.options.pins)
+
+    def _left(self) -> float:
+        return self.options.time_limit_seconds - (monotonic() - self.began)
+
+    def _best_seconds(self) -> float:
+        return self.best.evaluation.step_seconds if self.best is not None and self.best.evaluation is not None else inf
+
+    def _hopeless(self, bound_seconds: float, worth: float = 0.0) -> bool:
+        """Also where time is over: the bound stays."""
+        return bound_seconds > self._best_seconds() * (1 - max(worth, self.options.worth)) or self._left() <= 0
+
+    def _offer(self, result: MeshResult | None) -> None:
+        if result is None or not result.solved or result.evaluation is None:
+            return
+        if result.evaluation.step_seconds < self._best_seconds():
+            self.best = result
 
     def _check_rules(self) -> None:
         if not self.options.strict:
@@ -102,89 +152,138 @@ class _Search:
                     f"give one with autopar.register_rule({node.op.replace('.', '::', 1)!r}, ...), or plan without strict"
                 )
 
-    def _left(self) -> float:
-        return self.options.time_limit_seconds - (monotonic() - self.began)
+    # -- stages
 
-    def _attempt(self, mesh: Mesh, zeros: tuple[int, ...], pins: Mapping[str, str] | None = None) -> Attempt:
-        options = self.options
-        began = monotonic()
-        problem = build(
-            self.graph, mesh, self.cluster, options.precision, options.optimizer, self.registry, zeros,
-            options.pins if pins is None else pins,
-        )  # fmt: skip
-        axes = tuple(i for i, axis in enumerate(mesh.axes) if axis.name != DATA_AXIS and axis.name in options.force)
-        result = MeshResult(mesh, seconds=monotonic() - began)
-        return Attempt(self.graph, problem, axes, options.relative_gap, result)
+    def _attempt(self, problem: Problem, result: MeshResult) -> Attempt:
+        force = self.options.force
+        axes = tuple(i for i, axis in enumerate(problem.mesh.axes) if axis.name != DATA_AXIS and axis.name in force)
+        return Attempt(self.graph, problem, axes, self.options.relative_gap, result)
 
-    def _baseline(self, zero: int) -> MeshResult | None:
-        """Plain data parallelism over all devices; None where the batch does not divide by them."""
-        if self.graph.batch % self.cluster.size:
-            return None
-        attempt = self._attempt(mesh_of(self.cluster.size), (zero,), {})
-        attempt.unlimited(self._left())
-        return attempt.result
-
-    def _offer(self, result: MeshResult | None) -> None:
-        if result is None or not result.solved or result.evaluation is None:
+    def _compare(self) -> None:
+        """Plain data parallelism over all devices, replicated and fully sharded, in as few micro-batches as fit."""
+        mesh = mesh_of(self.cluster.size)
+        if self.graph.batch % mesh.size:
             return
-        if (
-            self.best is None
-            or self.best.evaluation is None
-            or result.evaluation.step_seconds < self.best.evaluation.step_seconds
-        ):
-            self.best = result
+        counts = sorted({each.point.micro_batches for each in self.points if each.point.mesh == mesh} or {1})
+        tables = Tables(self.graph, self.cluster, replace(self.options, pins={}), self.registry)
+        for name, zero in (("ddp", 0), ("fsdp", 3)):
+            for count in counts:
+                attempt = self._attempt(tables.problem(Point(mesh, count), (zero,)), MeshResult(mesh, micro_batches=count))
+                attempt.unlimited(self._left())
+                self.baselines[name] = attempt.result
+                if attempt.result.solved:
+                    break
+            found = self.baselines[name]
+            if not self._forced():
+                self._offer(found)
 
-    def _hopeless(self, bound_seconds: float) -> bool:
-        best = self.best.evaluation.step_seconds if self.best is not None and self.best.evaluation is not None else float("inf")
-        return bound_seconds > best * _WORTH
+    def _bound(self, points: Sequence[_Point]) -> None:
+        """A bound for every point; of a mesh, at its least number of micro-batches, with what memory and state add for each. The
+        dear bound only where the cheap one does not prune."""
+        by_mesh: dict[Mesh, list[_Point]] = {}
+        for each in points:
+            by_mesh.setdefault(each.point.mesh, []).append(each)
+        with ThreadPoolExecutor(_THREADS) as pool:  # one solves while the other writes tables
+            try:
+                list(pool.map(self._bound_mesh, by_mesh.values()))
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
-    def _first(self, mesh: Mesh) -> None:
-        """One mesh without the memory constraint, unless a look at its operations alone shows that it is slower."""
-        if self._left() > 0:
-            self._solve(self._attempt(mesh, self.options.zeros))
-
-    def _limited(self) -> None:
-        """What was not solved without the memory constraint, the most promising first."""
-        for attempt in sorted(self.attempts, key=lambda each: each.result.bound_seconds):
-            if not attempt.result.solved:
-                self._second(attempt)
-
-    def _solve(self, attempt: Attempt) -> None:
-        """Without the memory constraint where that may fit; a mesh for which no time is left keeps a bound."""
-        result = attempt.result
-        self.attempts.append(attempt)
-        result.bound_seconds = cheap = max(attempt.cheap_bound(), result.bound_seconds)
+    def _bound_mesh(self, members: Sequence[_Point]) -> None:
         if self._left() <= 0:
             return
-        if not self._forced() and (self._hopeless(cheap) or attempt.repeats_everything()):
-            result.status = Status.PRUNED
-        elif not self.tight or self._may_fit(attempt):
-            attempt.unlimited(self._left())
-            self._offer(result)
-            if not result.solved and result.evaluation is not None and not self.tight:
-                self.tight = True
-                self._may_fit(attempt)
-        self._report(result)
+        began = monotonic()
+        problem = self.tables.problem(min((each.point for each in members), key=lambda point: point.micro_batches))
+        if not self._forced() and self._attempt(problem, members[0].result).repeats_everything():
+            for each in members:
+                each.result.status, each.done = Status.PRUNED, True
+        least = work_bound(problem)
+        for each in members:
+            each.result.bound_seconds = least
+        if self._any(members):
+            of = needs(problem)
+            self._room(members, problem, of, {1.0: least})
+            self._flow(members, problem, of)
+        members[0].result.seconds += monotonic() - began
 
-    def _may_fit(self, attempt: Attempt) -> bool:
-        """Whether the linear relaxation finds a plan that fits."""
-        result = attempt.result
-        result.excess_bytes = attempt.missing_bytes(self._left())
-        if result.excess_bytes > 0:
-            result.status = Status.INFEASIBLE
-        return result.status is not Status.INFEASIBLE
+    def _flow(self, members: Sequence[_Point], problem: Problem, of: tuple[BlockNeeds, ...]) -> None:
+        """With the linear relaxation of placements, and then with what its collectives and state send over one link."""
+        if not self._any(members):
+            return
+        flow = Flow(problem)
+        self.sizes[problem.mesh] = flow.made.model.variables
+        bounds: dict[float, float] = {}
+        for weight in (1.0, 0.5):
+            if self._any(members) and (weight == 1.0 or flow.shared):
+                bounds[weight] = flow.bound(self._left(), weight)
+                self._room(members, problem, of, bounds)
 
-    def _second(self, attempt: Attempt) -> None:
-        """The same under the memory constraint, unless it cannot win."""
-        result = attempt.result
-        if result.status in (Status.PRUNED, Status.INFEASIBLE) or self._left() <= 0:
+    def _any(self, members: Sequence[_Point]) -> bool:
+        """Whether some of the points is still worth a look."""
+        return any(not each.done and not self._hopeless(each.bound) for each in members)
+
+    def _room(self, members: Sequence[_Point], problem: Problem, of: tuple[BlockNeeds, ...], flow: Mapping[float, float]) -> None:
+        """`room_bound` of each point by the tables of its mesh."""
+        for each in members:
+            if each.done or self._hopeless(max(each.bound, flow[1.0])):
+                each.result.bound_seconds = max(each.bound, flow[1.0])
+                continue
+            bound = room_bound(regrouped(problem, each.point.zero_group), of, each.point.micro_batches, flow)
+            each.result.bound_seconds = max(each.bound, bound)
+            if bound == inf:
+                each.result.status, each.done = Status.INFEASIBLE, True
+
+    def _unlimited(self, each: _Point) -> None:
+        """Without the memory constraint, unless a look shows that such a plan does not fit."""
+        problem = self.tables.problem(each.point)
+        if least_kept_bytes(problem) > self.cluster.device.room_bytes:
             return
-        if self._hopeless(result.bound_seconds):
-            result.status = Status.PRUNED
+        if room_bound(replace(problem, zeros=(min(problem.zeros),)), (), each.point.micro_batches, {1.0: 0.0}) == inf:
+            return  # it would replicate what does not fit
+        before = each.bound
+        self._attempt(problem, each.result).unlimited(self._left())
+        each.result.bound_seconds = max(before, each.result.bound_seconds)
+        self._offer(each.result)
+        if each.result.solved:
+            each.done = True
+            self._dominate(each)
+        else:
+            self.tight = True  # one plan too large, and the others are solved under the limit at once
+        self._report(each.result)
+
+    def _dominate(self, solved: _Point) -> None:
+        """More micro-batches are not faster, where the fewer ones fit."""
+        for each in self.points:
+            same = (each.point.mesh, each.point.zero_group) == (solved.point.mesh, solved.point.zero_group)
+            if same and not each.done and each.point.micro_batches % solved.point.micro_batches == 0:
+                each.result.bound_seconds = max(each.bound, solved.bound)
+                each.result.status, each.done = Status.PRUNED, True
+
+    def _limited(self, each: _Point) -> None:
+        """Under the memory constraint. Before that the sharper bound of this number of micro-batches, and where the problem is
+        large, the linear relaxation: only what may be better by `worth_large` is solved then."""
+        problem = self.tables.problem(each.point)
+        if each.point.micro_batches > 1:
+            self._flow([each], problem, needs(problem))
+        attempt = self._attempt(problem, each.result)
+        large = self.sizes.get(each.point.mesh, 0) > LARGE
+        worth = self.options.worth_large if large else 0.0
+        if large and not self._hopeless(each.bound, worth):
+            each.result.bound_seconds = attempt.relaxed(self._left())
+        if each.bound == inf:
+            each.result.status, each.done = Status.INFEASIBLE, True
+        if self._hopeless(each.bound, worth):
             return
+        least = each.bound
         attempt.limited(self._left())
-        self._offer(result)
-        self._report(result)
+        if each.result.status is not Status.INFEASIBLE:
+            each.result.bound_seconds = max(each.bound, least)
+        each.done = True
+        self._offer(each.result)
+        self._report(each.result)
+
+    # -- results
 
     def _report(self, result: MeshResult) -> None:
         evaluation = result.evaluation
@@ -197,26 +296,82 @@ class _Search:
             text = f"too large  {size}: to be solved under the memory limit"
         else:
             text = str(result.status)
-        self.progress(f"{result!s:36} {text} ({result.seconds:.1f} s)")
+        best = f"; best {self._best_seconds():.4g} s" if self.best is not None else ""
+        gap = f", gap {100 * self._gap():.1f} %" if self.best is not None and self._lower() > 0 else ""
+        self.progress(f"{result!s:36} {text} ({result.seconds:.1f} s{best}{gap})")
 
-    def _result(self, best: MeshResult, results: list[MeshResult], baselines: Mapping[str, MeshResult | None]) -> SearchResult:
+    def _bounds(self) -> Iterable[float]:
+        """Below every plan of each point that is not shown to be infeasible."""
+        for each in self.points:
+            if each.result.status is not Status.INFEASIBLE:
+                yield each.bound
+
+    def _lower(self) -> float:
+        return min([*self._bounds(), self._best_seconds()])
+
+    def _gap(self) -> float:
+        best = self._best_seconds()
+        return max(0.0, 1 - self._lower() / best) if 0 < best < inf else 1.0
+
+    def _fail(self) -> None:
+        results = [each.result for each in self.points]
+        if any(result.status is Status.TIMEOUT for result in results):
+            raise Infeasible(f"no plan for {self.graph.name} within {self.options.time_limit_seconds:g} s: raise the time limit")
+        raise Infeasible(explanation(self.graph, self.cluster, self.options, self.registry, self._nearest()))
+
+    def _nearest(self) -> list[Attempt]:
+        """What lacks least: per mesh the smallest micro-batches, all state sharded, few meshes; and by how much."""
+        smallest: dict[Mesh, _Point] = {}
+        for each in self.points:
+            first = smallest.setdefault(each.point.mesh, each)
+            if (-each.point.micro_batches, each.point.zero_group) < (-first.point.micro_batches, first.point.zero_group):
+                smallest[each.point.mesh] = each
+        out = []
+        for each in sorted(smallest.values(), key=lambda each: len(each.point.mesh.axes))[:_LOOKS]:
+            attempt = self._attempt(self.tables.problem(each.point), each.result)
+            attempt.result.excess_bytes = attempt.missing_bytes(_LOOK_SECONDS)
+            out.append(attempt)
+        return out
+
+    def _result(self, best: MeshResult, interrupted: bool) -> SearchResult:
         assert best.candidate is not None and best.evaluation is not None
-        step = best.evaluation.step_seconds
-        possible = [r.bound_seconds for r in results if r.status is not Status.INFEASIBLE]
-        tried = sum(not result.recompute for result in results)
-        complete = tried == len(meshes(self.cluster.size, self.graph.batch, self.options.force))
-        lower = min([*possible, step]) if complete else 0.0
-        proven = complete and all(r.status is not Status.TIMEOUT for r in results)
+        for each in self.points:
+            if not each.done and not interrupted and self._left() > 0:
+                each.result.status = Status.PRUNED
+        results = [each.result for each in self.points]
+        pruned = sum(result.status is Status.PRUNED for result in results)
+        solved = sum(result.solved for result in results)
+        self.progress(
+            f"{len(results)} candidates: {solved} solved, {pruned} pruned by bounds, "
+            f"{sum(result.status is Status.INFEASIBLE for result in results)} do not fit; gap {100 * self._gap():.2g} %"
+        )
+        proven = not interrupted and all(result.status is not Status.TIMEOUT for result in results)
         status = Status.OPTIMAL if proven and best.status is Status.OPTIMAL else Status.FEASIBLE
         warnings = [warning for result in results for warning in result.warnings]
         return SearchResult(
             best.candidate,
             best.evaluation,
-            {name: result.evaluation if result is not None else None for name, result in baselines.items()},
+            {name: result.evaluation if result is not None else None for name, result in self.baselines.items()},
             status,
-            lower,
-            max(0.0, 1 - lower / step) if step else 0.0,
+            self._lower(),
+            self._gap(),
             tuple(results),
             monotonic() - self.began,
             tuple(warnings),
         )
+
+
+def _promising(points: Sequence[_Point]) -> list[_Point]:
+    """What is not done, the lowest bounds first, whole batches before parts."""
+    return sorted((each for each in points if not each.done), key=lambda each: (each.bound, each.point.micro_batches))
+
+
+_THREADS = 2
+
+_LOOKS = 8
+"""Meshes that are looked at for what an infeasible problem lacks."""
+
+_LOOK_SECONDS = 5.0
+
+LARGE = 8000
+"""Variables of placements from which on the problem under memory takes long."""

@@ -26,7 +26,9 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class StateTerms:
-    """Costs of one group as expressions; seconds in the model's unit, bytes in its unit. See `StateCost` and `StateMemory`."""
+    """Costs of one group as expressions; seconds in the model's unit, bytes in its unit. See `StateCost`, `Traffic` (a
+    later forward gathers what a backward does) and `StateMemory`: `reducing_behind` is `reducing` where that outlives the call's
+    backward, `gradients_in_place` are `gradients` where nothing is sharded, `standing` those that are never freed."""
 
     gather_forward: Terms
     gather_backward: Terms
@@ -37,8 +39,15 @@ class StateTerms:
     optimizer_bytes: Terms
     gathered_standing: Terms
     gathered_passing: Terms
-    reduced: Terms
+    unreduced: Terms
+    reducing: Terms
+    reducing_behind: Terms
+    gradients_in_place: Terms
+    standing: Terms
+    accumulated: Terms
     buffer_bytes: float
+    reduce_each: Terms
+    accumulate: Terms
 
 
 def split_by_zero(
@@ -85,6 +94,7 @@ def group_terms(
     precision: Precision,
     optimizer: str,
     units: tuple[float, float],
+    micro_batches: int = 1,
 ) -> StateTerms:
     """`group` are the parameters that are moved as one, `elements` their `split_by_zero`, `units` the model's second and byte."""
     second, byte = units
@@ -127,28 +137,41 @@ def group_terms(
         seconds("gather_forward", lambda e: cost(e, 0.0).gather_forward_seconds, whole, every)
         seconds("gather_backward", lambda e: cost(e, 0.0).gather_backward_seconds, whole, every)
         seconds("reduce", lambda t: cost(0.0, t).reduce_seconds, trained, training)
+        if micro_batches > 1:
+            if zero >= 2:
+                seconds("reduce_each", lambda t: cost(0.0, t).reduce_seconds, trained, training)
+            seconds("accumulate", lambda t, zero=zero: costs.accumulate(cost(0.0, t), zero, precision), trained, training)  # type: ignore[misc]
         seconds("stream", lambda t: cost(0.0, t).optimizer_seconds, trained, training)
         if trained[1]:
             tensors = sum(s.parameter.trainable for s, _ in real)
             add(launches, {z: cost(0.0, 1e-9, tensors).optimizer_seconds / second})
-        memory = cost(1.0, 1.0).memory
+        memory = cost(1.0, 1.0, len(real)).memory
+        in_place = memory.gradients if memory.in_place else 0.0
         gathered = "gathered_passing" if memory.gathered_is_transient else "gathered_standing"
         for name, terms, size in (
             ("parameters", every, memory.parameters),
             ("gradients", training, memory.gradients),
             ("optimizer_bytes", training, memory.optimizer),
             (gathered, every, memory.gathered),
-            ("reduced", training, memory.reduced),
+            ("unreduced", training, memory.unreduced),
+            ("reducing", training, 0.0 if memory.standing else memory.reducing),
+            ("reducing_behind", training, 0.0 if memory.in_place else memory.reducing),
+            ("gradients_in_place", training, in_place),
+            ("standing", training, memory.gradients if memory.standing else 0.0),
+            ("accumulated", training, memory.accumulated),
         ):
-            add(out[name], terms, size / byte)
+            if size:
+                add(out[name], terms, size / byte)
     return StateTerms(
         out["gather_forward"], out["gather_backward"], out["reduce"], (out["stream"], launches), out["parameters"],
-        out["gradients"], out["optimizer_bytes"], out["gathered_standing"], out["gathered_passing"], out["reduced"],
-        buffers / byte,
+        out["gradients"], out["optimizer_bytes"], out["gathered_standing"], out["gathered_passing"], out["unreduced"],
+        out["reducing"], out["reducing_behind"], out["gradients_in_place"], out["standing"], out["accumulated"],
+        buffers / byte, out["reduce_each"], out["accumulate"],
     )  # fmt: skip
 
 
 _NAMES = (
     "gather_forward", "gather_backward", "reduce", "stream", "parameters", "gradients", "optimizer_bytes",
-    "gathered_standing", "gathered_passing", "reduced",
+    "gathered_standing", "gathered_passing", "unreduced", "reducing", "reducing_behind", "gradients_in_place", "standing",
+    "accumulated", "reduce_each", "accumulate",
 )  # fmt: skip

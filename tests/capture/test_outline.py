@@ -19,7 +19,8 @@ from autopar.ir.graph import Graph
 def captured(model: nn.Module, inputs: dict[str, Tensor], outlined: bool) -> tuple[Graph, int]:
     """The graph, and how many layers were opaque."""
     traced = trace(model, (), inputs, None, (), outlined)
-    opaque = sum("autopar_capture.outlined" in str(node.target) for node in traced.program.graph.nodes)
+    keys = [str(node.args[-1]) for node in traced.program.graph.nodes if "autopar_capture.outlined" in str(node.target)]
+    opaque = sum(len(key.split(" ")[1].split(",")) for key in keys)
     return fold(model, normalize(convert(traced)), traced), opaque
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import autopar
+from autopar.capture.models import load_model
 from autopar.cli import main
+from autopar.ir.document import ClusterInfo
+from autopar.ir.plan import Pipeline
+from autopar.ir.planfile import make_plan
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -47,7 +53,7 @@ def test_plan_prints_one_document(run: Run, tmp_path: Path) -> None:
     assert document["predicted"]["step_seconds"] > 0 and document["predicted"]["peak_memory_bytes"] > 0
     assert all(document["baselines"][name]["step_seconds"] > 0 for name in ("ddp", "fsdp"))
     assert document["search"]["status"] in ("OPTIMAL", "FEASIBLE")
-    assert sum("dp=" in line for line in err.splitlines()) >= 2  # one progress line per mesh
+    assert "grid: " in err and "OPTIMAL" in err and "gap" in err  # what is solved, and the certificate
 
 
 def test_force_is_obeyed(plan_file: Path) -> None:
@@ -66,6 +72,53 @@ def test_inspect(run: Run, plan_file: Path, view: str | None) -> None:
     assert status == 0 and isinstance(json.loads(out), dict)
     if view == "program":
         assert "class Program" in json.loads(out)["program"]
+
+
+def test_inspect_memory_is_the_issues_table(run: Run, plan_file: Path) -> None:
+    """Every kind by its name, the sum, and the operation at the peak; the numbers are those of the plan."""
+    predicted = json.loads(plan_file.read_text())["predicted"]
+    _, out, _ = run("inspect", plan_file, "--memory")
+    kinds = ["parameters", "gradients", "optimizer state", "saved activations of the micro-batches in flight", "gathered weights"]
+    kinds += ["temporaries", "collective buffers", "allocator slack", "framework base", "peak"]
+    rows = [line.strip() for line in out.splitlines()]
+    assert all(any(row.startswith(kind) for row in rows) for kind in kinds)
+    document = json.loads(run("inspect", plan_file, "--memory", "--json")[1])
+    (stage,) = document["stages"]
+    assert stage["memory"] == document["memory"] == predicted["memory"]
+    assert stage["peak_bytes"] == sum(stage["memory"].values()) == predicted["peak_memory_bytes"]
+    assert document["memory_bytes"] > stage["peak_bytes"]
+    assert stage["phase"] in ("forward", "backward") and stage["operation"]
+    assert f"the peak is in the {stage['phase']} of" in out and stage["operation"] in out
+
+
+def test_inspect_memory_of_a_pipeline_shows_every_stage(run: Run, tmp_path: Path) -> None:
+    """GPT-2 on two stages; and a plan that does not describe its cluster shows what the file says."""
+    loaded = load_model("gpt2-tiny", 8, None)
+    plan = autopar.plan(loaded.model, "local:2", loaded.example_inputs, force="dp=2", name="gpt2-tiny")
+    mesh = replace(plan.candidate.mesh, axes=tuple(replace(axis, size=1) for axis in plan.candidate.mesh.axes))
+    candidate = replace(plan.candidate, mesh=mesh, micro_batches=2, pipeline=Pipeline(2))
+    document = plan.document
+    path = tmp_path / "plan.json"
+    for described in (document.cluster, ClusterInfo(document.cluster.name, document.cluster.devices)):
+        make_plan(
+            plan.graph, candidate, model=document.model, cluster=described, parallelism=document.parallelism,
+            optimizer=document.optimizer, predicted=document.predicted,
+        ).save(str(path))  # fmt: skip
+        _, out, _ = run("inspect", path, "--memory")
+        found = json.loads(run("inspect", path, "--memory", "--json")[1])
+        assert ("stage 1" in out) == bool(described.description) == (len(found["stages"]) == 2)
+        assert found["memory"] == document.predicted.memory
+
+
+def test_inspect_comm_compares_with_parameter_servers(run: Run, plan_file: Path) -> None:
+    """All of a device's gradients in one piece; one server is a bottleneck that the ring does not have."""
+    ways = {
+        each["way"].partition(",")[0]: each for each in json.loads(run("inspect", plan_file, "--comm", "--json")[1])["gradients"]
+    }
+    assert ways["all-reduce"]["times"] == 1 < ways["one parameter server"]["times"]
+    assert len({each["bytes"] for each in ways.values()}) == 1
+    _, out, _ = run("inspect", plan_file, "--comm")
+    assert "one parameter server" in out
 
 
 @pytest.mark.parametrize("command", ["models", "clusters"])
@@ -170,7 +223,8 @@ def test_a_model_that_cannot_fit_is_infeasible(run: Run, tmp_path: Path) -> None
     local["links"][-1]["devices"] = 2
     local["device"].update(memory_bytes=4 * 2**20, base_bytes=0)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump({**local, "name": "small", "size": 2}))
-    status, out, err = run("plan", "mlp", "--cluster", tmp_path / "small.yaml", "--batch", 4096, "--json")
+    status, out, err = run("plan", "mlp", "--cluster", tmp_path / "small.yaml", "--batch", 512, "--json")
     assert status == 3, err
     assert json.loads(out)["error"]["exit_status"] == 3
-    assert "would do" in err and "short of" in err
+    first, *changes = err[err.index("autopar: error: ") :].splitlines()
+    assert "short of" in first and any("devices: then" in line for line in changes), err

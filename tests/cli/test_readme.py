@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -20,6 +21,8 @@ ELSEWHERE = {
     "make check": ".ci/run",
     "make test-full": "by hand",
     "torchrun --nproc-per-node 4 examples/quickstart.py": "tests/cli/test_examples.py",
+    "autopar calibrate -o cluster.yaml --processes 2": "tests/cli/test_calibrate.py, in full by `make test-full`",
+    "autopar validate": "test_the_whole_table, below; some rows in tests/validate",
     "autopar plan llama3-8b --cluster dgx-h100:8 --batch 128 --seq 8192 --dtype bf16": "test_the_large_plan, below",
 }
 
@@ -78,3 +81,13 @@ def test_the_large_plan() -> None:
     command = "autopar plan llama3-8b --cluster dgx-h100:8 --batch 128 --seq 8192 --dtype bf16"
     done = subprocess.run(shlex.split(command), env=environment(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_the_whole_table() -> None:
+    """The aims of the README's table, over all rows."""
+    done = subprocess.run(["autopar", "validate", "--json"], env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)["summary"]
+    assert found["dense_median"] <= 0.08 and found["dense_p90"] <= 0.25 and found["moe_median"] <= 0.20
+    assert found["order_accuracy"] >= 0.84 and found["regret_mean"] <= 0.05 and found["regret_max"] <= 0.15

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.cost_models.block import BlockCosts
 from autopar.cost_models.compute import node_cost, profile
 from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.kernels import product_seconds
 from autopar.cost_models.saved import _function
 from autopar.ir.graph import Block
 from autopar.ir.placement import Invariant, Partial, Replicate, Shard
@@ -75,39 +76,59 @@ def test_causal_attention_is_half() -> None:
     assert profile(b.nodes[0], b.values(), 1).forward_flops == full.forward_flops / 2 == 2 * 2 * 4 * 16 * 16 * 8
 
 
+def mm_cost(m: int, k: int, n: int, *placements: Any, mesh: Any = None, dtype: str = "float32") -> Any:
+    """A product ``[m, k] x [k, n]`` on one H100 node; without placements every rank does all of it."""
+    b = Builder("One", dtype)
+    refs = [b.parameter("p0", (m, k)), b.parameter("p1", (k, n))]
+    block = b.block(b.op("aten.mm", *refs, shape=(m, n), name="out"))  # type: ignore[arg-type]
+    placements = placements or ((I, I),) * 3
+    plan = NodePlan("out", placements[:2], placements[2:], ("", ""))
+    return node_cost(block.nodes[0], block.values(), plan, mesh or mesh_of(dp=1, tp=8), 1, Cluster.parse("dgx-h100:1"))
+
+
 def test_roofline_by_hand() -> None:
-    """A large product is bound by FLOPs, a tall thin one by memory, a tiny one by the launch."""
-    cluster, mesh = Cluster.parse("dgx-h100:1"), mesh_of(dp=1, tp=8)
-    device = cluster.device
-
-    def forward(m: int, k: int, n: int) -> float:
-        block = single("aten.mm", (m, n), (m, k), (k, n))
-        plan = NodePlan("out", ((I, I),) * 2, ((I, I),), ("redundant",) * 2)
-        return node_cost(block.nodes[0], block.values(), plan, mesh, 1, cluster).forward_seconds
-
+    """A large product is bound by FLOPs (at the efficiency of its shape), a tall thin one by memory, a tiny one by the launch."""
+    device = Cluster.parse("dgx-h100:1").device
     peak = device.peak_flops_per_second("float32") * device.matmul_fraction
-    assert forward(8192, 8192, 8192) == pytest.approx(2 * 8192**3 / peak)
+    large = mm_cost(8192, 8192, 8192).forward_seconds
+    assert large == pytest.approx(product_seconds(device, "float32", 1, 8192, 8192, 8192))
+    assert 2 * 8192**3 / peak < large < 1.1 * 2 * 8192**3 / peak
     rate = device.bandwidth_bytes_per_second * device.bandwidth_fraction
-    assert forward(2**22, 8, 8) == pytest.approx(4 * (2 * 2**22 * 8 + 64) / rate)
-    assert forward(8, 8, 8) == device.launch_seconds
+    assert mm_cost(2**22, 8, 8).forward_seconds >= 4 * (2 * 2**22 * 8 + 64) / rate
+    assert mm_cost(8, 8, 8).forward_seconds == device.launch_seconds
+    b = Builder("Stream")
+    block = b.block(b.op("aten.tanh", b.parameter("x", (4096, 4096)), shape=(4096, 4096), name="out"))  # type: ignore[arg-type]
+    plan = NodePlan("out", ((I, I),), ((I, I),), ("redundant",) * 2)
+    found = node_cost(block.nodes[0], block.values(), plan, mesh_of(dp=1, tp=8), 1, Cluster.parse("dgx-h100:1"))
+    assert found.forward_seconds == pytest.approx(4 * 2 * 4096**2 / rate)  # read once, written once
+    assert found.backward_seconds == pytest.approx(4 * 3 * 4096**2 / rate)  # the result, its gradient, the operand's
 
 
 def test_shards_divide_work_and_traffic() -> None:
-    cluster, mesh = Cluster.parse("dgx-h100:1"), mesh_of(dp=2, tp=4)
-    block = single("aten.mm", (4096, 4096), (4096, 4096), (4096, 4096))
+    """Each rank has the product of its own shape: an eighth of the FLOPs, in no less than an eighth of the time."""
+    mesh, device = mesh_of(dp=2, tp=4), Cluster.parse("dgx-h100:1").device
 
     def cost(*placements: Any) -> Any:
-        plan = NodePlan("out", placements[:2], placements[2:], ("", ""))
-        return node_cost(block.nodes[0], block.values(), plan, mesh, 1, cluster)
+        return mm_cost(4096, 4096, 4096, *placements, mesh=mesh)
 
     whole = cost((I, I), (I, I), (I, I))
     column = cost((Shard(0), R), (R, Shard(1)), (Shard(0), Shard(1)))
     row = cost((Shard(0), Shard(1)), (R, Shard(0)), (Shard(0), P))
     handed_on = cost((P, P), (R, R), (P, P))
     assert column.forward_flops == row.forward_flops == whole.forward_flops / 8
-    assert column.forward_seconds == pytest.approx(whole.forward_seconds / 8)
+    assert column.forward_seconds == pytest.approx(product_seconds(device, "float32", 1, 2048, 1024, 4096))
+    assert row.forward_seconds == pytest.approx(product_seconds(device, "float32", 1, 2048, 4096, 1024))
+    assert min(column.forward_seconds, row.forward_seconds) >= whole.forward_seconds / 8
     assert column.backward_flops == 2 * column.forward_flops
     assert handed_on.forward_flops == whole.forward_flops
+
+
+def test_the_backward_of_a_product_is_its_two_products() -> None:
+    """Gradient of the left operand ``[m, n] x [n, k]``, of the right one ``[k, m] x [m, n]``."""
+    device = Cluster.parse("dgx-h100:1").device
+    m, k, n = 8192, 512, 4096
+    both = product_seconds(device, "bfloat16", 1, m, k, n) + product_seconds(device, "bfloat16", 1, k, n, m)
+    assert mm_cost(m, k, n, dtype="bfloat16").backward_seconds == pytest.approx(both)
 
 
 def test_views_are_free_and_sums_hand_their_gradient_on() -> None:

@@ -3,43 +3,53 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.blocks import gpt2_graph
-from support.candidates import mesh_of
 from support.hand_plans import GPT2_TENSOR_PARALLEL, candidate
 
+from autopar.cost_models.block import BlockCosts
 from autopar.cost_models.evaluate import evaluate
+from autopar.cost_models.formulas import formula
 from autopar.cost_models.hardware import Cluster
-from autopar.cost_models.simulate import simulate
+from autopar.cost_models.pipeline import part_of, stage_calls
+from autopar.cost_models.simulate import Part, simulate
+from autopar.cost_models.stages import cut_bytes, stage_link
+from autopar.cost_models.streams import Streams
+from autopar.cost_models.trace import Run
+from autopar.cost_models.traffic import Traffic
 from autopar.errors import ClusterError
-from autopar.ir.plan import Precision
+from autopar.ir.plan import Candidate, Pipeline, Precision
 
 BF16 = Precision("bfloat16", "float32")
 MINE, OTHER = frozenset({"nvlink"}), frozenset({"elsewhere"})
 
 
-def ticking(calls: list[Any], root: tuple[int, int]) -> int:
-    """The same rules, one tick at a time: work to do on the main stream, and a list of transfers in order."""
-    clock, queue, done = 0, [], set()
+def ticking(calls: list[Part], root: Traffic, many: int) -> tuple[float, float]:
+    """The same rules, one tick at a time, every micro-batch by itself: work to do on the main stream, a list of transfers in
+    order, and one transfer that runs when there is no other. Ends of the last forward and of everything."""
+    clock, queue, done, idle = 0, [], set(), 0
 
     def tick(busy: frozenset[str]) -> None:
-        nonlocal clock
+        nonlocal clock, idle
         clock += 1
-        if queue and not busy & MINE:
-            queue[0][1] -= 1
+        if not busy & MINE:
+            if queue:
+                queue[0][1] -= 1
+            else:
+                idle = max(0, idle - 1)
         settle()
 
     def settle() -> None:
         while queue and queue[0][1] == 0:
             done.add(queue.pop(0)[0])
 
-    def issue(name: str, ticks: int) -> None:
-        queue.append([name, ticks])
+    def issue(name: str, ticks: float) -> None:
+        queue.append([name, int(ticks)])
         settle()
 
     def wait(name: str) -> None:
@@ -48,74 +58,117 @@ def ticking(calls: list[Any], root: tuple[int, int]) -> int:
 
     def main(segments: Any) -> None:
         for ticks, links in segments:
-            for _ in range(ticks):
+            for _ in range(int(ticks)):
                 tick(links)
 
-    issue("root", root[0])
-    wait("root")
-    issue("gather 0", calls[0].gather)
-    for index, call in enumerate(calls):
-        wait(f"gather {index}")
-        if index + 1 < len(calls):
-            issue(f"gather {index + 1}", calls[index + 1].gather)
-        main(call.forward)
-    for index in reversed(range(len(calls))):
-        if index + 1 < len(calls):
-            wait(f"again {index}")
-        if index:
-            issue(f"again {index - 1}", calls[index - 1].again)
-        main(calls[index].backward)
-        if index + 1 < len(calls):
-            wait(f"reduce {index + 1}")
-        issue(f"reduce {index}", calls[index].reduce)
-    issue("tail", root[1])
+    half = 0
+    for micro in range(many):
+        first, last = micro == 0, micro == many - 1
+        if first:
+            issue("root", root.gather_first)
+            wait("root")
+            issue("0 gather 0", calls[0].traffic.gather_first)
+        else:
+            done.add(f"{micro} gather 0")
+        for index, call in enumerate(calls):
+            wait(f"{micro} gather {index}")
+            if index + 1 < len(calls):
+                after = calls[index + 1].traffic
+                issue(f"{micro} gather {index + 1}", after.gather_first if first else after.gather_later)
+            main(call.forward)
+        while idle:
+            tick(frozenset())
+        half = clock
+        for index in reversed(range(len(calls))):
+            if index + 1 < len(calls):
+                wait(f"{micro} again {index}")
+            if index:
+                issue(f"{micro} again {index - 1}", calls[index - 1].traffic.gather_backward)
+            main(calls[index].backward)
+            main([(calls[index].traffic.accumulate_seconds, frozenset())])
+            if index + 1 < len(calls):
+                wait(f"{micro} reduce {index + 1}")
+            traffic = calls[index].traffic
+            if last:
+                issue(f"{micro} reduce {index}", traffic.reduce_last)
+            elif index:
+                issue(f"{micro} reduce {index}", traffic.reduce_each)
+            else:
+                idle += int(traffic.reduce_each + root.reduce_each)
+    issue("tail", root.reduce_last)
     wait("tail")
-    return clock
+    return half, clock
 
 
 segments = st.lists(st.tuples(st.integers(1, 9), st.sampled_from([frozenset(), MINE, OTHER])), max_size=4)
 ticks = st.integers(0, 12)
-some_calls = st.lists(
-    st.builds(
-        lambda f, b, g, a, r: SimpleNamespace(forward=f, backward=b, gather=g, again=a, reduce=r),
-        segments,
-        segments,
-        ticks,
-        ticks,
-        ticks,
-    ),
-    min_size=1,
-    max_size=5,
-)
+traffics = st.builds(Traffic, ticks, ticks, ticks, ticks, ticks, ticks, st.just(0))
+some_calls = st.lists(st.builds(Part, segments, segments, traffics), min_size=1, max_size=5)
 
 
-@given(some_calls, st.tuples(ticks, ticks))
+@given(some_calls, ticks, ticks, ticks, st.integers(1, 5))
 @settings(max_examples=200, deadline=None)
-def test_simulation_is_the_ticking_clock(calls: list[Any], root: tuple[int, int]) -> None:
-    steps = simulated(calls, root)
-    assert steps.forward_seconds + steps.backward_seconds == ticking(calls, root)
+def test_simulation_is_the_ticking_clock(calls: list[Part], gather: int, each: int, last: int, many: int) -> None:
+    """Multiplied from two micro-batches, and all of them walked through."""
+    root = Traffic(gather, 0, 0, each, last, 0, 0)
+    steps = simulate(calls, root, MINE, many)
+    assert steps.forward_seconds + steps.backward_seconds == ticking(calls, root, many)[1]
 
 
-def simulated(calls: list[Any], root: tuple[int, int]) -> Any:
-    def state(gather: int, again: int, reduce: int) -> Any:
-        return SimpleNamespace(
-            gather_forward_seconds=gather, gather_backward_seconds=again, reduce_seconds=reduce, optimizer_seconds=0
-        )
-
-    graph = SimpleNamespace(calls=[SimpleNamespace(block=str(index)) for index in range(len(calls))])
-    plan = SimpleNamespace(mesh=mesh_of(dp=8))
-    runs = {str(index): call for index, call in enumerate(calls)}
-    states = [state(call.gather, call.again, call.reduce) for call in calls]
-    return simulate(graph, plan, Cluster.parse("dgx-h100:1"), runs, states, state(root[0], 0, root[1]))  # type: ignore[arg-type]
+def by_hand(gather: int = 0, again: int = 0, reduce: int = 0) -> Part:
+    body = [(6, frozenset()), (4, MINE)]
+    return Part(body, body, Traffic(gather, again, again, reduce, reduce, 0, 0))
 
 
 def test_gathers_hide_behind_computing_by_hand() -> None:
     """Two calls, 10 ticks each way, of which 4 occupy the link. Gathers of 8 stall 2 each; of the reductions the last is seen."""
-    body = [(6, frozenset()), (4, MINE)]
-    call = SimpleNamespace(forward=body, backward=body, gather=8, again=8, reduce=5)
-    steps = simulated([call, call], (0, 0))
+    steps = simulate([by_hand(8, 8, 5)] * 2, by_hand().traffic, MINE)
     assert steps.forward_seconds == 8 + (10 + 2) + 10
     assert steps.backward_seconds == (10 + 2) + 10 + 5
+
+
+def test_micro_batches_by_hand() -> None:
+    """The first gather is seen once, since the first call keeps its weights from a backward to the next forward; the last
+    reduction of a micro-batch hides behind the forward that follows, in what the gathers and the main stream leave free."""
+    steps = simulate([by_hand(8, 8, 5)] * 2, by_hand().traffic, MINE, 3)
+    assert steps.first_forward.seconds == 8 + 12 + 10 and steps.last_backward.seconds == 12 + 10 + 5
+    assert steps.forward.seconds == 12 + 10 and steps.backward.seconds == 12 + 10
+    assert steps.forward_seconds == 30 + 2 * 22 and steps.backward_seconds == 27 + 2 * 22
+
+
+@given(segments, ticks, st.sampled_from([0.0, 0.1, 0.5]))
+@settings(max_examples=100, deadline=None)
+def test_a_call_is_its_formula(body: Any, behind: int, contention: float) -> None:
+    """However computing and collectives follow each other, while one transfer runs behind them."""
+    streams = Streams(MINE, contention)
+    transfer = streams.issue(behind)
+    for seconds, links in body:
+        streams.run(seconds, links)
+    streams.wait(transfer)
+    values = {
+        "main": sum(seconds for seconds, _ in body),
+        "behind": behind,
+        "shared": sum(seconds for seconds, links in body if links == MINE),
+        "c": contention,
+    }
+    assert streams.clock == pytest.approx(formula("step.call").value(values))
+
+
+@given(some_calls, ticks, st.integers(1, 9))
+@settings(max_examples=50, deadline=None)
+def test_a_step_is_its_formula(calls: list[Part], last: int, many: int) -> None:
+    steps = simulate(calls, Traffic(0, 0, 0, 0, last, 0, 0), MINE, many)
+    tail = steps.last_backward.tail_seconds
+    values = {
+        "first": steps.first_forward.seconds,
+        "forward": steps.forward.seconds,
+        "backward": steps.backward.seconds,
+        "last": steps.last_backward.seconds - tail,
+        "tail": tail,
+        "optimizer": 0,
+        "m": many,
+    }
+    assert steps.forward_seconds + steps.backward_seconds == pytest.approx(formula("step.seconds").value(values))
 
 
 def priced(
@@ -142,6 +195,80 @@ def test_the_parts_add_up(zero: int, tensor: bool, axes: dict[str, int]) -> None
         assert before.backward_start_seconds == pytest.approx(after.backward_start_seconds + after.backward_seconds)
     assert 0 < found.mfu < 1 and found.mfu == pytest.approx(found.tflops_per_device * 1e12 / 989e12)
     assert dict(found.redundant_share).get("tp", 0.0) <= 0.02
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_micro_batches(zero: int) -> None:
+    """Four micro-batches of 16 a rank: no less than one of 16 (all else once), no more than four steps of one."""
+    graph = gpt2_graph(layers=4, dtype="bfloat16", batch=128, hidden=1024, heads=16)
+    cluster = Cluster.parse("dgx-h100:1")
+    one = evaluate(graph, replace(candidate(graph, zero, None, BF16, dp=8), batch=128), cluster)
+    whole = replace(candidate(graph, zero, None, BF16, dp=8), batch=512, micro_batches=4)
+    four = evaluate(graph, whole, cluster)
+    assert four.model_flops == pytest.approx(4 * one.model_flops)
+    assert four.compute_seconds > 4 * one.compute_seconds  # gradients are added up
+    assert four.step_seconds < 4 * one.step_seconds
+    moved = {z: dict(evaluate(graph, _with_zero(whole, z), cluster).axis_seconds)["dp"] for z in range(4)}
+    assert moved[zero] > dict(one.axis_seconds)["dp"] * (1.0, 1.0, 1.8, 3.0)[zero]  # 1, 1, 10 / 4 and 4 times what one moves
+    assert (
+        moved[0]
+        < 1.5 * dict(evaluate(graph, _with_zero(replace(whole, batch=128, micro_batches=1), 0), cluster).axis_seconds)["dp"]
+    )
+    assert moved[1] < moved[2] < moved[3]
+    parts = four.compute_seconds + four.exposed_seconds + four.waited_seconds + four.optimizer_seconds
+    assert parts == pytest.approx(four.step_seconds) and four.micro_batches == 4
+
+
+def _with_zero(plan: Candidate, zero: int) -> Candidate:
+    return replace(plan, blocks=tuple(replace(block, zero=zero) for block in plan.blocks))
+
+
+@pytest.mark.parametrize("pipeline", [Pipeline(2), Pipeline(4), Pipeline(2, 2), Pipeline(2, 1, "gpipe")])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_pipelines(pipeline: Pipeline, zero: int) -> None:
+    """The parts add up, the bubble is at least the schedule's, and every call is on one stage."""
+    graph = gpt2_graph(layers=8, dtype="bfloat16", batch=128, hidden=1024, heads=16)
+    cluster = Cluster.parse("dgx-h100:4")
+    plan = candidate(graph, zero, None, BF16, dp=32 // pipeline.stages)
+    plan = replace(plan, batch=128 * 8, micro_batches=8, pipeline=pipeline)
+    found = evaluate(graph, plan, cluster)
+    parts = found.compute_seconds + found.exposed_seconds + found.waited_seconds + found.bubble_seconds
+    assert parts + found.optimizer_seconds == pytest.approx(found.step_seconds)
+    assert found.step_seconds == pytest.approx(
+        found.forward_seconds + found.backward_seconds + found.bubble_seconds + found.optimizer_seconds
+    )
+    assert sorted(index for stage in found.stages for index in stage.calls) == list(range(len(graph.calls)))
+    slowest = max(found.stages, key=lambda stage: stage.end_seconds)
+    assert all(stage.sent_seconds > 0 for stage in found.stages)
+    assert slowest.end_seconds == found.step_seconds and len(found.stages) == pipeline.stages
+    least = min(stage.busy_seconds for stage in found.stages) * (pipeline.stages - 1) / (8 * pipeline.virtual)
+    assert slowest.bubble_seconds >= 0.9 * least
+    assert found.model_flops == pytest.approx(evaluate(graph, replace(plan, pipeline=Pipeline(), mesh=candidate(
+        graph, zero, None, BF16, dp=32).mesh), cluster).model_flops)  # fmt: skip
+
+
+def test_what_stages_send_takes_the_links_of_the_data_axis() -> None:
+    """One part that computes 10, gathers 8 for each pass, and talks to another stage on the same link: 6 a pass hide behind
+    computing; of 12, the backward leaves 2 to the forward, which then has 4 too many."""
+    part = Part([(10, frozenset())], [(10, frozenset())], Traffic(8, 8, 8, 0, 0, 0, 0))
+    root = by_hand().traffic
+    assert simulate([part], root, MINE, 2, alone=False).forward.seconds == 8 + 10
+    assert simulate([part], root, MINE, 2, alone=False, sent_seconds=6).forward.seconds == 8 + 10
+    assert simulate([part], root, MINE, 2, alone=False, sent_seconds=12).forward.seconds == 8 + 10 + 4
+
+
+def test_stages_talk_over_the_level_that_joins_them() -> None:
+    """Stages of 4 devices in nodes of 8: every other cut is inside a node; what crosses is the hidden state alone."""
+    graph = gpt2_graph(layers=8, dtype="bfloat16", batch=64, hidden=1024, heads=16)
+    plan = replace(candidate(graph, 1, None, BF16, dp=4), micro_batches=4, pipeline=Pipeline(4))
+    cluster = Cluster.parse("dgx-h100:2")
+    names = [link.name for link in cluster.links]
+    found = [stage_link(cluster, plan, chunk) for chunk in range(4)]
+    assert [link.levels[0].name for link in found] == [names[0], names[-1], names[0], names[-1]]
+    runs = {b.name: Run.of(BlockCosts(b, plan.mesh, 16, part_of(cluster, 4)), plan.block(b.name)) for b in graph.blocks}
+    first, second = stage_calls(graph, plan.pipeline)[:2]
+    sequence = graph.inputs[0].shape[1]
+    assert cut_bytes(graph, runs, first, second) == 16 / 4 * sequence * 1024 * 2  # type: ignore[operator]
 
 
 def test_model_flops_do_not_depend_on_the_plan() -> None:

@@ -1,4 +1,4 @@
-"""Kept activations against published formulas, each tensor once, and the moments of the peak by hand."""
+"""Kept activations against published formulas, each tensor once, and what evaluations say of memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from support.hand_plans import GPT2_TENSOR_PARALLEL, block_plan, candidate
 from autopar.cost_models.block import BlockCosts
 from autopar.cost_models.evaluate import evaluate
 from autopar.cost_models.hardware import Cluster
-from autopar.cost_models.memory import CallMemory, block_memory, peak_memory
-from autopar.cost_models.state import StateMemory
+from autopar.cost_models.memory import block_memory
 from autopar.ir.plan import Precision
-
-NONE = StateMemory(0, 0, 0, 0, False, 0)
 
 
 def kept(block_tp: int, seq: int = 1024, hidden: int = 1024, heads: int = 16, batch: int = 4) -> float:
@@ -66,22 +63,6 @@ def test_kept_bytes_are_what_eager_keeps() -> None:
     own = {parameter.data_ptr() for parameter in model.parameters()}
     real = sum(t.untyped_storage().nbytes() for at, t in kept_storages.items() if at not in own)
     assert memory.internal + sum(size for _, size in memory.boundary) == real
-
-
-def test_moments_of_the_peak() -> None:
-    state = StateMemory(
-        parameters=100, gradients=30, optimizer=200, gathered=10, gathered_is_transient=True, reduced=5, buffers=1
-    )
-    calls = [CallMemory(50, 7, state), CallMemory(60, 8, state)]
-    table = peak_memory(calls, NONE, 1000, foreach=False)
-    # backward of the second: both kept (110), its working set 8 and reduction 5, its gradient 30, weights of both 20
-    # (backward of the first: kept 50, both gradients 60, working 7, reductions 5 + 5, weights of the first 10)
-    assert table == {
-        "parameters": 200, "optimizer": 400, "gradients": 30, "gathered": 20, "activations": 110, "temporaries": 13, "buffers": 2,
-        "base": 1000,
-    }  # fmt: skip
-    alone = peak_memory([CallMemory(1, 1, state)], NONE, 0, foreach=True)
-    assert alone["temporaries"] == 100 and alone["gradients"] == 30 and alone["activations"] == 0
 
 
 def test_stages_shrink_memory() -> None:

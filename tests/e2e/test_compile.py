@@ -9,6 +9,7 @@ from support.ranks import Ranks
 from support.run_program import train_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("force", [{"dp": 2, "tp": 2, "zero": 3}], ids=["dp=2,tp=2,zero=3"])
 def test_inductor_equals_one_process(force: dict[str, int], ranks: Ranks) -> None:
     prepared = prepare("llama", torch.float64)

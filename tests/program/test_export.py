@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from support.blocks import gpt2_graph
 from support.candidates import drawn_candidate, mesh_of
 from support.interpret import make_state, run_graph
+from support.replays import with_replays
 
 from autopar.passes.pipeline import lower
 from autopar.program.export import export, global_inputs, random_batch
+from autopar.program.source import render
 
 BLOCKED = "import sys\nclass No:\n    def find_spec(self, name, path=None, target=None):\n"
 BLOCKED += "        if name.split('.')[0] == 'autopar': raise ImportError('autopar is blocked')\nsys.meta_path.insert(0, No())\n"
@@ -50,11 +53,20 @@ def reference(graph, state, batch, steps: int, lr: float) -> list[float]:  # typ
     return losses
 
 
-def test_exported_folder_trains_without_autopar(tmp_path: Path) -> None:
+@pytest.mark.parametrize("everything", [False, True])
+def test_exported_folder_trains_without_autopar(everything: bool, tmp_path: Path) -> None:
+    """Also in micro-batches, with parts that run again and others on the host, and the state on pairs."""
     graph = gpt2_graph(2, 16, 4, 32, 8, 8, dtype="float64")
-    lowered = lower(graph, drawn_candidate(graph, mesh_of(dp=2, tp=2), 1, zero=3, wild=0.2))
+    candidate = drawn_candidate(graph, mesh_of(dp=2, tp=2), 1, zero=3, wild=0.2)
+    if everything:
+        candidate = drawn_candidate(graph, mesh_of(dp=4), 1, zero=3, wild=0.0)
+        candidate = with_replays(graph, replace(candidate, micro_batches=2, zero_group=2), 1)
+    lowered = lower(graph, candidate)
     batch = random_batch(lowered)
+    assert {tensor.shape[0] for tensor in batch.values()} == {graph.batch}
     state = make_state(graph)
+    words = ("zero_group = 2", "again.offload(", "again(F.", "micro_batches = 2")
+    assert all((word in render(lowered)) == everything for word in words)
     folder = export(lowered, "{}", tmp_path / "out", weights=state, batch=batch, learning_rate=1e-2)
     found = torchrun(folder, 4, "--steps", "3")
     assert found == pytest.approx(reference(graph, state, batch, 3, 1e-2), rel=1e-9)

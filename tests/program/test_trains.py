@@ -65,6 +65,7 @@ def test_recomputed_blocks_train_like_one_process(zero: int, ranks: Ranks) -> No
     compare(found, graph, state, batch, 1e-9, text)
 
 
+@pytest.mark.slow
 def test_blocks_compile(ranks: Ranks) -> None:
     graph = GRAPHS["gpt2"]()
     state, batch = make_state(graph), make_batch(graph, CLASSES)

@@ -22,6 +22,8 @@ from autopar.runtime.module import Block, Parameter, Program
 from autopar.runtime.parallel import Parallel
 
 PLANS = [({"dp": 4}, 0), ({"dp": 4}, 3), ({"tp": 4}, 0), ({"dp": 2, "tp": 2}, 3), ({"dp": 2, "tp": 2}, 0)]
+GROUPED = [({"dp": 4, "state": 2}, 3), ({"dp": 4, "state": 2}, 1), ({"dp": 4, "state": 1}, 2)]
+"""Two copies of the state on two neighbours each; one on every rank."""
 
 
 def model() -> Model:
@@ -45,7 +47,7 @@ def views(axes: dict[str, int], zero: int, state: dict[str, torch.Tensor]) -> An
     return whole, stored, names, moved, loss
 
 
-@pytest.mark.parametrize(("axes", "zero"), PLANS)
+@pytest.mark.parametrize(("axes", "zero"), PLANS + GROUPED)
 def test_state_dict_is_the_models(ranks: Ranks, axes: dict[str, int], zero: int) -> None:
     reference = model()
     state = {name: value.clone() for name, value in reference.state_dict().items() if name != "head.weight"}
@@ -64,6 +66,9 @@ def test_what_each_rank_stores(ranks: Ranks) -> None:
     assert stored["embed.weight"][0] == 24 * 8 // 2
     assert stored["layers.0.scale"] == (1, "(Replicate(), Replicate())")
     assert stored["layers.1.norm.weight"] == (4, "(Shard(dim=0), Replicate())")
+    _, stored, *_ = ranks.run(views, {"dp": 4, "state": 2}, 3, model().state_dict())[0]
+    assert stored["layers.0.fused.weight"] == (24 * 8 // 2, "(Replicate(), Shard(dim=0))")
+    assert stored["layers.0.scale"] == (1, "(Replicate(), Replicate())")
 
 
 def save(axes: dict[str, int], zero: int, state: dict[str, torch.Tensor], path: str) -> float:
@@ -98,7 +103,7 @@ def further(parallel: Parallel, optimizer: torch.optim.Optimizer) -> float:
 MOVES = [(1, 3), (3, 2), (2, 1)]
 
 
-@pytest.mark.parametrize(("before", "after"), [(PLANS[a], PLANS[b]) for a, b in MOVES])
+@pytest.mark.parametrize(("before", "after"), [(PLANS[a], PLANS[b]) for a, b in MOVES] + [(PLANS[3], GROUPED[0]), GROUPED[:2]])
 def test_checkpoint_moves_to_another_plan(ranks: Ranks, tmp_path: Path, before: Any, after: Any) -> None:
     state = copy.deepcopy(model().state_dict())
     saved = ranks.run(save, *before, state, str(tmp_path))

@@ -54,8 +54,13 @@ def test_llama_on_four_nodes_in_bf16() -> None:
     result = search(graph, Cluster.parse("dgx-h100:4"), SearchOptions(precision=BF16), lines.append)
     assert result.warnings == ()
     assert result.gap <= 0.01
-    assert len(lines) >= len(meshes(32, 32, {}))
-    assert all(str(mesh.mesh) in text for mesh, text in zip(result.meshes, lines, strict=False))
+    assert {each.mesh for each in result.meshes} == set(meshes(32, 32, {}))
+    solved = [each for each in result.meshes if each.solved]
+    assert all(any(text.startswith(f"{each!s:36}") for text in lines) for each in solved)
+    pruned = [each for each in result.meshes if each.status is Status.PRUNED]
+    assert len(pruned) + len(solved) == len(result.meshes)
+    assert f"{len(pruned)} pruned by bounds" in lines[-1]
+    assert all(each.bound_seconds >= result.lower_bound_seconds for each in pruned)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,7 @@ def test_zero_reacts_to_memory() -> None:
     tight = replace(roomy, device=replace(roomy.device, memory_bytes=between))
     pressed = found(graph, tight, force={"dp": 8})
     assert pressed.evaluation.peak_memory_bytes <= tight.device.memory_bytes
-    assert pressed.evaluation.step_seconds >= loose.evaluation.step_seconds
+    assert pressed.evaluation.step_seconds >= loose.evaluation.step_seconds * (1 - 1e-9)
 
 
 def test_state_is_sharded_where_replicated_state_does_not_fit() -> None:
@@ -101,16 +106,20 @@ def test_state_is_sharded_where_replicated_state_does_not_fit() -> None:
     assert baselines["ddp"] is not None and not baselines["ddp"].fits
 
 
+@pytest.mark.slow
 def test_nothing_fits_says_what_is_short_and_what_would_do() -> None:
+    """8 x 8 GiB hold no 8 billion parameters with their optimizer."""
     graph = llama_graph(layers=32, batch=512)
-    with pytest.raises(Infeasible, match=r"short of \d+\.\d GiB .*\d+ nodes would do"):
-        search(graph, Cluster.parse("dgx-h100:1"), SearchOptions(precision=BF16))
+    roomy = Cluster.parse("dgx-h100:1")
+    small = replace(roomy, device=replace(roomy.device, memory_bytes=8 * 2**30))
+    with pytest.raises(Infeasible, match=r"short of \d+\.\d GiB .*\n  use \d+ nodes: then"):
+        search(graph, small, SearchOptions(precision=BF16))
 
 
 def test_hopeless_model_says_so_without_a_number() -> None:
     cluster = Cluster.parse("local:2")
     tiny = replace(cluster, device=replace(cluster.device, memory_bytes=cluster.device.base_bytes // 2))
-    with pytest.raises(Infeasible, match="use a smaller batch"):
+    with pytest.raises(Infeasible, match="the framework's base takes"):
         search(small(), tiny, SearchOptions())
 
 

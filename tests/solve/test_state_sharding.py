@@ -15,8 +15,8 @@ from autopar.cost_models.hardware import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate, Precision
 from autopar.rules.registry import default_registry
+from autopar.solve.candidates import Attempt, MeshResult
 from autopar.solve.ilp import Status
-from autopar.solve.memory import least_kept_bytes
 from autopar.solve.meshes import mesh_of
 from autopar.solve.options import SearchOptions
 from autopar.solve.problem import build
@@ -53,24 +53,34 @@ def test_zero_per_block_is_the_best_of_all(name: str, share: float) -> None:
     assert result.evaluation.step_seconds == pytest.approx(expected, rel=2e-4)
 
 
-def test_blocks_are_recomputed_where_nothing_else_fits() -> None:
+def test_parts_of_blocks_are_recomputed_where_nothing_else_fits() -> None:
+    """Two sequences per device, and no host to move tensors to."""
     graph = llama_graph(layers=32, batch=128)
-    lines: list[str] = []
-    result = search(graph, Cluster.parse("dgx-h100:8"), SearchOptions(precision=BF16, force={"dp": 64}), lines.append)
+    cluster = replace(Cluster.parse("dgx-h100:8"), host=None)
+    result = search(graph, cluster, SearchOptions(precision=BF16, force={"dp": 64, "micro": 2, "zero_group": 0}))
     assert result.evaluation.fits and result.warnings == ()
-    assert result.candidate.block("LlamaDecoderLayer").recompute
-    assert [each.status for each in result.meshes] == [Status.INFEASIBLE, Status.OPTIMAL]
+    plan = result.candidate.block("LlamaDecoderLayer")
+    assert plan.again and not plan.offload and not plan.recompute
+    assert len(plan.again) < len(plan.nodes) / 2
+    assert [each.status for each in result.meshes] == [Status.OPTIMAL]
     assert result.lower_bound_seconds == pytest.approx(result.evaluation.step_seconds, rel=1e-3)
 
 
-def test_the_look_without_a_solver_is_below_every_plan() -> None:
-    for graph in (gpt2_graph(layers=3), llama_graph(layers=3)):
-        cluster = Cluster.parse("dgx-h100:1")
-        for mesh in (mesh_of(8), mesh_of(2, 4), mesh_of(1, 8)):
-            problem = build(graph, mesh, cluster, BF16, "adamw", default_registry())
-            force = {axis.name: axis.size for axis in mesh.axes}
-            result = search(graph, with_memory(cluster, 2**50), SearchOptions(precision=BF16, force=force))
-            assert 0 < least_kept_bytes(problem) <= dict(result.evaluation.memory)["activations"]
+def test_the_relaxation_under_memory_is_below_the_plan() -> None:
+    """It needs no solver of integers; and it knows what cannot fit at all."""
+    graph, cluster = llama_graph(layers=3), Cluster.parse("dgx-h100:1")
+    problem = build(graph, mesh_of(2, 4), cluster, BF16, "adamw", default_registry())
+    free = Attempt(graph, problem, (), 1e-4, MeshResult(problem.mesh))
+    free.unlimited(30)
+    assert free.result.evaluation is not None
+    tight = replace(problem, cluster=with_memory(cluster, free.result.evaluation.peak_memory_bytes * 0.8))
+    bound = Attempt(graph, tight, (), 1e-4, MeshResult(problem.mesh)).relaxed(30)
+    solved = Attempt(graph, tight, (), 1e-4, MeshResult(problem.mesh))
+    solved.limited(30)
+    assert solved.result.evaluation is not None and solved.result.solved
+    assert 0.9 * solved.result.evaluation.step_seconds <= bound <= solved.result.evaluation.step_seconds * (1 + 1e-6)
+    hopeless = replace(problem, cluster=with_memory(cluster, cluster.device.base_bytes * 1.01))
+    assert Attempt(graph, hopeless, (), 1e-4, MeshResult(problem.mesh)).missing_bytes(30) > 0
 
 
 def test_a_limit_just_below_the_fastest_plan_is_met() -> None:

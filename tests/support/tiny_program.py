@@ -117,8 +117,10 @@ class Tiny(Program):
 
 
 def make(axes: dict[str, int], zero: int, precision: tuple[str, str] | None = None) -> Tiny:
-    """The program on a mesh with one state sharding for all blocks."""
-    program = Tiny(MeshHandle(axes))
+    """The program on a mesh with one state sharding for all blocks. ``state`` among the axes is how many neighbours share one."""
+    neighbours = axes.get("state", 0)
+    program = Tiny(MeshHandle({name: size for name, size in axes.items() if name != "state"}))
+    program.mesh.share_state(neighbours)
     if precision:
         program.precision = precision
     for block in program.blocks():

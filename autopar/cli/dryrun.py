@@ -1,0 +1,45 @@
+"""``autopar dryrun``: one rank of the plan's cluster on fake tensors: peak memory, what lives there, and the collectives."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import warnings
+
+from autopar.cli.output import Output, percent, size
+from autopar.ir.planfile import load
+
+SHOWN = 15
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    """Needs neither the cluster nor a GPU nor the model's weights."""
+    from autopar.dryrun.run import dry_run
+
+    plan = load(arguments.plan)
+    output.progress(f"running rank {arguments.rank} of {plan.candidate.devices} on fake tensors, three steps")
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = dry_run(plan, arguments.rank)
+    predicted = plan.document.predicted
+    unseen = predicted.memory.get("base", 0) + predicted.memory.get("slack", 0)
+    expected = (predicted.peak_memory_bytes or 0) - unseen
+    rows = [(kind, size(value)) for kind, value in found.memory.items()]
+    where = " ".join(f"{axis}={at}" for axis, at in found.coordinates)
+    output.table(f"Rank {found.rank} ({where}) at the peak", ("kind", "bytes"), [*rows, ("peak", size(found.peak_bytes))])
+    output.text(f"the peak is at {found.function} in the {found.module}" + (f"\n  {found.line}" if found.line else ""))
+    if predicted.peak_memory_bytes:
+        output.text(
+            f"predicted {size(expected)} ({percent(expected / found.peak_bytes - 1)}), "
+            f"beside {size(unseen)} of the framework and the allocator that tensors do not show\n"
+        )
+    cells = [(each.kind, each.made, each.count, size(each.bytes)) for each in found.tensors[:SHOWN]]
+    output.table("What lives there, largest first", ("kind", "made by", "tensors", "bytes"), cells)
+    sent = [(each.kind, each.axis, each.count, size(each.bytes)) for each in found.collectives]
+    output.table("Collectives of one step", ("collective", "axis", "times", "bytes"), sent)
+    document = dataclasses.asdict(found)
+    document["coordinates"] = dict(found.coordinates)
+    output.document({**document, "predicted_bytes": expected})
+    return 0

@@ -1,0 +1,155 @@
+"""The dry run: builds the program of a plan as `api.parallelize` does, on fake tensors, and takes steps under a watch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar.dryrun.compat import FakeMode, Live, Watch, fake_group
+from autopar.dryrun.host import Elsewhere
+from autopar.errors import AutoparError
+from autopar.ir import dims
+from autopar.ir.planfile import Plan
+from autopar.passes.pipeline import lower
+from autopar.program.build import load
+from autopar.program.source import render
+from autopar.runtime.mesh import MeshHandle
+from autopar.runtime.parallel import Parallel
+
+KINDS = ("parameters", "buffers", "optimizer", "gradients", "gathered", "reduced", "activations", "temporaries", "inputs")
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Collectives of one kind on one mesh axis, in one step: how many, and their bytes (the larger side of each)."""
+
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Tensors of one kind that were made at one place."""
+
+    kind: str
+    made: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """`peak_bytes` are live after `function` in `module` (at `line` of the program, in a forward), by kind and, largest first,
+    one by one. `host_bytes` are the most that waited on the host."""
+
+    rank: int
+    coordinates: tuple[tuple[str, int], ...]
+    peak_bytes: int
+    function: str
+    module: str
+    line: str
+    memory: dict[str, int]
+    tensors: tuple[Tensors, ...]
+    collectives: tuple[Sent, ...]
+    host_bytes: int = 0
+
+
+def dry_run(plan: Plan, rank: int = 0) -> DryRun:
+    """The program on one rank of the plan's cluster. AutoparError where the rank is not in the plan."""
+    candidate = plan.candidate
+    if not 0 <= rank < candidate.devices:
+        raise AutoparError(f"rank {rank} is not in the plan, which has ranks 0 to {candidate.devices - 1}")
+    module = load(render(lower(plan.graph, candidate)))
+    foreach = plan.document.cluster.description.get("device", {}).get("kind") != "cpu"
+    with fake_group(rank, candidate.devices):
+        mesh = MeshHandle({axis.name: axis.size for axis in candidate.mesh.axes})
+        mesh.host = host = Elsewhere()
+        program = module.Program(mesh)
+        specs = {block.original[spec.path]: spec for block in program.blocks() for spec in block.specs}
+        with FakeMode():
+            parallel = Parallel(program, lambda name: torch.empty(specs[name].shape, dtype=getattr(torch, specs[name].dtype)))
+            for bucket in parallel.state.buckets.buckets:
+                bucket.reuse = not foreach  # as on the plan's devices, not on this CPU
+            batch = {
+                value.name: torch.empty(dims.values(value.shape, candidate.batch), dtype=getattr(torch, value.dtype))
+                for value in plan.graph.inputs
+            }
+            found = watch_steps(parallel, batch, make_optimizer(plan.document.optimizer, parallel, foreach), rank)
+            return replace(found, host_bytes=host.most)
+
+
+def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, rank: int) -> DryRun:
+    """Three steps: the first has no optimizer state, the second finds the peak, the third lists what lives there. Runs on real
+    tensors as well, on every rank at once."""
+    watch = Watch()
+    watch.track_external(parallel, *batch.values())
+    found: list[Tensors] = []
+    with watch:
+        for step in range(3):
+            watch.start_step(forget_peak=step == 1)
+            if step == 2:
+                watch.at = watch.peak.operation, lambda: found.extend(_sorted(watch.live(), parallel, optimizer, batch))
+            loss = parallel(**batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    mesh, peak = parallel.program.mesh, watch.peak
+    axes = {str(mesh.group(name).group_name): name for name in (*mesh.axes, *mesh.state_axes)}
+    sent = tuple(Sent(kind, axes.get(group, "all"), *numbers) for (kind, group), numbers in sorted(watch.sent.items()))
+    where = tuple((name, mesh.axis(name).coordinate) for name in mesh.axes)
+    memory = {kind: sum(each.bytes for each in found if each.kind == kind) for kind in KINDS}
+    return DryRun(rank, where, peak.bytes, peak.function, peak.module, peak.line, memory, tuple(found), sent)
+
+
+def make_optimizer(name: str, parallel: Parallel, foreach: bool) -> torch.optim.Optimizer:
+    """The optimizer that a plan names; AdamW where torch has none of that name, as it is priced."""
+    parameters = [parameter for parameter in parallel.parameters() if parameter.requires_grad]
+    match name:
+        case "sgd" | "momentum":
+            return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if name == "momentum" else 0.0, foreach=foreach)
+        case "adam":
+            return torch.optim.Adam(parameters, foreach=foreach)
+        case "adagrad":
+            return torch.optim.Adagrad(parameters, foreach=foreach)
+        case "rmsprop":
+            return torch.optim.RMSprop(parameters, foreach=foreach)
+    return torch.optim.AdamW(parameters, foreach=foreach)
+
+
+def _sorted(
+    live: list[Live], parallel: Parallel, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
+) -> list[Tensors]:
+    """What lives by kind and place, largest first."""
+    known: dict[int, str] = {}
+    known.update((_storage(tensor), "inputs") for tensor in batch.values())
+    known.update((_storage(tensor), "buffers") for tensor in parallel.state.buffers.values())
+    known.update((_storage(tensor), "parameters") for tensor in parallel.state.parameters.values())
+    gradients = (parameter.grad for parameter in parallel.state.parameters.values())
+    known.update((_storage(tensor), "gradients") for tensor in gradients if tensor is not None)
+    for state in optimizer.state.values():
+        known.update((_storage(tensor), "optimizer") for tensor in state.values() if isinstance(tensor, torch.Tensor))
+    sums: dict[tuple[str, str], list[int]] = {}
+    for each in live:
+        kind = known.get(each.storage) or _kind(each)
+        entry = sums.setdefault((kind, each.made if kind not in known.values() else ""), [0, 0])
+        entry[0] += 1
+        entry[1] += each.bytes
+    found = [Tensors(kind, made, count, bytes_) for (kind, made), (count, bytes_) in sums.items()]
+    return sorted(found, key=lambda each: -each.bytes)
+
+
+def _kind(live: Live) -> str:
+    if "fsdp" in live.made:
+        return "reduced" if "reduce" in live.made else "gathered"
+    if "optim" in live.made:
+        return "temporaries"
+    return "activations" if live.made and live.use == "Activation" else "temporaries"
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage()._cdata)

@@ -1,0 +1,188 @@
+"""Capture and search as one function. Needs no process group, and nothing of what runs a plan."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture import capture
+from autopar.cost_models.hardware import Cluster
+from autopar.errors import AutoparError, BatchError, UnsupportedOp
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Precision
+from autopar.ir.planfile import Plan
+from autopar.rules.expand import missing_rules
+from autopar.rules.registry import Registry, default_registry
+from autopar.solve.cache import PlanCache, cache_key
+from autopar.solve.complete import complete, priced
+from autopar.solve.report import make_report
+from autopar.solve.search import SearchOptions, search
+
+ExampleInputs = Mapping[str, Any] | tuple[Any, ...]
+Progress = Callable[[str], None]
+
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
+_DEGREES = ("dp", "tp", "tp2", "zero", "zero_group", "micro")
+
+
+def make_plan(
+    model: nn.Module,
+    cluster: str | Cluster,
+    example_inputs: ExampleInputs,
+    *,
+    precision: str | Precision | None = None,
+    force: str | Mapping[str, int | str] = "",
+    optimizer: str = "adamw",
+    strict: bool = False,
+    time_limit_seconds: float = 60.0,
+    batch: int | None = None,
+    seq: int | None = None,
+    name: str = "",
+    source: str = "",
+    progress: Progress | None = None,
+    cache: Path | None = None,
+) -> Plan:
+    """Plans without running: needs no process group, and the model may be on the meta device. `autopar.plan` is this function.
+
+    Arguments are those of `parallelize`. `batch` is the global batch, where it is not that of `example_inputs`; `seq`,
+    `name` and `source` only go into the plan's description; `progress` gets a line per candidate that is solved; `cache` is a
+    folder of plans that were found before. A complete `force` (`solve.complete`) is priced as it is.
+    """
+    if isinstance(cluster, str):
+        cluster = Cluster.parse(cluster, cache=cache_folder())
+    chosen = _precision(precision, model)
+    wanted = complete(force, chosen, optimizer)
+    degrees = {} if wanted else parse_force(force)
+    args, kwargs = split_inputs(example_inputs)
+    graph = capture(model, args, kwargs, compute_dtype=chosen.compute)
+    if batch not in (None, graph.batch) and not graph.batch_is_symbolic:
+        raise BatchError(f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {batch}")
+    rules = registry()
+    unruled = _unruled(graph, rules, strict)
+    options = SearchOptions(
+        batch=batch or graph.batch,
+        precision=chosen,
+        optimizer=optimizer,
+        force=degrees,
+        strict=strict,
+        time_limit_seconds=time_limit_seconds,
+        registry=rules,
+    )
+    if wanted:
+        found = priced(replace(graph, batch=options.batch), cluster, wanted, rules)
+        return make_report(graph, cluster, found, options, name=name, source=source, seq=seq, replicated_ops=unruled)
+    plans = PlanCache(cache) if cache is not None else None
+    key = cache_key(graph, cluster, options, _USER_RULES, dict(name=name, source=source, seq=seq)) if plans else ""
+    known = plans.load(key) if plans else None
+    if known is not None:
+        if progress is not None:
+            progress(f"the search was done before: plan from {cache}")
+        return known
+    found = search(graph, cluster, options, progress)
+    made = make_report(graph, cluster, found, options, name=name, source=source, seq=seq, replicated_ops=unruled)
+    if plans:
+        plans.store(key, made)
+    return made
+
+
+plan = make_plan
+
+
+# -- rules of the user
+
+_USER_RULES: dict[str, str] = {}
+
+
+def register_rule(op: str, line: str) -> None:
+    """Adds a sharding rule for an operation: ``register_rule("mylib::rope", "b s (h d!) , s d! -> b s (h d!)")``.
+
+    The line is in factor notation (README, "A sharding rule"). ValueError where it does not parse. Holds for this process.
+    """
+    default_registry().register(op, line)
+    _USER_RULES[op] = line
+
+
+def registry() -> Registry:
+    """The rules of autopar and of the user."""
+    found = default_registry()
+    for op, line in _USER_RULES.items():
+        found = found.register(op, line)
+    return found
+
+
+def cache_folder() -> Path:
+    """Where measurements of this machine are kept."""
+    return Path.home() / ".cache" / "autopar"
+
+
+def plan_folder() -> Path:
+    """Where plans are kept."""
+    return cache_folder() / "plans"
+
+
+def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments."""
+    if isinstance(example_inputs, Mapping):
+        return (), {name: value for name, value in example_inputs.items() if value is not None}
+    if isinstance(example_inputs, tuple):
+        return example_inputs, {}
+    raise BatchError(f"example_inputs is a {type(example_inputs).__name__}: pass a dict of keyword arguments or a tuple")
+
+
+def _precision(precision: str | Precision | None, model: nn.Module) -> Precision:
+    """What was asked for; by default the dtype that most of the model's parameters have."""
+    if isinstance(precision, Precision):
+        return precision
+    if precision is None:
+        counts: dict[torch.dtype, int] = {}
+        for parameter in model.parameters():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+        own = str(max(counts, key=lambda dtype: counts[dtype], default=torch.float32)).removeprefix("torch.")
+        return Precision(own, own)
+    name = _DTYPES.get(precision, precision)
+    if name not in ("float32", "bfloat16", "float64"):
+        raise AutoparError(f"dtype {precision!r} is not known: write float32, bf16 or float64")
+    return Precision(name, "float32" if name == "bfloat16" else name)
+
+
+def parse_force(force: str | Mapping[str, int | str]) -> dict[str, int]:
+    """``"tp=4,zero=3"`` as degrees. AutoparError on another key or a number that makes no sense."""
+    pairs = dict(force) if isinstance(force, Mapping) else dict(item.partition("=")[::2] for item in force.split(",") if item)
+    out: dict[str, int] = {}
+    for key, value in pairs.items():
+        if key.strip() not in _DEGREES:
+            raise AutoparError(f"force: {key.strip()!r} cannot be forced; write some of {', '.join(_DEGREES)}, as in tp=4,zero=3")
+        text = str(value).strip()
+        if (
+            not text.isdigit()
+            or (key.strip() == "zero" and int(text) > 3)
+            or (key.strip() not in ("zero", "zero_group") and int(text) < 1)
+        ):
+            raise AutoparError(f"force: {key.strip()}={text} is no degree; write a whole number of at least 1 (zero: 0 to 3)")
+        out[key.strip()] = int(text)
+    return out
+
+
+def check_force(force: str) -> None:
+    """AutoparError where `make_plan` would refuse it."""
+    if complete(force, Precision(), "adamw") is None:
+        parse_force(force)
+
+
+def _unruled(graph: Graph, registry: Registry, strict: bool) -> tuple[str, ...]:
+    """Operations without a sharding rule, which are computed on every rank: a warning, or UnsupportedOp when `strict`."""
+    nodes = {node.op: node for block in graph.blocks for node in missing_rules(block, registry)}
+    if not nodes:
+        return ()
+    said = ", ".join(f"{op} ({node.source or node.module or 'no source'})" for op, node in sorted(nodes.items()))
+    remedy = 'add one with autopar.register_rule("ns::op", "...")'
+    if strict:
+        raise UnsupportedOp(f"no sharding rule for {said}: {remedy}, or leave strict off to compute them on every rank")
+    warnings.warn(f"no sharding rule for {said}: computed on every rank; {remedy}", stacklevel=3)
+    return tuple(sorted(nodes))

@@ -1,0 +1,125 @@
+"""A step in several micro-batches: forward and backward of each inside one call, and the loss of all as one node of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .apply import apply
+from .errors import BatchProblem, RuntimeProblem
+from .mesh import DATA_AXIS
+from .module import Program
+from .state import State
+from .zero import next_backward
+
+Batch = dict[str, torch.Tensor]
+
+
+def run(program: Program, state: State, inputs: Batch) -> torch.Tensor:
+    """The loss of this rank's batch, taken in ``program.micro_batches`` parts. Its backward hands out the gradients, which are
+    computed now; without gradients only forwards run."""
+    parts = split(program, inputs)
+    totals = reduced(program, parts)
+    if not torch.is_grad_enabled():
+        return _sum([program(**part, **totals) for part in parts])
+    parameters = [parameter for parameter in state.parameters.values() if parameter.requires_grad]
+    aside = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    losses = []
+    try:
+        for number, part in enumerate(parts, 1):
+            last = number == len(parts)
+            next_backward(program, last)
+            state.buckets.hold = not last
+            loss = program(**part, **totals)
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
+            losses.append(loss.detach())
+        state.buckets.finish()
+        made = [(parameter, parameter.grad) for parameter in parameters]
+    finally:
+        state.buckets.hold = False
+        for parameter, gradient in aside:
+            parameter.grad = gradient
+    reached = {parameter: gradient for parameter, gradient in made if gradient is not None}
+    loss = _sum(losses)
+    if not reached:
+        return loss
+    result: torch.Tensor = apply(_Deliver, loss, list(reached.values()), *reached)
+    return result
+
+
+def _sum(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total
+
+
+def split(program: Program, inputs: Batch) -> list[Batch]:
+    """This rank's batch in equal parts. Inputs are cut where the data axis cuts them, the others are whole in every part."""
+    count = program.micro_batches
+    parts: list[Batch] = [{} for _ in range(count)]
+    for name, tensor in inputs.items():
+        where = program.input_placements[name].get(DATA_AXIS, "R")
+        if not where.startswith("S"):
+            pieces: Sequence[torch.Tensor] = [tensor] * count
+        else:
+            dim = int(where[2:-1])
+            if tensor.shape[dim] % count:
+                ranks = program.mesh.dp.size
+                raise BatchProblem(
+                    f"the {tensor.shape[dim] * ranks} examples of input {name} do not divide over {ranks} data-parallel ranks "
+                    f"and {count} micro-batches; pass a batch whose size is a multiple of {ranks * count}"
+                )
+            pieces = tensor.chunk(count, dim)
+        for part, piece in zip(parts, pieces, strict=True):
+            part[name] = piece
+    return parts
+
+
+def reduced(program: Program, parts: Sequence[Batch]) -> Mapping[str, torch.Tensor]:
+    """What the loss needs of the whole batch, from the inputs alone."""
+    if not program.totals:
+        return {}
+    with torch.no_grad():
+        each = [program.count(**part) for part in parts]
+        stacked = {name: torch.stack([counted[name] for counted in each]) for name in program.totals}
+        return {name: _reduce(stacked[name], op) for name, op in program.totals.items()}
+
+
+def _reduce(stacked: torch.Tensor, op: str) -> torch.Tensor:
+    if op == "sum":
+        return stacked.sum(0)
+    return stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+class _Deliver(torch.autograd.Function):
+    """The loss over the parameters: the gradients are known, and are handed out times the gradient of the loss, once."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor], *parameters: nn.Parameter) -> torch.Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeProblem(
+                "a second backward through the loss of a step in micro-batches, whose gradients are handed out: "
+                "call the model again"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        return None, None, *(_scaled(gradient, grad) for gradient in gradients)
+
+
+def _scaled(gradient: Any, factor: torch.Tensor) -> torch.Tensor:
+    """In place: the tensor becomes the parameter's gradient."""
+    gradient.to_local().mul_(factor.to(gradient.dtype))
+    result: torch.Tensor = gradient
+    return result

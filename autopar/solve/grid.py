@@ -1,0 +1,90 @@
+"""The declared grid: what the search decides outside of the ILP. Finite, listed, and every point of it is accounted for.
+
+A point is a mesh, a number of micro-batches and a state group. Pipeline degrees, virtual stages and schedules are to join as
+further fields of `Point`: the mesh is that of one stage, so its tables serve every pipeline degree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.cost_models.hardware import Cluster
+from autopar.errors import BatchError, ClusterError
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS, Mesh
+from autopar.rules.registry import Registry
+from autopar.solve.meshes import divisors, meshes
+from autopar.solve.parts import why_one_micro_batch
+
+MICRO = "micro"
+"""Forces the examples of one micro-batch on one data rank."""
+
+GROUP = "zero_group"
+"""Forces the neighbours on the data axis that share one copy of the state; 0 is all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One candidate of the grid: `micro_batches` parts of the batch, state sharded over `zero_group` neighbours (0: all)."""
+
+    mesh: Mesh
+    micro_batches: int = 1
+    zero_group: int = 0
+
+    def __str__(self) -> str:
+        parts = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        return f"{self.mesh}{parts}" + (f", state in groups of {self.zero_group}" if self.zero_group else "")
+
+
+def grid(
+    graph: Graph, size: int, node_size: int, force: Mapping[str, int], registry: Registry
+) -> tuple[Point, ...]:
+    """Every point for a cluster of `size` devices in nodes of `node_size`, whole batches before parts and one group before more.
+
+    BatchError or ClusterError where what is forced leaves nothing.
+    """
+    whole = bool(why_one_micro_batch(graph, registry))
+    out = [
+        Point(mesh, parts, group)
+        for mesh in meshes(size, graph.batch, force, node_size)
+        for parts in micro_batch_counts(graph.batch, mesh.size_of(DATA_AXIS), force, whole)
+        for group in zero_groups(mesh, node_size, force)
+    ]
+    if not out and MICRO in force:
+        reason = why_one_micro_batch(graph, registry)
+        raise BatchError(
+            f"micro={force[MICRO]} cannot be: {reason}" if reason
+            else f"micro={force[MICRO]} times no data degree of these meshes divides the batch of {graph.batch}: force a divisor"
+        )  # fmt: skip
+    if not out:
+        raise ClusterError(f"{GROUP}={force[GROUP]} divides no data degree of these meshes: force a divisor")
+    return tuple(out)
+
+
+def micro_batch_counts(batch: int, data: int, force: Mapping[str, int], whole: bool) -> tuple[int, ...]:
+    """Into how many micro-batches the batch of each data rank is cut: every divisor, or only one."""
+    each = batch // data
+    counts = [1] if whole else divisors(each)
+    return tuple(count for count in counts if each // count == force.get(MICRO, each // count))
+
+
+def zero_groups(mesh: Mesh, node_size: int, force: Mapping[str, int]) -> tuple[int, ...]:
+    """All of the data axis; the data ranks of one node; and in steps of four whatever lies between. Forced, it must divide."""
+    data = mesh.size_of(DATA_AXIS)
+    if GROUP in force:
+        group = force[GROUP]
+        return () if group and data % group else (0 if group == data else group,)
+    if force.get("zero") == 0:
+        return (0,)
+    out, group = [0], max(1, node_size // (mesh.size // data))
+    while group < data:
+        if group > 1 and data % group == 0:
+            out.append(group)
+        group *= 4
+    return tuple(out)
+
+
+def inner_devices(cluster: Cluster) -> int:
+    """Devices of one node: what the innermost of several link levels joins."""
+    return cluster.links[0].devices if len(cluster.links) > 1 else cluster.size

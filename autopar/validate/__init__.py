@@ -1,0 +1,1 @@
+"""The cost models against published measurements: rows of a table -> model -> graph -> forced candidate -> evaluator."""

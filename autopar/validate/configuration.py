@@ -1,0 +1,161 @@
+"""How a row was run: its cluster, and the configuration that is forced on the planner."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from autopar.cost_models.hardware import GIB, Cluster
+from autopar.ir.plan import Precision
+from autopar.solve.forced import Forced
+from autopar.validate.architectures import NotExpressed
+from autopar.validate.rows import Row
+
+PRESETS = {
+    "V100": ("dgx-v100", 100.0),
+    "A100-40GB": ("dgx-a100-40", 200.0),
+    "A100-80GB": ("dgx-a100", 200.0),
+    "H100": ("dgx-h100", 400.0),
+    "H200": ("dgx-h200", 400.0),
+    "B200": ("dgx-b200", 400.0),
+    "MI300X": ("mi300x", 400.0),
+}
+"""Per device name the bundled cluster, and the Gbit/s per device of the network that its data sheet has."""
+
+VARIANTS = {"h100-96gb-2.4TBps-500W": (94.5 * GIB, 2.4e12)}
+"""Memory bytes and bandwidth of parts that differ from the preset (torchtitan benchmarks/llama3_h100_202412_torchtitan.md)."""
+
+COMPUTE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "mxfp8": "bfloat16", "fp32": "float32"}
+"""The dtype of activations. With fp8 the products of the layers are float8, everything else stays bfloat16."""
+
+FLOAT8 = ("fp8", "mxfp8")
+
+
+def given(row: Row, name: str) -> int:
+    """A positive whole number of the row. NotExpressed where the source does not state it."""
+    value = getattr(row, name)
+    if value is None:
+        raise NotExpressed(f"{name} is not stated")
+    if value < 1:
+        raise NotExpressed(f"{name} is {value}")
+    return int(value)
+
+
+def cluster_of(row: Row) -> Cluster:
+    """The preset of the row's device, with so many devices, and the network and device variant that the row states."""
+    if row.gpu not in PRESETS:
+        raise NotExpressed(f"no cluster for {row.gpu or 'an unnamed device'}: known are {', '.join(PRESETS)}")
+    preset, sheet_gbit = PRESETS[row.gpu]
+    size = given(row, "n_gpus")
+    one = Cluster.parse(preset)
+    links, device = one.links, one.device
+    if row.nic_gbit_per_device == 0:
+        raise NotExpressed("nic_gbit_per_device is 0")
+    if row.nic_gbit_per_device is not None:
+        links = (*links[:-1], links[-1].scaled(row.nic_gbit_per_device / sheet_gbit))
+    if row.device_variant:
+        if row.device_variant not in VARIANTS:
+            raise NotExpressed(f"no device {row.device_variant}: known are {', '.join(VARIANTS)}")
+        memory, bandwidth = VARIANTS[row.device_variant]
+        device = replace(device, memory_bytes=int(memory), bandwidth_bytes_per_second=bandwidth)
+    last = replace(links[-1], devices=max(size, links[-1].devices))
+    return replace(one, name=f"{preset}, {size} devices", size=size, links=(*links[:-1], last), device=device)
+
+
+ZERO = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
+
+
+def forced_of(row: Row) -> Forced:
+    """The row's configuration. NotExpressed names what is not stated or not modelled."""
+    tp, pp, cp = (getattr(row, name) or 1 for name in ("tp", "pp", "cp"))
+    if cp > 1 and (row.seq_len or 0) % cp:
+        raise NotExpressed(f"cp={cp} does not divide the sequence of {row.seq_len}")
+    if row.zero_stage_or_fsdp not in ZERO:
+        raise NotExpressed("the state sharding is not stated")
+    if row.precision not in COMPUTE:
+        raise NotExpressed(f"precision {row.precision or 'is not stated'}")
+    size, batch, micro = given(row, "n_gpus"), given(row, "global_batch"), given(row, "micro_batch")
+    if size % (tp * pp * cp):
+        raise NotExpressed(f"tp x pp x cp = {tp * pp * cp} does not divide {size} devices")
+    data = size // (tp * pp * cp)
+    group = row.zero_group_size or 0
+    if row.zero_stage_or_fsdp == "hsdp" and not group:
+        group = 8
+    ep = row.ep or 1
+    sliced = tp > 1 and not (ep > data * cp or row.software_stack.startswith(WHOLE_EXPERTS))
+    if ep > (data * cp if sliced else data * cp * tp):
+        raise NotExpressed(f"ep={ep} is more than the {data * cp} data ranks")
+    return Forced(
+        tp=tp,
+        sliced_experts=sliced,
+        sequence_parallel=bool(row.sequence_parallel) and tp > 1,
+        pp=pp,
+        virtual=(row.virtual_pp or 1) if pp > 1 else 1,
+        layers=layers_of(row),
+        zero=ZERO[row.zero_stage_or_fsdp],
+        zero_group=group if group < data * cp else 0,
+        micro_batches=max(1, -(-batch // (data * micro))),
+        recompute=recompute_of(row),
+        precision=Precision(COMPUTE[row.precision], "float32"),
+        optimizer="adamw",
+    )
+
+
+WHOLE_EXPERTS = ("megatron-bridge", "megatron-core-moe", "automodel")
+"""Stacks that do not cut inside experts where tensor parallelism cuts everything else (expert tensor parallelism of 1)."""
+
+REENTRANT = ("megatron", "nemo", "internevo")
+"""Stacks whose checkpoint runs a layer from end to end (their own ``CheckpointFunction``); torch's stops when it has enough."""
+
+
+def layers_of(row: Row) -> tuple[int, ...]:
+    """DeepSpeed fills one stage after the other where layers do not go up: 78 on 12 stages are eleven times 7, and 1 (BigScience,
+    tr11 chronicles-prequel, "Re-do"). Other stacks deal them evenly."""
+    layers, stages = row.layers or 0, row.pp or 1
+    if "deepspeed" not in row.software_stack or not layers % stages or stages == 1:
+        return ()
+    most = -(-layers // stages)
+    sizes = [max(0, min(most, layers - most * stage)) for stage in range(stages)]
+    return tuple(sizes) if all(sizes) else ()
+
+
+def recompute_of(row: Row) -> str:
+    """The recomputation in `Forced`'s words. Where it is not stated, none."""
+    if row.act_ckpt in ("", "none"):
+        return "none"
+    if row.act_ckpt == "full" or layer_share(row) is not None:
+        return "everything" if row.software_stack.startswith(REENTRANT) else "full"
+    if row.act_ckpt != "selective":
+        raise NotExpressed(f"recomputation {row.act_ckpt}")
+    if "norm" in row.notes and "recompute" in row.notes:
+        return "none"  # of norms and activations: little time, and not part of a plan for experts
+    return "products" if row.software_stack.startswith("torchtitan") else "selective"
+
+
+def layer_share(row: Row) -> float | None:
+    """Which share of the layers is recomputed, where that is what ``selective`` means: fms-fsdp and torchtitan's mode per layer.
+
+    HFU counts recomputed FLOPs, MFU does not, and a forward is a third of a step: ``3 (HFU / MFU - 1)``; else every second one.
+    """
+    per_layer = row.software_stack.startswith("fms") or "ac per layer" in row.notes.lower()
+    if row.act_ckpt != "selective" or not per_layer:
+        return None
+    said = re.search(r"HFU=([\d.]+)", row.notes)
+    if said is None or not row.metric_mfu_pct:
+        return 0.5
+    return min(1.0, max(0.0, 3 * (float(said[1]) / row.metric_mfu_pct - 1)))
+
+
+def assumed_of(row: Row) -> tuple[str, ...]:
+    """What the source does not state, and what is taken instead."""
+    out = []
+    if not row.act_ckpt:
+        out.append("no recomputation")
+    if row.vocab is None:
+        out.append("a vocabulary of 51200")
+    return tuple(out)
+
+
+def sends_once(row: Row) -> bool:
+    """Whether tokens go to each node once: DeepEP, which the newest stacks use by default."""
+    return "deepep" in row.notes.lower() or row.software_stack.startswith(("megatron-bridge", "automodel"))

@@ -1,0 +1,253 @@
+"""Graphs of architectures: captured once per *kind* of decoder, at sizes that mark what they are, then set to size and depth.
+
+Tracing takes a second, and a table has a hundred pairs of model and sequence length. The operations of a decoder do not depend on
+its sizes; so it is captured with a different large prime for every size, and each number of the graph that a prime divides is
+that size (times what is left). `tests/validate` proves that the result equals a capture of the model itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from autopar.capture import capture
+from autopar.errors import CaptureError
+from autopar.ir import dims
+from autopar.ir.graph import Arg, Block, Call, Graph, Node, Parameter, Symbol, Value
+from autopar.validate.architectures import Architecture
+from autopar.validate.modules import Decoder
+
+_PRIMES = {
+    **{"hidden": 1019, "ffn": 1021, "kv_heads": 1031, "head_dim": 1033, "vocab": 1013, "seq": 1009},
+    **{"experts": 1039, "shared_ffn": 1049},
+}
+_TRACED_LAYERS = 3
+"""Equal ones; layers before them that are of another kind are traced besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """What a run does with the model beside sharding it. `float8`: products of the layers; `cast_again`: what is cast to float8
+    is kept as it was, and cast once more in the backward. `context`: a sequence is in so many parts. `ep`: experts are dealt out
+    over so many ranks; `once`: a token goes to each node once."""
+
+    float8: bool = False
+    cast_again: bool = False
+    context: int = 1
+    ep: int = 1
+    once: bool = False
+
+
+@lru_cache(maxsize=512)
+def graph_of(architecture: Architecture, layers: int, dtype: str, manner: Manner) -> Graph:
+    """The forward of the whole model in the compute dtype.
+
+    With context parallelism the batch is of chunks: each sequence is so many consecutive rows, and attention reaches over them
+    (context parallelism shards those rows, as it shards examples).
+    """
+    architecture = replace(architecture, seq=architecture.seq // manner.context)
+    graph = deepen(sized(_kind(architecture), architecture, dtype), layers)
+    if architecture.experts:
+        graph = with_experts(graph, manner.ep, manner.once)
+    if manner.context > 1:
+        graph = with_context(graph, manner.context)
+    if architecture.loss_in_place:
+        graph = renamed(graph, {"ap.cross_entropy_sum": "ap.cross_entropy_in_place"})
+    return with_float8(graph, manner.cast_again) if manner.float8 else graph
+
+
+def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
+    """Operations under other names."""
+    blocks = tuple(
+        replace(block, nodes=tuple(replace(node, op=names.get(node.op, node.op)) for node in block.nodes))
+        for block in graph.blocks
+    )
+    return replace(graph, blocks=blocks, fingerprint=_fingerprint(blocks, graph.calls))
+
+
+def with_context(graph: Graph, parts: int) -> Graph:
+    """Attention over groups of `parts` rows of the batch."""
+
+    def node(item: Node) -> Node:
+        if item.op != "aten.scaled_dot_product_attention":
+            return item
+        return replace(item, op="ap.context_attention", kwargs=(*item.kwargs, ("parts", parts)))
+
+    blocks = tuple(replace(block, nodes=tuple(map(node, block.nodes))) for block in graph.blocks)
+    return replace(graph, blocks=blocks, fingerprint=_fingerprint(blocks, graph.calls))
+
+
+AGAIN = "Recomputed"
+
+
+def with_marked_layers(graph: Graph, share: float) -> Graph:
+    """So many of the repeated layers, evenly spread, call a block of another name: that with `AGAIN` at its end."""
+    block = max(graph.blocks, key=lambda each: graph.count(each.name))
+    places = [index for index, call in enumerate(graph.calls) if call.block == block.name]
+    chosen = {place for number, place in enumerate(places) if int((number + 1) * share + 1e-9) > int(number * share + 1e-9)}
+    if not chosen:
+        return graph
+    name = block.name + AGAIN
+    calls = tuple(replace(call, block=name) if index in chosen else call for index, call in enumerate(graph.calls))
+    blocks = tuple(each for each in (*graph.blocks, replace(block, name=name)) if any(call.block == each.name for call in calls))
+    return replace(graph, blocks=blocks, calls=calls, fingerprint=_fingerprint(blocks, calls))
+
+
+def with_experts(graph: Graph, ep: int, once: bool) -> Graph:
+    """Experts are cut over `ep` neighbours: each holds ``E / ep`` of them. Their gradients are summed among the ranks that hold
+    the same ones, and over no other axis, so no gradient of them flows through a placement. `once`: a token goes to a node once.
+    """
+    weights: dict[str, set[str]] = {block.name: set() for block in graph.blocks}
+
+    def node(block: str, item: Node) -> Node:
+        if item.op != "ap.experts":
+            return item
+        weights[block].update(item.operands()[2:4])
+        return replace(item, kwargs=(*item.kwargs, ("ep", ep), ("once", once)))
+
+    def parameter(block: str, item: Parameter) -> Parameter:
+        if item.value.name not in weights[block]:
+            return item
+        return replace(item, value=replace(item.value, differentiable=False), cut=ep)
+
+    blocks = []
+    for block in graph.blocks:
+        nodes = tuple(node(block.name, item) for item in block.nodes)
+        blocks.append(replace(block, nodes=nodes, parameters=tuple(parameter(block.name, item) for item in block.parameters)))
+    return replace(graph, blocks=tuple(blocks), fingerprint=_fingerprint(tuple(blocks), graph.calls))
+
+
+def with_float8(graph: Graph, cast_again: bool = False) -> Graph:
+    """The linears of repeated blocks become ``ap.linear_float8``: bfloat16 in and out, float8 inside. Embedding and head stay."""
+
+    def node(item: Node) -> Node:
+        if item.op == "ap.experts":
+            return replace(item, op="ap.experts_float8")
+        if item.op != "aten.linear":
+            return item
+        kwargs = (*item.kwargs, ("cast_again", True)) if cast_again else item.kwargs
+        return replace(item, op="ap.linear_float8", kwargs=kwargs)
+
+    blocks = tuple(
+        replace(block, nodes=tuple(map(node, block.nodes))) if graph.count(block.name) > 1 else block for block in graph.blocks
+    )
+    return replace(graph, blocks=blocks, fingerprint=_fingerprint(blocks, graph.calls))
+
+
+def captured(architecture: Architecture, layers: int, dtype: str) -> Graph:
+    """The same, traced as it is."""
+    with torch.device("meta"):
+        model = Decoder(architecture, layers)
+        tokens = torch.empty(2, architecture.seq, dtype=torch.long)
+    return capture(model, (tokens, tokens), compute_dtype=dtype)
+
+
+def _kind(architecture: Architecture) -> Architecture:
+    """The architecture at the marking sizes. One with latent attention has too many sizes: it marks itself."""
+    if architecture.latent is not None:
+        return architecture
+    each = architecture.heads // architecture.kv_heads
+    sizes = {name: prime for name, prime in _PRIMES.items() if getattr(architecture, name)}
+    sizes |= {"head_dim": 2 * _PRIMES["head_dim"], "heads": each * _PRIMES["kv_heads"]}
+    return replace(architecture, **sizes)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=64)
+def _traced(kind: Architecture, dtype: str) -> Graph:
+    return captured(kind, kind.dense_layers + _TRACED_LAYERS, dtype)
+
+
+@lru_cache(maxsize=256)
+def sized(kind: Architecture, architecture: Architecture, dtype: str) -> Graph:
+    """The graph of `kind` with the sizes of `architecture`, few layers deep. CaptureError where the head size is odd."""
+    if architecture.head_dim % 2:
+        raise CaptureError(f"a head of {architecture.head_dim} elements has no half to rotate: give an even head size")
+    if kind == architecture:
+        return _traced(kind, dtype)
+    values = {_PRIMES[name]: getattr(architecture, name) for name in _PRIMES}
+    values[_PRIMES["head_dim"]] = architecture.head_dim // 2
+    return _mapped(_traced(kind, dtype), lambda number: _substituted(number, values))
+
+
+def _substituted(number: int, sizes: Mapping[int, int]) -> int:
+    for prime, size in sizes.items():
+        while number and number % prime == 0 and abs(number) < 2**62:
+            number = number // prime * size
+            if size % prime == 0:
+                break
+    return number
+
+
+def _mapped(graph: Graph, of: Callable[[int], int]) -> Graph:
+    """Every number of the graph through `of`."""
+
+    def dim(size: dims.Dim) -> dims.Dim:
+        if isinstance(size, int):
+            return of(size)
+        return dims.simplify(dims.expression(re.sub(r"\d+", lambda found: str(of(int(found[0]))), size)))
+
+    def arg(item: Arg) -> Arg:
+        if isinstance(item, tuple):
+            return tuple(map(arg, item))
+        if isinstance(item, Symbol):
+            return Symbol(dim(item.dim))
+        return of(item) if type(item) is int else item
+
+    def value(item: Value) -> Value:
+        return replace(item, shape=tuple(map(dim, item.shape)))
+
+    def node(item: Node) -> Node:
+        kwargs = tuple((key, arg(each)) for key, each in item.kwargs)
+        return replace(item, args=tuple(map(arg, item.args)), kwargs=kwargs, outputs=tuple(map(value, item.outputs)))
+
+    def block(item: Block) -> Block:
+        parameters = tuple(replace(each, value=value(each.value)) for each in item.parameters)
+        return replace(item, inputs=tuple(map(value, item.inputs)), parameters=parameters, nodes=tuple(map(node, item.nodes)))
+
+    blocks = tuple(map(block, graph.blocks))
+    return replace(graph, inputs=tuple(map(value, graph.inputs)), blocks=blocks, fingerprint=_fingerprint(blocks, graph.calls))
+
+
+def deepen(graph: Graph, layers: int) -> Graph:
+    """`graph` with its run of equal layers made so long that there are `layers` in all."""
+    calls = [index for index, call in enumerate(graph.calls) if re.fullmatch(r".*\.\d+", call.prefix)]
+    last = calls[-1]
+    template, number = graph.calls[last], int(graph.calls[last].prefix.rpartition(".")[2])
+    before, after = graph.calls[:last], graph.calls[last + 1 :]
+    if layers < number + 1:
+        first = calls[layers - 1]  # fewer than were traced: the first layers, and what follows reads the last of them
+        renamed = dict(zip(template.outputs, graph.calls[first].outputs, strict=True))
+        new = (*graph.calls[: first + 1], *(replace(c, inputs=tuple(renamed.get(n, n) for n in c.inputs)) for c in after))
+        return replace(graph, calls=new, fingerprint=_fingerprint(graph.blocks, new))
+    added: list[Call] = [template]
+    for index in range(number + 1, layers):
+        previous = added[-1]
+        chained = dict(zip(graph.calls[calls[-2]].outputs, previous.outputs, strict=True))
+        added.append(
+            Call(
+                template.block,
+                _numbered(template.prefix, number, index, "."),
+                tuple(chained.get(name, name) for name in template.inputs),
+                tuple(_numbered(name, number, index, "_") for name in template.outputs),
+                tuple(_numbered(name, number, index, ".") for name in template.parameters),
+            )
+        )
+    renamed = dict(zip(template.outputs, added[-1].outputs, strict=True))
+    rest = tuple(replace(call, inputs=tuple(renamed.get(name, name) for name in call.inputs)) for call in after)
+    new = (*before, *added, *rest)
+    return replace(graph, calls=new, fingerprint=_fingerprint(graph.blocks, new))
+
+
+def _numbered(text: str, old: int, new: int, separator: str) -> str:
+    """``layers.3.norm`` -> ``layers.17.norm``: the first number between separators."""
+    mark = re.escape(separator)
+    return re.sub(rf"{mark}{old}(?={mark}|$)", f"{separator}{new}", text, count=1)
+
+
+def _fingerprint(blocks: tuple[Block, ...], calls: tuple[Call, ...]) -> str:
+    return hashlib.sha256("\n".join((*map(str, blocks), *map(str, calls))).encode()).hexdigest()[:16]

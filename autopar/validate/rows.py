@@ -1,0 +1,142 @@
+"""A table of published runs: one frozen, typed `Row` per line."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import AutoparError
+
+
+class TableError(AutoparError):
+    """A table of measurements that cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One published run. Names are the columns of the table; None where the source does not say.
+
+    `dp` is ``n_gpus / (tp pp cp)``; expert-parallel groups are carved out of it. `peak_mem_gb` is in the unit that
+    `memory_unit` names. `step_seconds` is the time of one optimizer step.
+    """
+
+    id: str
+    source: str
+    model_family: str
+    layers: int | None
+    hidden: int | None
+    ffn_hidden: int | None
+    heads: int | None
+    kv_heads: int | None
+    vocab: int | None
+    seq_len: int | None
+    n_experts: int | None
+    top_k: int | None
+    gpu: str
+    n_gpus: int | None
+    dp: int | None
+    tp: int | None
+    pp: int | None
+    virtual_pp: int | None
+    cp: int | None
+    ep: int | None
+    zero_stage_or_fsdp: str
+    sequence_parallel: int | None
+    act_ckpt: str
+    micro_batch: int | None
+    global_batch: int | None
+    precision: str
+    attention: str
+    metric_mfu_pct: float | None
+    peak_mem_gb: float | None
+    notes: str
+    step_seconds: float | None
+    tokens_per_step: int | None
+    gated_mlp: int | None
+    head_dim: int | None
+    memory_unit: str
+    memory_measure: str
+    config_complete: int | None
+    software_stack: str
+    compiled: int | None
+    zero_group_size: int | None
+    async_tp: int | None
+    ep_overlap: int | None
+    routing: str
+    device_variant: str
+    nic_gbit_per_device: float | None
+
+    @property
+    def measured_memory_bytes(self) -> float | None:
+        """GiB where the source prints binary gigabytes (allocators and nvidia-smi count MiB), else 1e9 bytes."""
+        if self.peak_mem_gb is None:
+            return None
+        decimal = "1e9" in self.memory_unit
+        return self.peak_mem_gb * (1e9 if decimal else 1024**3)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the run did not fit: the notes say so, and nothing was measured."""
+        said = re.search(r"\bOOM\b|out[ -]of[ -]memory", self.notes, re.IGNORECASE) is not None
+        return said and self.step_seconds is None
+
+
+def bundled() -> Path:
+    """The public table that comes with the package (``data/published_train.source.txt`` says whence)."""
+    return Path(str(files("autopar.validate") / "data" / "published_train.csv"))
+
+
+def read(path: Path) -> tuple[Row, ...]:
+    """Every line of the table. TableError names the file, the line and the column of what cannot be read."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            table = csv.DictReader(file)
+            columns = table.fieldnames or ()
+            missing = [field.name for field in fields(Row) if field.name not in columns]
+            if missing:
+                raise TableError(f"{path} lacks the columns {', '.join(missing)}: it must have those of the bundled table")
+            rows = tuple(_row(path, number, line) for number, line in enumerate(table, start=2))
+    except OSError as error:
+        raise TableError(f"cannot read {path}: {error.strerror}; give the path of a CSV file of measurements") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise TableError(f"{path} is no CSV file in UTF-8: {error}") from None
+    if not rows:
+        raise TableError(f"{path} has no rows: give a table with at least one measurement")
+    return rows
+
+
+def _integer(text: str) -> int:
+    number = float(text)
+    if number != int(number):
+        raise ValueError
+    return int(number)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise ValueError
+    return number
+
+
+def _row(path: Path, number: int, line: Mapping[str, str | None]) -> Row:
+    found: dict[str, Any] = {}
+    for field in fields(Row):
+        text = (line.get(field.name) or "").strip()
+        if field.type == "str":
+            found[field.name] = text
+            continue
+        read_as: Callable[[str], float] = _integer if str(field.type).startswith("int") else _number
+        try:
+            found[field.name] = read_as(text) if text else None
+        except (ValueError, OverflowError):
+            kind = "a whole number" if read_as is _integer else "a number of at least 0"
+            raise TableError(f"{path} line {number}, column {field.name}: {text[:40]!r} is not {kind}") from None
+    if not found["id"]:
+        raise TableError(f"{path} line {number}: the row has no id")
+    return Row(**found)

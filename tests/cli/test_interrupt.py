@@ -1,0 +1,35 @@
+"""Ctrl-C in a terminal: the best plan so far is written."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_ctrl_c_writes_the_best_plan_so_far(tmp_path: Path) -> None:
+    """The interrupt comes with the first plan that is reported, long before the search of this grid ends."""
+    path = tmp_path / "plan.json"
+    words = ["plan", "llama3-8b", "--cluster", "dgx-h100:4", "--batch", "4", "--seq", "8192", "--dtype", "bf16", "--no-cache"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "autopar.cli", *words, "-o", str(path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "best" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    out, rest = process.communicate(timeout=120)
+    said = "".join(lines) + rest
+    assert process.returncode == 0, said
+    assert "interrupted: the best plan so far" in said
+    document = json.loads(path.read_text())
+    assert document["search"]["status"] == "FEASIBLE"
+    assert document["predicted"]["lower_bound_seconds"] <= document["predicted"]["step_seconds"]

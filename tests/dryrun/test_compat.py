@@ -1,0 +1,59 @@
+"""Each private torch interface of dryrun/compat.py does what a dry run thinks it does. Seen on torch 2.13.0."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+CODE = """
+import json, torch, torch.distributed as dist
+from torch import nn
+from autopar.dryrun.compat import FakeMode, Watch, fake_group
+from autopar.errors import AutoparError
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return (x * 2).exp()
+
+out = {"torch": torch.__version__}
+with fake_group(3, 8):
+    out["rank"], out["size"] = dist.get_rank(), dist.get_world_size()
+    try:
+        with fake_group(0, 2):
+            pass
+    except AutoparError as error:
+        out["twice"] = str(error)
+    with FakeMode():
+        x = torch.empty(1 << 34, dtype=torch.uint8).float().requires_grad_()
+        model = Doubled()
+        watch = Watch()
+        watch.track_external(x)
+        with watch:
+            for _ in range(2):
+                watch.start_step()
+                y = model(x)
+                y.sum().backward()
+                x.grad = None
+                flat = torch.empty(1024)
+                dist.all_reduce(flat)
+                torch.ops._c10d_functional.all_gather_into_tensor(flat, 8, dist.group.WORLD.group_name)
+            del y
+        out["peak"], out["now"] = watch.peak.bytes, watch.current_bytes()
+        out["function"], out["module"] = watch.peak.function, watch.peak.module
+        out["sent"] = [[kind, *numbers] for (kind, group), numbers in sorted(watch.sent.items())]
+out["left"] = dist.is_initialized()
+print(json.dumps(out))
+"""
+
+
+def test_fake_tensors_fake_group_and_watch() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, check=True)
+    out: dict[str, Any] = json.loads(done.stdout)
+    whole = 4 << 34  # float32: more than this machine has
+    assert (out["rank"], out["size"], out["left"]) == (3, 8, False) and "joined a group" in out["twice"]
+    # x, the exponential (kept), the sum's gradient (a scalar, expanded), the gradient of the double, and that of x
+    assert 4 * whole <= out["peak"] < 4 * whole + 8192 and out["module"].startswith("backward")
+    assert whole <= out["now"] < whole + 8192
+    assert out["sent"] == [["all-gather", 1, 8 * 4096], ["all-reduce", 1, 4096]]

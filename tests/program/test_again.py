@@ -1,0 +1,29 @@
+"""Whatever runs again in the backward or waits on the host: loss, gradients and buffers are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+from program.test_trains import CLASSES, GRAPHS, MESHES, compare
+from support.candidates import drawn_candidate, mesh_of
+from support.interpret import make_batch, make_state
+from support.ranks import Ranks
+from support.replays import with_replays
+from support.run_program import train_steps
+
+from autopar.passes.pipeline import lower
+from autopar.program.source import render
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("model", GRAPHS)
+def test_any_part_may_run_again(model: str, mesh: str, ranks: Ranks) -> None:
+    graph = GRAPHS[model]()
+    state, batch = make_state(graph), make_batch(graph, CLASSES)
+    texts = []
+    for seed, share in enumerate((0.3, 0.6, 0.9, 1.0)):
+        candidate = drawn_candidate(graph, mesh_of(**MESHES[mesh]), seed, zero=(seed + 3) % 4, wild=0.2 * seed)
+        texts.append(render(lower(graph, with_replays(graph, candidate, seed, share))))
+    results = ranks.run(train_steps, [(text, state, batch) for text in texts])
+    for found in (results[0], results[3]):
+        for one, text in zip(found, texts, strict=True):
+            compare(one, graph, state, batch, 1e-9, text)
