@@ -83,7 +83,7 @@ def parallelize(
 
     agreed = _on_first_rank(chosen)
     program = load(render(lower(agreed.graph, agreed.candidate)))
-    mesh = MeshHandle({axis.name: axis.size for axis in agreed.candidate.mesh.axes})
+    mesh = MeshHandle(program.Program.mesh_axes)
     return Parallel(program.Program(mesh), FirstRank(tensors), compile=compile)
 
 
@@ -151,10 +151,10 @@ def _on_first_rank(make: Callable[[], Plan]) -> Plan:
 def check_plan(plan: Plan | str | Path, model: nn.Module, cluster: Cluster, example_inputs: ExampleInputs) -> Plan:
     """The given plan. PlanMismatch where it was made for another model, batch shape or number of devices."""
     given = plan if isinstance(plan, Plan) else planfile.load(plan)
-    if given.candidate.mesh.size != cluster.size:
+    if given.candidate.devices != cluster.size:
         raise PlanMismatch(
-            f"the plan is for {given.candidate.mesh.size} devices ({given.candidate.mesh}), the cluster {cluster.name} has "
-            f"{cluster.size}: plan again, or launch {given.candidate.mesh.size} processes"
+            f"the plan is for {given.candidate.devices} devices ({given.candidate.mesh}), the cluster {cluster.name} has "
+            f"{cluster.size}: plan again, or launch {given.candidate.devices} processes"
         )
     check_strategies(given.graph, given.candidate, registry())
     args, kwargs = split_inputs(example_inputs)

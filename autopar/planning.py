@@ -14,6 +14,7 @@ from torch import nn
 from autopar.capture import capture
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import AutoparError, BatchError, UnsupportedOp
+from autopar.ir.chunks import SCHEDULES
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.ir.planfile import Plan
@@ -21,6 +22,8 @@ from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry, default_registry
 from autopar.solve.cache import PlanCache, cache_key
 from autopar.solve.complete import complete, priced
+from autopar.solve.refine import NAME as SYNTHESIZED
+from autopar.solve.refine import refined
 from autopar.solve.report import make_report
 from autopar.solve.search import SearchOptions, search
 
@@ -28,7 +31,7 @@ ExampleInputs = Mapping[str, Any] | tuple[Any, ...]
 Progress = Callable[[str], None]
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
-_DEGREES = ("dp", "tp", "tp2", "zero", "zero_group", "micro")
+_DEGREES = ("dp", "tp", "tp2", "pp", "virtual", "schedule", "zero", "zero_group", "micro")
 
 
 def make_plan(
@@ -78,13 +81,17 @@ def make_plan(
         found = priced(replace(graph, batch=options.batch), cluster, wanted, rules)
         return make_report(graph, cluster, found, options, name=name, source=source, seq=seq, replicated_ops=unruled)
     plans = PlanCache(cache) if cache is not None else None
-    key = cache_key(graph, cluster, options, _USER_RULES, dict(name=name, source=source, seq=seq)) if plans else ""
+    asked = _asks_for_synthesis(force)
+    more = dict(name=name, source=source, seq=seq, synthesized=asked)
+    key = cache_key(graph, cluster, options, _USER_RULES, more) if plans else ""
     known = plans.load(key) if plans else None
     if known is not None:
         if progress is not None:
             progress(f"the search was done before: plan from {cache}")
         return known
     found = search(graph, cluster, options, progress)
+    if "schedule" not in degrees:
+        found = refined(graph, cluster, found, optimizer, asked=asked, progress=progress)
     made = make_report(graph, cluster, found, options, name=name, source=source, seq=seq, replicated_ops=unruled)
     if plans:
         plans.store(key, made)
@@ -152,14 +159,21 @@ def _precision(precision: str | Precision | None, model: nn.Module) -> Precision
 
 
 def parse_force(force: str | Mapping[str, int | str]) -> dict[str, int]:
-    """``"tp=4,zero=3"`` as degrees. AutoparError on another key or a number that makes no sense."""
+    """``"tp=4,zero=3,schedule=zb-h1"`` as degrees; a schedule is its place in `ir.chunks.SCHEDULES` (none for a synthesized one).
+    AutoparError on another key or a number that makes no sense."""
     pairs = dict(force) if isinstance(force, Mapping) else dict(item.partition("=")[::2] for item in force.split(",") if item)
     out: dict[str, int] = {}
     for key, value in pairs.items():
         if key.strip() not in _DEGREES:
             raise AutoparError(f"force: {key.strip()!r} cannot be forced; write some of {', '.join(_DEGREES)}, as in tp=4,zero=3")
         text = str(value).strip()
-        if (
+        if key.strip() == "schedule":
+            if text == SYNTHESIZED:
+                continue
+            if text not in SCHEDULES:
+                raise AutoparError(f"force: schedule={text} is none of {', '.join(SCHEDULES)}, {SYNTHESIZED}")
+            text = str(SCHEDULES.index(text))
+        elif (
             not text.isdigit()
             or (key.strip() == "zero" and int(text) > 3)
             or (key.strip() not in ("zero", "zero_group") and int(text) < 1)
@@ -167,6 +181,11 @@ def parse_force(force: str | Mapping[str, int | str]) -> dict[str, int]:
             raise AutoparError(f"force: {key.strip()}={text} is no degree; write a whole number of at least 1 (zero: 0 to 3)")
         out[key.strip()] = int(text)
     return out
+
+
+def _asks_for_synthesis(force: str | Mapping[str, int | str]) -> bool:
+    pairs = force.items() if isinstance(force, Mapping) else [item.partition("=")[::2] for item in force.split(",") if item]
+    return any(key.strip() == "schedule" and str(value).strip() == SYNTHESIZED for key, value in pairs)
 
 
 def check_force(force: str) -> None:

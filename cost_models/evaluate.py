@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost_models.block import BlockCosts
+from autopar.cost_models.devices import Device
 from autopar.cost_models.hardware import Cluster, check_mesh
-from autopar.cost_models.pipeline import chunks_of, part_of
+from autopar.cost_models.stage_groups import stage_parts
 from autopar.cost_models.stage_memory import StageMemory, stage_memories
 from autopar.cost_models.stages import Chunk, StageTime, chunks, stage_times
 from autopar.cost_models.state import StateCost, optimizer_named
 from autopar.cost_models.trace import Run
+from autopar.ir.chunks import chunks_of_ranks
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import Candidate
@@ -82,6 +84,13 @@ class Evaluation:
     stage_memory: tuple[StageMemory, ...] = ()
 
     @property
+    def bubble_share(self) -> float:
+        """What stages stand still for each other, on average, as a share of the step."""
+        if not self.stages or not self.step_seconds:
+            return 0.0
+        return sum(stage.bubble_seconds for stage in self.stages) / len(self.stages) / self.step_seconds
+
+    @property
     def fits(self) -> bool:
         return self.peak_memory_bytes <= self.memory_capacity_bytes
 
@@ -93,35 +102,55 @@ def evaluate(
 
     `costs` are the blocks' price tables by name, where the caller has them for this graph, mesh, batch and cluster already.
     """
-    part = part_of(cluster, candidate.pipeline.stages)
-    check_mesh(part, candidate.mesh)
-    runs = {
-        block.name: Run.of(
-            (costs or {}).get(block.name) or BlockCosts(block, candidate.mesh, candidate.micro_batch, part, candidate.zero_group),
-            candidate.block(block.name),
-        )
-        for block in graph.blocks
-    }
+    runs = stage_runs(graph, candidate, cluster, costs)
     made = chunks(graph, candidate, cluster, runs, optimizer_named(optimizer))
     stages = stage_times(graph, candidate, cluster, runs, made)
     memory = stage_memories(graph, candidate, cluster, runs, [chunk.owned for chunk in made])
     return _summary(graph, candidate, cluster, runs, made, stages, memory)
 
 
+def stage_runs(
+    graph: Graph, candidate: Candidate, cluster: Cluster, costs: Mapping[str, BlockCosts] | None = None
+) -> list[dict[str, Run]]:
+    """One call of each block by name, on the devices of each stage."""
+    parts = stage_parts(cluster, candidate.pipeline.stages)
+    check_mesh(parts[0], candidate.mesh)
+    found: dict[Device, dict[str, Run]] = {}
+    for part in parts:
+        if part.device not in found:
+            found[part.device] = _runs(graph, candidate, part, (costs or {}) if part.device == cluster.device else {})
+    return [found[part.device] for part in parts]
+
+
+def _runs(graph: Graph, candidate: Candidate, part: Cluster, costs: Mapping[str, BlockCosts]) -> dict[str, Run]:
+    """Every block on the devices of one stage."""
+    return {
+        block.name: Run.of(
+            costs.get(block.name) or BlockCosts(block, candidate.mesh, candidate.micro_batch, part, candidate.zero_group),
+            candidate.block(block.name),
+        )
+        for block in graph.blocks
+    }
+
+
 def _summary(
     graph: Graph,
     candidate: Candidate,
     cluster: Cluster,
-    runs: Mapping[str, Run],
+    runs_of: Sequence[Mapping[str, Run]],
     made: Sequence[Chunk],
     stages: Sequence[StageTime],
     memory: Sequence[StageMemory],
 ) -> Evaluation:
     counts, many = Counter(call.block for call in graph.calls), candidate.micro_batches
-    mesh, device, pipeline = candidate.mesh, cluster.device, candidate.pipeline
-    fullest = max(memory, key=lambda each: each.peak_bytes)
+    mesh, places = candidate.mesh, chunks_of_ranks(candidate.pipeline)
+    peak = sum(
+        part.device.peak_flops_per_second(candidate.precision.compute) for part in stage_parts(cluster, len(stages))
+    ) / len(stages)
+    fullest = max(memory, key=lambda each: each.peak_bytes - each.capacity_bytes)
     slowest = max(range(len(stages)), key=lambda index: stages[index].end_seconds)
-    stage, mine = stages[slowest], [made[index] for index in chunks_of(pipeline, slowest)]
+    runs = runs_of[slowest]
+    stage, mine = stages[slowest], [made[index] for index in places[slowest]]
     own = Counter(graph.calls[index].block for index in stage.calls)
 
     def total(of: Callable[[Run], float], calls: Mapping[str, int]) -> float:
@@ -154,10 +183,10 @@ def _summary(
         tuple((name, share / flops if flops else 0.0) for name, share in zip(mesh.names, redundant, strict=True)),
         model_flops,
         per_device / 1e12,
-        per_device / device.peak_flops_per_second(candidate.precision.compute),
+        per_device / peak,
         fullest.peak_bytes,
         tuple(fullest.table.items()),
-        device.memory_bytes,
+        fullest.capacity_bytes,
         tuple(
             _block_time(runs[block.name], counts[block.name], states[first[block.name]])
             for block in graph.blocks

@@ -26,6 +26,24 @@ def slowest_device(devices: list[Device]) -> Device:
     )
 
 
+def fastest_device(devices: list[Device]) -> Device:
+    """In no figure worse than any of them."""
+    compute = max(devices, key=lambda device: device.peak_flops_per_second("bfloat16") * device.matmul_fraction)
+    dtypes = [dtype for dtype, _ in compute.peak]
+    return replace(
+        compute,
+        peak=tuple((dtype, max(device.peak_flops_per_second(dtype) for device in devices)) for dtype in dtypes),
+        memory_bytes=max(device.memory_bytes for device in devices),
+        bandwidth_bytes_per_second=max(device.bandwidth_bytes_per_second for device in devices),
+        bandwidth_fraction=max(device.bandwidth_fraction for device in devices),
+        matmul_fraction=max(device.matmul_fraction for device in devices),
+        attention_fraction=max(device.attention_fraction for device in devices),
+        launch_seconds=min(device.launch_seconds for device in devices),
+        base_bytes=min(device.base_bytes for device in devices),
+        allocator_slack=min(device.allocator_slack for device in devices),
+    )
+
+
 def slowest_note(devices: list[tuple[int, Device]]) -> str:
     """What a plan says of a cluster of these devices, each with how many there are of it."""
     names = list(dict.fromkeys(device.name for _, device in devices))
@@ -35,8 +53,8 @@ def slowest_note(devices: list[tuple[int, Device]]) -> str:
     memory = min(devices, key=lambda each: each[1].memory_bytes)[1]
     counted = " and ".join(f"{sum(size for size, device in devices if device.name == name)} x {name}" for name in names)
     return (
-        f"{counted}: work is dealt out evenly, so each step waits for the slowest ({compute.name}), and the plan fits the "
-        f"smallest memory ({memory.name}, {memory.memory_bytes / 2**30:.4g} GiB)"
+        f"{counted}: without a pipeline work is dealt out evenly, so each step waits for the slowest ({compute.name}), and the "
+        f"plan fits the smallest memory ({memory.name}, {memory.memory_bytes / 2**30:.4g} GiB)"
     )
 
 

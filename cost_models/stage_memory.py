@@ -7,19 +7,22 @@ from dataclasses import dataclass, fields, replace
 
 from autopar.cost_models.hardware import Cluster
 from autopar.cost_models.memory import call_kept
-from autopar.cost_models.peak import CallMemory, Peak, peak_of
-from autopar.cost_models.pipeline import chunks_of, held
+from autopar.cost_models.peak import CallMemory, Moment, Peak, peak_of
+from autopar.cost_models.pipeline import held_apart
 from autopar.cost_models.sizes import value_bytes
+from autopar.cost_models.stage_groups import stage_parts
 from autopar.cost_models.stages import Owned
 from autopar.cost_models.state import StateMemory
 from autopar.cost_models.trace import Run
+from autopar.ir.chunks import chunks_of_ranks
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """The table of one stage at its peak in bytes by kind, the moment (``backward`` of a call, ...) and the operation."""
+    """The table of one stage at its peak in bytes by kind, the moment (``backward`` of a call, ...) and the operation; and the
+    memory of its devices."""
 
     table: dict[str, int]
     phase: str
@@ -27,6 +30,7 @@ class StageMemory:
     prefix: str
     node: str
     source: str
+    capacity_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -49,29 +53,50 @@ class StageMemory:
 
 
 def stage_memories(
-    graph: Graph, candidate: Candidate, cluster: Cluster, runs: Mapping[str, Run], owned: Sequence[Owned]
+    graph: Graph, candidate: Candidate, cluster: Cluster, runs_of: Sequence[Mapping[str, Run]], owned: Sequence[Owned]
 ) -> tuple[StageMemory, ...]:
-    """One per stage. A stage keeps the tensors of all its micro-batches in flight; `owned` are the chunks' states."""
-    kept = call_kept(graph, {name: run.memory for name, run in runs.items()})
-    device, pipeline = cluster.device, candidate.pipeline
+    """One per stage. A stage keeps the tensors of all its micro-batches in flight; `owned` are the chunks' states, `runs_of` the
+    blocks on each stage."""
+    kept = call_kept(graph, {name: run.memory for name, run in runs_of[0].items()})
+    pipeline = candidate.pipeline
+    devices = [part.device for part in stage_parts(cluster, pipeline.stages)]
     inputs = float(sum(value_bytes(value, candidate.batch) for value in graph.inputs))
     out = []
-    for stage in range(pipeline.stages):
-        mine = [owned[index] for index in chunks_of(pipeline, stage)]
+    for stage, places in enumerate(chunks_of_ranks(pipeline)):
+        mine, runs, device = [owned[index] for index in places], runs_of[stage], devices[stage]
         own = [sum(kept[index] for index in each.calls) for each in mine]
-        many = held(pipeline, stage, candidate.micro_batches, own)
+        late = [sum(runs[graph.calls[index].block].late_bytes for index in each.calls) for each in mine]
+        many = held_apart(pipeline, stage, candidate.micro_batches, own, late)
         numbers = [index for each in mine for index in each.calls]
         calls = []
         for each, count in zip(mine, many, strict=True):
             for index, state in zip(each.calls, each.states, strict=True):
-                memory, one = runs[graph.calls[index].block].memory, kept[index]
-                calls.append(CallMemory(one * count, memory.made, memory.working, memory.ending, state.memory, one))
+                run, one = runs[graph.calls[index].block], kept[index]
+                memory, every = run.memory, one * count.whole + run.late_bytes * count.late
+                calls.append(CallMemory(every, memory.made, memory.working, memory.ending, state.memory, one))
         root = together([each.root.memory for each in mine])
         peak = peak_of(
             calls, root, device.base_bytes, device.kind != "cpu", candidate.micro_batches, inputs, device.allocator_slack
         )
-        out.append(_named(graph, runs, peak, numbers))
+        if pipeline.weight_versions > 1:
+            peak = _two_versions(peak, calls, root, stage + 1 < pipeline.stages, device.kind != "cpu")
+        out.append(replace(_named(graph, runs, peak, numbers), capacity_bytes=device.memory_bytes))
     return tuple(out)
+
+
+def _two_versions(peak: Peak, calls: Sequence[CallMemory], root: StateMemory, behind: bool, foreach: bool) -> Peak:
+    """Beside: gradients of the batch that has begun, and (`behind`: backwards of the batch before are left over) the weights that
+    it was computed with. The optimizer steps while micro-batches are in flight."""
+    states = [*(call.state for call in calls), root]
+    table = dict(peak.table)
+    table["parameters"] += sum(state.parameters for state in states) if behind else 0.0
+    table["gradients"] += sum(state.gradients for state in states)
+    update = dict(table, gathered=0.0, collectives=0.0, gradients=2 * sum(state.gradients for state in states))
+    update["activations"] = sum(call.kept - (call.kept if call.latest is None else call.latest) for call in calls)
+    update["temporaries"] = sum(state.updated for state in states) if foreach else 2 * max(state.largest for state in states)
+    if sum(update.values()) <= sum(table.values()):
+        return replace(peak, table=table)
+    return Peak(Moment("optimizer", -1, update["gradients"], 0.0, update["activations"], update["temporaries"]), update)
 
 
 def together(states: Sequence[StateMemory]) -> StateMemory:

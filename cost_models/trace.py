@@ -19,12 +19,15 @@ Segment = tuple[float, frozenset[str]]
 
 NO_LINKS: frozenset[str] = frozenset()
 HOST_LINK = frozenset(["host"])
+DEFERRABLE = ("aten.linear", "ap.linear_kn")
+"""Operations whose backward a schedule may split into the gradient of the input and that of the weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """One call of a block as segments of the main stream, and what it adds up to. The backward runs again what the plan does not
-    keep, all of it before the first gradient; what waits on the host travels behind the call, and is waited for at its end."""
+    keep, all of it before the first gradient; what waits on the host travels behind the call, and is waited for at its end.
+    `weight_seconds` of the backward are gradients of weights that a schedule may put off; until then `late_bytes` are held."""
 
     costs: BlockCosts
     plan: BlockPlan
@@ -35,6 +38,8 @@ class Run:
     model_flops: float
     flops: float
     redundant_flops: tuple[float, ...]
+    weight_seconds: float = 0.0
+    late_bytes: float = 0.0
 
     @staticmethod
     def of(costs: BlockCosts, plan: BlockPlan) -> Run:
@@ -64,11 +69,28 @@ class Run:
             trace.model_flops,
             trace.flops,
             tuple(trace.redundant),
+            *_deferrable(costs, plan),
         )
 
     def total(self, backward: bool, exposed: bool) -> float:
         """Seconds of computing, or of communication that the main stream waits for."""
         return sum(seconds for seconds, links in (self.backward if backward else self.forward) if bool(links) == exposed)
+
+
+def _deferrable(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float]:
+    """Of linears whose weight trains: half of their backward is the weight's gradient, which needs their input and the gradient
+    of their result (Qi et al., arXiv 2401.10241, section 2)."""
+    trained = {parameter.value.name for parameter in costs.block.parameters if parameter.trainable and not parameter.buffer}
+    seconds, tensors = 0.0, {}
+    for each in plan.nodes:
+        node = costs.nodes[each.node]
+        names = node.operands()
+        if node.op not in DEFERRABLE or len(names) < 2 or names[1] not in trained:
+            continue
+        seconds += costs.node(each).backward_seconds / 2
+        tensors[names[0], each.operands[0]] = costs.value_bytes(names[0], each.operands[0])
+        tensors[f"gradient of {node.name}", each.results[0]] = costs.value_bytes(node.name, each.results[0])
+    return seconds, sum(tensors.values())
 
 
 @dataclass(slots=True)

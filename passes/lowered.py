@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from autopar.ir.graph import Block, Call, Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Precision
+from autopar.ir.schedule import Schedule
 from autopar.ir.text import print_block
 
 
@@ -47,8 +48,20 @@ class LoweredBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class LoweredChunk:
+    """A run of calls of a pipeline: the values that it takes from the chunk before (`receives`) and hands to the one behind
+    (`sends`; the last one: the loss), with one rank's shapes."""
+
+    calls: tuple[Call, ...]
+    receives: tuple[Value, ...]
+    sends: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Lowered:
-    """The program of one rank. `batch` is the micro-batch of one data-parallel rank in the plan; `inputs` have local sizes.
+    """The program of one rank. `mesh` is that of one pipeline stage, `chunks` are all of them in the model's order, and
+    `schedule` is what their ranks do, communication included (None: one stage). `batch` is the micro-batch of one data-parallel
+    rank in the plan; `inputs` have local sizes.
 
     `totals` are the calls that run for every micro-batch before the first; each of their results is reduced over all of them
     (`total_ops`: sum, max or min) and then an input of the program, beside those of the batch.
@@ -68,6 +81,35 @@ class Lowered:
     zero_group: int = 0
     totals: tuple[Call, ...] = ()
     total_ops: tuple[str, ...] = ()
+    chunks: tuple[LoweredChunk, ...] = ()
+    schedule: Schedule | None = None
+    weight_versions: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return len(self.schedule.ranks) if self.schedule is not None else 1
+
+    @property
+    def devices(self) -> int:
+        """Of all stages."""
+        return self.mesh.size * self.stages
+
+    @property
+    def whole_mesh(self) -> str:
+        """With the stages."""
+        return str(self.mesh) if self.schedule is None else f"pp={self.stages} x {self.mesh}"
+
+    @property
+    def every_call(self) -> tuple[Call, ...]:
+        """Those of all chunks, with what they repeat, and those that run before."""
+        return (*(call for chunk in self.chunks for call in chunk.calls), *self.totals)
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """All mesh axes with their sizes, the pipeline first."""
+        own = tuple((axis.name, axis.size) for axis in self.mesh.axes)
+        return own if self.schedule is None else (("pp", self.stages), *own)
 
     def block(self, name: str) -> LoweredBlock:
         return next(each for each in self.blocks if each.block.name == name)

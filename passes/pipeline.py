@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Block, Graph
+from autopar.ir.graph import Block, Graph, Value
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Invariant, Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate
+from autopar.ir.schedule import Schedule
+from autopar.ir.verify import verify_pipeline
 from autopar.passes.base import Context, Pass, Stage
 from autopar.passes.bucket_conversions import BucketConversions
 from autopar.passes.cast_parameters import CastParameters, stored_dtype
 from autopar.passes.dead_code import DeadCode
 from autopar.passes.insert_conversions import InsertConversions
 from autopar.passes.localize import Localize, localize_value
-from autopar.passes.lowered import Lowered, LoweredBlock, Spec
+from autopar.passes.lowered import Lowered, LoweredBlock, LoweredChunk, Spec
 from autopar.passes.overlap import Overlap
 from autopar.passes.readable_names import ReadableNames
 from autopar.passes.replay import Replay
+from autopar.passes.split_stages import Staged, split_stages
 from autopar.passes.split_totals import split_totals
 from autopar.passes.verify import verify
+from autopar.schedules.build import schedule_of
+from autopar.schedules.communicate import with_communication
+from autopar.schedules.two_versions import window, with_transfers
 
 Dump = Callable[[str, str], None]
 """Takes the name of a stage, ``LlamaDecoderLayer.03.overlap``, and its text."""
@@ -48,7 +55,10 @@ def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None) -> Lower
         times = f" and {candidate.micro_batches} micro-batches" if candidate.micro_batches > 1 else ""
         raise PlanError(f"a batch of {candidate.batch} does not divide over dp={data_ranks}{times}")
     split = split_totals(graph, candidate)
-    graph, candidate = split.graph, split.candidate
+    staged = split_stages(split.graph, split.candidate)
+    graph, candidate = staged.graph, staged.candidate
+    piped = candidate.pipeline.stages > 1
+    schedule = _schedule(staged) if piped else None
     blocks = tuple(_lower_block(block, candidate, dump) for block in graph.blocks)
     placements = _input_placements(graph, candidate)
     context = Context(candidate.mesh, candidate.blocks[0], candidate.precision, candidate.batch // parts)
@@ -67,7 +77,50 @@ def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None) -> Lower
         zero_group=candidate.zero_group,
         totals=split.calls,
         total_ops=split.ops,
+        chunks=_chunks(staged, context),
+        schedule=schedule,
+        weight_versions=candidate.pipeline.weight_versions,
     )
+
+
+def _schedule(staged: Staged) -> Schedule:
+    """With communication. PlanError where two versions of weights cannot be."""
+    candidate = staged.candidate
+    pipeline = candidate.pipeline
+    if pipeline.weight_versions == 1:
+        return with_communication(schedule_of(pipeline, candidate.micro_batches), _zeros(staged))
+    verify_pipeline(staged.graph, candidate)
+    return with_transfers(window(pipeline.stages, candidate.micro_batches))
+
+
+def _zeros(staged: Staged) -> tuple[int, ...] | None:
+    """How each chunk shards its state: 1 or 2 where some of its blocks gather once a step, 3 where all do each time."""
+    if staged.candidate.mesh.size_of(DATA_AXIS) == 1:
+        return None
+    plans = {plan.block: plan for plan in staged.candidate.blocks}
+    out = []
+    for chunk in staged.chunks:
+        found = {plans[call.block].zero for call in chunk.calls if call.parameters}
+        out.append(max(found & {1, 2}, default=max(found, default=0)))
+    return tuple(out)
+
+
+def _chunks(staged: Staged, context: Context) -> tuple[LoweredChunk, ...]:
+    """With the local shapes of what goes between them."""
+    graph, candidate = staged.graph, staged.candidate
+    values: dict[str, Value] = {}
+    wanted = {name for chunk in staged.chunks for name in (*chunk.receives, *chunk.sends)}
+    for call in graph.calls:
+        for slot, name in enumerate(call.outputs):
+            if name in wanted:
+                block, plan = graph.block(call.block), candidate.block(call.block)
+                value = replace(block.values()[block.outputs[slot]], name=name)
+                values[name] = localize_value(value, plan.outputs[slot], context)
+
+    def of(names: tuple[str, ...]) -> tuple[Value, ...]:
+        return tuple(values[name] for name in names)
+
+    return tuple(LoweredChunk(chunk.calls, of(chunk.receives), of(chunk.sends)) for chunk in staged.chunks)
 
 
 def _lower_block(block: Block, candidate: Candidate, dump: Dump | None) -> LoweredBlock:

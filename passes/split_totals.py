@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.batch_axis import Total, ancestors, totals_of
-from autopar.ir.graph import Block, Call, Graph
-from autopar.ir.plan import BlockPlan, Candidate
+from autopar.ir.graph import Call, Graph
+from autopar.ir.plan import Candidate
 from autopar.passes.base import fresh
+from autopar.passes.part import part, produced
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +46,16 @@ def _split_block(split: Split, name: str, found: Sequence[Total]) -> Split:
     graph, plan = split.graph, split.candidate.block(name)
     block = graph.block(name)
     made = {total.value for total in found}
-    nodes = ancestors(block, made)
-    read = {operand for node in nodes for operand in node.operands()}
-    values, kept = block.values(), [index for index, value in enumerate(block.inputs) if value.name in read]
-    new = Block(
+    produced_at = produced(block, plan)
+    values = block.values()
+    ends = tuple(produced_at[total.value] for total in found)
+    new = part(
         fresh(f"{name}Totals", {each.name for each in graph.blocks}),
-        tuple(block.inputs[index] for index in kept),
-        (),
-        tuple(nodes),
-        tuple(total.value for total in found),
-    )
-    outputs = {node.name: node.outputs for node in block.nodes}
-    produced = {value.name: at for node in plan.nodes for value, at in zip(outputs[node.node], node.results, strict=True)}
-    ends = tuple(produced[total.value] for total in found)
-    inside = {value.name for value in (*new.inputs, *(value for node in nodes for value in node.outputs))} - made
-    chosen = {node.name for node in nodes}
-    its_plan = BlockPlan(
-        new.name,
-        tuple(plan.inputs[index] for index in kept),
-        (),
+        block,
+        plan,
+        [node.name for node in ancestors(block, made)],
+        [total.value for total in found],
         ends,
-        tuple(node for node in plan.nodes if node.node in chosen),
-        tuple(arc for arc in plan.arcs if arc.value in inside),
-        plan.zero,
     )
     rest = replace(
         block,
@@ -84,17 +72,17 @@ def _split_block(split: Split, name: str, found: Sequence[Total]) -> Split:
     taken = {value.name for value in graph.inputs} | {value for call in graph.calls for value in call.outputs}
     call = next(each for each in graph.calls if each.block == name)
     names = tuple(fresh(total.value, taken) for total in found)
-    first = Call(new.name, call.prefix, tuple(call.inputs[index] for index in kept), names, ())
+    first = new.call(call, names)
     after = replace(call, inputs=(*call.inputs, *names))
     return Split(
         replace(
             graph,
-            blocks=(*(rest if each.name == name else each for each in graph.blocks), new),
+            blocks=(*(rest if each.name == name else each for each in graph.blocks), new.block),
             calls=tuple(after if each is call else each for each in graph.calls),
         ),
         replace(
             split.candidate,
-            blocks=(*(rest_plan if each.block == name else each for each in split.candidate.blocks), its_plan),
+            blocks=(*(rest_plan if each.block == name else each for each in split.candidate.blocks), new.plan),
         ),
         (*split.calls, first),
         (*split.ops, *(total.op for total in found)),

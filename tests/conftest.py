@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,21 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from support.ranks import Ranks  # noqa: E402
 
+POOL = pytest.StashKey[Ranks]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The process that ranks are forked from imports torch while the first tests run."""
+    if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items) and not session.config.option.collectonly:
+        session.config.stash[POOL] = Ranks()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if POOL in config.stash:
+        config.stash[POOL].close()
+
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def ranks(pytestconfig: pytest.Config) -> Ranks:
     """The one pool of gloo processes."""
-    pool = Ranks()
-    yield pool
-    pool.close()
+    return pytestconfig.stash[POOL]

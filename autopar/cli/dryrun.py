@@ -7,8 +7,9 @@ import dataclasses
 import logging
 import warnings
 
+from autopar.cli.memory import stages_of
 from autopar.cli.output import Output, percent, size
-from autopar.ir.planfile import load
+from autopar.ir.planfile import Plan, load
 
 SHOWN = 15
 
@@ -23,14 +24,14 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = dry_run(plan, arguments.rank)
-    predicted = plan.document.predicted
-    unseen = predicted.memory.get("base", 0) + predicted.memory.get("slack", 0)
-    expected = (predicted.peak_memory_bytes or 0) - unseen
+    memory, peak = _predicted(plan, arguments.rank)
+    unseen = memory.get("base", 0) + memory.get("slack", 0)
+    expected = peak - unseen
     rows = [(kind, size(value)) for kind, value in found.memory.items()]
     where = " ".join(f"{axis}={at}" for axis, at in found.coordinates)
     output.table(f"Rank {found.rank} ({where}) at the peak", ("kind", "bytes"), [*rows, ("peak", size(found.peak_bytes))])
     output.text(f"the peak is at {found.function} in the {found.module}" + (f"\n  {found.line}" if found.line else ""))
-    if predicted.peak_memory_bytes:
+    if peak:
         output.text(
             f"predicted {size(expected)} ({percent(expected / found.peak_bytes - 1)}), "
             f"beside {size(unseen)} of the framework and the allocator that tensors do not show\n"
@@ -43,3 +44,13 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     document["coordinates"] = dict(found.coordinates)
     output.document({**document, "predicted_bytes": expected})
     return 0
+
+
+def _predicted(plan: Plan, rank: int) -> tuple[dict[str, int], int]:
+    """Of the rank's pipeline stage: bytes by kind at the peak, and their sum."""
+    predicted, pipeline = plan.document.predicted, plan.candidate.pipeline
+    stages = stages_of(plan) if pipeline.stages > 1 else []
+    if not stages:
+        return predicted.memory, predicted.peak_memory_bytes or 0
+    stage = stages[rank // plan.candidate.mesh.size]
+    return stage["memory"], stage["peak_bytes"]

@@ -19,6 +19,7 @@ from autopar.ir.planfile import Plan, load
 from autopar.solve.baselines import baselines
 from autopar.solve.options import SearchOptions
 from autopar.solve.report import as_baseline
+from autopar.solve.variants import unvaried
 
 _SHOWN = 10
 _HEADER = ("what", "where", "source", "axis", "times", "a step", "share")
@@ -111,10 +112,8 @@ def _json(cost: Cost, step: float) -> dict[str, Any]:
 
 def _baselines(plan: Plan, cluster: Cluster, evaluation: Evaluation, output: Output) -> dict[str, Any]:
     """The recipes that people follow, priced now. What the plan's file says was priced when it was made."""
-    options = SearchOptions(
-        batch=plan.candidate.batch, precision=plan.candidate.precision, optimizer=plan.document.optimizer
-    )
-    found = {each.recipe.key: as_baseline(each) for each in baselines(plan.graph, cluster, options)}
+    options = SearchOptions(batch=plan.candidate.batch, precision=plan.candidate.precision, optimizer=plan.document.optimizer)
+    found = {each.recipe.key: as_baseline(each) for each in baselines(unvaried(plan.graph), cluster, options)}
     baseline_table(found, evaluation.step_seconds, evaluation.peak_memory_bytes, output)
     return {key: msgspec.to_builtins(each) for key, each in found.items()}
 
@@ -129,11 +128,12 @@ def _what_if(plan: Plan, cluster: Cluster, before: Evaluation, arguments: argpar
         optimizer=plan.document.optimizer,
         time_limit_seconds=arguments.time_limit,
     )
-    changed, found = asked(plan.graph, cluster, options, question, output.progress)
+    changed, found = asked(unvaried(plan.graph), cluster, options, question, output.progress)
     rows = differences((plan.candidate, before), (found.candidate, found.evaluation), (cluster.size, changed.size))
     output.table(f"What if {arguments.what_if}", ("", "this plan", "then"), rows)
-    costs = block_costs(plan.graph, found.candidate, changed)
-    top = collectives(plan.graph, found.candidate, costs, found.evaluation)[:5]
+    planned = found.graph or plan.graph
+    costs = block_costs(planned, found.candidate, changed)
+    top = collectives(planned, found.candidate, costs, found.evaluation)[:5]
     step = found.evaluation.step_seconds
     output.table("Its costliest collectives", _HEADER, [_row(cost, step) for cost in top])
     output.document(

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         raise PlanError(f"cannot write to {folder}: it is a file; name a folder")
     weights = initial_weights(plan)
     export(lower(plan.graph, plan.candidate), plan.to_json(), folder, weights=weights)
-    command = f"torchrun --nproc-per-node {plan.candidate.mesh.size} {folder / 'train.py'}"
+    command = f"torchrun --nproc-per-node {plan.candidate.devices} {folder / 'train.py'}"
     output.text(f"written to {folder}; start it with\n  {command}")
     output.document(
         {"folder": str(folder), "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*.py")), "run": command}

@@ -10,6 +10,7 @@ from typing import Any
 from autopar.cli.gradients import exchanges
 from autopar.cli.memory import memory
 from autopar.cli.output import Output, seconds, size
+from autopar.cli.timeline import timeline
 from autopar.ir import dims
 from autopar.ir.planfile import Plan, load
 from autopar.rules.conversions import COLLECTIVES, changed_axis, conversion
@@ -18,7 +19,7 @@ from autopar.rules.conversions import COLLECTIVES, changed_axis, conversion
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Shows the summary, or the one view that was asked for."""
     plan = load(arguments.plan)
-    views = {"ops": _ops, "memory": memory, "comm": _comm, "program": _program}
+    views = {"ops": _ops, "memory": memory, "comm": _comm, "timeline": timeline, "program": _program}
     if arguments.view:
         views[arguments.view](plan, output)
         return 0

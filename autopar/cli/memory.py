@@ -25,7 +25,7 @@ WORDS = {
 def memory(plan: Plan, output: Output) -> None:
     """Prices the plan again, since the file tells the fullest stage only; without a description of the cluster, the file's."""
     predicted = plan.document.predicted
-    stages = _stages(plan)
+    stages = stages_of(plan)
     tables = [each["memory"] for each in stages] or [predicted.memory]
     shown = [kind for kind in (*WORDS, *predicted.memory) if any(kind in table for table in tables)]
     rows = [(WORDS.get(kind, kind), *(size(table.get(kind, 0)) for table in tables)) for kind in dict.fromkeys(shown)]
@@ -42,7 +42,8 @@ def memory(plan: Plan, output: Output) -> None:
     output.document({**document, "memory_bytes": capacity, "stages": stages})
 
 
-def _stages(plan: Plan) -> list[dict[str, Any]]:
+def stages_of(plan: Plan) -> list[dict[str, Any]]:
+    """What each stage holds at its peak; nothing where the plan does not describe its cluster."""
     from autopar.cost_models.evaluate import evaluate
     from autopar.cost_models.hardware import Cluster
 

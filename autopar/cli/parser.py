@@ -73,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("ops", "placements of every operation"),
         ("memory", "bytes per device by kind"),
         ("comm", "every collective"),
+        ("timeline", "the schedule of the pipeline with the predicted times, drawn"),
         ("program", "the generated program"),
     ):
         views.add_argument(f"--{view}", dest="view", action="store_const", const=view, help=text)

@@ -11,6 +11,7 @@ from typing import Any
 
 from autopar.cli.baselines import baseline_table
 from autopar.cli.output import Output, percent, seconds, size
+from autopar.cli.stages import stages
 from autopar.errors import PlanError
 from autopar.ir.describe import words
 from autopar.ir.document import MeshResult
@@ -82,7 +83,8 @@ def summary(plan: Plan, output: Output) -> None:
         ("cluster", f"{document.cluster.name}, {document.cluster.devices} devices"),
         *([("", str(note))] if (note := document.cluster.description.get("note")) else []),
         ("plan", words(plan.graph, plan.candidate)),
-        ("batch", f"{document.batch.global_} global, {document.batch.micro} per data rank" + _seq(document.batch.seq)),
+        ("batch", f"{document.batch.global_} global, {document.batch.micro} per data rank"
+         + _parts(document.batch.num_microbatches) + _seq(document.batch.seq)),
         ("precision", f"{document.precision.compute} compute, {document.precision.master} parameters, {document.optimizer}"),
         ("step", _step(plan)),
         ("memory", f"{size(predicted.peak_memory_bytes)} per device at the peak"),
@@ -93,6 +95,7 @@ def summary(plan: Plan, output: Output) -> None:
     if document.replicated_ops:
         rows.append(("no rule for", ", ".join(document.replicated_ops)))
     output.table(str(plan), ("", "chosen"), rows)
+    stages(plan, output)
     baseline_table(document.baselines, predicted.step_seconds, predicted.peak_memory_bytes, output)
     if document.search.meshes:
         output.table("Candidates", ("mesh", "status", "at least", "step", "peak memory"), _candidates(document.search.meshes))
@@ -111,6 +114,10 @@ def _candidates(every: Sequence[MeshResult]) -> list[tuple[str, ...]]:
 
 
 _ROWS = 12
+
+
+def _parts(count: int) -> str:
+    return f" in each of {count} micro-batches" if count > 1 else ""
 
 
 def _seq(seq: int | None) -> str:

@@ -23,8 +23,8 @@ def work(rank: int, size: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     try:
         job = torch.load(Path(folder) / "job.pt", weights_only=True, mmap=True)
-        program = load(job["program"]).Program(MeshHandle(job["axes"]))
-        parallel = Parallel(program, job["state"]).train(job["training"])
+        made = load(job["program"]).Program
+        parallel = Parallel(made(MeshHandle(made.mesh_axes)), job["state"]).train(job["training"])
         result = step(parallel, job["batch"], job["learning_rate"])
         if rank == 0:
             torch.save(result, Path(folder) / "result.pt")
@@ -35,21 +35,19 @@ def work(rank: int, size: int, folder: str) -> None:
 
 
 def step(model: torch.nn.Module, batch: dict[str, torch.Tensor], learning_rate: float) -> dict[str, Any]:
-    """Loss, every gradient and every parameter after one step of SGD, as full tensors by name. Collective on a parallel model."""
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    """Loss, every gradient and every parameter after one step of SGD, as full tensors by name. Collective on a parallel model,
+    which gives all stages' on every rank."""
+    from autopar.runtime.parallel import Parallel
+
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
     out = model(**batch)
     loss = out if isinstance(out, torch.Tensor) else out.loss
     loss.backward()
-    parameters = dict(model.named_parameters())
-    gradients = {name: _full(parameters[name].grad, parameters[name]) for name in names}
+    if isinstance(model, Parallel):
+        gradients = model.full_gradients()
+        optimizer.step()
+        return {"loss": loss.detach(), "gradients": gradients, "parameters": model.full_state()}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = {name: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for name, p in trained.items()}
     optimizer.step()
-    return {"loss": loss.detach(), "gradients": gradients, "parameters": {name: _full(parameters[name]) for name in names}}
-
-
-def _full(tensor: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor:
-    if tensor is None:
-        assert like is not None
-        return torch.zeros(like.shape, dtype=like.dtype)
-    whole = tensor.detach()
-    return (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).clone()
+    return {"loss": loss.detach(), "gradients": gradients, "parameters": {name: p.detach() for name, p in trained.items()}}

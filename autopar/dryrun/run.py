@@ -66,10 +66,11 @@ def dry_run(plan: Plan, rank: int = 0) -> DryRun:
     module = load(render(lower(plan.graph, candidate)))
     foreach = plan.document.cluster.description.get("device", {}).get("kind") != "cpu"
     with fake_group(rank, candidate.devices):
-        mesh = MeshHandle({axis.name: axis.size for axis in candidate.mesh.axes})
+        mesh = MeshHandle(module.Program.mesh_axes)
         mesh.host = host = Elsewhere()
         program = module.Program(mesh)
-        specs = {block.original[spec.path]: spec for block in program.blocks() for spec in block.specs}
+        roots = [root for stage in program.roots() for root in stage]
+        specs = {block.original[spec.path]: spec for root in roots for block in root.blocks() for spec in block.specs}
         with FakeMode():
             parallel = Parallel(program, lambda name: torch.empty(specs[name].shape, dtype=getattr(torch, specs[name].dtype)))
             for bucket in parallel.state.buckets.buckets:
@@ -99,8 +100,10 @@ def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: t
             optimizer.zero_grad()
     mesh, peak = parallel.program.mesh, watch.peak
     axes = {str(mesh.group(name).group_name): name for name in (*mesh.axes, *mesh.state_axes)}
+    axes |= {mesh.pp.group_name: mesh.pp.name} if mesh.pp.size > 1 else {}
     sent = tuple(Sent(kind, axes.get(group, "all"), *numbers) for (kind, group), numbers in sorted(watch.sent.items()))
-    where = tuple((name, mesh.axis(name).coordinate) for name in mesh.axes)
+    stage = ((mesh.pp.name, mesh.pp.coordinate),) if mesh.pp.size > 1 else ()
+    where = (*stage, *((name, mesh.axis(name).coordinate) for name in mesh.axes))
     memory = {kind: sum(each.bytes for each in found if each.kind == kind) for kind in KINDS}
     return DryRun(rank, where, peak.bytes, peak.function, peak.module, peak.line, memory, tuple(found), sent)
 

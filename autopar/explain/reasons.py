@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from autopar.cost_models.evaluate import Evaluation, evaluate
 from autopar.cost_models.hardware import Cluster, links_of_axis
 from autopar.cost_models.pipeline import part_of
+from autopar.errors import PlanError
+from autopar.ir.describe import pipeline_words
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import Candidate
@@ -48,6 +50,8 @@ def sentences(graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: 
     shares = [(name, seconds / evaluation.step_seconds) for name, seconds in parts]
     said = ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= _WORTH_A_WORD)
     yield f"The step of {evaluation.step_seconds:.4g} s is {said}."
+    if candidate.pipeline.stages > 1:
+        yield _stages(candidate, evaluation)
     yield _links(candidate, cluster, evaluation)
     used, capacity = evaluation.peak_memory_bytes, evaluation.memory_capacity_bytes
     kind, size = max(evaluation.memory, key=lambda row: row[1])
@@ -60,6 +64,17 @@ def sentences(graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: 
     for axis, redundant in evaluation.redundant_share:
         if redundant > 0.001:
             yield f"Every rank of {axis} repeats {redundant:.1%} of the FLOPs."
+
+
+def _stages(candidate: Candidate, evaluation: Evaluation) -> str:
+    """How evenly the stages work, and what they wait."""
+    busy = [stage.busy_seconds for stage in evaluation.stages]
+    calls = [len(stage.calls) for stage in evaluation.stages]
+    longest = max(range(len(busy)), key=busy.__getitem__)
+    return (
+        f"Its pipeline is {pipeline_words(candidate, evaluation.bubble_share)}: stages of {min(calls)} to {max(calls)} blocks "
+        f"work {min(busy):.4g} to {max(busy):.4g} s a step, stage {longest} longest."
+    )
 
 
 def _links(candidate: Candidate, cluster: Cluster, evaluation: Evaluation) -> str:
@@ -89,7 +104,10 @@ def changes(graph: Graph, candidate: Candidate, cluster: Cluster, optimizer: str
     """One change at a time: every state sharding, nothing recomputed, everything recomputed, half and twice the micro-batches."""
     out = []
     for name, changed in _changed(graph, candidate):
-        priced = evaluate(graph, changed, cluster, optimizer)
+        try:
+            priced = evaluate(graph, changed, cluster, optimizer)
+        except PlanError:  # a schedule that takes no such number of micro-batches
+            continue
         out.append(Change(name, priced.step_seconds, priced.peak_memory_bytes, priced.fits))
     return out
 

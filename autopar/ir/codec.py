@@ -17,6 +17,7 @@ from autopar.ir.document import (
     OpInfo,
     ParameterDoc,
     PlanDocument,
+    ScheduleInfo,
     ValueDoc,
 )
 from autopar.ir.graph import Arg, Block, Call, DType, Graph, Node, Parameter, Ref, Symbol, Value
@@ -218,8 +219,7 @@ def decode_mesh(info: MeshInfo) -> Mesh:
 
 def decode_candidate(document: PlanDocument) -> Candidate:
     """The candidate that the file describes."""
-    batch, schedule = document.batch, document.schedule
-    pipeline = Pipeline() if schedule.stages == 1 else Pipeline(schedule.stages, schedule.virtual, schedule.name, schedule.layers)
+    batch = document.batch
     return Candidate(
         decode_mesh(document.mesh),
         decode_blocks(document.blocks, document.ops),
@@ -227,5 +227,24 @@ def decode_candidate(document: PlanDocument) -> Candidate:
         Precision(document.precision.compute, document.precision.master),
         batch.num_microbatches,
         document.mesh.zero_group,
-        pipeline,
+        decode_pipeline(document.schedule),
+    )
+
+
+def encode_pipeline(pipeline: Pipeline) -> ScheduleInfo:
+    """One stage is no pipeline: its schedule is ``none``."""
+    if pipeline.stages == 1:
+        return ScheduleInfo()
+    return ScheduleInfo(
+        pipeline.schedule, pipeline.stages, pipeline.virtual, pipeline.layers, pipeline.cuts, pipeline.repeated, pipeline.actions,
+        pipeline.weight_versions,
+    )  # fmt: skip
+
+
+def decode_pipeline(info: ScheduleInfo) -> Pipeline:
+    """The inverse of `encode_pipeline`."""
+    if info.stages == 1:
+        return Pipeline()
+    return Pipeline(
+        info.stages, info.virtual, info.name, info.layers, info.cuts, info.repeated, info.actions, info.weight_versions
     )

@@ -26,13 +26,23 @@ def parallelism(graph: Graph, candidate: Candidate) -> Parallelism:
         held = sum(dims.numel(p.value.shape, candidate.batch) for p in block.parameters if not p.buffer)
         weight[plan.zero] = weight.get(plan.zero, 0) + held * graph.count(plan.block)
     zero = max(weight, key=lambda level: weight[level], default=0)
-    return Parallelism(dp=mesh.size_of(DATA_AXIS), tp=model_ranks, zero=zero)
+    pipeline = candidate.pipeline
+    return Parallelism(dp=mesh.size_of(DATA_AXIS), tp=model_ranks, pp=pipeline.stages, zero=zero, virtual_stages=pipeline.virtual)
 
 
-def words(graph: Graph, candidate: Candidate) -> str:
-    """One line: ``dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears, attention heads, sequence), Layer recomputed``."""
+def pipeline_words(candidate: Candidate, bubble_share: float | None = None) -> str:
+    """``pp=4 (1f1b, 2 chunks, bubble 7 %)``."""
+    pipeline = candidate.pipeline
+    said = [pipeline.schedule] + [f"{pipeline.virtual} chunks"] * (pipeline.virtual > 1)
+    said += ["gradients one update late"] * (pipeline.weight_versions > 1)
+    said += [f"bubble {100 * bubble_share:.0f} %"] if bubble_share is not None else []
+    return f"pp={pipeline.stages} ({', '.join(said)})"
+
+
+def words(graph: Graph, candidate: Candidate, bubble_share: float | None = None) -> str:
+    """One line: ``pp=2 (1f1b, bubble 7 %) x dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears), Layer recomputed``."""
     zero = parallelism(graph, candidate).zero
-    parts = []
+    parts = [pipeline_words(candidate, bubble_share)] if candidate.pipeline.stages > 1 else []
     for index, axis in enumerate(candidate.mesh.axes):
         if axis.size == 1 and len(candidate.mesh.axes) > 1:
             continue

@@ -60,18 +60,24 @@ class BatchInfo(msgspec.Struct, frozen=True):
 
 
 class ScheduleInfo(msgspec.Struct, frozen=True):
-    """The pipeline; `name` is ``none`` for one stage. `layers` of each chunk, where they are not dealt evenly."""
+    """The pipeline; `name` is ``none`` for one stage. The rest is as in `plan.Pipeline`."""
 
     name: str = "none"
     stages: int = 1
     virtual: int = 1
     layers: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()
+    repeated: tuple[str, ...] = ()
+    actions: str = ""
+    weight_versions: int = 1
 
 
 class StageInfo(msgspec.Struct, frozen=True):
-    """One pipeline stage: which calls it runs, by their index in `graph.calls`."""
+    """One pipeline stage: the calls that it runs, by index in `graph.calls`, and the chunks that these are, in the model's
+    order."""
 
     calls: tuple[int, ...]
+    chunks: tuple[int, ...] = (0,)
 
 
 class PrecisionInfo(msgspec.Struct, frozen=True):
@@ -113,7 +119,8 @@ class BlockInfo(msgspec.Struct, frozen=True):
 
 
 class Predicted(msgspec.Struct, frozen=True):
-    """The evaluator's word. `mfu` is over the model's FLOPs (no recomputation); `gap` is to `lower_bound_seconds`, relative."""
+    """The evaluator's word. `mfu` is over the model's FLOPs (no recomputation); `gap` is to `lower_bound_seconds`, relative.
+    `bubble_share` is what the stages of a pipeline stand still on average, as a share of the step."""
 
     step_seconds: float | None = None
     tokens_per_second_per_device: float | None = None
@@ -123,6 +130,7 @@ class Predicted(msgspec.Struct, frozen=True):
     lower_bound_seconds: float | None = None
     gap: float | None = None
     memory: dict[str, int] = {}
+    bubble_share: float = 0.0
 
 
 class Baseline(msgspec.Struct, frozen=True):

@@ -67,13 +67,22 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """`stages` in a row, each of `virtual` chunks of consecutive calls; `schedule` as the field names it. `layers` of each chunk
-    in the model's order, where they are not dealt evenly."""
+    """`stages` in a row, each of `virtual` chunks of consecutive calls; `schedule` as the field names it.
+
+    `cuts` are the first calls of all chunks but the first one, or `layers` of each chunk in the model's order; without both,
+    layers are dealt evenly. `repeated` are graph values without gradient that every chunk makes for itself instead of receiving
+    them. `actions` is the text of a schedule that no builder makes by its name, a line for each stage. `weight_versions`: 2 if
+    gradients are those of the weights before the last update (PipeDream-2BW, arXiv 2006.09503).
+    """
 
     stages: int = 1
     virtual: int = 1
     schedule: str = "1f1b"
     layers: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()
+    repeated: tuple[str, ...] = ()
+    actions: str = ""
+    weight_versions: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 
 from autopar.errors import PlanError
-from autopar.ir.codec import decode_candidate, decode_graph, encode_blocks, encode_graph, encode_mesh
+from autopar.ir.chunks import chunk_calls, chunks_of_ranks
+from autopar.ir.codec import decode_candidate, decode_graph, encode_blocks, encode_graph, encode_mesh, encode_pipeline
 from autopar.ir.describe import words
 from autopar.ir.document import (
     SCHEMA_VERSION,
@@ -20,7 +21,6 @@ from autopar.ir.document import (
     PlanDocument,
     PrecisionInfo,
     Predicted,
-    ScheduleInfo,
     SearchInfo,
     StageInfo,
 )
@@ -55,11 +55,13 @@ class Plan:
 
     def words(self) -> str:
         """The plan in words: ``dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears, attention heads)``."""
-        return words(self.graph, self.candidate)
+        return words(self.graph, self.candidate, self.document.predicted.bubble_share or None)
 
     def __str__(self) -> str:
         document = self.document
-        return f"{document.model.name} on {self.candidate.mesh}, {document.cluster.name}"
+        stages = self.candidate.pipeline.stages
+        mesh = (f"pp={stages} x " if stages > 1 else "") + str(self.candidate.mesh)
+        return f"{document.model.name} on {mesh}, {document.cluster.name}"
 
 
 def make_plan(
@@ -89,8 +91,8 @@ def make_plan(
         batch=BatchInfo(candidate.batch, candidate.micro_batch // candidate.mesh.size_of("dp"), candidate.micro_batches, seq),
         precision=PrecisionInfo(candidate.precision.compute, candidate.precision.master),
         optimizer=optimizer,
-        schedule=_schedule(candidate.pipeline),
-        stages=(StageInfo(tuple(range(len(graph.calls)))),),
+        schedule=encode_pipeline(candidate.pipeline),
+        stages=_stages(graph, candidate.pipeline),
         blocks=blocks,
         ops=ops,
         recompute=tuple(plan.block for plan in candidate.blocks if plan.recompute or plan.again or plan.again_arcs),
@@ -104,10 +106,12 @@ def make_plan(
     return Plan(document, graph, candidate)
 
 
-def _schedule(pipeline: Pipeline) -> ScheduleInfo:
-    if pipeline.stages == 1:
-        return ScheduleInfo()
-    return ScheduleInfo(pipeline.schedule, pipeline.stages, pipeline.virtual, pipeline.layers)
+def _stages(graph: Graph, pipeline: Pipeline) -> tuple[StageInfo, ...]:
+    chunks = chunk_calls(graph, pipeline)
+    out = []
+    for mine in chunks_of_ranks(pipeline):
+        out.append(StageInfo(tuple(index for chunk in mine for index in chunks[chunk]), mine))
+    return tuple(out)
 
 
 def encode(document: PlanDocument) -> str:

@@ -7,10 +7,28 @@ from collections.abc import Iterator
 from autopar.errors import PlanError
 from autopar.ir import dims
 from autopar.ir.batch_axis import totals_of
+from autopar.ir.chunks import check_schedule, chunk_calls, chunks_of_ranks
 from autopar.ir.graph import Block, Graph, Value
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Invariant, Placements, can_shard, format_placements
 from autopar.ir.plan import BlockPlan, Candidate, NodePlan
+from autopar.ir.stages import check_cuts, repeatable
+
+
+def _two_versions(candidate: Candidate) -> None:
+    """What runs with weights of two versions: whole state, everything kept, one chunk a stage."""
+    pipeline, sharded = candidate.pipeline, candidate.mesh.size_of(DATA_AXIS) > 1
+    if pipeline.stages == 1:
+        raise PlanError("two versions of weights are for a pipeline: take at least 2 stages")
+    for plan in candidate.blocks:
+        if plan.recompute or plan.again or plan.again_arcs or plan.offload or (plan.zero and sharded):
+            raise PlanError(f"{plan.block}: two versions of weights take whole state (zero=0), and no recomputation or offload")
+    if pipeline.virtual > 1 or pipeline.schedule != "1f1b":
+        raise PlanError(f"two versions of weights run on 1f1b with one chunk a stage, not {pipeline.schedule}: change one")
+    if candidate.micro_batches < pipeline.stages:
+        raise PlanError(
+            f"two versions of weights take at least {pipeline.stages} micro-batches (stages), not {candidate.micro_batches}"
+        )
 
 
 def verify_candidate(graph: Graph, candidate: Candidate, devices: int | None = None) -> None:
@@ -33,6 +51,7 @@ def verify_candidate(graph: Graph, candidate: Candidate, devices: int | None = N
     for block in graph.blocks:
         _verify_block(block, candidate.block(block.name), candidate)
     _verify_calls(graph, candidate)
+    verify_pipeline(graph, candidate)
     if candidate.micro_batches > 1:
         totals_of(graph, candidate)
 
@@ -49,6 +68,36 @@ def _verify_mesh(candidate: Candidate, devices: int | None) -> None:
             f"the mesh {mesh}{times} has {candidate.devices} ranks but the cluster has {devices} devices: "
             "make the axes multiply to it"
         )
+
+
+def verify_pipeline(graph: Graph, candidate: Candidate) -> None:
+    """Chunks that are there, on ranks that are there, and nothing between them but values."""
+    pipeline = candidate.pipeline
+    if pipeline.stages < 1 or pipeline.virtual < 1:
+        raise PlanError(f"{pipeline.stages} stages of {pipeline.virtual} chunks are no pipeline: write at least 1")
+    if pipeline.weight_versions not in (1, 2):
+        raise PlanError(f"weight_versions={pipeline.weight_versions}: write 1, or 2 for gradients that are one update late")
+    if pipeline.weight_versions > 1:
+        _two_versions(candidate)
+    if pipeline.stages == 1:
+        return
+    if len(graph.calls) < pipeline.stages * pipeline.virtual:
+        raise PlanError(
+            f"{graph.name} has {len(graph.calls)} blocks, {pipeline.stages} stages of {pipeline.virtual} chunks need "
+            f"{pipeline.stages * pipeline.virtual}: take fewer stages"
+        )
+    check_schedule(pipeline, candidate.micro_batches)
+    chunks, ranks = chunk_calls(graph, pipeline), chunks_of_ranks(pipeline)
+    placed = sorted(chunk for mine in ranks for chunk in mine)
+    if len(ranks) != pipeline.stages or placed != list(range(len(chunks))):
+        raise PlanError(
+            f"the schedule's text has {len(ranks)} ranks with chunks {placed}: {pipeline.stages} stages share out {len(chunks)}"
+        )
+    makers = repeatable(graph) if pipeline.repeated else {}
+    for name in pipeline.repeated:
+        if name not in makers:
+            raise PlanError(f"{name} is repeated on every stage, but inputs of the batch do not determine it: leave it out")
+    check_cuts(graph, chunks)
 
 
 def _same_length(what: str, expected: int, found: int) -> None:

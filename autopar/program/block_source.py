@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 import sympy
@@ -20,6 +20,11 @@ INDENT = "    "
 COMMENT_COLUMN = 84
 LONG = 110
 AGAIN = f"{'with Again(self.mesh.host) as again:':<{COMMENT_COLUMN - 8}}  # the backward runs once more what runs by it"
+LATER = {
+    "aten.linear": ("F.linear", "self.later.linear"),
+    "ap.linear_kn": ("C.linear_kn", "self.later.linear_kn"),
+}
+"""Products as they are written, and where a schedule splits the backward."""
 TUPLES = ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "ap.convert_many")
 WORDS = {
     "all_gather": "all-gather",
@@ -31,7 +36,7 @@ WORDS = {
 
 def class_lines(lowered: Lowered, block: LoweredBlock) -> list[str]:
     """The whole class."""
-    calls = [call for call in (*lowered.calls, *lowered.totals) if call.block == block.block.name]
+    calls = [call for call in lowered.every_call if call.block == block.block.name]
     prefixes = [call.prefix or "the model's own" for call in calls]
     where = prefixes[0] if len(prefixes) == 1 else f"{prefixes[0]} .. {prefixes[-1]}, {len(prefixes)} times"
     name = class_names([block.block.name])[block.block.name]
@@ -81,6 +86,19 @@ def batch_source(inputs: Iterable[tuple[str, Shape]]) -> str | None:
                 read = read if by == 1 else f"{read} * {by}"
                 return read if times == 1 else f"{read} // {times}"
     return None
+
+
+def deferrable(block: Block) -> frozenset[str]:
+    """Products with trained weights (their first outputs): their gradient is of use to nobody before the optimizer's step."""
+    weights = {parameter.value.name for parameter in block.parameters if parameter.trainable and not parameter.buffer}
+    out = set()
+    for node in block.nodes:
+        operands = node.operands()
+        if operands and weights.issuperset(operands):
+            weights.update(value.name for value in node.outputs)
+        elif node.op in LATER and operands[1] in weights and not node.no_grad:
+            out.add(node.name)
+    return frozenset(out)
 
 
 def _offload(name: str) -> str:
@@ -133,6 +151,8 @@ class _Forward:
         module = ""
         read = {name for node in self.block.nodes for name in node.operands()}
         read |= {*self.block.outputs, *(value for _, value in self.block.updates)}
+        schedule = self.lowered.schedule
+        later = deferrable(self.block) if schedule is not None and schedule.splits_backward else frozenset[str]()
         for node in self.block.nodes:
             top = node.module.split(".")[0] if node.module else module
             if top != module:
@@ -144,15 +164,18 @@ class _Forward:
             quiet = node.no_grad
             deep = 2 + quiet + self.lowered_block.replays
             left = [_offload(value.name) for value in node.outputs if value.name in self.lowered_block.offload]
-            lines = [*self._statement(node, read, len(INDENT) * deep), *left]
+            lines = [*self._statement(node, read, later, len(INDENT) * deep), *left]
             yield from ((INDENT if quiet else "") + line for line in lines)
 
-    def _statement(self, node: Node, read: set[str], indent: int) -> list[str]:
+    def _statement(self, node: Node, read: set[str], later: Set[str], indent: int) -> list[str]:
         """One line, or two where a call of the runtime is long."""
         targets = [value.name if value.name in read else "_" for value in node.outputs]
         alone = len(targets) == 1 and ".".join(node.op.split(".")[:2]) in TUPLES
         again = self.lowered_block.runs_again(node)
         written = called_again(node, self._name) if again else expression(node, self._name)
+        if node.name in later:
+            plain, deferred = LATER[node.op]
+            written = written.replace(plain, deferred, 1)
         code = f"{', '.join(targets)}{',' if alone else ''} = {written}"
         comments = [shape_comment(node.outputs[0].shape)]
         told = self._collectives(node)

@@ -39,9 +39,9 @@ def export(
     (folder / "program.py").write_text(render(lowered, "runtime"), encoding="utf-8")
     (folder / "plan.json").write_text(plan_json, encoding="utf-8")
     _copy_runtime(folder / "runtime")
-    ranks = lowered.mesh.size
+    ranks = lowered.devices
     (folder / "train.py").write_text(TRAIN.format(learning_rate=learning_rate, ranks=ranks), encoding="utf-8")
-    (folder / "README.md").write_text(README.format(name=lowered.name, mesh=lowered.mesh, ranks=ranks), encoding="utf-8")
+    (folder / "README.md").write_text(README.format(name=lowered.name, mesh=lowered.whole_mesh, ranks=ranks), encoding="utf-8")
     torch.save(dict(batch) if batch is not None else random_batch(lowered), folder / "batch.pt")
     (folder / "weights.pt").unlink(missing_ok=True)
     if weights is not None:

@@ -31,9 +31,9 @@ class Loop:
         return self.start + self.count * len(self.body)
 
 
-def find_loops(calls: Sequence[Call], loss: str) -> Iterator[Loop]:
+def find_loops(calls: Sequence[Call], results: Sequence[str]) -> Iterator[Loop]:
     """The calls in order, as loops; one that stands alone has ``count == 1``."""
-    uses = last_uses(calls, loss)
+    uses = last_uses(calls, results)
     position = 0
     while position < len(calls):
         alone = (calls[position],)
@@ -46,10 +46,10 @@ def find_loops(calls: Sequence[Call], loss: str) -> Iterator[Loop]:
         position = best.end
 
 
-def last_uses(calls: Sequence[Call], loss: str) -> dict[str, int]:
-    """The last call that reads each value; ``len(calls)`` for the loss."""
+def last_uses(calls: Sequence[Call], results: Sequence[str]) -> dict[str, int]:
+    """The last call that reads each value; ``len(calls)`` for the results of all."""
     out = {name: index for index, call in enumerate(calls) for name in call.inputs}
-    return out | {loss: len(calls)}
+    return out | dict.fromkeys(results, len(calls))
 
 
 def _longest(calls: Sequence[Call], start: int, length: int, uses: dict[str, int]) -> Loop | None:

@@ -31,9 +31,24 @@ OWN = frozenset(
         "zero_group",
         "totals",
         "count",
+        "later",
+        "chunks",
+        "boundaries",
+        "schedule",
+        "examples",
+        "takes",
+        "actions",
+        "owners",
+        "mine",
+        "everything",
+        "queue",
+        "position",
+        "roots",
+        "loss_dtype",
+        "weight_versions",
     }
 )
-IMPORTED = frozenset({"Again", "Block", "Parameter", "Program", "Base", "C", "F", "Tensor", "nn", "torch"})
+IMPORTED = frozenset({"Again", "Block", "Parameter", "Program", "Base", "Boundary", "Chunk", "C", "F", "Tensor", "nn", "torch"})
 
 
 def attribute_of(path: str) -> str:

@@ -24,7 +24,8 @@ HERE = Path(__file__).parent
 
 def initial(program):
     """Full tensors by name, the same on every rank: matrices at random, scales one, biases zero."""
-    specs = {{block.original[spec.path]: spec for block in program.blocks() for spec in block.specs}}
+    roots = [root for stage in program.roots() for root in stage]
+    specs = {{block.original[spec.path]: spec for root in roots for block in root.blocks() for spec in block.specs}}
 
     def tensor(name):
         spec = specs[name]

@@ -15,6 +15,7 @@ import torch
 from .apply import apply
 from .axis import AxisHandle
 from .buckets import land, launch, needs_detour
+from .compat import alias
 from .functions import count_valid, cross_entropy_sharded, cross_entropy_sum, embedding_sharded, linear_kn
 from .moves import local_move, parse, result_shape
 from .rng import attention_dropout, dropout
@@ -102,7 +103,7 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, text: str, size: int, coordinate: int, group: str, token: torch.Tensor, raw: torch.Tensor) -> Any:
         forward, ctx.move = parse(text)
         ctx.size, ctx.coordinate, ctx.group, ctx.shape = size, coordinate, group, token.shape
-        return land([forward], [token], [raw], size, coordinate)[0] if forward.communicates else raw.view_as(raw)
+        return land([forward], [token], [raw], size, coordinate)[0] if forward.communicates else alias(raw)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

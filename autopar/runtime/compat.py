@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Shard
@@ -48,6 +49,18 @@ def wait(raw: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def alias(x: torch.Tensor) -> torch.Tensor:
+    """A new tensor over the same data, for the result of an autograd.Function.
+
+    Compiled code that returns a view of something else that it returns makes the view anew outside, and so leaves out the
+    backward of the function. Seen on 2.13.0; what ``_unsafe_view`` makes has no base.
+    """
+    if not torch.compiler.is_compiling():
+        return x.view_as(x)
+    result: torch.Tensor = torch.ops.aten._unsafe_view(x, x.shape)
+    return result
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs `callback` when the backward that is running now ends. Seen on 2.13.0 (FSDP2 and DDP use the same)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -73,7 +86,33 @@ def forget_order(root: Any) -> None:
     """Clears the order of forwards by which FSDP2 prefetches in the backward. It does so itself only after a last backward
     (``set_is_last_backward``). Before the first forward there is none. Seen on 2.13.0."""
     order: list[Any] = getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", [])
+    for group in order:
+        group._post_forward_indices.clear()
     order.clear()
+
+
+def reduce_now(module: Any) -> None:
+    """What FSDP2 does with a module's gradients behind its backward, at once. Seen on 2.13.0 (2.11 has one group a module).
+
+    It refuses to reduce gradients of which only some were added up before, in the reduction's dtype: here all are in it.
+    """
+    for group in _param_groups(module._get_fsdp_state()):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+        group.post_backward()
+
+
+def _param_groups(state: Any) -> list[Any]:
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+def finish_backward(root: Any) -> None:
+    """What FSDP2 does at the end of a backward that began in `root`: `reduce_now` for each module that it was not done for, then
+    waits as ``set_is_last_backward`` says. Seen on 2.13.0."""
+    root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def strided_shard(dim: int, parts: int) -> Any:
@@ -84,6 +123,12 @@ def strided_shard(dim: int, parts: int) -> Any:
 def is_strided(placement: Any) -> bool:
     """Whether `placement` came from `strided_shard`."""
     return isinstance(placement, _StridedShard)
+
+
+def own_store() -> Any:
+    """The store of the default group on a connection of its own, for another thread. Seen on 2.13.0."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
 
 
 def group_name(device_mesh: Any, axis: str) -> str:

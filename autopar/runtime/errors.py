@@ -17,5 +17,11 @@ class BatchProblem(RuntimeProblem):
     """A batch that does not fit the plan."""
 
 
+class PeerProblem(RuntimeProblem):
+    """Another process of the run failed, or does not answer."""
+
+    exit_status = 1
+
+
 class StateProblem(RuntimeProblem):
     """State that does not fit the program."""

@@ -97,10 +97,15 @@ def _taken(parameter: nn.Parameter) -> torch.Tensor:
 
 
 class Buckets:
-    """All buckets of a program. `group` is the data axis's, None where it has one rank."""
+    """All buckets of a program, or of a chunk of it. `group` is the data axis's, None where it has one rank.
 
-    def __init__(self, groups: Sequence[dict[nn.Parameter, nn.Parameter]], group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    `lasting`: sums may be on their way when the backward ends, until `finish` is called.
+    """
+
+    def __init__(
+        self, groups: Sequence[dict[nn.Parameter, nn.Parameter]], group: dist.ProcessGroup | None, *, lasting: bool = False
+    ) -> None:
+        self.group, self.lasting = group, lasting
         self.begun: list[Bucket] = []
         self.queued = False
         self.hold = False
@@ -119,13 +124,15 @@ class Buckets:
             parameter.register_post_accumulate_grad_hook(lambda parameter: self._arrived(bucket, parameter))
 
     def _arrived(self, bucket: Bucket, parameter: torch.Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        assert isinstance(parameter, nn.Parameter)
+        if parameter.grad is None:  # compiled code has a hook called where it gives no gradient
+            return
         if self.group is None:
             deliver(bucket.members[parameter], _taken(parameter))
             return
         if self.hold:
             return
-        if not self.queued:
+        if not self.queued and not self.lasting:
             self.queued = True
             at_end_of_backward(self._finish)
         bucket.ready[parameter] = _taken(parameter)
@@ -133,9 +140,9 @@ class Buckets:
             bucket.begin(self.group)
             self.begun.append(bucket)
 
-    def _finish(self) -> None:
-        """Also reduces what is incomplete: parameters that this backward did not reach, on all ranks alike, and those that only
-        an earlier micro-batch reached."""
+    def launch(self) -> None:
+        """Begins all sums that are not begun, also of what is incomplete: parameters that this backward did not reach, on all
+        ranks alike, and those that only an earlier micro-batch reached."""
         for bucket in self.buckets:
             if bucket.flat is None:
                 left = [parameter for parameter in bucket.members if parameter.grad is not None]
@@ -143,13 +150,20 @@ class Buckets:
             if bucket.ready and bucket.flat is None:
                 bucket.begin(self.group)
                 self.begun.append(bucket)
+
+    def _finish(self) -> None:
+        self.launch()
+        self.finish_begun()
+
+    def finish_begun(self) -> None:
+        """Waits for the sums that are begun, and hands them out."""
         for bucket in self.begun:
             bucket.finish()
         self.begun, self.queued = [], False
 
     def reset(self) -> None:
         """Before a forward: a backward that raised may have left half of its work."""
-        for bucket in self.begun if self.queued else ():
+        for bucket in self.begun if self.queued or self.lasting else ():
             bucket.clear()
         self.begun, self.queued, self.hold = [], False, False
 

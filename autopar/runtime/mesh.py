@@ -18,30 +18,43 @@ from .host import Host
 from .rng import stream
 
 DATA_AXIS = "dp"
+PIPELINE_AXIS = "pp"
 COPY_AXIS = "dp_copy"
 SHARD_AXIS = "dp_shard"
 """The data axis in two, where only neighbours share one copy of the state: between the copies, and in one of them."""
 
 
 class MeshHandle:
-    """Built from ``{"dp": 2, "tp": 2}`` over the processes that torchrun started. Axes that are missing have one rank."""
+    """Built from ``{"dp": 2, "tp": 2}`` over the processes that torchrun started. Axes that are missing have one rank.
 
+    An axis ``pp``, the first, is the pipeline: `axes`, `device_mesh` and all that is placed on them are those of this rank's
+    stage, `whole_mesh` has all stages.
+    """
+
+    pp: AxisHandle
     dp: AxisHandle
     tp: AxisHandle
     tp2: AxisHandle
 
     def __init__(self, axes: Mapping[str, int], *, seed: int = 0) -> None:
-        self.axes = dict(axes) if axes else {DATA_AXIS: 1}
-        self.reseed(seed)  # streams of an earlier mesh stand at other places on other ranks
-        self.device = join(prod(self.axes.values()), self.axes)
+        self.axes = {name: size for name, size in axes.items() if name != PIPELINE_AXIS} or {DATA_AXIS: 1}
+        self.stages = {PIPELINE_AXIS: axes[PIPELINE_AXIS]} if PIPELINE_AXIS in axes else {}
+        everything = self.stages | self.axes
+        self.device = join(prod(everything.values()), everything)
         self.host = Host(self.device)
-        self.device_mesh: DeviceMesh = init_device_mesh(
-            self.device.type, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes)
-        )
+        self.whole_mesh, self.device_mesh = self._meshes(self.axes)
+        self.pp = _handle(PIPELINE_AXIS, self.stages.get(PIPELINE_AXIS, 1), self.whole_mesh)
+        self.reseed(seed)  # streams of an earlier mesh stand at other places on other ranks
         self.handles = {name: _handle(name, size, self.device_mesh) for name, size in self.axes.items()}
         for name in (DATA_AXIS, "tp", "tp2", *self.axes):
             setattr(self, name, self.axis(name))
         self.share_state(0)
+
+    def _meshes(self, axes: dict[str, int]) -> tuple[DeviceMesh, DeviceMesh]:
+        """Of all stages, and of this rank's."""
+        sizes = self.stages | axes
+        whole = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return whole, whole[tuple(axes)] if self.stages else whole
 
     def share_state(self, neighbours: int) -> None:
         """One copy of the state lies on so many neighbours of the data axis (0: on all of it), each copy on others (HSDP).
@@ -58,9 +71,7 @@ class MeshHandle:
         self.state_axes = {}
         for name, count in self.axes.items():
             self.state_axes |= halves if name == DATA_AXIS else {name: count}
-        self.state_mesh = init_device_mesh(
-            self.device.type, tuple(self.state_axes.values()), mesh_dim_names=tuple(self.state_axes)
-        )
+        _, self.state_mesh = self._meshes(self.state_axes)
         self.shard = _handle(SHARD_AXIS, neighbours, self.state_mesh)
 
     @property
@@ -80,12 +91,33 @@ class MeshHandle:
         return tuple(handle for name, handle in self.handles.items() if name != DATA_AXIS)
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The process group of an axis, of the program or of its state."""
+        """The process group of an axis, of the program or of its state, or of the pipeline."""
+        if name == PIPELINE_AXIS:
+            return self.whole_mesh.get_group(name)
         return (self.device_mesh if name in self.axes else self.state_mesh).get_group(name)
 
+    @property
+    def columns(self) -> list[list[int]]:
+        """The processes at each place of a stage, by stage."""
+        size = prod(self.axes.values())
+        return [[stage * size + place for stage in range(self.pp.size)] for place in range(size)]
+
+    def describe(self, rank: int) -> str:
+        """A process by its number and its place on the axes."""
+        words, left = [], rank
+        for name, size in reversed((self.stages | self.axes).items()):
+            words.append(f"{name}={left % size}")
+            left //= size
+        return f"rank {rank} ({', '.join(reversed(words))})"
+
+    def global_rank(self, stage: int) -> int:
+        """The process at this rank's place in another stage."""
+        size = prod(self.axes.values())
+        return stage * size + dist.get_rank() % size
+
     def reseed(self, seed: int) -> None:
-        """Starts all dropout masks afresh."""
-        self.seed = seed
+        """Starts all dropout masks afresh; stages draw from streams of their own."""
+        self.seed = seed + self.pp.coordinate * 1_000_003
         stream.cache_clear()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ def run(program: Program, state: State, inputs: Batch) -> torch.Tensor:
     parts = split(program, inputs)
     totals = reduced(program, parts)
     if not torch.is_grad_enabled():
-        return _sum([program(**part, **totals) for part in parts])
-    parameters = [parameter for parameter in state.parameters.values() if parameter.requires_grad]
-    aside = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
+        return total([program(**part, **totals) for part in parts])
+    return delivered(state, lambda: _train(program, state, parts, totals))
+
+
+def _train(program: Program, state: State, parts: Sequence[Batch], totals: Mapping[str, torch.Tensor]) -> torch.Tensor:
     losses = []
     try:
         for number, part in enumerate(parts, 1):
@@ -40,24 +40,37 @@ def run(program: Program, state: State, inputs: Batch) -> torch.Tensor:
                 torch.autograd.backward(loss)
             losses.append(loss.detach())
         state.buckets.finish()
-        made = [(parameter, parameter.grad) for parameter in parameters]
     finally:
         state.buckets.hold = False
+    return total(losses)
+
+
+def delivered(state: State, train: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The loss that `train` returns, which leaves gradients with the parameters: they are taken from there, and the backward of
+    the loss hands them out. A loss that reached no parameter has no graph."""
+    parameters = [parameter for parameter in state.parameters.values() if parameter.requires_grad]
+    aside = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        loss = train()
+        made = [(parameter, parameter.grad) for parameter in parameters]
+    finally:
         for parameter, gradient in aside:
             parameter.grad = gradient
     reached = {parameter: gradient for parameter, gradient in made if gradient is not None}
-    loss = _sum(losses)
     if not reached:
         return loss
     result: torch.Tensor = apply(_Deliver, loss, list(reached.values()), *reached)
     return result
 
 
-def _sum(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    return total
+def total(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum, from the first on."""
+    loss = losses[0]
+    for other in losses[1:]:
+        loss = loss + other
+    return loss
 
 
 def split(program: Program, inputs: Batch) -> list[Batch]:

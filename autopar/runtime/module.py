@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .later import Later
 from .layout import local_shape
 from .mesh import MeshHandle
 from .rng import Draws, Repeated
@@ -19,6 +20,8 @@ from .rng import Draws, Repeated
 OWN = frozenset(
     ("mesh", "prefix", "original", "zero", "recompute", "replays", "draws", "batch_statistics", "specs", "training", "lent")
     + ("blocks", "mesh_axes", "input_placements", "input_shapes", "precision", "micro_batches", "zero_group", "totals", "count")
+    + ("later", "chunks", "boundaries", "schedule", "examples", "takes", "loss_dtype", "weight_versions")
+    + ("roots", "position", "queue", "everything", "mine", "owners", "actions")
 )
 """Attributes of the classes below."""
 
@@ -61,6 +64,8 @@ class Block(nn.Module):
     `draws`: its operations are random.
     `batch_statistics`: written for training (batch norm), and wrong in evaluation.
 
+    `later`: linear maps whose weights' gradients may be computed in an action of their own.
+
     `names` maps paths to original names where these are not prefix + path (tied parameters, the model's own glue).
     """
 
@@ -70,6 +75,7 @@ class Block(nn.Module):
     draws: ClassVar[bool] = False
     batch_statistics: ClassVar[bool] = False
     specs: ClassVar[tuple[Parameter, ...]] = ()
+    later: Later = Later()
 
     def __init__(self, mesh: MeshHandle, prefix: str, names: Mapping[str, str] | None = None) -> None:
         super().__init__()
@@ -89,7 +95,29 @@ class Block(nn.Module):
             self.forward = partial(run, context_fn=_same_draws) if self.draws else run
 
 
-class Program(nn.Module):
+class Root(nn.Module):
+    """Blocks that share one order of gathers (FSDP2's root): the program, or a chunk of a pipeline.
+
+    `lent`: attributes of blocks that the root holds for several of them, as (own attribute, block, the block's attribute).
+    """
+
+    precision: tuple[str, str] = ("float32", "float32")
+    position: int = 0
+    """Its place in the model's order."""
+
+    def __init__(self, mesh: MeshHandle) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.lent: tuple[tuple[str, Block, str], ...] = ()
+
+    def blocks(self) -> Iterator[Block]:
+        """All blocks in the order in which they were made."""
+        for module in self.modules():
+            if isinstance(module, Block):
+                yield module
+
+
+class Program(Root):
     """The whole step of one rank: `forward` takes this rank's batch and returns the loss, equal on all ranks.
 
     State is cut over `zero_group` neighbours of the data axis, and equal between such groups (0: cut over all of it).
@@ -99,23 +127,19 @@ class Program(nn.Module):
     mesh_axes: ClassVar[dict[str, int]] = {}
     input_placements: ClassVar[dict[str, dict[str, str]]] = {}
     input_shapes: ClassVar[dict[str, tuple[int | None, ...]]] = {}
-    precision: ClassVar[tuple[str, str]] = ("float32", "float32")
+    loss_dtype: ClassVar[str] = "float32"
     micro_batches: ClassVar[int] = 1
     zero_group: ClassVar[int] = 0
     totals: ClassVar[dict[str, str]] = {}
 
     def __init__(self, mesh: MeshHandle) -> None:
-        super().__init__()
-        self.mesh = mesh
+        super().__init__(mesh)
         mesh.share_state(self.zero_group)
-        self.lent: tuple[tuple[str, Block, str], ...] = ()
 
     def count(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """What of this micro-batch the loss needs of the whole batch."""
         return {}
 
-    def blocks(self) -> Iterator[Block]:
-        """All blocks in the order in which they were made."""
-        for module in self.modules():
-            if isinstance(module, Block):
-                yield module
+    def roots(self) -> tuple[tuple[Root, ...], ...]:
+        """What state is shared out by, of each pipeline rank: the program, or chunks. Those of other ranks stay on meta."""
+        return ((self,),)

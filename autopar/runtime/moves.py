@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 import torch
 
+from .compat import alias
+
 COMMUNICATING = ("gather", "reduce_scatter", "all_to_all", "all_reduce")
 
 
@@ -142,7 +144,7 @@ def chunk(x: torch.Tensor, dim: int, parts: int, size: int, coordinate: int) -> 
 def local_move(move: Move, x: torch.Tensor, size: int, coordinate: int) -> torch.Tensor:
     """A move that needs no communication. Only ``none`` gives a view."""
     if move.kind == "none":
-        return x.view_as(x)
+        return alias(x)
     if move.kind == "slice":  # a copy: a view, kept for the backward, would keep the whole
         piece = chunk(x, move.dim, move.parts, size, coordinate)
         return piece if move.parts > 1 else piece.clone(memory_format=torch.contiguous_format)

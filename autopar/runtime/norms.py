@@ -18,7 +18,20 @@ def _sharded_axes(gradient: DTensor) -> tuple[bool, ...]:
 
 
 def total_norm(gradients: Iterable[DTensor], mesh: MeshHandle, norm_type: float) -> torch.Tensor:
-    """The norm over all elements of all tensors, a scalar equal on all ranks; one small all-reduce per axis."""
+    """The norm over all elements of all tensors of all stages, a scalar equal on all ranks; one small all-reduce per axis.
+
+    In a pipeline it is float64: stages may have gradients of different dtypes, or none.
+    """
+    top = math.isinf(norm_type)
+    value = _of_stage(gradients, mesh, norm_type)
+    if mesh.pp.size > 1:
+        value = value.double()
+        dist.all_reduce(value, dist.ReduceOp.MAX if top else dist.ReduceOp.SUM, mesh.group(mesh.pp.name))
+    return value if top else value.pow(1.0 / norm_type)
+
+
+def _of_stage(gradients: Iterable[DTensor], mesh: MeshHandle, norm_type: float) -> torch.Tensor:
+    """The largest element, or the sum of powers."""
     groups: dict[tuple[bool, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
         groups.setdefault(_sharded_axes(gradient), []).append(gradient.to_local())
@@ -36,13 +49,14 @@ def total_norm(gradients: Iterable[DTensor], mesh: MeshHandle, norm_type: float)
             reduced = values.clone()
             dist.all_reduce(reduced, dist.ReduceOp.MAX if top else dist.ReduceOp.SUM, mesh.group(name))
             values = torch.where(cut, reduced, values)
-    return values.max() if top else values.sum().pow(1.0 / norm_type)
+    return values.max() if top else values.sum()
 
 
 @torch.no_grad()
-def clip(gradients: list[DTensor], mesh: MeshHandle, max_norm: float, norm_type: float) -> torch.Tensor:
-    """Scales all gradients so that their norm is at most `max_norm`; gives the norm before, as torch's `clip_grad_norm_` does."""
-    norm = total_norm(gradients, mesh, norm_type)
+def clip(gradients: list[DTensor], counted: list[DTensor], mesh: MeshHandle, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scales all gradients so that their norm is at most `max_norm`; gives the norm before, as torch's `clip_grad_norm_` does.
+    `counted` are those that no other stage counts."""
+    norm = total_norm(counted, mesh, norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.to_local().mul_(factor.to(gradient.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
@@ -13,12 +14,22 @@ from torch.utils.data import DistributedSampler
 
 from .compat import in_backward, save_strided_pieces
 from .errors import BatchProblem, RuntimeProblem, StateProblem
+from .heartbeat import Heartbeat, begin
 from .mesh import DATA_AXIS
 from .micro_batches import run
 from .module import Program
 from .norms import clip
-from .state import Source, State, materialize
+from .pipeline import Pipeline
+from .source import Source
+from .stages import Stages
+from .state import State, materialize
+from .versions import Windows
 from .zero import release
+
+
+def steps_of(program: Pipeline, state: State) -> Stages | Windows:
+    """What runs the steps of a pipeline."""
+    return Windows(program, state) if program.weight_versions > 1 else Stages(program, state)
 
 
 class LocalBatch(dict[str, torch.Tensor]):
@@ -34,11 +45,21 @@ class Parallel(nn.Module):
 
     program: Program
     state: State
+    stages: Stages | Windows | None
+    heartbeat: Heartbeat | None
 
-    def __init__(self, program: Program, source: Source, *, compile: bool | str | Callable[..., Any] = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        source: Source,
+        *,
+        compile: bool | str | Callable[..., Any] = False,
+        patience_seconds: float = 60.0,
+    ) -> None:
         """`source` gives full tensors by original name. `compile` is a backend of torch.compile, or True for inductor.
 
-        Blocks of one class share their compiled code: each distinct block is compiled once.
+        Blocks of one class share their compiled code: each distinct block is compiled once. In a pipeline, a rank that dies,
+        stops or fails in a step makes the others end with an error that names it, within `patience_seconds`.
         """
         super().__init__()
         save_strided_pieces()
@@ -47,6 +68,9 @@ class Parallel(nn.Module):
         # The generated modules stay out of the registered tree: their parameters are not the canonical ones.
         self.__dict__["program"] = program
         self.__dict__["state"] = materialize(program, source)
+        staged = isinstance(program, Pipeline)
+        self.__dict__["stages"] = steps_of(program, self.state) if isinstance(program, Pipeline) else None
+        self.__dict__["heartbeat"] = begin(self, program.mesh.describe, patience_seconds) if staged else None
         for name, parameter in self.state.parameters.items():
             node, leaf = self._node(name)
             node.register_parameter(leaf, parameter)
@@ -90,12 +114,32 @@ class Parallel(nn.Module):
         else:
             inputs = {name: self._mine(name, tensor) for name, tensor in self._inputs(args, batch).items()}
         if not in_backward():
-            self.state.buckets.reset()
-        several = self.program.micro_batches > 1
-        loss: torch.Tensor = run(self.program, self.state, inputs) if several else self.program(**inputs)
+            for buckets in (self.state.buckets, *self.state.of_chunks):
+                buckets.reset()
+        loss = self._run(inputs)
         if not torch.is_grad_enabled():
             release(self.program)
         return loss
+
+    def _run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.stages is not None:
+            with self._together("the step"):
+                return self.stages.run(inputs)
+        if self.program.micro_batches > 1:
+            return run(self.program, self.state, inputs)
+        loss: torch.Tensor = self.program(**inputs)
+        return loss
+
+    def flush(self) -> torch.Tensor:
+        """With two versions of weights a call gives the loss of the batch before: this gives that of the last one."""
+        if not isinstance(self.stages, Windows):
+            raise RuntimeProblem("every batch of this plan ends with its own step: flush() is for two versions of weights")
+        with self._together("flush"):
+            return self.stages.flush()
+
+    def trace(self) -> tuple[str, ...]:
+        """What this rank computed in the last step, as actions of the pipeline's schedule (``0F0``); empty without a pipeline."""
+        return tuple(self.stages.executor.trace) if self.stages is not None else ()
 
     def local_batch(self, **batch: torch.Tensor) -> LocalBatch:
         """Marks a batch of which this rank holds its own part: ``parallel(parallel.local_batch(**batch))``."""
@@ -139,6 +183,11 @@ class Parallel(nn.Module):
 
     # -- what an nn.Module does
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """A pipeline stage that has none gives one without elements: an optimizer takes no empty list."""
+        found = list(super().parameters(recurse))
+        return iter(found or [nn.Parameter(torch.empty(0, device=self.program.mesh.device))])
+
     def train(self, mode: bool = True) -> Parallel:
         """Also switches the program, which is not a registered child."""
         super().train(mode)
@@ -158,12 +207,18 @@ class Parallel(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips by the norm of all gradients, each element counted once whatever the plan; gives the norm before clipping."""
-        return clip(list(self._gradients()), self.program.mesh, max_norm, norm_type)
+        mesh, holders = self.program.mesh, self.state.spread.holders
+        gradients = {n: p.grad for n, p in self.state.parameters.items() if isinstance(p.grad, DTensor)}
+        first = [gradient for name, gradient in gradients.items() if holders[name][0] == mesh.pp.coordinate]
+        with self._together("clip_grad_norm_"):
+            return clip(list(gradients.values()), first, mesh, max_norm, norm_type)
 
-    def _gradients(self) -> Iterator[DTensor]:
-        for parameter in self.state.parameters.values():
-            if isinstance(parameter.grad, DTensor):
-                yield parameter.grad
+    def _together(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        """Around what needs the ranks of all stages."""
+        if self.heartbeat is None:
+            return contextlib.nullcontext()
+        stages = self.stages
+        return self.heartbeat.watching(lambda: (stages.executor.doing if stages is not None else "") or doing)
 
     def load_full_state(self, source: Source) -> None:
         """Copies a full state dict (or name -> full tensor) of the original model into the local pieces."""
@@ -171,13 +226,17 @@ class Parallel(nn.Module):
 
     def full_state(self) -> dict[str, torch.Tensor]:
         """The state dict of the original model with full tensors, on every rank (all ranks must call)."""
-        names = [*self.state.parameters, *(name for name in self.state.buffers if self.state.specs[name].persistent)]
-        return {name: self.state.full(name) for name in names}
+        specs = self.state.spread.specs
+        names = [name for name, spec in specs.items() if not spec.buffer]
+        names += [name for name, spec in specs.items() if spec.buffer and spec.persistent]
+        with self._together("full_state"):
+            return {name: self.state.everywhere(name) for name in names}
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients by original name with full tensors, on every rank (all ranks must call)."""
-        found = ((name, parameter.grad) for name, parameter in self.state.parameters.items())
-        return {name: self.state.full(name, gradient) for name, gradient in found if gradient is not None}
+        mine = {name: parameter.grad for name, parameter in self.state.parameters.items() if parameter.grad is not None}
+        with self._together("full_gradients"):
+            return {name: self.state.everywhere(name, mine.get(name)) for name in self.state.anywhere(mine)}
 
     def reseed(self, seed: int) -> None:
         """Starts all dropout masks afresh from `seed`; pass the same on every rank."""

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from .compat import forget_order
-from .module import Block, Parameter, Program
+from .module import Block, Parameter, Program, Root
 
 
 class Sharded(Protocol):
@@ -91,8 +91,8 @@ def release(program: Program) -> None:
             module.reshard()
 
 
-def hoist(program: Program, entries: Mapping[str, Sharded]) -> None:
-    """Moves shared parameters from their blocks to the program, whose forward lends them to the blocks."""
+def hoist(program: Root, entries: Mapping[str, Sharded]) -> None:
+    """Moves shared parameters from their blocks to the root, whose forward lends them to the blocks."""
     lent: list[tuple[str, Block, str]] = []
     for index, (name, entry) in enumerate(entries.items()):
         program.register_parameter(f"shared_{index}", entry.stored)
@@ -104,8 +104,8 @@ def hoist(program: Program, entries: Mapping[str, Sharded]) -> None:
     program.lent = tuple(lent)
 
 
-def shard_root(program: Program, entries: Mapping[str, Sharded]) -> None:
-    """Makes the program FSDP2's root, with the shared parameters as its group, gathered through the whole step."""
+def shard_root(program: Root, entries: Mapping[str, Sharded]) -> None:
+    """Makes the program, or a chunk, FSDP2's root, with the shared parameters as its group, gathered through the whole step."""
     attributes = {f"shared_{index}": entry for index, entry in enumerate(entries.values())}
     own = {attribute: program._parameters[attribute] for attribute in attributes}
     params = {attribute: parameter for attribute, parameter in own.items() if parameter is not None}
@@ -123,12 +123,12 @@ def shard_root(program: Program, entries: Mapping[str, Sharded]) -> None:
         entry.stored = sharded[attribute]
     program.register_forward_pre_hook(_lend)
     last = [module for module in program.blocks() if isinstance(module, FSDPModule)][-1:]
-    for block in last:  # its backward follows its forward, and would gather at once again
+    for block in last if isinstance(program, Program) else ():  # its backward follows its forward, and would gather at once again
         block.set_reshard_after_forward(False, recurse=False)
 
 
 def _lend(program: nn.Module, _: Any) -> None:
     """Runs after FSDP2's own hook, which puts the gathered parameters in place."""
-    assert isinstance(program, Program)
+    assert isinstance(program, Root)
     for shared, block, attribute in program.lent:
         block.__dict__[attribute] = getattr(program, shared)

@@ -74,11 +74,6 @@ class Priced:
         return max(0, found.peak_memory_bytes - found.memory_capacity_bytes) if found is not None else 0
 
     @property
-    def needs(self) -> str:
-        """What the runtime cannot run yet; empty where it can."""
-        return "pipeline stages" if self.wanted is not None and self.wanted.pp > 1 else ""
-
-    @property
     def words(self) -> str:
         """``tp=8 pp=4 dp=2, ZeRO-1, 16 micro-batches, selective recomputation``."""
         if self.wanted is None or self.candidate is None:

@@ -39,7 +39,9 @@ class PlanCache:
 
     def store(self, key: str, plan: Plan) -> None:
         """Only what was solved to the end: a longer time limit may find more. A folder that cannot be written is no error."""
-        if plan.document.search.status != "OPTIMAL":
+        search = plan.document.search
+        ended = search.status == "FEASIBLE" and all(each.status != "TIMEOUT" for each in search.meshes)
+        if search.status != "OPTIMAL" and not ended:
             return
         path = self._path(key)
         part = path.with_suffix(f".{os.getpid()}.part")

@@ -30,7 +30,7 @@ _TRIES = 4
 @dataclass(slots=True)
 class MeshResult:
     """What is known of one point of the grid. `bound_seconds` is below every plan on it, `excess_bytes` what an infeasible one
-    lacks at least."""
+    lacks at least. `graph` is that of the candidate, where its blocks differ by stage."""
 
     mesh: Mesh
     status: Status = Status.TIMEOUT
@@ -45,9 +45,13 @@ class MeshResult:
     warnings: list[str] = field(default_factory=list)
     micro_batches: int = 1
     zero_group: int = 0
+    stages: int = 1
+    virtual: int = 1
+    schedule: str = ""
+    graph: Graph | None = None
 
     def __str__(self) -> str:
-        return str(Point(self.mesh, self.micro_batches, self.zero_group))
+        return str(Point(self.mesh, self.micro_batches, self.zero_group, self.stages, self.virtual, self.schedule))
 
     @property
     def solved(self) -> bool:

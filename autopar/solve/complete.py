@@ -9,6 +9,7 @@ from time import monotonic
 from autopar.cost_models.evaluate import evaluate
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import AutoparError
+from autopar.ir.chunks import SCHEDULES
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.rules.registry import Registry
@@ -20,13 +21,14 @@ from autopar.solve.search import SearchResult
 COMPLETE = ("tp", "pp", "zero", "micro_batches", "recompute", "zero_group", "sequence_parallel")
 """What a complete configuration says. The data degree is what the cluster leaves."""
 
-_MORE = ("virtual", "dp")
-_ONLY_COMPLETE = ("pp", "micro_batches", "recompute", "sequence_parallel", "virtual")
+_MORE = ("virtual", "dp", "schedule", "weight_versions")
+_ONLY_COMPLETE = ("micro_batches", "recompute", "sequence_parallel")
 
 
 def complete(force: str | Mapping[str, int | str], precision: Precision, optimizer: str) -> Forced | None:
-    """``tp=8,pp=2,zero=1,micro_batches=4,recompute=full,zero_group=0,sequence_parallel=1`` (and ``virtual=2``), or None where
-    the search is to decide. AutoparError where only a part of it is given, or a value makes no sense."""
+    """``tp=8,pp=2,zero=1,micro_batches=4,recompute=full,zero_group=0,sequence_parallel=1`` (and ``virtual=2``,
+    ``schedule=gpipe``, ``weight_versions=2``), or None where the search is to decide. AutoparError where only a part of it is
+    given, or a value makes no sense."""
     pairs = force.items() if isinstance(force, Mapping) else [item.partition("=")[::2] for item in force.split(",") if item]
     given = {key.strip(): str(value).strip() for key, value in pairs}
     if not any(key in given for key in _ONLY_COMPLETE):
@@ -38,7 +40,9 @@ def complete(force: str | Mapping[str, int | str], precision: Precision, optimiz
         raise AutoparError(f"force: a configuration with {_first(given)} has to be complete ({', '.join(COMPLETE)}): {wrong}")
     if given["recompute"] not in RECOMPUTE:
         raise AutoparError(f"force: recompute={given['recompute']} is none of {', '.join(RECOMPUTE)}")
-    numbers = {key: _whole(key, text) for key, text in given.items() if key != "recompute"}
+    if given.get("schedule", SCHEDULES[0]) not in SCHEDULES:
+        raise AutoparError(f"force: schedule={given['schedule']} is none of {', '.join(SCHEDULES)}")
+    numbers = {key: _whole(key, text) for key, text in given.items() if key not in ("recompute", "schedule")}
     return Forced(
         tp=numbers["tp"],
         sequence_parallel=bool(numbers["sequence_parallel"]) and numbers["tp"] > 1,
@@ -48,6 +52,8 @@ def complete(force: str | Mapping[str, int | str], precision: Precision, optimiz
         zero_group=numbers["zero_group"],
         micro_batches=numbers["micro_batches"],
         recompute=given["recompute"],
+        schedule=given.get("schedule", "1f1b"),
+        weight_versions=numbers.get("weight_versions", 1),
         precision=precision,
         optimizer=optimizer,
     )

@@ -19,6 +19,7 @@ from autopar.ir.graph import Block, Graph, Node
 from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
 from autopar.ir.placement import Invariant, Partial, Placement, Placements, Shard
 from autopar.ir.plan import BlockPlan, Candidate, Pipeline, Precision
+from autopar.ir.stages import repeatable
 from autopar.rules.registry import Registry, default_registry
 from autopar.solve import ilp
 from autopar.solve.decode import decode
@@ -51,6 +52,7 @@ class Forced:
     recomputed_blocks: tuple[str, ...] = ()
     schedule: str = "1f1b"
     layers: tuple[int, ...] = ()
+    weight_versions: int = 1
     precision: Precision = Precision()
     optimizer: str = "adamw"
 
@@ -83,8 +85,20 @@ def forced(
         wanted.precision,
         wanted.micro_batches,
         wanted.zero_group if wanted.zero_group < data else 0,
-        Pipeline(wanted.pp, wanted.virtual, wanted.schedule, wanted.layers),
+        Pipeline(
+            wanted.pp,
+            wanted.virtual,
+            wanted.schedule,
+            wanted.layers,
+            repeated=repeated_values(graph, wanted.pp),
+            weight_versions=wanted.weight_versions,
+        ),
     )
+
+
+def repeated_values(graph: Graph, stages: int) -> tuple[str, ...]:
+    """What inputs determine (masks, rotary tables), which every stage makes for itself."""
+    return tuple(repeatable(graph)) if stages > 1 else ()
 
 
 def mesh_of(cluster: Cluster, wanted: Forced) -> Mesh:

@@ -1,13 +1,13 @@
 """The declared grid: what the search decides outside of the ILP. Finite, listed, and every point of it is accounted for.
 
-A point is a mesh, a number of micro-batches and a state group. Pipeline degrees, virtual stages and schedules are to join as
-further fields of `Point`: the mesh is that of one stage, so its tables serve every pipeline degree.
+A point is a mesh, a number of micro-batches, a state group, and a pipeline: its stages, chunks of a stage and schedule. The mesh
+is that of one stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import BatchError, ClusterError
@@ -26,13 +26,21 @@ GROUP = "zero_group"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One candidate of the grid: `micro_batches` parts of the batch, state sharded over `zero_group` neighbours (0: all)."""
+    """One candidate of the grid: `micro_batches` parts of the batch, state sharded over `zero_group` neighbours (0: all). Without
+    a `schedule` a point of several stages stands for all of its schedules, with any number of chunks."""
 
     mesh: Mesh
     micro_batches: int = 1
     zero_group: int = 0
+    stages: int = 1
+    virtual: int = 1
+    schedule: str = ""
 
     def __str__(self) -> str:
+        if self.stages > 1:
+            chunks = f" x {self.virtual}" if self.virtual > 1 else ""
+            schedule = f" ({self.schedule}{chunks})" if self.schedule else ""
+            return f"pp={self.stages}{schedule} x {replace(self, stages=1)}"
         parts = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         return f"{self.mesh}{parts}" + (f", state in groups of {self.zero_group}" if self.zero_group else "")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from autopar.errors import BatchError, ClusterError
 from autopar.ir.mesh import DATA_AXIS, MODEL_AXES, Axis, Mesh
 
-FORCIBLE = (DATA_AXIS, *MODEL_AXES, "zero", "zero_group", "micro")
+FORCIBLE = (DATA_AXIS, *MODEL_AXES, "pp", "virtual", "schedule", "zero", "zero_group", "micro")
 
 WIDEST_NODES = 4
 """Wider model axes spend their time on the network between nodes."""
@@ -41,7 +41,7 @@ def check_force(force: Mapping[str, int], size: int, batch: int) -> None:
             raise ClusterError(f"zero={value} is not a state sharding: write zero=0, 1, 2 or 3")
         if name == "micro" and value < 1:
             raise ClusterError(f"micro={value} is no batch: write 1 or more")
-        if name not in ("zero", "micro", "zero_group") and (value < 1 or size % value):
+        if name in (DATA_AXIS, *MODEL_AXES) and (value < 1 or size % value):
             raise ClusterError(f"{name}={value} does not divide the {size} devices of the cluster: force a divisor of {size}")
     if batch % force.get(DATA_AXIS, 1):
         raise BatchError(f"the global batch {batch} does not divide by dp={force[DATA_AXIS]}: make it a multiple of that")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.cost_models.hardware import Cluster
 from autopar.ir import dims
 from autopar.ir.describe import parallelism
@@ -25,12 +27,13 @@ def make_report(
     replicated_ops: tuple[str, ...] = (),
 ) -> Plan:
     """The plan with its predictions. PlanError where the candidate does not fit its graph: that would be a bug of the search."""
+    planned = replace(found.graph, batch=graph.batch) if found.graph is not None else graph
     return make_plan(
-        graph,
+        planned,
         found.candidate,
         model=ModelInfo(name or graph.name, graph.fingerprint, _parameter_count(graph), source),
         cluster=ClusterInfo(cluster.name, cluster.size, cluster.to_dict()),
-        parallelism=parallelism(graph, found.candidate),
+        parallelism=parallelism(planned, found.candidate),
         optimizer=options.optimizer,
         seq=seq,
         predicted=_predicted(cluster, found, seq),
@@ -57,6 +60,7 @@ def _predicted(cluster: Cluster, found: SearchResult, seq: int | None) -> Predic
         lower_bound_seconds=found.lower_bound_seconds,
         gap=found.gap,
         memory={kind: int(value) for kind, value in evaluation.memory},
+        bubble_share=evaluation.bubble_share,
     )
 
 
@@ -70,7 +74,7 @@ def as_baseline(priced: Priced) -> Baseline:
         priced.recipe.title,
         priced.words,
         priced.short_bytes,
-        priced.needs,
+        "",
         priced.problem,
     )
 

@@ -125,16 +125,23 @@ def _placed(table: BlockTable, node: str, value: str) -> list[Placements]:
     return [choice.plan.results[outputs.index(value)] for choice in table.choices[node]]
 
 
-def room_bound(problem: Problem, of: tuple[BlockNeeds, ...], micro_batches: int, flow: Mapping[float, float]) -> float:
+def room_bound(
+    problem: Problem, of: tuple[BlockNeeds, ...], micro_batches: int, flow: Mapping[float, float], stages: int = 1
+) -> float:
     """Seconds below every plan of `problem`'s mesh and state group in `micro_batches` (a multiple of the tables'). `flow` are
     bounds of `Flow` by their weight, at least for weight 1. Infinite where nothing fits.
+
+    Of a pipeline of `stages`, below every cut and schedule of it: the stage that works longest works at least as long as they
+    do on average, all stages together have so many times the memory, and each holds one micro-batch at least. `flow` is of one
+    stage then.
 
     ``minimise t + optimizer``, where ``t >= main + what runs again`` and ``t >= traffic of the state + shared``, so for every
     weight ``t >= flow[weight] + weight x what runs again + (1 - weight) x traffic``.
     """
-    room = problem.cluster.device.room_bytes
+    room = problem.cluster.device.room_bytes * stages
     if room <= 0:
         return INFINITY
+    flow = {weight: seconds * stages for weight, seconds in flow.items()}
     flow_seconds = flow[1.0]
     model = LinearModel()
     time = model.variable()
@@ -142,7 +149,7 @@ def room_bound(problem: Problem, of: tuple[BlockNeeds, ...], micro_batches: int,
     unit = max(flow_seconds, 1e-9)
     again: dict[int, float] = {}
     memory: dict[int, float] = {}
-    moved = _state(problem, model, micro_batches, unit, memory)
+    moved = _state(problem, model, micro_batches, unit, memory, room)
     # t >= traffic of the state
     model.at_least(time, moved)
     for each in of:
@@ -155,10 +162,12 @@ def room_bound(problem: Problem, of: tuple[BlockNeeds, ...], micro_batches: int,
     outcome = ilp.solve(model, relaxed=True)
     if outcome.status is ilp.Status.INFEASIBLE:
         return INFINITY
-    return max(flow_seconds, outcome.objective * unit) if outcome.status is ilp.Status.OPTIMAL else flow_seconds
+    return (max(flow_seconds, outcome.objective * unit) if outcome.status is ilp.Status.OPTIMAL else flow_seconds) / stages
 
 
-def _state(problem: Problem, model: LinearModel, micro_batches: int, unit: float, memory: dict[int, float]) -> dict[int, float]:
+def _state(
+    problem: Problem, model: LinearModel, micro_batches: int, unit: float, memory: dict[int, float], room_bytes: float
+) -> dict[int, float]:
     """Every parameter cut over all model axes, each call's state sharded as is best. Returns the traffic behind the calls."""
     device = problem.cluster.device
     cut = problem.mesh.size // problem.mesh.size_of(DATA_AXIS)
@@ -181,7 +190,7 @@ def _state(problem: Problem, model: LinearModel, micro_batches: int, unit: float
             held = cost.memory.parameters + cost.memory.optimizer
             held += 0.0 if cost.memory.gathered_is_transient else cost.memory.gathered
             held += cost.memory.accumulated if micro_batches > 1 else 0.0
-            memory[z] = count * held / device.room_bytes
+            memory[z] = count * held / room_bytes
     return traffic
 
 

@@ -24,6 +24,8 @@ from autopar.solve.infeasible import explanation
 from autopar.solve.memory import least_kept_bytes
 from autopar.solve.meshes import mesh_of
 from autopar.solve.options import SearchOptions
+from autopar.solve.pipeline_grid import wanted, without_pipeline
+from autopar.solve.pipeline_search import PipelineSearch
 from autopar.solve.problem import Problem, regrouped
 from autopar.solve.room import BlockNeeds, needs, room_bound
 from autopar.solve.tables import Tables
@@ -36,7 +38,8 @@ Progress = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """The plan that was chosen. `lower_bound_seconds` is below every plan on every point of the grid, `gap` is relative to the
-    step. `meshes` has every point. `warnings` would be bugs: an evaluator and an ILP that disagree."""
+    step. `meshes` has every point. `warnings` would be bugs: an evaluator and an ILP that disagree. `graph` is that of the
+    candidate: pipeline stages may have blocks of their own."""
 
     candidate: Candidate
     evaluation: Evaluation
@@ -47,14 +50,15 @@ class SearchResult:
     meshes: tuple[MeshResult, ...]
     seconds: float
     warnings: tuple[str, ...] = ()
+    graph: Graph | None = None
 
 
 def search(graph: Graph, cluster: Cluster, options: SearchOptions, progress: Progress | None = None) -> SearchResult:
     """The best plan for `graph` on `cluster`. Raises BatchError, ClusterError, UnsupportedOp (strict) and Infeasible.
 
-    Every mesh gets a bound (`bounds`). Points whose bound is not below the best plan are not looked at. The others are solved
-    without the memory constraint first, which is the answer where that plan fits, and then under it. KeyboardInterrupt ends
-    the search with the best plan so far, where there is one.
+    Every mesh gets a bound (`bounds`), which is one of pipelines whose stages have its model axes too. Points whose bound is
+    not below the best plan are not looked at. The others are solved without the memory constraint first, which is the answer
+    where that plan fits, and then under it. KeyboardInterrupt ends the search with the best plan so far, where there is one.
     """
     return _Search(graph, cluster, options, progress or (lambda line: None)).run()
 
@@ -83,18 +87,23 @@ class _Search:
         self.best: MeshResult | None = None
         self.baselines: dict[str, MeshResult | None] = {"ddp": None, "fsdp": None}
         self.points: list[_Point] = []
+        self.pipelines = PipelineSearch(graph, cluster, options, self.registry, self.tables, self._left)
         self.tight = False
         self.sizes: dict[Mesh, int] = {}
 
     def run(self) -> SearchResult:
         self._check_rules()
         node = inner_devices(self.cluster)
+        force = self.options.force
+        plain = () if wanted(force) else grid(self.graph, self.cluster.size, node, without_pipeline(force), self.registry)
         self.points = [
             _Point(point, MeshResult(point.mesh, micro_batches=point.micro_batches, zero_group=point.zero_group))
-            for point in grid(self.graph, self.cluster.size, node, self.options.force, self.registry)
+            for point in plain
         ]
+        self.pipelines.list_points()
         meshes = {each.point.mesh for each in self.points}
-        self.progress(f"grid: {len(self.points)} candidates on {len(meshes)} meshes of {self.cluster.size} devices")
+        piped = f", {len(self.pipelines.results)} pipelines" if self.pipelines.results else ""
+        self.progress(f"grid: {len(self.points)} candidates on {len(meshes)} meshes of {self.cluster.size} devices{piped}")
         interrupted = False
         try:
             self._stages()
@@ -114,6 +123,8 @@ class _Search:
         for wide in (False, True):
             members = [each for each in self.points if (len(each.point.mesh.axes) > 2) == wide]
             self._bound(members)
+            if not wide:
+                self._pipelines()
             for each in _promising(members):
                 if not self.tight and not self._hopeless(each.bound):
                     self._unlimited(each)
@@ -121,10 +132,17 @@ class _Search:
                 if not self._hopeless(each.bound):
                     self._limited(each)
 
+    def _pipelines(self) -> None:
+        """Beside the meshes of their stages: where they are better, most meshes need no look."""
+        for result in self.pipelines.run(self._best_seconds):
+            self._offer(result)
+            self._report(result)
+
     # -- what is worth a look
 
     def _forced(self) -> bool:
-        return bool(self.options.force or self.options.pins)
+        force = self.options.force
+        return bool(without_pipeline(force) or wanted(force) or self.options.pins)
 
     def _left(self) -> float:
         return self.options.time_limit_seconds - (monotonic() - self.began)
@@ -199,6 +217,7 @@ class _Search:
             for each in members:
                 each.result.status, each.done = Status.PRUNED, True
         least = work_bound(problem)
+        self.pipelines.learn(problem, least)
         for each in members:
             each.result.bound_seconds = least
         if self._any(members):
@@ -217,6 +236,8 @@ class _Search:
         for weight in (1.0, 0.5):
             if self._any(members) and (weight == 1.0 or flow.shared):
                 bounds[weight] = flow.bound(self._left(), weight)
+                if weight == 1.0:
+                    self.pipelines.learn(problem, bounds[1.0])
                 self._room(members, problem, of, bounds)
 
     def _any(self, members: Sequence[_Point]) -> bool:
@@ -305,6 +326,7 @@ class _Search:
         for each in self.points:
             if each.result.status is not Status.INFEASIBLE:
                 yield each.bound
+        yield from self.pipelines.bounds()
 
     def _lower(self) -> float:
         return min([*self._bounds(), self._best_seconds()])
@@ -315,6 +337,8 @@ class _Search:
 
     def _fail(self) -> None:
         results = [each.result for each in self.points]
+        if wanted(self.options.force):
+            self.pipelines.fail()
         if any(result.status is Status.TIMEOUT for result in results):
             raise Infeasible(f"no plan for {self.graph.name} within {self.options.time_limit_seconds:g} s: raise the time limit")
         raise Infeasible(explanation(self.graph, self.cluster, self.options, self.registry, self._nearest()))
@@ -338,7 +362,7 @@ class _Search:
         for each in self.points:
             if not each.done and not interrupted and self._left() > 0:
                 each.result.status = Status.PRUNED
-        results = [each.result for each in self.points]
+        results = [*(each.result for each in self.points), *self.pipelines.finished()]
         pruned = sum(result.status is Status.PRUNED for result in results)
         solved = sum(result.solved for result in results)
         self.progress(
@@ -358,6 +382,7 @@ class _Search:
             tuple(results),
             monotonic() - self.began,
             tuple(warnings),
+            best.graph or self.graph,
         )
 
 

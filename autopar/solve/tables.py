@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from autopar.cost_models.block import BlockCosts
+from autopar.cost_models.devices import Device
 from autopar.cost_models.hardware import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
@@ -31,7 +32,7 @@ class Tables:
         self.graph, self.cluster, self.options, self.registry = graph, cluster, options, registry
         self._strategies = AxisStrategies(graph, registry)
         self._structures: OrderedDict[Hashable, Structure] = OrderedDict()
-        self._known: dict[str, BlockCosts] = {}
+        self._known: dict[Device, dict[str, BlockCosts]] = {}
         self._problems: OrderedDict[Hashable, Problem] = OrderedDict()
 
     def structure(self, mesh: Mesh) -> Structure:
@@ -40,15 +41,17 @@ class Tables:
             _keep(self._structures, mesh, made)
         return self._structures[mesh]
 
-    def problem(self, point: Point, zeros: tuple[int, ...] | None = None) -> Problem:
-        """The tables of a point. `zeros` are the state shardings to choose from, the options' by default."""
-        key = point.mesh, point.micro_batches
+    def problem(self, point: Point, zeros: tuple[int, ...] | None = None, cluster: Cluster | None = None) -> Problem:
+        """The tables of a point. `zeros` are the state shardings to choose from, the options' by default; `cluster` the devices
+        of one pipeline stage, where these are not all."""
+        cluster = cluster or self.cluster
+        key = point.mesh, point.micro_batches, cluster.size, cluster.device
         if key not in self._problems:
             options = self.options
             graph = replace(self.graph, batch=self.graph.batch // point.micro_batches)
             made = priced(
-                self.structure(point.mesh), graph, self.cluster, options.precision, options.optimizer, options.zeros,
-                point.micro_batches, self._known,
+                self.structure(point.mesh), graph, cluster, options.precision, options.optimizer, options.zeros,
+                point.micro_batches, self._known.setdefault(cluster.device, {}),
             )  # fmt: skip
             _keep(self._problems, key, made)
         found = regrouped(self._problems[key], point.zero_group)

@@ -94,7 +94,7 @@ def main() -> None:
         left = [abs(e) for e in errors(items, constants)]
         text = ", ".join(f"{key}: {value:.3f}" for key, value in constants.items())
         print(
-            f"  - {{stack: {name}, generation: {generation}, {text}, how: \"fitted on {len(picked)} rows\"}}"
+            f'  - {{stack: {name}, generation: {generation}, {text}, how: "fitted on {len(picked)} rows"}}'
             f"  # {len(items)} rows, median error {statistics.median(left):.1%}, p90 {sorted(left)[int(0.9 * len(left))]:.1%}",
             flush=True,
         )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-from time import process_time
-
 import pytest
 import torch
+from support.seconds import processor_seconds
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -65,7 +63,7 @@ ALIKE, WINDOW, DENSE = (0, 4), (4, 4), (0, 8)
 
 @pytest.mark.parametrize(
     "kinds",
-    [[ALIKE] * 8, [ALIKE, WINDOW] * 4, [DENSE, *[ALIKE] * 6]],
+    [[ALIKE] * 4, [ALIKE, WINDOW] * 3, [DENSE, *[ALIKE] * 3]],
     ids=["alike", "alternating windows", "a first dense layer"],
 )
 def test_the_same_plan_as_a_capture_in_full(kinds: list[tuple[int, int]]) -> None:
@@ -88,20 +86,22 @@ def test_the_same_plan_as_a_capture_in_full(kinds: list[tuple[int, int]]) -> Non
 def seconds(layers: int) -> float:
     """Processor seconds of capture, search and program text."""
     model, inputs = made([ALIKE] * layers)
-    gc.collect()
-    gc.freeze()  # what other tests left is not looked at again
-    try:
-        began = process_time()
+
+    def whole() -> None:
         graph = capture(model, (), inputs)
         found = search(graph, Cluster.parse("dgx-h100:1"), SearchOptions())
         render(lower(graph, found.candidate))
-        return process_time() - began
-    finally:
-        gc.unfreeze()
+
+    return processor_seconds(whole)
 
 
 def test_depth_costs_little() -> None:
     """126 layers beside 16. At most a half more of this tiny model, whose search takes a second; a real one takes longer."""
     seconds(4)  # what only a first call does
-    deep, shallow = zip(*((seconds(126), seconds(16)) for _ in range(2)), strict=True)
-    assert min(deep) <= 1.5 * min(shallow)
+    found = []
+    for _ in range(3):  # a busy machine slows one of the two down, but not again and again
+        shallow, deep = seconds(16), seconds(126)
+        found.append(deep / shallow)
+        if found[-1] <= 1.5:
+            return
+    raise AssertionError(f"126 layers take so many times the seconds of 16: {found}")

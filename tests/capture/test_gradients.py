@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from support.endtoend import prepare
 from support.interpret import loss_and_gradients
-from support.lift import LiftedCasts, lift_graph
-from support.models import cases, make
-
-from autopar.capture import capture
-
-
-def loss_of(output: object) -> torch.Tensor:
-    return output if isinstance(output, torch.Tensor) else output.loss  # type: ignore[attr-defined,no-any-return]
+from support.models import cases
 
 
 @pytest.mark.parametrize("name", list(cases()))
 def test_equals_eager(name: str) -> None:
-    model, batch = make(name)
-    graph = lift_graph(capture(model, (), batch, compute_dtype="float64"))
-    state = {key: tensor.detach().clone() for key, tensor in (*model.named_parameters(), *model.named_buffers())}
-    with LiftedCasts():
-        expected = loss_of(model(**batch))
-        expected.backward()
-    loss, gradients = loss_and_gradients(graph, state, batch)
-    assert loss == pytest.approx(expected.item(), rel=1e-10)
-    trained = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
+    prepared = prepare(name)
+    expected, trained = prepared.expected[:2]
+    loss, gradients = loss_and_gradients(prepared.graph, prepared.state, prepared.batch)
+    assert loss == pytest.approx(expected, rel=1e-10)
     assert gradients.keys() == trained.keys()
     largest = max(float(gradient.abs().max()) for gradient in trained.values())
     for key, gradient in trained.items():
@@ -35,8 +23,7 @@ def test_equals_eager(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
 def test_attention_is_what_eager_had(name: str) -> None:
-    model, batch = make(name)
-    graph = capture(model, (), batch)
+    graph = prepare(name).graph
     attentions = [(block, node) for block in graph.blocks for node in block.nodes if "scaled_dot_product" in node.op]
     assert len(attentions) == 1
     block, node = attentions[0]
@@ -47,8 +34,8 @@ def test_attention_is_what_eager_had(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "bert", "vit"])
 def test_layers_are_one_block(name: str) -> None:
-    model, batch = make(name)
-    graph = capture(model, (), batch)
+    prepared = prepare(name)
+    graph = prepared.graph
     assert graph.batch_is_symbolic
     assert sorted(graph.count(block.name) for block in graph.blocks) == [1, 1, 2]
-    assert {parameter for call in graph.calls for parameter in call.parameters} >= {key for key, _ in model.named_parameters()}
+    assert {parameter for call in graph.calls for parameter in call.parameters} >= set(prepared.expected[2])

@@ -34,7 +34,7 @@ def test_plan_and_its_words() -> None:
 
 
 def test_a_tuple_of_inputs() -> None:
-    assert autopar.plan(Net(), "local:2", tuple(batch().values())).candidate.mesh.size == 2
+    assert autopar.plan(Net(), "local:2", tuple(batch().values())).candidate.devices == 2
 
 
 def test_a_meta_model_can_be_planned() -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import autopar
 from autopar.capture.models import load_model
 from autopar.cli import main
+from autopar.cli.verify import tolerances
 from autopar.ir.document import ClusterInfo
 from autopar.ir.plan import Pipeline
 from autopar.ir.planfile import make_plan
@@ -45,7 +47,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_plan_prints_one_document(run: Run, tmp_path: Path) -> None:
-    status, out, err = run("plan", "mlp", "--cluster", "local:2", "--batch", 8, "--json")
+    status, out, err = run("plan", "mlp", "--cluster", "local:2", "--batch", 8, "--force", "pp=1", "--no-cache", "--json")
     assert status == 0
     document = json.loads(out)
     assert document["schema_version"] == 1 and document["model"]["source"] == "mlp"
@@ -146,8 +148,17 @@ def test_verify_passes(run: Run) -> None:
     assert json.loads(out)["passed"] is True
 
 
-def test_verify_of_a_plan(run: Run, plan_file: Path) -> None:
-    status, out, err = run("verify", "mlp", "--cluster", "local:4", "--plan", plan_file)
+def test_a_loss_is_compared_within_its_own_dtype() -> None:
+    """GPT-2 in float64 still makes a float32 loss, whose parts add up in another order."""
+    assert tolerances("float64", torch.float64) == {"loss": 1e-9, "gradients": 1e-9, "parameters": 1e-9}
+    assert tolerances("float64", torch.float32) == {"loss": 1e-5, "gradients": 1e-9, "parameters": 1e-9}
+    assert tolerances("bfloat16", torch.float32)["loss"] == 5e-2
+
+
+def test_verify_of_a_plan(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert run("plan", "mlp", "--cluster", "local:2", "--batch", 32, "--force", "dp=2,zero=3", "-o", path)[0] == 0
+    status, out, err = run("verify", "mlp", "--cluster", "local:2", "--plan", path)
     assert status == 0, err
     assert "equal" in out
 

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.launch import launch
+from support.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -21,11 +23,23 @@ def run(*words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_quickstart() -> None:
+def falls(text: str) -> bool:
+    """Five losses, the last below the first."""
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", text)]
+    return len(losses) == 5 and losses[-1] < losses[0]
+
+
+def test_quickstart(ranks: Ranks) -> None:
+    first, *others = launch(ranks, ROOT / "examples" / "quickstart.py", 4)
+    assert not any(each.status for each in (first, *others)), first.stderr[-4000:]
+    assert falls(first.stdout)
+
+
+@pytest.mark.slow
+def test_quickstart_by_torchrun() -> None:
     done = run(*TORCHRUN, "--nproc-per-node", "4", "examples/quickstart.py")
     assert done.returncode == 0, done.stderr[-4000:]
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
-    assert len(losses) == 5 and losses[-1] < losses[0]
+    assert falls(done.stdout)
 
 
 @pytest.mark.slow  # .ci/run runs it as `make demo-short`
@@ -36,7 +50,7 @@ def test_the_demo_in_short() -> None:
     assert "relative difference" in done.stdout and "predicted" in done.stdout
 
 
-def test_the_wrong_number_of_processes_is_one_clear_line() -> None:
-    done = run(*TORCHRUN, "--nproc-per-node", "2", "examples/quickstart.py")
-    assert done.returncode != 0
-    assert "local:4 has 4 devices but 2 processes were launched: use torchrun --nproc-per-node 4" in done.stderr
+def test_the_wrong_number_of_processes_is_one_clear_line(ranks: Ranks) -> None:
+    for ended in launch(ranks, ROOT / "examples" / "quickstart.py", 2):
+        assert ended.status
+        assert "local:4 has 4 devices but 2 processes were launched: use torchrun --nproc-per-node 4" in ended.stderr

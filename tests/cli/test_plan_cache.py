@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 def test_unfinished_searches_are_not_kept(tmp_path: Path) -> None:
     plan = autopar.plan(Net(), CLUSTER, batch())
     document = json.loads(plan.to_json())
-    document["search"]["status"] = "FEASIBLE"
+    document["search"]["status"], document["search"]["meshes"][0]["status"] = "FEASIBLE", "TIMEOUT"
     PlanCache(tmp_path).store("key", autopar.Plan.from_json(json.dumps(document)))
     assert not list(tmp_path.iterdir())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -11,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -20,7 +23,7 @@ ELSEWHERE = {
     "make test": "the run that this test is part of",
     "make check": ".ci/run",
     "make test-full": "by hand",
-    "torchrun --nproc-per-node 4 examples/quickstart.py": "tests/cli/test_examples.py",
+    "torchrun --nproc-per-node 4 examples/quickstart.py": "tests/cli/test_examples.py, by torchrun itself in `make test-full`",
     "autopar calibrate -o cluster.yaml --processes 2": "tests/cli/test_calibrate.py, in full by `make test-full`",
     "autopar validate": "test_the_whole_table, below; some rows in tests/validate",
     "autopar plan llama3-8b --cluster dgx-h100:8 --batch 128 --seq 8192 --dtype bf16": "test_the_large_plan, below",
@@ -53,14 +56,33 @@ def test_every_command_is_run_somewhere() -> None:
         assert command in README, f"the README no longer has `{command}`"
 
 
-def test_the_commands_in_order(tmp_path: Path) -> None:
-    """As a reader types them, in one folder."""
+def typed(command: str, folder: Path) -> tuple[int, str]:
+    """Exit status and what was said, as a reader types it."""
+    done = subprocess.run(shlex.split(command), cwd=folder, env=environment(), capture_output=True, text=True, timeout=240)
+    return done.returncode, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def called(words: list[str], folder: str) -> tuple[int, str]:
+    """In a process of its own, whose imports are done: what the script ``autopar`` calls."""
+    from autopar.cli import main
+
+    os.chdir(folder)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = main(words)
+    return status, said.getvalue()[-4000:]
+
+
+def test_the_commands_in_order(tmp_path: Path, ranks: Ranks) -> None:
+    """All in one folder; the first of autopar's and those of other programs as a reader types them."""
+    first = True
     for command in commands(inline=False):
         if command not in ELSEWHERE:
-            done = subprocess.run(
-                shlex.split(command), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
-            )
-            assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            program, *words = shlex.split(command)
+            apart = program == "autopar" and not first
+            status, said = ranks.apart(called, words, str(tmp_path), timeout=240) if apart else typed(command, tmp_path)
+            first = first and program != "autopar"
+            assert status == 0, f"{command}\n{said}"
 
 
 def test_the_example_is_the_file() -> None:

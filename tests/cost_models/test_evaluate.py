@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.blocks import gpt2_graph
 from support.hand_plans import GPT2_TENSOR_PARALLEL, candidate
+from support.seconds import processor_seconds
 
 from autopar.cost_models.block import BlockCosts
 from autopar.cost_models.evaluate import evaluate
@@ -263,12 +263,12 @@ def test_stages_talk_over_the_level_that_joins_them() -> None:
     plan = replace(candidate(graph, 1, None, BF16, dp=4), micro_batches=4, pipeline=Pipeline(4))
     cluster = Cluster.parse("dgx-h100:2")
     names = [link.name for link in cluster.links]
-    found = [stage_link(cluster, plan, chunk) for chunk in range(4)]
+    found = [stage_link(cluster, plan, stage, (stage + 1) % 4) for stage in range(4)]
     assert [link.levels[0].name for link in found] == [names[0], names[-1], names[0], names[-1]]
     runs = {b.name: Run.of(BlockCosts(b, plan.mesh, 16, part_of(cluster, 4)), plan.block(b.name)) for b in graph.blocks}
-    first, second = stage_calls(graph, plan.pipeline)[:2]
+    second = stage_calls(graph, plan.pipeline)[1]
     sequence = graph.inputs[0].shape[1]
-    assert cut_bytes(graph, runs, first, second) == 16 / 4 * sequence * 1024 * 2  # type: ignore[operator]
+    assert cut_bytes(graph, runs, second[0]) == 16 / 4 * sequence * 1024 * 2  # type: ignore[operator]
 
 
 def test_model_flops_do_not_depend_on_the_plan() -> None:
@@ -303,6 +303,4 @@ def test_thirty_two_layers_in_fifty_milliseconds() -> None:
     plan = candidate(graph, 3, GPT2_TENSOR_PARALLEL, BF16, dp=2, tp=4)
     cluster = Cluster.parse("dgx-h100:1")
     evaluate(graph, plan, cluster)
-    start = time.process_time()
-    evaluate(graph, plan, cluster)
-    assert time.process_time() - start < 0.05
+    assert processor_seconds(lambda: evaluate(graph, plan, cluster), 3) < 0.05

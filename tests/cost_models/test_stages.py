@@ -41,7 +41,7 @@ def plan_of(pipeline: Pipeline, zero: int = 1, many: int = 8) -> Candidate:
 def made_of(plan: Candidate) -> tuple[dict[str, Run], tuple[Chunk, ...]]:
     part = part_of(CLUSTER, plan.pipeline.stages)
     runs = {b.name: Run.of(BlockCosts(b, plan.mesh, plan.micro_batch, part), plan.block(b.name)) for b in graph_of().blocks}
-    return runs, chunks(graph_of(), plan, CLUSTER, runs, ADAMW)
+    return runs, chunks(graph_of(), plan, CLUSTER, [runs] * plan.pipeline.stages, ADAMW)
 
 
 def found_of(plan: Candidate) -> Evaluation:

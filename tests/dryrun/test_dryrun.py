@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import logging
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import asdict, replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from support.ranks import Ranks
 from support.replays import with_kept
+from torch import nn
 
 import autopar
-from autopar.capture.models import load_model
+from autopar import planning
+from autopar.capture import capture
+from autopar.capture.models import LoadedModel, load_model
 from autopar.cost_models.block import BlockCosts
 from autopar.cost_models.evaluate import Evaluation, evaluate
 from autopar.cost_models.hardware import Cluster
 from autopar.cost_models.memory import OFFLOAD_WINDOW, block_memory
 from autopar.ir import dims
+from autopar.ir.graph import Graph
 from autopar.ir.planfile import Plan, make_plan
 from autopar.passes.pipeline import lower
 from autopar.program.build import load
 from autopar.program.source import render
 
-DRY = """
-import dataclasses, json, logging, sys
-from autopar.dryrun.run import dry_run
-from autopar.ir.planfile import load
-logging.disable(logging.WARNING)
-for path in sys.argv[2:]:
-    print(json.dumps(dataclasses.asdict(dry_run(load(path), int(sys.argv[1])))), flush=True)
-"""
 Case = tuple[str, int | None, int, str, str, str, int, bool]
 """Model, sequence, batch, cluster, forced degrees, dtype, micro-batches, whole-block recomputation."""
 
@@ -59,11 +54,29 @@ LARGE: tuple[Case, ...] = (
 )
 
 
+@cache
+def loaded_model(name: str, seq: int | None) -> LoadedModel:
+    return load_model(name, None, seq)
+
+
+KNOWN: dict[tuple[nn.Module, str], Graph] = {}
+
+
+def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, compute_dtype: str) -> Graph:
+    """Each model in each dtype once: graphs do not depend on the batch."""
+    if (model, compute_dtype) not in KNOWN:
+        KNOWN[model, compute_dtype] = capture(model, args, kwargs, compute_dtype=compute_dtype)
+    return KNOWN[model, compute_dtype]
+
+
 @lru_cache
 def planned(case: Case) -> tuple[Plan, Evaluation]:
     name, seq, batch, cluster, force, dtype, micro_batches, recompute = case
-    loaded = load_model(name, batch, seq)
-    plan = autopar.plan(loaded.model, cluster, loaded.example_inputs, force=force, precision=dtype, name=name)
+    loaded = loaded_model(name, seq)
+    with patch.object(planning, "capture", captured):
+        plan = autopar.plan(
+            loaded.model, cluster, loaded.example_inputs, force=force, precision=dtype, name=name, batch=batch
+        )  # fmt: skip
     bare = dict(again=(), again_arcs=(), offload=())
     blocks = tuple(
         replace(block, recompute=recompute and plan.graph.count(block.block) > 1, **bare)  # type: ignore[arg-type]
@@ -109,22 +122,30 @@ def predicted(evaluation: Evaluation) -> int:
     return evaluation.peak_memory_bytes - table["base"] - table["slack"]
 
 
-def dry_all(plans: Sequence[Plan], folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+def watched(paths: Sequence[str], rank: int) -> list[dict[str, Any]]:
+    """In a process of its own: what dry runs of plans say."""
+    from autopar.dryrun.run import dry_run
+    from autopar.ir.planfile import load as load_plan
+
+    logging.disable(logging.WARNING)
+    return [asdict(dry_run(load_plan(path), rank)) for path in paths]
+
+
+def dry_all(ranks: Ranks, plans: Sequence[Plan], folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     paths = [str(folder / f"{number}.json") for number in range(len(plans))]
     for plan, path in zip(plans, paths, strict=True):
         plan.save(path)
-    command = [sys.executable, "-W", "ignore", "-c", DRY, str(rank), *paths]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [json.loads(line) for line in lines]
+    found: list[dict[str, Any]] = ranks.apart(watched, paths, rank, timeout=600)
+    return found
 
 
-def dry(cases: tuple[Case, ...], folder: Path, rank: int = 0) -> dict[Case, dict[str, Any]]:
-    return dict(zip(cases, dry_all([planned(case)[0] for case in cases], folder, rank), strict=True))
+def dry(ranks: Ranks, cases: tuple[Case, ...], folder: Path, rank: int = 0) -> dict[Case, dict[str, Any]]:
+    return dict(zip(cases, dry_all(ranks, [planned(case)[0] for case in cases], folder, rank), strict=True))
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, dict[str, Any]]:
-    return dry(SMALL, tmp_path_factory.mktemp("small"))
+def small(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> dict[Case, dict[str, Any]]:
+    return dry(ranks, SMALL, tmp_path_factory.mktemp("small"))
 
 
 def label(case: Case) -> str:
@@ -139,10 +160,10 @@ def test_prediction_is_what_the_program_holds(case: Case, small: dict[Case, dict
 
 
 @pytest.mark.slow
-def test_what_runs_again_is_not_there(tmp_path: Path) -> None:
+def test_what_runs_again_is_not_there(tmp_path: Path, ranks: Ranks) -> None:
     """Parts of the forward run again, tensors wait on the host, state lies in groups. On the host's account the prediction may
     only be too large: a GPU holds what is being copied, a dry run lets it go at once."""
-    found = dry_all([planned_again(each)[0] for each in DRAWN], tmp_path)
+    found = dry_all(ranks, [planned_again(each)[0] for each in DRAWN], tmp_path)
     for each, real in zip(DRAWN, found, strict=True):
         plan, evaluation = planned_again(each)
         if not each[3]:
@@ -174,30 +195,30 @@ def test_collectives_are_counted(small: dict[Case, dict[str, Any]]) -> None:
     assert any(axis == "tp" for _, axis in sent)
 
 
-def test_any_rank(tmp_path: Path) -> None:
+def test_any_rank(tmp_path: Path, ranks: Ranks) -> None:
     case = SMALL[1]
-    found = dry((case,), tmp_path, rank=3)[case]
-    assert found["coordinates"] == [["dp", 1], ["tp", 1]]
+    found = dry(ranks, (case,), tmp_path, rank=3)[case]
+    assert found["coordinates"] == (("dp", 1), ("tp", 1))
     assert predicted(planned(case)[1]) == pytest.approx(found["peak_bytes"], rel=0.05)
 
 
 @pytest.mark.slow
-def test_a_joint_plan_under_memory_pressure(tmp_path: Path) -> None:
+def test_a_joint_plan_under_memory_pressure(tmp_path: Path, ranks: Ranks) -> None:
     """Llama-3-8B with 4 sequences a rank: what the planner chose itself, which recomputes and offloads."""
     loaded = load_model("llama3-8b", 32, 8192)
     plan = autopar.plan(
         loaded.model, "dgx-h100:1", loaded.example_inputs, force="dp=8,zero=3,micro=4", precision="bf16", name="llama3-8b"
     )
     assert any(block.again for block in plan.candidate.blocks)
-    (found,) = dry_all([plan], tmp_path)
+    (found,) = dry_all(ranks, [plan], tmp_path)
     evaluation = evaluate(plan.graph, plan.candidate, Cluster.parse("dgx-h100:1"))
     assert predicted(evaluation) == pytest.approx(found["peak_bytes"], rel=0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LARGE, ids=label)
-def test_large_models(case: Case, tmp_path: Path) -> None:
-    assert predicted(planned(case)[1]) == pytest.approx(dry((case,), tmp_path)[case]["peak_bytes"], rel=0.05)
+def test_large_models(case: Case, tmp_path: Path, ranks: Ranks) -> None:
+    assert predicted(planned(case)[1]) == pytest.approx(dry(ranks, (case,), tmp_path)[case]["peak_bytes"], rel=0.05)
 
 
 def measured(text: str, shapes: dict[str, tuple[tuple[int, ...], str]]) -> int:

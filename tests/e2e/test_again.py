@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 
 import pytest
-import torch
 from support.candidates import drawn_candidate, mesh_of
-from support.endtoend import Prepared, differences, prepare, run_programs
-from support.models import words
+from support.endtoend import Prepared, differences, prepare, prepare_dropout, run_programs
 from support.ranks import Ranks
 from support.replays import with_replays
 
-from autopar.capture import capture
 from autopar.ir.plan import Candidate, Precision
 from autopar.ir.verify import verify_candidate
 from autopar.passes.pipeline import lower
@@ -21,12 +18,8 @@ from autopar.program.source import render
 
 TOLERANCE = 1e-9
 F64 = Precision("float64", "float64")
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 MESHES = ({"dp": 4}, {"dp": 1, "tp": 4}, {"dp": 2, "tp": 2})
-
-
-@lru_cache(maxsize=4)
-def prepared_for(name: str) -> Prepared:
-    return prepare(name, torch.float64, batch=16)
 
 
 def drawn(prepared: Prepared, seed: int, zero: int, many: int, axes: dict[str, int]) -> Candidate:
@@ -37,10 +30,10 @@ def drawn(prepared: Prepared, seed: int, zero: int, many: int, axes: dict[str, i
     return candidate
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "llama", "vit"])
+@pytest.mark.parametrize("name", [SLOW("mlp"), "gpt2", "llama", SLOW("vit")])
 def test_trains_like_one_process(name: str, ranks: Ranks) -> None:
     """Loss and gradients, and parameters after three steps, in one and in two micro-batches."""
-    prepared = prepared_for(name)
+    prepared = prepare(name)
     cases = [(zero, 1 + (zero + index) % 2, axes) for index, axes in enumerate(MESHES) for zero in range(4)]
     cases = [case for case in cases if case[0] == 0 or case[2]["dp"] > 1]
     cases = {"gpt2": cases[3::2], "llama": cases[1::4], "vit": cases[2::4]}.get(name, cases)
@@ -53,24 +46,18 @@ def test_trains_like_one_process(name: str, ranks: Ranks) -> None:
             assert not wrong, f"{name}, {case}, rank {rank}: {wrong[:5]}\n{text}"
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("axes", [MESHES[0], SLOW(MESHES[1]), MESHES[2]], ids=str)
 def test_random_operations_draw_the_same_again(axes: dict[str, int], ranks: Ranks) -> None:
     """GPT-2 with dropout, attention's too: what runs again, each part or the whole of a block, changes no number."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64)
-    model, batch = transformers.GPT2LMHeadModel(config).double(), words(16)
-    graph = capture(model, (), batch)
-    named = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    state = {name: named[name] for name in graph.parameters()}
+    prepared = prepare_dropout()
+    graph = prepared.graph
     plain = drawn_candidate(graph, mesh_of(**axes), 1, zero=3 if axes["dp"] > 1 else 0, wild=0.0, precision=F64)
     plain = replace(plain, micro_batches=2)
     whole = replace(plain, blocks=tuple(replace(block, recompute=True) for block in plain.blocks))
     plans = (plain, whole, with_replays(graph, plain, 0, 1.0), with_replays(graph, plain, 1))
     texts = [render(lower(graph, each)) for each in plans]
     assert "    draws = True\n" in texts[1] and "again(C.dropout" in texts[2] and "C.attention_dropout, " in texts[2]
-    results = ranks.run(run_programs, [(text, state, batch) for text in texts], timeout=200)
+    results = ranks.run(run_programs, [(text, prepared.state, prepared.batch) for text in texts], timeout=200)
     for first, *others in (results[0], results[3]):
         for found, text in zip(others, texts[1:], strict=True):
             assert not differences(found, first, TOLERANCE), text

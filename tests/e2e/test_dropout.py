@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.endtoend import Prepared, plan, program
-from support.models import words
+from support.endtoend import plan, prepare_dropout, program
 from support.ranks import Ranks
-
-from autopar.capture import capture
 
 
 def gradients(text: str, state: dict[str, torch.Tensor], batch: dict[str, torch.Tensor], names: tuple[str, ...]) -> Any:
@@ -34,22 +31,14 @@ def gradients(text: str, state: dict[str, torch.Tensor], batch: dict[str, torch.
 
 @pytest.mark.parametrize("force", [{"dp": 4, "zero": 0}, {"tp": 4}, {"dp": 2, "tp": 2, "zero": 0}], ids=str)
 def test_replicas_agree(force: dict[str, int], ranks: Ranks) -> None:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64)
-    model, batch = transformers.GPT2LMHeadModel(config).double(), words(8)
-    graph = capture(model, (), batch)
-    state = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    case = Prepared("gpt2", graph, {name: state[name] for name in graph.parameters()}, batch, (0.0, {}, {}, {}))
+    case = prepare_dropout()
     text = program(case, plan(case, force))
     assert "C.attention_dropout(" in text and "C.dropout(" in text
     whole = ("transformer.h.0.ln_1.weight", "transformer.h.1.ln_2.bias", "transformer.ln_f.weight")
-    found = ranks.run(gradients, text, case.state, batch, whole, timeout=120)
+    found = ranks.run(gradients, text, case.state, case.batch, whole, timeout=120)
     for name in whole:
         for _, mine, _ in found[1:]:
             torch.testing.assert_close(mine[name], found[0][1][name], rtol=1e-9, atol=1e-12)
-    model.eval()
-    expected = model(**batch).loss.item()
+    expected = case.expected[0]
     assert found[0][2] == [pytest.approx(expected, rel=1e-6)] * 2
     assert found[0][0] != pytest.approx(expected, rel=1e-6)

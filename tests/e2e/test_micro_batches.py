@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -25,11 +24,6 @@ TOLERANCE = 1e-9
 F64 = Precision("float64", "float64")
 
 
-@lru_cache(maxsize=4)
-def prepared_for(name: str) -> Prepared:
-    return prepare(name, torch.float64, batch=16)
-
-
 def planned(prepared: Prepared, zero: int, many: int, **axes: int) -> Candidate:
     drawn = drawn_candidate(prepared.graph, mesh_of(**axes), 1, zero=zero, wild=0.0, precision=F64)
     candidate = replace(drawn, micro_batches=many)
@@ -38,14 +32,14 @@ def planned(prepared: Prepared, zero: int, many: int, **axes: int) -> Candidate:
 
 
 def text(name: str, zero: int, many: int, **axes: int) -> str:
-    prepared = prepared_for(name)
+    prepared = prepare(name)
     return render(lower(prepared.graph, planned(prepared, zero, many, **axes)))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mlp", "vit"])
 def test_equals_one_process(name: str, ranks: Ranks) -> None:
     """Loss, every gradient, and parameters after three steps; the labels have unevenly many ignored tokens."""
-    prepared = prepared_for(name)
+    prepared = prepare(name)
     wanted = [(0, 2, dict(dp=4, tp=1)), (1, 4, dict(dp=4, tp=1)), (2, 2, dict(dp=4, tp=1)), (3, 4, dict(dp=4, tp=1)),
               (3, 2, dict(dp=2, tp=2)), (0, 4, dict(dp=1, tp=4))]  # fmt: skip
     wanted = wanted[2:5] if name in ("llama", "vit") else wanted
@@ -131,7 +125,7 @@ def on_a_rank(text: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_the_loop_is_the_users(zero: int, ranks: Ranks) -> None:
-    prepared = prepared_for("gpt2")
+    prepared = prepare("gpt2")
     loss, expected = prepared.expected[0], prepared.expected[1]
     results = ranks.run(on_a_rank, text("gpt2", zero, 2, dp=4, tp=1), prepared.state, prepared.batch, timeout=300)
     for found in (results[0], results[3]):
@@ -149,7 +143,7 @@ def test_the_loop_is_the_users(zero: int, ranks: Ranks) -> None:
 
 def test_drawn_plans_are_exact_or_refused(ranks: Ranks) -> None:
     """Strategies at random: what gathers the batch is refused, whatever else is planned gives gradients of the whole batch."""
-    prepared = prepared_for("mlp")
+    prepared = prepare("mlp")
     texts, refused = [], 0
     for seed in range(16):
         drawn = drawn_candidate(prepared.graph, mesh_of(dp=2, tp=2), seed, zero=seed % 4, wild=0.3, precision=F64)
@@ -167,7 +161,7 @@ def test_drawn_plans_are_exact_or_refused(ranks: Ranks) -> None:
 
 
 def test_batch_norm_takes_one_micro_batch() -> None:
-    prepared = prepared_for("convnet_bn")
+    prepared = prepare("convnet_bn")
     with pytest.raises(PlanError, match="of the whole batch: it takes one micro-batch"):
         text("convnet_bn", 0, 2, dp=4, tp=1)
     assert render(lower(prepared.graph, planned(prepared, 0, 1, dp=4, tp=1)))
@@ -207,7 +201,7 @@ def collectives(text: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -
 def test_state_moves_as_the_cost_model_says(ranks: Ranks) -> None:
     """Four groups (embedding, two layers, the rest) and three micro-batches. ZeRO-3 gathers each before forward and backward, but
     what a turn keeps; ZeRO-1 and 2 once; ZeRO-1 reduces once."""
-    prepared = prepared_for("llama")
+    prepared = prepare("llama")
     prepared = replace(prepared, batch={name: tensor[:12] for name, tensor in prepared.batch.items()})
     groups, many = 4, 3
     gathers = {1: groups, 2: groups, 3: many * groups - (many - 1) + many * (groups - 1)}

@@ -65,7 +65,7 @@ def test_equals_one_process_in_float64(name: str, ranks: Ranks) -> None:
     check(name, COVERING[name], torch.float64, ranks)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_equals_one_process_in_float32(name: str, ranks: Ranks) -> None:
     check(name, COVERING[name], torch.float32, ranks)
 

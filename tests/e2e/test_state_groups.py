@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -32,15 +31,10 @@ def planned(prepared: Prepared, zero: int, group: int, many: int = 1, **axes: in
     return candidate
 
 
-@lru_cache(maxsize=1)
-def llama() -> Prepared:
-    return prepare("llama", torch.float64, batch=16)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "mlp"])
 def test_trains_like_one_process(name: str, ranks: Ranks) -> None:
     """Embeddings of GPT-2 are tied, so that there is shared state at the root as well."""
-    prepared = prepare(name, torch.float64, batch=16)
+    prepared = prepare(name)
     cases = [(1, 2, 1), (2, 2, 2), (3, 2, 2), (3, 2, 1), (3, 1, 1), (1, 2, 2)][: 3 if name == "gpt2" else 6]
     texts = [render(lower(prepared.graph, planned(prepared, *case, dp=4))) for case in cases]
     assert "    zero_group = 2  # neighbours that share one copy of the state\n" in texts[0]
@@ -68,7 +62,7 @@ def sent(text: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_state_moves_as_the_cost_model_says(zero: int, ranks: Ranks) -> None:
     """Bytes that ZeRO sends, in one step of Llama: gathers and reductions in a group, sums between groups."""
-    prepared = llama()
+    prepared = prepare("llama")
     candidate = planned(prepared, zero, 2, dp=4)
     cluster, optimizer = Cluster.parse("local:4"), optimizer_named("sgd")
     priced: list[Any] = []

@@ -72,8 +72,8 @@ def test_a_question_is_planned_again(planned) -> None:
     graph, cluster, found = planned
     changed, answer = asked(graph, cluster, SearchOptions(), parse_question("tp=2,batch=16", parse_force))
     assert answer.candidate.mesh.size_of("tp") == 2 and answer.candidate.batch == 16 and changed == cluster
-    larger, wide = asked(graph, cluster, SearchOptions(), Question({"tp": 2}, nodes=2, batch=16))
-    assert larger.size == 16 == wide.candidate.mesh.size
+    larger, wide = asked(graph, cluster, SearchOptions(), Question({"tp": 2, "pp": 1}, nodes=2, batch=16))
+    assert larger.size == 16 == wide.candidate.devices == wide.candidate.mesh.size
     plans = (found.candidate, found.evaluation), (wide.candidate, wide.evaluation)
     rows = {what: (before, after) for what, before, after in differences(*plans, (8, 16))}
     assert rows["mesh"] == (str(found.candidate.mesh), str(wide.candidate.mesh))

@@ -7,13 +7,14 @@ import dataclasses
 import pytest
 from support.blocks import gpt2_graph
 from support.candidates import drawn_candidate, mesh_of
+from support.hand_plans import candidate
 
 from autopar.errors import PlanError
 from autopar.ir import planfile
 from autopar.ir.document import ClusterInfo, ModelInfo, Parallelism
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Partial, Replicate
-from autopar.ir.plan import Candidate
+from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.verify import verify_candidate
 from autopar.rules.check import check_strategies
 from autopar.rules.registry import default_registry
@@ -90,3 +91,64 @@ def test_operations_that_no_rule_allows_are_refused() -> None:
     bad = dataclasses.replace(block, nodes=(node, *block.nodes[1:]))
     with pytest.raises(PlanError, match="ap.nothing"):
         check_strategies(graph, dataclasses.replace(candidate, blocks=(*candidate.blocks[:-1], bad)), registry)
+
+
+def piped(pipeline: Pipeline, micro_batches: int = 4) -> tuple[Graph, Candidate]:
+    graph = gpt2_graph(layers=4, batch=16)
+    made = candidate(graph, 1, dp=2)
+    return graph, dataclasses.replace(made, micro_batches=micro_batches, pipeline=pipeline)
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        Pipeline(2),
+        Pipeline(2, 2),
+        Pipeline(2, 1, "zb-h1", cuts=(4,)),
+        Pipeline(2, 2, "zbv", cuts=(1, 3, 4)),
+        Pipeline(4),
+    ],
+    ids=str,
+)
+def test_pipelines_round_trip_with_their_stages(pipeline: Pipeline) -> None:
+    graph, made = piped(pipeline)
+    verify_candidate(graph, made, 2 * pipeline.stages)
+    plan = planfile.make_plan(
+        graph,
+        made,
+        model=ModelInfo("gpt2", graph.fingerprint, 1),
+        cluster=ClusterInfo("some", made.devices),
+        parallelism=Parallelism(),
+        optimizer="adamw",
+    )
+    assert planfile.decode(plan.to_json()) == plan and plan.candidate.pipeline == pipeline
+    stages = plan.document.stages
+    assert len(stages) == pipeline.stages and all(stage.calls == tuple(sorted(stage.calls)) for stage in stages)
+    assert sorted(index for stage in stages for index in stage.calls) == list(range(len(graph.calls)))
+    if pipeline.schedule == "zbv":
+        assert stages[0].chunks == (0, 3) and stages[0].calls == (0, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "micro_batches", "said"),
+    [
+        (Pipeline(8), 4, "has 6 blocks, 8 stages of 1 chunks need 8: take fewer stages"),
+        (Pipeline(2, cuts=(2, 4)), 4, "2 cuts do not make 2 chunks"),
+        (Pipeline(3, cuts=(4, 2)), 4, "must increase"),
+        (Pipeline(2, cuts=(6,)), 4, "must increase"),
+        (Pipeline(2, 2), 8, "divide"),
+        (Pipeline(2, 2, "dualpipev"), 2, "at least 4 micro-batches"),
+        (Pipeline(2, 1, "zbv"), 4, "write virtual=2"),
+        (Pipeline(2, 1, "fast"), 4, "no schedule 'fast'"),
+        (Pipeline(2, repeated=("nothing",)), 4, "nothing is repeated"),
+        (Pipeline(2, weight_versions=3), 4, "weight_versions=3"),
+    ],
+    ids=str,
+)
+def test_pipelines_that_cannot_be_are_one_line(pipeline: Pipeline, micro_batches: int, said: str) -> None:
+    graph, made = piped(pipeline, micro_batches)
+    if said == "divide":
+        made = dataclasses.replace(made, micro_batches=3)
+    with pytest.raises(PlanError, match=said) as caught:
+        verify_candidate(graph, made, 2 * pipeline.stages)
+    assert "\n" not in str(caught.value)

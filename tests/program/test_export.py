@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from support.blocks import gpt2_graph
 from support.candidates import drawn_candidate, mesh_of
 from support.interpret import make_state, run_graph
+from support.launch import launch
+from support.ranks import Ranks
 from support.replays import with_replays
 
 from autopar.passes.pipeline import lower
@@ -37,7 +40,17 @@ def torchrun(folder: Path, ranks: int, *args: str) -> list[float]:
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(folder))
     done = subprocess.run([*command, *args], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    return losses(done.stdout)
+
+
+def forked(ranks: Ranks, folder: Path, size: int, *args: str) -> list[float]:
+    ended = launch(ranks, folder / "train.py", size, *args, without="autopar")
+    assert not any(each.status for each in ended), ended
+    return losses(ended[0].stdout)
+
+
+def losses(text: str) -> list[float]:
+    return [float(line.split()[-1]) for line in text.splitlines() if line.startswith("step ")]
 
 
 def reference(graph, state, batch, steps: int, lr: float) -> list[float]:  # type: ignore[no-untyped-def]
@@ -53,9 +66,11 @@ def reference(graph, state, batch, steps: int, lr: float) -> list[float]:  # typ
     return losses
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_exported_folder_trains_without_autopar(everything: bool, tmp_path: Path) -> None:
-    """Also in micro-batches, with parts that run again and others on the host, and the state on pairs."""
+@pytest.mark.parametrize(
+    ("everything", "real"), [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.slow)]
+)
+def test_exported_folder_trains_without_autopar(everything: bool, real: bool, tmp_path: Path, ranks: Ranks) -> None:
+    """Also in micro-batches, with parts that run again and others on the host, and the state on pairs; torchrun is slow."""
     graph = gpt2_graph(2, 16, 4, 32, 8, 8, dtype="float64")
     candidate = drawn_candidate(graph, mesh_of(dp=2, tp=2), 1, zero=3, wild=0.2)
     if everything:
@@ -68,7 +83,7 @@ def test_exported_folder_trains_without_autopar(everything: bool, tmp_path: Path
     words = ("zero_group = 2", "again.offload(", "again(F.", "micro_batches = 2")
     assert all((word in render(lowered)) == everything for word in words)
     folder = export(lowered, "{}", tmp_path / "out", weights=state, batch=batch, learning_rate=1e-2)
-    found = torchrun(folder, 4, "--steps", "3")
+    found = (torchrun if real else partial(forked, ranks))(folder, 4, "--steps", "3")
     assert found == pytest.approx(reference(graph, state, batch, 3, 1e-2), rel=1e-9)
 
 

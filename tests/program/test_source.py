@@ -92,7 +92,7 @@ def call(block: str, inputs: str, outputs: str) -> Call:
     ],
 )
 def test_loops(calls: list[Call], expected: list[tuple[int, int]]) -> None:
-    assert [(loop.start, loop.count) for loop in find_loops(calls, calls[-1].outputs[0])] == expected
+    assert [(loop.start, loop.count) for loop in find_loops(calls, calls[-1].outputs[:1])] == expected
 
 
 def test_sizes_in_comments_and_where_the_batch_comes_from() -> None:

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from support.launch import launch
 from support.ranks import Ranks
 
 import autopar.runtime
@@ -100,27 +100,30 @@ finish()
 """
 
 
-@pytest.mark.parametrize(("axes", "status"), [({"dp": 2}, 0), ({"tp": 4}, 1)])
-def test_under_torchrun(tmp_path: Path, axes: dict[str, int], status: int) -> None:
-    """A real launch ends with status 0; one with the wrong number of processes says so in a line."""
-    tests = Path(__file__).parents[1]
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(axes=axes, paths=[str(tests.parent), str(tests)]))
+def script(folder: Path, axes: dict[str, int]) -> Path:
+    tests, path = Path(__file__).parents[1], folder / "train.py"
+    path.write_text(SCRIPT.format(axes=axes, paths=[str(tests.parent), str(tests)]))
+    return path
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """A real launch ends with status 0."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", str(script)]
+    command += ["--rdzv-endpoint", "localhost:0", str(script(tmp_path, {"dp": 2}))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == status, done.stderr
-    if status:
-        assert "this program is for 4 processes (tp=4) but 2 were launched; use torchrun --nproc-per-node 4" in done.stderr
-    else:
-        assert done.stdout.count("done") == 2
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2
+
+
+def test_the_wrong_number_of_processes_is_one_line(tmp_path: Path, ranks: Ranks) -> None:
+    for ended in launch(ranks, script(tmp_path, {"tp": 4}), 2):
+        assert ended.status == 1
+        (line,) = [line for line in ended.stderr.splitlines() if "processes" in line]
+        assert line.startswith("this program is for 4 processes (tp=4) but 2 were launched; use torchrun --nproc-per-node 4")
 
 
 def test_one_process_without_a_launcher(tmp_path: Path) -> None:
-    tests = Path(__file__).parents[1]
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(axes={"dp": 1}, paths=[str(tests.parent), str(tests)]))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(script(tmp_path, {"dp": 1}))], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "done" in done.stdout, done.stderr
 
 
@@ -131,3 +134,81 @@ def test_sole_holder_counts_views() -> None:
     assert not compat.sole_holder(flat)
     del view
     assert compat.sole_holder(flat)
+
+
+class Twice(torch.autograd.Function):
+    """The same forward, and twice the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return compat.alias(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def test_an_alias_keeps_its_function_in_compiled_code() -> None:
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.sin()
+        return y, Twice.apply(y)  # type: ignore[no-untyped-call]
+
+    for run in (both, torch.compile(both, backend="aot_eager")):
+        x = torch.ones(3, requires_grad=True)
+        a, b = run(x)
+        assert a.data_ptr() == b.data_ptr()
+        (a + b).sum().backward()
+        torch.testing.assert_close(x.grad, 3 * torch.ones(3).cos())
+
+
+def own_stores() -> bool:
+    compat.own_store().set("compat", "there")
+    torch.distributed.barrier()
+    return bool(compat.own_store().check(["compat"]))
+
+
+def test_an_own_store_is_the_same_store(ranks: Ranks) -> None:
+    assert ranks.run(own_stores, world=2) == [True, True]
+
+
+def reductions() -> Any:
+    """Two products in a module, bfloat16 over float32: one gradient is added up by an earlier backward, one is not."""
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.a * x).sum() + (self.b.detach() * x).sum()
+
+    two = Two()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    fully_shard(two, mesh=MeshHandle({"dp": 2}).device_mesh["dp"], mp_policy=policy, reshard_after_forward=False)
+    assert isinstance(two, FSDPModule)
+    two.set_gradient_divide_factor(1.0)
+    two.set_force_sum_reduction_for_comms(True)
+    parameters = dict(two.named_parameters())
+    two.set_requires_gradient_sync(False)
+    two.set_reshard_after_backward(False)
+    two.set_is_last_backward(False)
+    for _ in range(2):
+        two(torch.ones(4)).backward()
+    before = len(two._get_fsdp_state()._comm_ctx.post_forward_order)  # type: ignore[no-untyped-call]
+    compat.forget_order(two)
+    groups = two._get_fsdp_state()._fsdp_param_groups
+    indices = [group._post_forward_indices for group in groups]
+    two.b.backward(torch.full((4,), 3.0, dtype=two.b.dtype))
+    two.set_requires_gradient_sync(True)
+    two.set_reshard_after_backward(True)
+    two.set_is_last_backward(True)
+    compat.reduce_now(two)
+    compat.finish_backward(two)
+    return before, indices, {name: parameters[name].grad.full_tensor().tolist() for name in ("a", "b")}  # type: ignore[union-attr]
+
+
+def test_gradients_are_reduced_when_asked(ranks: Ranks) -> None:
+    for before, indices, gradients in ranks.run(reductions, world=2):
+        assert before == 2 and indices == [[]]
+        assert gradients == {"a": [4.0] * 4, "b": [6.0] * 4}

@@ -19,12 +19,14 @@ WHOLE = "tp=2,pp=1,zero=3,micro_batches=2,recompute=full,zero_group=0,sequence_p
 def test_degrees_alone_are_for_the_search() -> None:
     assert complete("", Precision(), "adamw") is None
     assert complete({"tp": 4, "zero": 3}, Precision(), "adamw") is None
+    assert complete("pp=2,virtual=2,schedule=1f1b,micro=1", Precision(), "adamw") is None
 
 
 @pytest.mark.parametrize(
     ("force", "said"),
     [
-        ("pp=2", "tp, zero, micro_batches, recompute, zero_group, sequence_parallel missing"),
+        ("micro_batches=2", "tp, pp, zero, recompute, zero_group, sequence_parallel missing"),
+        (WHOLE + ",schedule=best", "schedule=best is none of"),
         (WHOLE + ",tp2=2", "tp2 not among them"),
         (WHOLE.replace("full", "some"), "recompute=some is none of"),
         (WHOLE.replace("zero=3", "zero=4"), "zero=4"),

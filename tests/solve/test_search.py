@@ -39,7 +39,7 @@ def small(batch: int = 8, layers: int = 3):
 
 @pytest.mark.parametrize("cluster", ["local:4", "dgx-h100:1", "dgx-a100:2"])
 def test_evaluator_and_ilp_agree_and_baselines_are_never_better(cluster: str) -> None:
-    result = found(small(batch=16), cluster)
+    result = found(small(batch=16), cluster, force={"pp": 1})
     assert set(result.baselines) == {"ddp", "fsdp"}
     for baseline in result.baselines.values():
         assert baseline is not None
@@ -54,7 +54,7 @@ def test_llama_on_four_nodes_in_bf16() -> None:
     result = search(graph, Cluster.parse("dgx-h100:4"), SearchOptions(precision=BF16), lines.append)
     assert result.warnings == ()
     assert result.gap <= 0.01
-    assert {each.mesh for each in result.meshes} == set(meshes(32, 32, {}))
+    assert {each.mesh for each in result.meshes if each.stages == 1} == set(meshes(32, 32, {}))
     solved = [each for each in result.meshes if each.solved]
     assert all(any(text.startswith(f"{each!s:36}") for text in lines) for each in solved)
     pruned = [each for each in result.meshes if each.status is Status.PRUNED]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from support.lift import LiftedCasts, lift_graph
-from support.models import make
+from support.models import VOCABULARY, make, words
 from torch import Tensor, nn
 
 from autopar.capture import capture
@@ -61,8 +62,13 @@ def reference(model: nn.Module, batch: dict[str, Tensor], lift: bool) -> Outcome
     return (*first, parameters, {name: buffer.clone() for name, buffer in model.named_buffers()})
 
 
-def prepare(name: str, dtype: torch.dtype = torch.float64, batch: int = 8) -> Prepared:
-    """Captured in `dtype`; in float64 the casts inside the model are lifted, in graph and reference alike."""
+def prepare(name: str, dtype: torch.dtype = torch.float64, batch: int = 16) -> Prepared:
+    """Captured in `dtype`, once a session; in float64 the casts inside the model are lifted, in graph and reference alike."""
+    return _prepared(name, dtype, batch)
+
+
+@cache
+def _prepared(name: str, dtype: torch.dtype, batch: int) -> Prepared:
     model, inputs = make(name, dtype, batch)
     lift = dtype is torch.float64
     graph = capture(model, (), inputs, compute_dtype=str(dtype).removeprefix("torch."))
@@ -71,6 +77,20 @@ def prepare(name: str, dtype: torch.dtype = torch.float64, batch: int = 8) -> Pr
     tensors = (*model.named_parameters(), *model.named_buffers())
     state = {key: tensor.detach().clone() for key, tensor in tensors if key in needed}
     return Prepared(name, graph, state, inputs, reference(model, inputs, lift))
+
+
+@cache
+def prepare_dropout() -> Prepared:
+    """GPT-2 in float64 with dropout, attention's too; expected is only the loss of an evaluation."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=64)
+    model, batch = transformers.GPT2LMHeadModel(config).double(), words(16)
+    graph = capture(model, (), batch)
+    named = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    state = {name: named[name] for name in graph.parameters()}
+    return Prepared("gpt2", graph, state, batch, (model.eval()(**batch).loss.item(), {}, {}, {}))
 
 
 def sharding_wins(size: int = 4) -> Cluster:
@@ -82,9 +102,9 @@ def sharding_wins(size: int = 4) -> Cluster:
 
 
 def plan(prepared: Prepared, force: dict[str, int], cluster: Cluster | None = None) -> SearchResult:
-    """The search's answer."""
+    """The search's answer; without a pipeline, unless one is forced."""
     dtype = next(v.value.dtype for v in prepared.graph.parameters().values() if v.trainable)
-    options = SearchOptions(batch=prepared.graph.batch, precision=Precision(dtype, dtype), force=force)
+    options = SearchOptions(batch=prepared.graph.batch, precision=Precision(dtype, dtype), force={"pp": 1, **force})
     return search(prepared.graph, cluster or Cluster.parse("local:4"), options)
 
 
@@ -106,6 +126,7 @@ def run_programs(
         made = load(text).Program
         parallel = Parallel(made(MeshHandle(made.mesh_axes)), state)
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=rate)
+        staged = "pp" in made.mesh_axes  # then a rank's own parameters are only those of its stage
         first: tuple[float, dict[str, Tensor]] | None = None
         for _ in range(steps):
             optimizer.zero_grad()
@@ -113,12 +134,28 @@ def run_programs(
             loss.backward()
             if first is None:
                 named = parallel.named_parameters()
-                first = loss.item(), {k: p.grad.full_tensor().clone() for k, p in named if p.grad is not None}  # type: ignore[attr-defined]
+                gradients = {k: p.grad.full_tensor().clone() for k, p in named if not staged and p.grad is not None}  # type: ignore[attr-defined]
+                first = loss.item(), parallel.full_gradients() if staged else gradients
             optimizer.step()
         assert first is not None
-        parameters = {name: p.full_tensor().detach() for name, p in parallel.named_parameters()}  # type: ignore[attr-defined]
-        out.append((*first, parameters, dict(parallel.named_buffers())))
+        if staged:
+            buffers = _all_names([name for name, _ in parallel.named_buffers()])
+            whole = parallel.full_state()
+            parameters = {name: tensor for name, tensor in whole.items() if name not in buffers}
+            out.append((*first, parameters, {name: tensor for name, tensor in whole.items() if name in buffers}))
+        else:
+            parameters = {name: p.full_tensor().detach() for name, p in parallel.named_parameters()}  # type: ignore[attr-defined]
+            out.append((*first, parameters, dict(parallel.named_buffers())))
     return out
+
+
+def _all_names(mine: list[str]) -> set[str]:
+    """Of all ranks."""
+    import torch.distributed as dist
+
+    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, mine)
+    return {name for names in found for name in names}
 
 
 def differences(found: Outcome, expected: Outcome, tolerance: float, parameters: bool = True) -> list[str]:

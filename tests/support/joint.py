@@ -144,5 +144,3 @@ def _replays(table: BlockTable, plan: BlockPlan) -> Iterator[BlockPlan]:
 
 def _subsets(items: Sequence[T], most: int = 99) -> Iterator[tuple[T, ...]]:
     return chain.from_iterable(combinations(items, count) for count in range(min(most, len(items)) + 1))
-
-

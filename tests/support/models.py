@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,73 @@ class ConvNet(nn.Module):
         return F.cross_entropy(self.head(self.features(pixels).flatten(1)), labels)
 
 
+class Attention(nn.Module):
+    """Heads over a memory, or over the queries' own sequence."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor, memory: Tensor, causal: bool = False) -> Tensor:
+        def split(y: Tensor) -> Tensor:
+            return y.reshape(y.shape[0], y.shape[1], self.heads, -1).transpose(1, 2)
+
+        q, k, v = split(self.query(x)), split(self.key(memory)), split(self.value(memory))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
+
+
+class Encoder(nn.Module):
+    """A layer over the source."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width, 4)
+        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y)
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """A layer over the target that reads the memory."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width, 4)
+        self.cross_norm, self.cross = nn.LayerNorm(width), Attention(width, 4)
+        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, True)
+        x = x + self.cross(self.cross_norm(x), memory)
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
+class EncoderDecoder(nn.Module):
+    """A sequence to a sequence; the word table is the head's too. The memory goes to every decoder layer."""
+
+    def __init__(self, width: int = 32, layers: int = 2) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, width)
+        self.encoder = nn.ModuleList(Encoder(width) for _ in range(layers))
+        self.decoder = nn.ModuleList(Decoder(width) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, source: Tensor, target: Tensor, labels: Tensor) -> Tensor:
+        memory, x = self.words(source), self.words(target)
+        for layer in self.encoder:
+            memory = layer(memory)
+        for layer in self.decoder:
+            x = layer(x, memory)
+        return F.cross_entropy(self.head(x).reshape(-1, VOCABULARY), labels.reshape(-1))
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """`build` makes the model (CPU, float32), `batch` one global batch of a given size."""
@@ -57,6 +124,12 @@ def words(batch: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+def sentences(batch: int) -> dict[str, Tensor]:
+    """Source and target of different lengths."""
+    given = words(batch)
+    return {"source": torch.randint(0, VOCABULARY, (batch, 12)), "target": given["input_ids"], "labels": given["labels"]}
+
+
 def images(batch: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(batch, 3, 16, 16), "labels": torch.randint(0, 8, (batch,))}
 
@@ -71,7 +144,20 @@ def _hugging_face(name: str, config: str, **sizes: object) -> Callable[[], nn.Mo
     return build
 
 
-def cases() -> Mapping[str, Case]:
+def _gpt2(layers: int) -> Callable[[], nn.Module]:
+    sizes = dict(
+        n_embd=32, n_layer=layers, n_head=4, vocab_size=VOCABULARY, n_positions=64, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, loss_type="ForCausalLMLoss",
+    )  # fmt: skip
+    return _hugging_face("GPT2LMHeadModel", "GPT2Config", **sizes)
+
+
+def long_cases() -> dict[str, Case]:
+    """For pipelines: eight chunks' worth of layers, and a value that several stages read."""
+    return {"gpt2_deep": Case(_gpt2(6), words), "encoder_decoder": Case(EncoderDecoder, sentences)}
+
+
+def cases() -> dict[str, Case]:
     """Every family of the issue. Heads divide by four (grouped: eight on four), dropout off."""
     decoder = dict(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
@@ -81,12 +167,8 @@ def cases() -> Mapping[str, Case]:
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    gpt2 = dict(
-        n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=64, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, loss_type="ForCausalLMLoss",
-    )  # fmt: skip
     return {
-        "gpt2": Case(_hugging_face("GPT2LMHeadModel", "GPT2Config", **gpt2), words),
+        "gpt2": Case(_gpt2(2), words),
         "llama": Case(_hugging_face("LlamaForCausalLM", "LlamaConfig", **decoder), words),
         "qwen3": Case(_hugging_face("Qwen3ForCausalLM", "Qwen3Config", head_dim=8, **decoder), words),
         "bert": Case(
@@ -107,7 +189,7 @@ def cases() -> Mapping[str, Case]:
 def make(name: str, dtype: torch.dtype = torch.float64, batch: int = 8, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model in `dtype` and one batch. Biases that start at zero get values: a tensor of noise has no scale to compare by."""
     torch.manual_seed(seed)
-    case = cases()[name]
+    case = (cases() | long_cases())[name]
     model = case.build().to(dtype)
     for parameter in model.parameters():
         if parameter.dim() == 1:

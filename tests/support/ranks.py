@@ -1,28 +1,29 @@
-"""A pool of gloo processes that lives as long as the pytest session: a set per world size, started at first use.
+"""A pool of gloo processes that lives as long as the pytest session: a set per world size, forked at first use.
 
 ``pool.run(function, *args, world=4)`` runs a module-level function on every rank and gives the list of its results by rank.
 Arguments and results travel by pickle (CPU tensors by value). A rank that raises makes `run` raise `RankError` with the rank's
 traceback; a rank that hangs or dies does too, after `timeout` seconds, and that set of processes starts anew. Ranks never
-import transformers.
+import transformers. ``pool.apart(function, *args)`` gives the result of one process that belongs to no group and ends with it.
 
 Functions of test modules are found by their file, since pytest imports tests under names that other processes do not know.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import io
+import logging
 import os
 import pickle
-import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from support.forks import Template
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +36,18 @@ class Ranks:
     """The pool. `close` ends its processes."""
 
     def __init__(self) -> None:
-        self.sets: dict[int, _Processes] = {}
+        self.template, self.sets = Template(), dict[int, _Processes]()
+        self._store: Any = None
+        self._numbers = count()
+
+    @property
+    def store_port(self) -> int:
+        """Of a store in this process, where ranks find each other."""
+        if self._store is None:
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        return int(self._store.port)
 
     def run(
         self, function: Callable[..., Any] | str, *args: Any, world: int = 4, timeout: float = 60.0, **kwargs: Any
@@ -43,7 +55,7 @@ class Ranks:
         """Results by rank. `function` is one of a module, or ``"path/file.py:name"`` (relative to the repository)."""
         processes = self.sets.get(world)
         if processes is None or not processes.alive():
-            processes = self.sets[world] = _Processes(world)
+            processes = self.sets[world] = _Processes(self, world)
         try:
             return processes.run(_address(function), args, kwargs, timeout)
         except RankError:
@@ -51,11 +63,20 @@ class Ranks:
             del self.sets[world]
             raise
 
+    def apart(self, function: Callable[..., Any] | str, *args: Any, timeout: float = 60.0, **kwargs: Any) -> Any:
+        """Result of one new process without a group."""
+        processes = _Processes(self, 0)
+        try:
+            return processes.run(_address(function), args, kwargs, timeout)[0]
+        finally:
+            processes.close()
+
     def close(self) -> None:
         """Ends all processes."""
         for processes in self.sets.values():
             processes.close()
         self.sets.clear()
+        self.template.close()
 
 
 def _address(function: Callable[..., Any] | str) -> str:
@@ -100,23 +121,18 @@ def _load(address: str) -> Any:
 
 
 class _Processes:
-    """`world` processes that share one default process group."""
+    """`world` processes that share one default process group; one without a group where `world` is 0."""
 
-    def __init__(self, world: int) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
-        environment = dict(os.environ, OMP_NUM_THREADS="1", WORLD_SIZE=str(world), LOCAL_RANK="0", CUDA_VISIBLE_DEVICES="")
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), environment.get("PYTHONPATH", "")])
-        store = str(Path(self.folder.name, "store"))
+    def __init__(self, pool: Ranks, world: int) -> None:
+        store = pool.store_port if world else 0
+        number = next(pool._numbers)
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", "from support.ranks import main; main()", str(rank), str(world), store],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=dict(environment, RANK=str(rank)),
-                cwd=ROOT,
+            pool.template.fork(
+                "support.ranks:serve", rank, world, store, number,
+                environment={"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"} if world else {},
             )
-            for rank in range(world)
-        ]
+            for rank in range(world or 1)
+        ]  # fmt: skip
 
     def alive(self) -> bool:
         return all(process.poll() is None for process in self.processes)
@@ -128,7 +144,6 @@ class _Processes:
 
         def ask(rank: int) -> None:
             process = self.processes[rank]
-            assert process.stdin is not None and process.stdout is not None
             try:
                 _write(process.stdin, message)
                 answers[rank] = pickle.loads(_read(process.stdout))
@@ -145,7 +160,7 @@ class _Processes:
             next(thread for thread in threads if thread.is_alive()).join(0.25)
             waited += 0.25
             if failed.is_set():  # the others may wait for the failed rank forever; give them a moment to fail by themselves
-                timeout = min(timeout, waited + 3)
+                timeout = min(timeout, waited + 1)
         bad = [(rank, answer[1]) for rank, answer in enumerate(answers) if answer is not None and not answer[0]]
         if bad:
             raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in bad))
@@ -157,13 +172,6 @@ class _Processes:
     def close(self) -> None:
         for process in self.processes:
             process.kill()
-        for process in self.processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(OSError):
-                        pipe.close()
-        self.folder.cleanup()
 
 
 def _write(pipe: BinaryIO | Any, message: bytes) -> None:
@@ -179,15 +187,18 @@ def _read(pipe: BinaryIO | Any) -> bytes:
     return bytes(pipe.read(int.from_bytes(size, "little")))
 
 
-def serve(rank: int, world: int, store: str) -> None:
-    """The loop of one rank. What functions print goes to stderr; stdout carries the answers."""
+def serve(rank: int, world: int, port: int, number: int) -> None:
+    """The loop of one rank of the set of that number. What functions print goes to stderr; stdout carries the answers."""
     inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # several gathers where one would do: so be it
+    if world:
+        store = dist.PrefixStore(f"set {number}", dist.TCPStore("localhost", port, is_master=False))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     while True:
         try:
             message = _read(inbox)
@@ -199,8 +210,3 @@ def serve(rank: int, world: int, store: str) -> None:
         except BaseException:
             answer = dumps((False, traceback.format_exc()))
         _write(outbox, answer)
-
-
-def main() -> None:
-    """The entry of a rank's process: rank, world size and the file of the store."""
-    serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

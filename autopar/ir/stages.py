@@ -1,0 +1,125 @@
+"""What chunks of a pipeline have to do with each other: values that cross a cut, and those that each chunk can make itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.errors import PlanError
+from autopar.ir.batch_axis import ancestors
+from autopar.ir.graph import Graph, draws_masks
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some nodes of one call (by the names of their first outputs, in order)."""
+
+    call: int
+    nodes: tuple[str, ...]
+
+
+def crossing(graph: Graph, chunks: Sequence[Sequence[int]], repeated: Sequence[str] = ()) -> tuple[tuple[str, ...], ...]:
+    """For each cut, between chunk c and c + 1, the values that cross it, in the order in which they are made: made before, read
+    behind, and not `repeated`. `chunks` are the calls of each chunk, which are consecutive. Inputs of the batch are everywhere.
+    """
+    out = []
+    for chunk in chunks[1:]:
+        first = chunk[0]
+        read = {name for call in graph.calls[first:] for name in call.inputs}
+        made = [name for call in graph.calls[:first] for name in call.outputs]
+        out.append(tuple(name for name in made if name in read and name not in repeated))
+    return tuple(out)
+
+
+def repeatable(graph: Graph) -> Mapping[str, tuple[Piece, ...]]:
+    """Values between calls without a gradient that inputs of the batch, buffers and frozen parameters determine, always the same
+    (no dropout, no buffer that is written); and the pieces of calls that make each of them, in order."""
+    blocks = {block.name: block for block in graph.blocks}
+    written = written_buffers(graph)
+    makers = {name: (index, slot) for index, call in enumerate(graph.calls) for slot, name in enumerate(call.outputs)}
+    given = {value.name for value in graph.inputs}
+    found: dict[str, dict[int, set[str]] | None] = {}
+
+    def needs(name: str) -> dict[int, set[str]] | None:
+        """The nodes of each call that make a value; None where that cannot be."""
+        if name in given:
+            return {}
+        if name not in found:
+            found[name] = None
+            found[name] = _needs(name)
+        return found[name]
+
+    def _needs(name: str) -> dict[int, set[str]] | None:
+        index, slot = makers[name]
+        call = graph.calls[index]
+        block = blocks[call.block]
+        inner = block.outputs[slot]
+        if block.values()[inner].differentiable:
+            return None
+        nodes = ancestors(block, {inner})
+        if any(map(draws_masks, nodes)):
+            return None
+        out = {index: {node.name for node in nodes}} if nodes else {}
+        read = {inner, *(operand for node in nodes for operand in node.operands())}
+        for parameter, original in zip(block.parameters, call.parameters, strict=True):
+            if parameter.value.name in read and (original in written or (parameter.trainable and not parameter.buffer)):
+                return None
+        for value, source in zip(block.inputs, call.inputs, strict=True):
+            if value.name in read:
+                before = needs(source)
+                if before is None:
+                    return None
+                for number, names in before.items():
+                    out.setdefault(number, set()).update(names)
+        return out
+
+    return {name: pieces(graph, [made]) for name in makers if (made := needs(name)) is not None}
+
+
+def pieces(graph: Graph, needed: Sequence[Mapping[int, set[str]]]) -> tuple[Piece, ...]:
+    """Several needs as one, each node once."""
+    union: dict[int, set[str]] = {}
+    for need in needed:
+        for index, names in need.items():
+            union.setdefault(index, set()).update(names)
+    out = []
+    for index in sorted(union):
+        block = graph.block(graph.calls[index].block)
+        out.append(Piece(index, tuple(node.name for node in block.nodes if node.name in union[index])))
+    return tuple(out)
+
+
+def joined(graph: Graph, several: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
+    """The pieces that make several values, each node once."""
+    return pieces(graph, [{piece.call: set(piece.nodes)} for each in several for piece in each])
+
+
+def written_buffers(graph: Graph) -> dict[str, str]:
+    """Buffers that the forward writes, by original name, and the module path of the call that does."""
+    out: dict[str, str] = {}
+    for call in graph.calls:
+        block = graph.block(call.block)
+        targets = {target for target, _ in block.updates}
+        pairs = zip(block.parameters, call.parameters, strict=True)
+        out.update((name, call.prefix or call.block) for parameter, name in pairs if parameter.value.name in targets)
+    return out
+
+
+def check_cuts(graph: Graph, chunks: Sequence[Sequence[int]]) -> None:
+    """PlanError, with module paths, where a chunk refers to another one by more than values: a buffer that one writes and another
+    reads, or a loss that is not the last chunk's."""
+    place = {index: number for number, chunk in enumerate(chunks) for index in chunk}
+    written = written_buffers(graph)
+    where: dict[str, tuple[int, str]] = {}
+    for index, call in enumerate(graph.calls):
+        for name in call.parameters:
+            if name in written:
+                number, path = where.setdefault(name, (place[index], call.prefix or call.block))
+                if number != place[index]:
+                    raise PlanError(
+                        f"the buffer {name} is written by {written[name]} and used by both {path} (chunk {number}) and "
+                        f"{call.prefix or call.block} (chunk {place[index]}): cut elsewhere, or take fewer stages"
+                    )
+    maker = next((index for index, call in enumerate(graph.calls) if graph.loss in call.outputs), None)
+    if maker is None or place[maker] != len(chunks) - 1:
+        raise PlanError(f"the loss of {graph.name} is not made in the last chunk of the pipeline: take fewer stages")

@@ -1,0 +1,67 @@
+"""What the program's class says beside its calls: mesh, inputs, precision, and what the loss needs of the whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.placement import Shard, parse_placement
+from autopar.passes.lowered import Lowered
+from autopar.program.block_source import INDENT
+from autopar.program.calls_source import CallsWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """`names` are what ``count`` gives, further arguments of the forward; `ops` how each is reduced over the micro-batches."""
+
+    names: tuple[str, ...]
+    ops: tuple[str, ...]
+    body: tuple[str, ...]
+
+    def method(self, lowered: Lowered) -> list[str]:
+        """``def count``, where there is something to count."""
+        if not self.names:
+            return []
+        arguments = "".join(f", {value.name}" for value in lowered.inputs)
+        made = ", ".join(f'"{name}": {name}' for name in self.names)
+        lines = [*self.body, f"return {{{made}}}"]
+        return [f"{INDENT}def count(self{arguments}):", *(f"{INDENT * 2}{line}" for line in lines), ""]
+
+
+def totals_of(lowered: Lowered, names: dict[str, str], writer: CallsWriter) -> Totals:
+    """Writes the calls of the totals first: their blocks are made in ``__init__``, their results get names."""
+    for call in lowered.totals:
+        writer.alone(call)
+    body = tuple(writer.body)
+    writer.body.clear()
+    return Totals(tuple(names[name] for call in lowered.totals for name in call.outputs), lowered.total_ops, body)
+
+
+def facts(lowered: Lowered, totals: Totals) -> list[str]:
+    """The attributes of the class."""
+    mesh = ", ".join(f'"{name}": {size}' for name, size in lowered.axes)
+    inputs = [
+        f'{INDENT * 2}"{name}": {{{", ".join(f"{axis!r}: {where!r}" for axis, where in texts)}}},'.replace("'", '"')
+        for name, texts in lowered.input_placements
+    ]
+    shapes = ", ".join(
+        f'"{value.name}": {tuple(None if isinstance(n, str) or dim in cut else n for dim, n in enumerate(value.shape))}'
+        for value, cut in zip(lowered.inputs, map(_cut, lowered.input_placements), strict=True)
+    )
+    grouped = 0 < lowered.zero_group < lowered.mesh.size_of("dp")
+    ops = ", ".join(f'"{name}": "{op}"' for name, op in zip(totals.names, totals.ops, strict=True))
+    return [
+        f"{INDENT}mesh_axes = {{{mesh}}}",
+        *([f"{INDENT}input_placements = {{", *inputs, f"{INDENT}}}"] if inputs else []),
+        *([f"{INDENT}input_shapes = {{{shapes}}}  # None: any batch"] if shapes else []),
+        f'{INDENT}precision = ("{lowered.precision.compute}", "{lowered.precision.master}")  # compute, stored',
+        *([f"{INDENT}micro_batches = {lowered.micro_batches}"] if lowered.micro_batches > 1 else []),
+        *([f"{INDENT}zero_group = {lowered.zero_group}  # neighbours that share one copy of the state"] if grouped else []),
+        *([f"{INDENT}totals = {{{ops}}}  # over all micro-batches, before the first"] if totals.names else []),
+    ]
+
+
+def _cut(placed: tuple[str, tuple[tuple[str, str], ...]]) -> tuple[int, ...]:
+    """The dimensions of an input that the data axis cuts."""
+    places = (parse_placement(text) for _, text in placed[1])
+    return tuple(place.dim for place in places if isinstance(place, Shard))

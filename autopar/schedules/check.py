@@ -1,0 +1,86 @@
+"""Whether a schedule can run: every action once, forwards before backwards, no deadlock, and how much its ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import PlanError
+from autopar.ir.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
+from autopar.schedules.held import most_held
+from autopar.schedules.order import needed, ordered
+
+_AROUND = 3
+"""Cells that an error shows on each side."""
+
+
+def check(schedule: Schedule, limits: Sequence[int] = ()) -> tuple[int, ...]:
+    """The most (chunk, micro-batch) pairs that each rank holds, from F to B or W. PlanError marks the faulty cell: an action
+    twice or missing, one before what it needs, a chunk on two ranks, a rank that stands still, more than `limits` held."""
+    compute = schedule.compute
+    if not all(compute.ranks):
+        raise PlanError(f"schedule {schedule.name}: rank {compute.ranks.index(())} has nothing to do")
+    rank_of = compute.rank_of
+    for rank, actions in enumerate(compute.ranks):
+        _order(compute, rank, actions)
+    for chunk, rank in enumerate(rank_of):
+        there = {each.micro_batch for each in compute.ranks[rank] if each.chunk == chunk and each.kind == FORWARD}
+        missing = [micro for micro in range(compute.micro_batches) if micro not in there]
+        if missing:
+            raise PlanError(f"schedule {schedule.name}, rank {rank}: no {Action(chunk, FORWARD, missing[0])}")
+    _no_deadlock(compute)
+    most = tuple(most_held(actions) for actions in compute.ranks)
+    for rank, (held, limit) in enumerate(zip(most, limits, strict=False)):
+        if held > limit:
+            cells = range(len(compute.ranks[rank]))
+            cell = next(cell for cell in cells if most_held(compute.ranks[rank][: cell + 1]) > limit)
+            raise PlanError(f"{_at(compute, rank, cell)} is one more micro-batch than the {limit} that fit")
+    return most
+
+
+def _order(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
+    """Each once, F before B or I, I before W."""
+    seen: dict[Action, int] = {}
+    for cell, action in enumerate(actions):
+        chunk, kind, micro = action.chunk, action.kind, action.micro_batch
+        other = {BACKWARD: (INPUT, WEIGHT), INPUT: (BACKWARD,), WEIGHT: (BACKWARD,), FORWARD: ()}[kind]
+        if action in seen or any(Action(chunk, each, micro) in seen for each in other):
+            raise PlanError(f"{_at(schedule, rank, cell)} is there twice")
+        first = {BACKWARD: FORWARD, INPUT: FORWARD, WEIGHT: INPUT}.get(kind)
+        if first and Action(chunk, first, micro) not in seen:
+            raise PlanError(f"{_at(schedule, rank, cell)} comes before {Action(chunk, first, micro)}")
+        seen[action] = cell
+    for action, cell in seen.items():
+        wanted = {FORWARD: (BACKWARD, INPUT), INPUT: (WEIGHT,)}.get(action.kind, ())
+        if wanted and not any(Action(action.chunk, kind, action.micro_batch) in seen for kind in wanted):
+            missing = " or ".join(str(Action(action.chunk, kind, action.micro_batch)) for kind in wanted)
+            raise PlanError(f"{_at(schedule, rank, cell)} has no {missing}")
+
+
+def _no_deadlock(schedule: Schedule) -> None:
+    stuck = ordered(schedule).stuck
+    if not stuck:
+        return
+    said = []
+    for rank, cell in stuck:
+        action = schedule.ranks[rank][cell]
+        chunk, kind = needed(action.chunk, action.kind, schedule.chunks) or (action.chunk, action.kind)
+        there = {str(each) for actions in schedule.ranks for each in actions}
+        waits = next(
+            (text for each in (kind, INPUT) if (text := f"{chunk}{each}{action.micro_batch}") in there),
+            f"{chunk}{kind}{action.micro_batch}",
+        )
+        said.append(f"rank {rank} waits for {waits} ({_marked(schedule.ranks[rank], cell)})")
+    raise PlanError(f"schedule {schedule.name} stands still: {'; '.join(said)}")
+
+
+def _at(schedule: Schedule, rank: int, cell: int) -> str:
+    return f"schedule {schedule.name}, rank {rank}, cell {cell}: {_marked(schedule.ranks[rank], cell)}: " + str(
+        schedule.ranks[rank][cell]
+    )
+
+
+def _marked(actions: Sequence[Action], cell: int) -> str:
+    """``0F0 >>0B1<< 0F1``, with a few cells around it."""
+    first, last = max(0, cell - _AROUND), min(len(actions), cell + _AROUND + 1)
+    words = [f">>{actions[at]}<<" if at == cell else str(actions[at]) for at in range(first, last)]
+    return " ".join([*["..."] * (first > 0), *words, *["..."] * (last < len(actions))])

@@ -1,0 +1,82 @@
+"""Cuts a row of calls into chunks: dynamic programming over (chunk, first call behind it), per chunk the best of its options.
+
+A chunk's *load* is what its stage is busy in a step, its *pass* one micro-batch through it. What is minimised is
+``largest load + weight x sum of passes``: the stage that works longest, and filling and draining the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+Matrix = Any
+"""``[first call, call behind the last]`` of floats; infinite where a chunk cannot be so."""
+
+_LIMITS = 6
+"""So many bounds on the largest load are tried, from the least one on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """`edges` are the first calls of all chunks, and the number of calls; `score` is what was minimised, in seconds."""
+
+    edges: tuple[int, ...]
+    score: float
+    load: float
+
+
+def best_cut(loads: Sequence[Matrix], passes: Sequence[Matrix], weight: float, limits: int = _LIMITS) -> Cut | None:
+    """`loads` and `passes` of each chunk in the model's order. None where nothing fits.
+
+    Exact where `limits` is not below the number of distinct loads: for each bound on the largest load, the least sum.
+    """
+    calls = loads[0].shape[0] - 1
+    best = numpy.full(calls + 1, numpy.inf)
+    best[0] = 0.0
+    for load in loads:
+        # least largest load up to here: best'[i] = min_j max(best[j], load[j, i])
+        best = numpy.maximum(best[:, None], load).min(axis=0)
+    least = float(best[calls])
+    if not numpy.isfinite(least):
+        return None
+    found: Cut | None = None
+    for limit in _bounds(loads, least, limits):
+        one = _least_sum(loads, passes, limit, weight)
+        if one is not None and (found is None or one.score < found.score):
+            found = one
+    return found
+
+
+def _bounds(loads: Sequence[Matrix], least: float, count: int) -> Sequence[float]:
+    distinct = {id(each): each for each in loads}.values()
+    every: Any = numpy.unique(numpy.concatenate([load[numpy.isfinite(load)] for load in distinct]))
+    above = every[every >= least * (1 - 1e-12)]
+    if len(above) <= count:
+        return [float(each) for each in above]
+    # the least, and then in steps of some percent
+    spaced = [least * (1 + 0.02 * step**2) for step in range(count)]
+    return [float(above[max(0, numpy.searchsorted(above, each * (1 + 1e-12), side="right") - 1)]) for each in spaced]
+
+
+def _least_sum(loads: Sequence[Matrix], passes: Sequence[Matrix], limit: float, weight: float) -> Cut | None:
+    """The least sum of passes where no load is above `limit`."""
+    calls = loads[0].shape[0] - 1
+    total = numpy.full(calls + 1, numpy.inf)
+    total[0] = 0.0
+    before = []
+    for load, once in zip(loads, passes, strict=True):
+        # total'[i] = min_j total[j] + pass[j, i], where load[j, i] <= limit
+        sums = total[:, None] + numpy.where(load <= limit * (1 + 1e-12), once, numpy.inf)
+        before.append(sums.argmin(axis=0))
+        total = sums.min(axis=0)
+    if not numpy.isfinite(total[calls]):
+        return None
+    edges = [calls]
+    for chosen in reversed(before):
+        edges.append(int(chosen[edges[-1]]))
+    edges.reverse()
+    largest = max(float(load[a, b]) for load, a, b in zip(loads, edges, edges[1:], strict=False))
+    return Cut(tuple(edges), largest + weight * float(total[calls]), largest)

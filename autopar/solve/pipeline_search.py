@@ -1,0 +1,181 @@
+"""What the search knows of the pipelines of its grid: a bound for each point, those that were solved, and a certificate for all.
+
+A bound of a mesh is one of every pipeline whose stages have its model axes: of ``m`` micro-batches of ``b`` examples through
+``p`` stages, the stage that works longest takes at least ``m x work(b) / p``, which is ``batch x ranks of the model axes /
+devices x work(b) / b``, the same for all p; and work(b) / b is least for the largest b. It holds for every cut and every
+schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from math import inf
+
+from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.stage_groups import fastest_part
+from autopar.errors import Infeasible
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS, Axis
+from autopar.rules.registry import Registry
+from autopar.solve.bounds import Flow, work_bound
+from autopar.solve.candidates import MeshResult
+from autopar.solve.grid import Point
+from autopar.solve.ilp import Status
+from autopar.solve.options import SearchOptions
+from autopar.solve.pieces import in_pieces
+from autopar.solve.pipeline_grid import pipeline_points, wanted
+from autopar.solve.pipelines import Pipelines
+from autopar.solve.problem import Problem, regrouped
+from autopar.solve.room import BlockNeeds, needs, room_bound
+from autopar.solve.tables import Tables
+
+Axes = tuple[Axis, ...]
+
+
+class PipelineSearch:
+    """`graph` may be divided for it (`pieces`), `tables` are those of the graph as it is. `results` has one entry for each
+    point (all of its schedules together), and then one for each pipeline that was priced."""
+
+    def __init__(
+        self, graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry, tables: Tables,
+        left: Callable[[], float],
+    ) -> None:  # fmt: skip
+        pieces = in_pieces(graph, cluster, options.force)
+        tables = tables if pieces is graph else Tables(pieces, cluster, options, registry)
+        self.graph, self.cluster, self.options, self.registry, self.left = pieces, cluster, options, registry, left
+        self.tables = tables
+        self.pipelines = Pipelines(pieces, cluster, options, tables, left)
+        self.points: dict[Point, MeshResult] = {}
+        self.solved: list[MeshResult] = []
+        self.rates: dict[tuple[Axes, int], float] = {}
+        self.ran = False
+        self.mixed = len({group.device for group in cluster.groups}) > 1
+        self._flows: dict[object, tuple[float, tuple[BlockNeeds, ...]]] = {}
+
+    @property
+    def results(self) -> list[MeshResult]:
+        return [*self.points.values(), *self.solved]
+
+    def list_points(self) -> None:
+        """AutoparError where a pipeline is forced that cannot be."""
+        if self.cluster.size == 1 and not wanted(self.options.force):
+            return
+        for point in pipeline_points(self.graph, self.cluster, self.options.force, self.registry):
+            self.points[point] = MeshResult(
+                point.mesh, micro_batches=point.micro_batches, zero_group=point.zero_group, stages=point.stages
+            )
+
+    def learn(self, problem: Problem, step_seconds: float) -> None:
+        """A bound on the step of all plans on the problem's mesh, memory and state left out."""
+        data = problem.mesh.size_of(DATA_AXIS)
+        examples = problem.batch // data
+        share = step_seconds * problem.cluster.size / self.cluster.size
+        key = problem.mesh.axes[1:], examples
+        self.rates[key] = max(self.rates.get(key, 0.0), share)
+
+    def run(self, best_seconds: Callable[[], float]) -> Iterator[MeshResult]:
+        """The pipelines that are worth it, solved; those that fit."""
+        if not self.points:
+            return
+        for axes, members in self._families().items():
+            self._bound_family(axes, members, best_seconds)
+        open_points = [point for point in self.points if self._open(point, best_seconds())]
+        order = self.pipelines.promising(open_points, best_seconds() * (1 - self.options.worth))
+        for result in self.pipelines.solved(order, best_seconds()):
+            result.bound_seconds = self.points[self._plain(result)].bound_seconds
+            self.solved.append(result)
+            yield result
+        self.ran = self.left() > 0
+        self._tighten(best_seconds)
+
+    def _plain(self, result: MeshResult) -> Point:
+        return Point(result.mesh, result.micro_batches, result.zero_group, result.stages)
+
+    def _open(self, point: Point, best_seconds: float) -> bool:
+        result = self.points[point]
+        return result.status is not Status.INFEASIBLE and result.bound_seconds < best_seconds * (1 - self.options.worth)
+
+    def _families(self) -> dict[Axes, list[Point]]:
+        out: dict[Axes, list[Point]] = {}
+        for point in self.points:
+            out.setdefault(point.mesh.axes[1:], []).append(point)
+        return out
+
+    def _examples(self, point: Point) -> int:
+        """Of one micro-batch on one data rank."""
+        return self.graph.batch // point.micro_batches // point.mesh.size_of(DATA_AXIS)
+
+    def _bound_family(self, axes: Axes, members: list[Point], best_seconds: Callable[[], float]) -> None:
+        """The least of what is known of micro-batches at least as large; where nothing is, the tables of the largest one."""
+        largest = max(members, key=lambda point: (self._examples(point), point.stages))
+        known = [rate for (of, examples), rate in self.rates.items() if of == axes and examples >= self._examples(largest)]
+        if not known or self.mixed:
+            problem = self._problem(largest)
+            bound = work_bound(problem) / largest.stages
+            if bound < best_seconds():
+                bound = max(bound, Flow(problem).bound(self.left()) / largest.stages)
+            known = [bound]
+        for point in members:
+            self.points[point].bound_seconds = max(self.points[point].bound_seconds, max(known))
+
+    def _tighten(self, best_seconds: Callable[[], float]) -> None:
+        """The least bounds, as long as they are what the certificate is short of: with the tables of their own micro-batch,
+        memory, state, and the fill of the pipeline."""
+        sharp: set[Point] = set()
+        while self.left() > 0:
+            able = [point for point, result in self.points.items() if result.status is not Status.INFEASIBLE]
+            point = min(able, key=lambda each: self.points[each].bound_seconds, default=None)
+            if point is None or point in sharp or self.points[point].bound_seconds >= best_seconds():
+                return
+            sharp.add(point)
+            result = self.points[point]
+            bound = self._sharper(point)
+            result.bound_seconds = max(result.bound_seconds, bound)
+            if bound == inf:
+                result.status = Status.INFEASIBLE
+
+    def _problem(self, point: Point) -> Problem:
+        """On devices no worse than those of any stage."""
+        return self.tables.problem(replace(point, zero_group=0), None, fastest_part(self.cluster, point.stages))
+
+    def _sharper(self, point: Point) -> float:
+        problem = self._problem(point)
+        key = point.mesh.axes[1:], self._examples(point)
+        if key not in self._flows:
+            self._flows[key] = Flow(problem).bound(self.left()) / point.stages, needs(problem)
+        flow, of = self._flows[key]
+        worked = room_bound(regrouped(problem, point.zero_group), of, point.micro_batches, {1.0: flow}, point.stages)
+        return worked + fill_seconds(problem, point.stages)
+
+    def bounds(self) -> Iterable[float]:
+        """Below every pipeline of each point that is not shown to be infeasible."""
+        return [result.bound_seconds for result in self.points.values() if result.status is not Status.INFEASIBLE]
+
+    def finished(self) -> list[MeshResult]:
+        """All results. What was not solved is pruned by its bound, or by what its schedules take at least by estimate."""
+        for result in self.points.values():
+            if self.ran and result.status is Status.TIMEOUT:
+                result.status = Status.PRUNED
+        return self.results
+
+    def fail(self) -> None:
+        """Infeasible, where only pipelines were asked for and none fits."""
+        stages = self.options.force.get("pp")
+        raise Infeasible(
+            f"no pipeline of {stages} stages for {self.graph.name} fits on {self.cluster.name}: "
+            "force more stages, or leave pp open"
+        )
+
+
+def fill_seconds(problem: Problem, stages: int) -> float:
+    """What stages wait for their first input, on average: behind s others, at least the forwards of the first s calls. A stage
+    that waits so and then works is no faster than the average of waits and the average of works."""
+    least = {
+        name: sum(min(choice.seconds.forward for choice in choices) for choices in table.choices.values())
+        for name, table in problem.blocks.items()
+    }
+    waits = [0.0]
+    for call in problem.graph.calls[: stages - 1]:
+        waits.append(waits[-1] + least[call.block])
+    return sum(waits) / len(waits)

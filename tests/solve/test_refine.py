@@ -1,0 +1,46 @@
+"""The schedule that a chosen pipeline gets for its own times: better by the evaluator's word or not taken, and it can run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.endtoend import prepare
+
+from autopar.cost_models.evaluate import evaluate
+from autopar.cost_models.hardware import Cluster
+from autopar.ir.plan import Precision
+from autopar.schedules.build import schedule_of
+from autopar.schedules.check import check
+from autopar.solve.refine import refined
+from autopar.solve.search import SearchOptions, SearchResult, search
+
+
+def found(force: dict[str, int], batch: int = 32) -> SearchResult:
+    """A pipeline on one node, whose head is far from even."""
+    graph = replace(prepare("gpt2_deep", batch=16).graph, batch=batch)
+    options = SearchOptions(batch=batch, precision=Precision("float64", "float64"), force=force)
+    return search(graph, Cluster.parse("dgx-h100:1"), options)
+
+
+def test_it_is_taken_where_it_is_better() -> None:
+    cluster, before = Cluster.parse("dgx-h100:1"), found({"pp": 8})
+    assert before.graph is not None
+    said: list[str] = []
+    after = refined(before.graph, cluster, before, "adamw", asked=True, progress=said.append)
+    assert len(said) == 1 and "synthesized" in said[0]
+    pipeline = after.candidate.pipeline
+    if pipeline.schedule != "synthesized":
+        assert after is before and "stays" in said[0]
+        return
+    assert after.evaluation.step_seconds < before.evaluation.step_seconds and after.evaluation.fits
+    assert after.gap <= before.gap
+    schedule = schedule_of(pipeline, after.candidate.micro_batches)
+    check(schedule)
+    again = evaluate(before.graph, after.candidate, cluster)
+    assert again.step_seconds == pytest.approx(after.evaluation.step_seconds, rel=1e-12)
+
+
+def test_what_has_no_pipeline_stays() -> None:
+    before = found({"pp": 1, "dp": 8})
+    assert refined(prepare("gpt2_deep", batch=16).graph, Cluster.parse("dgx-h100:1"), before, "adamw", asked=True) is before
