@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from autopar.passes.pipeline import lower
 from autopar.program.source import render
 
 TOLERANCE = 1e-9
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 F64 = Precision("float64", "float64")
 
 
@@ -36,7 +38,7 @@ def text(name: str, zero: int, many: int, **axes: int) -> str:
     return render(lower(prepared.graph, planned(prepared, zero, many, **axes)))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mlp", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", SLOW("llama"), "mlp", SLOW("vit")])
 def test_equals_one_process(name: str, ranks: Ranks) -> None:
     """Loss, every gradient, and parameters after three steps; the labels have unevenly many ignored tokens."""
     prepared = prepare(name)

@@ -223,6 +223,7 @@ def test_names_of_the_runtime(ranks: Ranks) -> None:
     )
 
 
+@pytest.mark.slow
 def test_blocks_that_shard_in_their_own_ways(ranks: Ranks) -> None:
     check(
         [
