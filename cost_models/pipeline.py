@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import PlanError
-from autopar.ir.chunks import chunk_calls, chunks_of_ranks
+from autopar.ir.chunks import chunks_of_ranks
 from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import Action
 from autopar.schedules.alternating import group_of
@@ -23,10 +23,9 @@ from autopar.schedules.two_versions import unrolled, window
 
 __all__ = [
     *("ChunkSeconds", "Held", "StageSeconds", "actions", "chunks_of", "held", "held_apart", "in_flight", "part_of"),
-    *("run_schedule", "stage_calls"),
+    "run_schedule",
 ]
 StageSeconds = RankSeconds
-stage_calls = chunk_calls
 
 
 def chunks_of(pipeline: Pipeline, stage: int) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.cost_models.pipeline import stage_calls
 from autopar.errors import PlanError
+from autopar.ir.chunks import chunk_calls
 from autopar.ir.graph import Block, Call, Graph
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.ir.stages import Piece, check_cuts, crossing, joined, repeatable
@@ -47,7 +47,7 @@ def split_stages(graph: Graph, candidate: Candidate) -> Staged:
     pipeline = candidate.pipeline
     if pipeline.stages == 1:
         return Staged(graph, candidate, (ChunkCalls(graph.calls, (), (graph.loss,)),))
-    chunks = stage_calls(graph, pipeline)
+    chunks = chunk_calls(graph, pipeline)
     check_cuts(graph, chunks)
     known = repeatable(graph)
     wrong = next((name for name in pipeline.repeated if name not in known), None)

@@ -17,6 +17,5 @@ def baseline_table(baselines: Mapping[str, Baseline | None], step: float | None,
         ratio = f"{each.step_seconds / step:.3g}" if each.step_seconds and step and each.fits else "-"
         taken = seconds(each.step_seconds) if each.fits else "-"
         said = f"does not fit: short of {size(each.short_bytes)}" if each.short_bytes else each.problem
-        said = said or (f"needs {each.needs}, which cannot run yet" if each.needs else "")
         rows.append((each.title or key.upper(), each.configuration, taken, ratio, size(each.peak_memory_bytes), said))
     output.table("What people do by hand", ("", "configuration", "step", "times this plan", "peak memory", "note"), rows)

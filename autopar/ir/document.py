@@ -135,7 +135,7 @@ class Predicted(msgspec.Struct, frozen=True):
 
 class Baseline(msgspec.Struct, frozen=True):
     """What people write by hand (`title`, with `configuration`) on the same cluster, priced by the same evaluator. `short_bytes`
-    is what a device lacks, `needs` what the runtime cannot run yet, `problem` why it cannot be at all (then nothing is priced).
+    is what a device lacks, `problem` why it cannot be at all (then nothing is priced).
     """
 
     step_seconds: float | None = None
@@ -144,7 +144,6 @@ class Baseline(msgspec.Struct, frozen=True):
     title: str = ""
     configuration: str = ""
     short_bytes: int = 0
-    needs: str = ""
     problem: str = ""
 
 

@@ -74,7 +74,6 @@ def as_baseline(priced: Priced) -> Baseline:
         priced.recipe.title,
         priced.words,
         priced.short_bytes,
-        "",
         priced.problem,
     )
 

@@ -16,13 +16,14 @@ from autopar.cost_models.block import BlockCosts
 from autopar.cost_models.evaluate import evaluate
 from autopar.cost_models.formulas import formula
 from autopar.cost_models.hardware import Cluster
-from autopar.cost_models.pipeline import part_of, stage_calls
+from autopar.cost_models.pipeline import part_of
 from autopar.cost_models.simulate import Part, simulate
 from autopar.cost_models.stages import cut_bytes, stage_link
 from autopar.cost_models.streams import Streams
 from autopar.cost_models.trace import Run
 from autopar.cost_models.traffic import Traffic
 from autopar.errors import ClusterError
+from autopar.ir.chunks import chunk_calls
 from autopar.ir.plan import Candidate, Pipeline, Precision
 
 BF16 = Precision("bfloat16", "float32")
@@ -266,7 +267,7 @@ def test_stages_talk_over_the_level_that_joins_them() -> None:
     found = [stage_link(cluster, plan, stage, (stage + 1) % 4) for stage in range(4)]
     assert [link.levels[0].name for link in found] == [names[0], names[-1], names[0], names[-1]]
     runs = {b.name: Run.of(BlockCosts(b, plan.mesh, 16, part_of(cluster, 4)), plan.block(b.name)) for b in graph.blocks}
-    second = stage_calls(graph, plan.pipeline)[1]
+    second = chunk_calls(graph, plan.pipeline)[1]
     sequence = graph.inputs[0].shape[1]
     assert cut_bytes(graph, runs, second[0]) == 16 / 4 * sequence * 1024 * 2  # type: ignore[operator]
 

@@ -21,9 +21,9 @@ from autopar.cost_models.pipeline import (
     in_flight,
     part_of,
     run_schedule,
-    stage_calls,
 )
 from autopar.errors import PlanError
+from autopar.ir.chunks import chunk_calls
 from autopar.ir.plan import Pipeline
 from autopar.schedules.build import NAMES, V_SHAPED, rank_of_chunks
 
@@ -184,32 +184,32 @@ def graph_of(layers: int, before: int = 1, after: int = 1, parts: int = 1) -> An
 
 
 def test_layers_are_dealt_evenly() -> None:
-    llama = stage_calls(graph_of(126), Pipeline(16))
+    llama = chunk_calls(graph_of(126), Pipeline(16))
     assert [len(chunk) for chunk in llama] == [8, *[8] * 14, 8]  # 7 layers and the embedding; 7 and the head
-    assert [len(chunk) for chunk in stage_calls(graph_of(32), Pipeline(4, 2))] == [5, 4, 4, 4, 4, 4, 4, 5]
-    assert stage_calls(graph_of(5, parts=2), Pipeline(2)) == ((0, 1, 2, 3, 4, 5, 6), (7, 8, 9, 10, 11))
-    assert stage_calls(graph_of(1), Pipeline()) == ((0, 1, 2),)
+    assert [len(chunk) for chunk in chunk_calls(graph_of(32), Pipeline(4, 2))] == [5, 4, 4, 4, 4, 4, 4, 5]
+    assert chunk_calls(graph_of(5, parts=2), Pipeline(2)) == ((0, 1, 2, 3, 4, 5, 6), (7, 8, 9, 10, 11))
+    assert chunk_calls(graph_of(1), Pipeline()) == ((0, 1, 2),)
     with pytest.raises(PlanError, match="3 layers"):
-        stage_calls(graph_of(3), Pipeline(6))
+        chunk_calls(graph_of(3), Pipeline(6))
 
 
 def test_embedding_and_head_are_chunks_where_layers_lack() -> None:
     """Qwen3-235B as Megatron runs it: 94 layers, the embedding and the head on 32 stages of 3 chunks."""
-    qwen = stage_calls(graph_of(94), Pipeline(32, 3))
+    qwen = chunk_calls(graph_of(94), Pipeline(32, 3))
     assert qwen == tuple((index,) for index in range(96))
-    assert stage_calls(graph_of(3), Pipeline(4)) == ((0, 1), (2,), (3,), (4,))  # the head first, which is more work
-    assert stage_calls(graph_of(2, before=2, after=2, parts=2), Pipeline(4)) == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert stage_calls(graph_of(3, after=0), Pipeline(4)) == ((0,), (1,), (2,), (3,))
+    assert chunk_calls(graph_of(3), Pipeline(4)) == ((0, 1), (2,), (3,), (4,))  # the head first, which is more work
+    assert chunk_calls(graph_of(2, before=2, after=2, parts=2), Pipeline(4)) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert chunk_calls(graph_of(3, after=0), Pipeline(4)) == ((0,), (1,), (2,), (3,))
     for before, after, stages in [(1, 1, 6), (0, 1, 5), (1, 0, 5), (0, 0, 4)]:
         with pytest.raises(PlanError, match="3 layers"):
-            stage_calls(graph_of(3, before, after), Pipeline(stages))
+            chunk_calls(graph_of(3, before, after), Pipeline(stages))
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2))
 def test_every_call_is_in_one_chunk_in_order(layers: int, stages: int, virtual: int, before: int, after: int) -> None:
     graph = graph_of(layers, before, after)
     if layers >= 2 and stages * virtual <= layers + bool(before) + bool(after):
-        chunks = stage_calls(graph, Pipeline(stages, virtual))
+        chunks = chunk_calls(graph, Pipeline(stages, virtual))
         assert [index for chunk in chunks for index in chunk] == list(range(len(graph.calls)))
         assert all(chunks)
         own = [sum(before <= index < before + layers for index in chunk) for chunk in chunks]
