@@ -16,6 +16,7 @@ from autopar.errors import (
     CaptureError,
     ClusterError,
     Infeasible,
+    OperatorError,
     PlanError,
     PlanMismatch,
     StateError,
@@ -45,6 +46,7 @@ __all__ = [
     "Cluster",
     "ClusterError",
     "Infeasible",
+    "OperatorError",
     "Plan",
     "PlanError",
     "PlanMismatch",
@@ -58,6 +60,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return import_module("autopar.ops")
     if name not in _LAZY:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

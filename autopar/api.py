@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from autopar import errors
 from autopar.capture import capture
+from autopar.capture.normalize.batch_norm import LOCAL
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import AutoparError, PlanMismatch, StateError
 from autopar.ir import planfile
@@ -55,52 +57,64 @@ def parallelize(
     state: Mapping[str, torch.Tensor] | None = None,
     time_limit_seconds: float = 60.0,
     cache: bool = True,
+    outputs: Sequence[str] = (),
+    batch_norm: str = "global",
+    expert_load: float | str = 1.0,
 ) -> Parallel:
-    """The model as a program for the cluster: an `nn.Module` whose call takes the global batch and returns the loss.
+    """The model as a program for the cluster: an `nn.Module` whose call takes the global batch and returns what the model does.
 
     Run it under ``torchrun`` with one process per device; rank 0 plans and tells the others. `example_inputs` are the forward's
     keyword arguments (a dict) or arguments (a tuple); without them the first call is the example, and `parameters()` before it
     is a `StateError`. `plan` (a `Plan` or the path of a plan.json) skips the search. `precision` is ``"float32"``, ``"bf16"``
     (bf16 compute over float32 master shards) or a `Precision`; by default the model's own dtype. `force` fixes degrees
     (``"tp=4,zero=3"``). `state` gives full tensors by name for a model on the meta device. `cache` takes the plan of an equal
-    model, cluster and options from ``~/.cache/autopar/plans``, and keeps a new one there. Raises `AutoparError`.
+    model, cluster and options from ``~/.cache/autopar/plans``, and keeps a new one there. `outputs` are fields of the model's
+    result (``("logits", "hidden_states.1")``) that are wanted beside the loss: they come as DTensors, without gradients; fields
+    that nobody asked for are None, and the plan lists them. `batch_norm="local"` takes the statistics of batch norm from each
+    data rank's own examples, as DDP does, and the plan says so; by default they are those of the whole batch.
+    `expert_load` is how unevenly experts are expected to be loaded (see `make_plan`).
+
+    Raises `AutoparError`.
     """
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster, cache=cache_folder())
-    options: dict[str, Any] = dict(precision=precision, force=force, optimizer=optimizer, strict=strict)
+    options: dict[str, Any] = dict(
+        precision=precision, force=force, optimizer=optimizer, strict=strict, time_limit_seconds=time_limit_seconds,
+        outputs=outputs, batch_norm=batch_norm, expert_load=expert_load,
+    )  # fmt: skip
     if example_inputs is None:
-        rest: dict[str, Any] = dict(plan=plan, compile=compile, state=state, time_limit_seconds=time_limit_seconds, cache=cache)
-        return Deferred(lambda inputs: parallelize(model, cluster, inputs, **options, **rest))
+        rest: dict[str, Any] = dict(plan=plan, compile=compile, state=state, cache=cache)
+        return Deferred(lambda args, batch: parallelize(model, cluster, _named(model, args, batch), **options, **rest))
     _join(cluster)
     tensors = {**state_of(model), **(state or {})}
 
     def chosen() -> Plan:
         _check_state(tensors)
         if plan is None:
-            folder = plan_folder() if cache else None
-            return make_plan(model, cluster, example_inputs, **options, time_limit_seconds=time_limit_seconds, cache=folder)
-        return check_plan(plan, model, cluster, example_inputs)
+            return make_plan(model, cluster, example_inputs, **options, cache=plan_folder() if cache else None)
+        return check_plan(plan, model, cluster, example_inputs, outputs)
 
     agreed = _on_first_rank(chosen)
     program = load(render(lower(agreed.graph, agreed.candidate)))
     mesh = MeshHandle(program.Program.mesh_axes)
-    return Parallel(program.Program(mesh), FirstRank(tensors), compile=compile)
+    form = agreed.graph.interface.returns if agreed.graph.interface else None
+    return Parallel(program.Program(mesh), FirstRank(tensors), compile=compile, form=form)
 
 
 class Deferred(Parallel):
     """A parallel model that is built by its first call, when it sees a batch. Then it *becomes* that `Parallel`."""
 
-    def __init__(self, build: Callable[[ExampleInputs], Parallel]) -> None:
+    def __init__(self, build: Callable[[tuple[Any, ...], dict[str, Any]], Parallel]) -> None:
         nn.Module.__init__(self)
         self.__dict__["build"] = build
 
-    def forward(self, *args: Any, **batch: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **batch: Any) -> Any:
         training = self.training
-        built = self.__dict__["build"](args or batch)
+        built = self.__dict__["build"](args, batch)
         self.__class__ = Parallel  # type: ignore[assignment]
         self.__dict__ = built.__dict__
         self.train(training)
-        return self(*args, **batch)  # type: ignore[no-any-return]
+        return self(*args, **batch)
 
     def train(self, mode: bool = True) -> Self:
         nn.Module.train(self, mode)
@@ -131,6 +145,14 @@ def _join(cluster: Cluster) -> None:
         ) from None
 
 
+def _named(model: nn.Module, args: tuple[Any, ...], batch: dict[str, Any]) -> ExampleInputs:
+    """A call's arguments as example inputs."""
+    if not (args and batch):
+        return args or batch
+    names = [name for name, each in signature(model.forward).parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    return dict(zip(names, args, strict=False)) | batch
+
+
 def _on_first_rank(make: Callable[[], Plan]) -> Plan:
     """Rank 0's plan on every rank; an error there is raised on all of them, so that none waits for ever."""
     said: list[Any] = [None]
@@ -148,8 +170,10 @@ def _on_first_rank(make: Callable[[], Plan]) -> Plan:
     return made or planfile.decode(text)
 
 
-def check_plan(plan: Plan | str | Path, model: nn.Module, cluster: Cluster, example_inputs: ExampleInputs) -> Plan:
-    """The given plan. PlanMismatch where it was made for another model, batch shape or number of devices."""
+def check_plan(
+    plan: Plan | str | Path, model: nn.Module, cluster: Cluster, example_inputs: ExampleInputs, outputs: Sequence[str] = ()
+) -> Plan:
+    """The given plan. PlanMismatch where it was made for another model, batch shape, number of devices or without outputs."""
     given = plan if isinstance(plan, Plan) else planfile.load(plan)
     if given.candidate.devices != cluster.size:
         raise PlanMismatch(
@@ -158,13 +182,18 @@ def check_plan(plan: Plan | str | Path, model: nn.Module, cluster: Cluster, exam
         )
     check_strategies(given.graph, given.candidate, registry())
     args, kwargs = split_inputs(example_inputs)
-    graph = capture(model, args, kwargs, compute_dtype=given.candidate.precision.compute)
+    planned = tuple(output.path for output in given.graph.outputs)
+    lacking = [path for path in outputs if not any(each == path or each.startswith(f"{path}.") for each in planned)]
+    if lacking:
+        raise PlanMismatch(f"the plan returns no {lacking[0]} beside the loss: plan again with outputs={tuple(outputs)}")
+    statistics = "local" if LOCAL in given.graph.notes else "global"
+    graph = capture(model, args, kwargs, compute_dtype=given.candidate.precision.compute, outputs=planned, batch_norm=statistics)
     if graph.fingerprint != given.graph.fingerprint:
         raise PlanMismatch(
             f"the plan was made for {given.document.model.name} (fingerprint {given.graph.fingerprint[:12]}), this model and "
             f"batch are {graph.name} ({graph.fingerprint[:12]}): plan again with `autopar plan`"
         )
-    return given
+    return given.called_as(graph.interface)
 
 
 def _check_state(tensors: Mapping[str, torch.Tensor]) -> None:

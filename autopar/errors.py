@@ -13,6 +13,10 @@ class CaptureError(AutoparError):
     """The model cannot be captured faithfully: names the module path or the file and line."""
 
 
+class OperatorError(AutoparError):
+    """An operator of `autopar.ops` was called with arguments that do not fit each other."""
+
+
 class UnsupportedOp(AutoparError):
     """Under ``strict``: an operation has no sharding rule."""
 

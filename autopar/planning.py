@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
+from autopar.cost_models.expert_load import ExpertLoad
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import AutoparError, BatchError, UnsupportedOp
 from autopar.ir.chunks import SCHEDULES
@@ -31,7 +32,7 @@ ExampleInputs = Mapping[str, Any] | tuple[Any, ...]
 Progress = Callable[[str], None]
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
-_DEGREES = ("dp", "tp", "tp2", "pp", "virtual", "schedule", "zero", "zero_group", "micro")
+_DEGREES = ("dp", "tp", "tp2", "ep", "pp", "virtual", "schedule", "zero", "zero_group", "micro")
 
 
 def make_plan(
@@ -50,20 +51,26 @@ def make_plan(
     source: str = "",
     progress: Progress | None = None,
     cache: Path | None = None,
+    outputs: Sequence[str] = (),
+    batch_norm: str = "global",
+    expert_load: float | str = 1.0,
 ) -> Plan:
     """Plans without running: needs no process group, and the model may be on the meta device. `autopar.plan` is this function.
 
     Arguments are those of `parallelize`. `batch` is the global batch, where it is not that of `example_inputs`; `seq`,
     `name` and `source` only go into the plan's description; `progress` gets a line per candidate that is solved; `cache` is a
-    folder of plans that were found before. A complete `force` (`solve.complete`) is priced as it is.
+    folder of plans that were found before. `expert_load` is what the busiest rank of dealt-out experts is expected to get over
+    the mean, or the path of a JSON list of tokens per expert. A complete `force` (`solve.complete`) is priced as it is.
     """
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster, cache=cache_folder())
+    if expert_load != 1.0:
+        cluster = replace(cluster, expert_load=ExpertLoad.parse(str(expert_load)))
     chosen = _precision(precision, model)
     wanted = complete(force, chosen, optimizer)
     degrees = {} if wanted else parse_force(force)
     args, kwargs = split_inputs(example_inputs)
-    graph = capture(model, args, kwargs, compute_dtype=chosen.compute)
+    graph = capture(model, args, kwargs, compute_dtype=chosen.compute, outputs=outputs, batch_norm=batch_norm)
     if batch not in (None, graph.batch) and not graph.batch_is_symbolic:
         raise BatchError(f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {batch}")
     rules = registry()
@@ -88,7 +95,7 @@ def make_plan(
     if known is not None:
         if progress is not None:
             progress(f"the search was done before: plan from {cache}")
-        return known
+        return known.called_as(graph.interface)
     found = search(graph, cluster, options, progress)
     if "schedule" not in degrees:
         found = refined(graph, cluster, found, optimizer, asked=asked, progress=progress)
@@ -136,7 +143,7 @@ def plan_folder() -> Path:
 def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments."""
     if isinstance(example_inputs, Mapping):
-        return (), {name: value for name, value in example_inputs.items() if value is not None}
+        return (), dict(example_inputs)
     if isinstance(example_inputs, tuple):
         return example_inputs, {}
     raise BatchError(f"example_inputs is a {type(example_inputs).__name__}: pass a dict of keyword arguments or a tuple")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.cost_models.arcs import ArcCost, arc_cost
-from autopar.cost_models.compute import NodeCost, Profile, node_cost, profile
+from autopar.cost_models.compute import NodeCost, Profile, node_cost, profile, share_of_copies
 from autopar.cost_models.fusion import Fusable, fusable, fused
 from autopar.cost_models.groups import expert_links, state_links
 from autopar.cost_models.hardware import Cluster
@@ -45,6 +45,9 @@ class BlockCosts:
         self.values: dict[str, Value] = block.values()
         self._arcs: dict[tuple[str, Placements, Placements], ArcCost] = {}
         self._profiles: dict[str, Profile] = {}
+        self._bytes: dict[tuple[str, Placements], float] = {}
+        self._kept: dict[int, tuple[NodePlan, tuple[Kept, ...]]] = {}
+        self._costs: dict[int, tuple[NodePlan, NodeCost]] = {}
 
     def like(self, other: BlockCosts) -> None:
         """Takes over what `other`, of the same block on another mesh, knows already, and shares what either finds."""
@@ -81,7 +84,12 @@ class BlockCosts:
 
     def node(self, plan: NodePlan) -> NodeCost:
         """Seconds and FLOPs of one node under one strategy."""
-        return node_cost(self.nodes[plan.node], self.values, plan, self.mesh, self.batch, self.cluster, self.profile(plan.node))
+        found = self._costs.get(id(plan))
+        if found is None:
+            node, known = self.nodes[plan.node], self.profile(plan.node)
+            found = plan, node_cost(node, self.values, plan, self.mesh, self.batch, self.cluster, known)
+            self._costs[id(plan)] = found
+        return found[1]
 
     def arc(self, value: str, source: Placements, target: Placements) -> ArcCost:
         """Seconds of one conversion."""
@@ -103,10 +111,20 @@ class BlockCosts:
 
     def value_bytes(self, value: str, placements: Placements) -> float:
         """Bytes of a value on one device."""
-        return value_bytes(self.values[value], self.batch) / shards(placements, self.mesh.sizes)
+        key = value, placements
+        found = self._bytes.get(key)
+        if found is None:
+            found = self._bytes[key] = value_bytes(self.values[value], self.batch) / shards(placements, self.mesh.sizes)
+        return found
 
-    def kept(self, plan: NodePlan) -> Iterator[Kept]:
+    def kept(self, plan: NodePlan) -> tuple[Kept, ...]:
         """What the node keeps for its backward. Parameters are among it: the caller leaves them out, since they live anyway."""
+        found = self._kept.get(id(plan))  # the same few plans are asked for again and again, and their hash takes longer
+        if found is None:
+            found = self._kept[id(plan)] = plan, tuple(self._keeps(plan))
+        return found[1]
+
+    def _keeps(self, plan: NodePlan) -> Iterator[Kept]:
         node, saved = self.nodes[plan.node], self.saved[plan.node]
         for name, placements, flag in zip(node.operands(), plan.operands, saved.operands, strict=True):
             if flag:
@@ -119,7 +137,8 @@ class BlockCosts:
             name, placements = (
                 (node.operands()[at], plan.operands[at]) if at >= 0 else (node.outputs[-1 - at].name, plan.results[-1 - at])
             )
-            yield Kept(f"{plan.node}+", placements, saved.extra_ratio * self.value_bytes(name, placements))
+            share = saved.extra_ratio * share_of_copies(node, plan, self.profile(plan.node), self.mesh.sizes, self.cluster)
+            yield Kept(f"{plan.node}+", placements, share * self.value_bytes(name, placements))
 
     def state(
         self, stored: Iterable[tuple[Parameter, Placements]], zero: int, precision: Precision, optimizer: Optimizer

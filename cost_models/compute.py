@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 from autopar.cost_models.experts import Experts
 from autopar.cost_models.flops import ATTENTION, CUTS, EXPERTS, FLOAT8, FLOPS, LOOKUPS, LOSSES, SPECIAL, VIEWS, Sizes, packet
-from autopar.cost_models.groups import inner_seconds
 from autopar.cost_models.hardware import Cluster, Device
+from autopar.cost_models.inner import communicated, slowest
 from autopar.cost_models.kernels import (
     SPECIAL_BACKWARD,
     attention_seconds,
@@ -26,9 +25,6 @@ from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, Shard
 from autopar.ir.plan import NodePlan
-from autopar.rules.priced import priced_registry
-from autopar.rules.registry import Registry
-from autopar.rules.strategy import InnerCollective
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +176,7 @@ def price(known: Profile, plan: NodePlan, axis_sizes: Sequence[int], device: Dev
     """Forward and backward seconds, forward and backward FLOPs of one rank."""
     work = prod(work_shards(plan.operands, plan.results, axis_sizes))
     if known.experts is not None:
-        cuts = shards(plan.operands[0], axis_sizes), shards(plan.operands[2], axis_sizes)
+        cuts = expert_cuts(plan, axis_sizes)
         return *known.experts.seconds(device, known.dtype, *cuts), known.forward_flops / work, known.backward_flops / work
     operands = [size / shards(place, axis_sizes) for size, place in zip(known.operand_bytes, plan.operands, strict=True)]
     results = [size / shards(place, axis_sizes) for size, place in zip(known.result_bytes, plan.results, strict=True)]
@@ -196,6 +192,27 @@ def price(known: Profile, plan: NodePlan, axis_sizes: Sequence[int], device: Dev
         traffic = traffic[0] + special, traffic[1] + SPECIAL_BACKWARD * special * (backward > 0)
     first, second = (operation_seconds(device, *each) for each in zip(busy, traffic, known.kernels, strict=True))
     return first, second, *flops
+
+
+def expert_cuts(plan: NodePlan, axis_sizes: Sequence[int]) -> tuple[int, int, int | None]:
+    """Into how many parts copies of tokens are cut, the inside of each expert, and the experts (None: as the operation says)."""
+    if len(plan.operands) < 5:
+        return shards(plan.operands[0], axis_sizes), shards(plan.operands[2], axis_sizes), None
+    copies = inside = experts = 1
+    for token, up, size in zip(plan.operands[0], plan.operands[3], axis_sizes, strict=True):
+        among = isinstance(up, Shard) and up.dim == 0
+        copies *= size if among or isinstance(token, Shard) else 1
+        experts *= size if among else 1
+        inside *= size if isinstance(up, Shard) and not among else 1
+    return copies, inside, experts
+
+
+def share_of_copies(node: Node, plan: NodePlan, known: Profile, axis_sizes: Sequence[int], cluster: Cluster) -> float:
+    """What the busiest rank has of the copies, beside what it has of the tokens: less where experts or their insides are cut."""
+    if packet(node.op) != "ap.moe_experts":
+        return 1.0
+    copies, inside, _ = expert_cuts(plan, axis_sizes)
+    return busiest_rank(known, plan, axis_sizes, cluster) * shards(plan.operands[0], axis_sizes) / (copies * inside)
 
 
 def _computing(
@@ -231,23 +248,6 @@ def local_shape(shape: Sizes, placements: Placements, axis_sizes: Sequence[int])
     return tuple(out)
 
 
-@lru_cache(maxsize=1)
-def _registry() -> Registry:
-    return priced_registry()
-
-
-def inner_collectives(node: Node, values: Mapping[str, Value], function: str) -> tuple[tuple[str, InnerCollective], ...]:
-    """What named function `function` communicates where its factor is sharded: (factor, collective) pairs, from the rules."""
-    rule = _registry().rule(node.op)
-    shapes = tuple(values[name].shape for name in node.operands())
-    return tuple(
-        (named.factor, collective)
-        for named in (rule.functions if rule is not None else ())
-        if named.name == function and named.collectives is not None
-        for collective in named.collectives(node, shapes)
-    )
-
-
 def node_cost(
     node: Node,
     values: Mapping[str, Value],
@@ -260,22 +260,24 @@ def node_cost(
     """The cost of `node` under `plan` at the global `batch`. `known` is its `profile`, for callers that price many plans."""
     known = known or profile(node, values, batch)
     seconds = price(known, plan, mesh.sizes, cluster.device)
-    forward_comm = backward_comm = (0.0,) * len(mesh.sizes)
-    if plan.function:
-        forward_comm, backward_comm = _inner_seconds(node, values, plan, mesh, batch, cluster)
-    return NodeCost(*seconds, forward_comm, backward_comm)
-
-
-def _inner_seconds(
-    node: Node, values: Mapping[str, Value], plan: NodePlan, mesh: Mesh, batch: int, cluster: Cluster
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    forward, backward = [0.0] * len(mesh.sizes), [0.0] * len(mesh.sizes)
+    busiest = busiest_rank(known, plan, mesh.sizes, cluster)
+    if busiest != 1.0:
+        seconds = busiest * seconds[0], busiest * seconds[1], *seconds[2:]
+    if not plan.function:
+        none = (0.0,) * len(mesh.sizes)
+        return NodeCost(*seconds, none, none)
+    slow = slowest(node, values, plan, mesh)
+    forward, backward = slow * seconds[0], slow * seconds[1]
     work = work_shards(plan.operands, plan.results, mesh.sizes)
-    for factor, collective in inner_collectives(node, values, plan.function):
-        for axis, label in enumerate(plan.label):
-            if label != factor:
-                continue
-            full = float(dims.numel(collective.shape, batch) * itemsize(collective.dtype))
-            side = backward if collective.backward else forward
-            side[axis] += inner_seconds(collective, full, axis, plan.label, work, mesh, cluster)
-    return tuple(forward), tuple(backward)
+    inner = communicated(node, values, plan, mesh, batch, cluster, work, (forward, backward))
+    if busiest != 1.0:
+        inner = tuple(tuple(busiest * each for each in side) for side in inner)  # type: ignore[assignment]
+    return NodeCost(forward, backward, *seconds[2:], *inner)
+
+
+def busiest_rank(known: Profile, plan: NodePlan, axis_sizes: Sequence[int], cluster: Cluster) -> float:
+    """Of experts that are dealt out: what the busiest rank gets of the copies over the mean."""
+    if known.experts is None:
+        return 1.0
+    cut = expert_cuts(plan, axis_sizes)[2]
+    return cluster.expert_load.busiest(known.experts.experts, cut) if cut else 1.0

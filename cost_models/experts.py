@@ -37,15 +37,21 @@ class Experts:
 
     @staticmethod
     def of(node: Node, operands: Sequence[Sequence[int]], itemsize: int) -> Experts:
-        """From ``ap.experts(x, scores, up, down, top_k, ep=...)``."""
+        """From ``ap.experts(x, scores, up, down, top_k, ep=...)``, or ``ap.moe_experts(x, experts, weights, up, down, ...)``."""
+        if node.op == "ap.moe_experts":
+            x, ids, _, up, down, *_ = operands
+            wide, inner = prod(up[1:]) // x[-1], prod(down[1:]) // x[-1]
+            return Experts(prod(x[:-1]), ids[-1], up[0], 1, x[-1], wide, inner, itemsize)
         x, _, up, down = operands
         top_k, ep = node.args[4], dict(node.kwargs).get("ep", 1)
         assert isinstance(top_k, int) and isinstance(ep, int)
         return Experts(prod(x[:-1]), top_k, up[0], ep, x[-1], up[1], down[2], itemsize)
 
-    def seconds(self, device: Device, dtype: str, token_cut: int, inner_cut: int) -> tuple[float, float]:
-        """Forward and backward. Tokens are cut into `token_cut` parts, the inside of each expert into `inner_cut`."""
-        held = max(1, self.experts // self.ep)
+    def seconds(
+        self, device: Device, dtype: str, token_cut: int, inner_cut: int, expert_cut: int | None = None
+    ) -> tuple[float, float]:
+        """Forward and backward. Copies of tokens are cut into `token_cut` parts, the inside of each expert into `inner_cut`."""
+        held = max(1, self.experts // (expert_cut or self.ep))
         copies = self.tokens * self.top_k / token_cut
         rows, up, down = max(1, round(copies / held)), self.up // inner_cut, self.down // inner_cut
         forward = product_seconds(device, dtype, held, rows, up, self.hidden)

@@ -28,16 +28,16 @@ LOOKUPS = frozenset(["aten.embedding", "aten.index_select", "aten.gather", "aten
 """Operations that read of their first operand only as much as they return."""
 
 
-ATTENTION = frozenset(["aten.scaled_dot_product_attention", "ap.context_attention"])
+ATTENTION = frozenset(["aten.scaled_dot_product_attention", "ap.attention", "ap.context_attention"])
 """Attention in one kernel, which keeps no scores."""
 
 SPECIAL = frozenset(
     "aten." + name
     for name in ("gelu", "silu", "tanh", "sigmoid", "exp", "log", "erf", "softmax", "log_softmax", "elu", "pow", "dropout")
-) | frozenset(["ap.dropout", "ap.cross_entropy_sum"])
+) | frozenset(["ap.dropout", "ap.random", "ap.cross_entropy_sum"])
 """Operations with a transcendental function, or a random number, for each element."""
 
-EXPERTS = frozenset(["ap.experts", "ap.experts_float8"])
+EXPERTS = frozenset(["ap.moe_experts", "ap.experts", "ap.experts_float8"])
 """Routed experts."""
 
 LOSSES = frozenset(["ap.cross_entropy_sum", "ap.cross_entropy_in_place"])
@@ -81,18 +81,40 @@ def _convolution(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
 
 
 def _attention(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
-    """Two products, scores and values: ``2 b n s t (d + e)``; causal: half of them (FlashAttention-2, arXiv 2307.08691).
+    """Two products, scores and values: ``2 b n s t (d + e)``; causal: half of them (FlashAttention-2, arXiv 2307.08691); with a
+    window those pairs of positions that it allows.
 
     Chunks of a sequence (``ap.context_attention``) see all `parts` chunks; equal work for each, as with mirrored pairs of chunks.
     """
     q, k, v = a[:3]
     keys = k[-2] * int(argument(node, 99, "parts", 1))  # type: ignore[call-overload]
     causal = argument(node, 5, "is_causal", False) is True
+    window = argument(node, 99, "window")
+    if window is not None:
+        assert isinstance(window, tuple)
+        return float(2 * prod(q[:-2]) * _pairs(q[-2], keys, window[0], 0 if causal else window[1]) * (q[-1] + v[-1]))
     return float(2 * prod(q[:-1]) * keys * (q[-1] + v[-1])) * (0.5 if causal else 1.0)
+
+
+def _pairs(queries: int, keys: int, left: int, right: int) -> int:
+    """How many pairs (i, j) of a query and a key have ``-left <= j - i <= right``; -1 is without end."""
+
+    def up_to(distance: int) -> int:
+        """Pairs with ``j - i <= distance``: the sum over i of ``i + distance + 1``, between 0 and the number of keys."""
+
+        def total(last: int) -> int:
+            inside = max(0, min(last, keys))
+            return inside * (inside + 1) // 2 + max(0, last - keys) * keys
+
+        return total(queries + distance) - total(distance)
+
+    return (queries * keys if right < 0 else up_to(right)) - (up_to(-left - 1) if left >= 0 else 0)
 
 
 def _experts(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
     """Every token through `top_k` experts: ``2 tokens k (F_up + F_down) H``."""
+    if node.op == "ap.moe_experts":
+        return 2.0 * prod(a[1]) * (prod(a[3][1:]) + prod(a[4][1:]))
     top_k = node.args[4]
     assert isinstance(top_k, int)
     return 2.0 * prod(a[0][:-1]) * top_k * (a[2][1] + a[3][2]) * a[0][-1]
@@ -102,6 +124,7 @@ FLOPS: Mapping[str, Callable[[Node, Sequence[Sizes], Sequence[Sizes]], float]] =
     "aten.linear": _linear,
     "ap.linear_kn": _linear_kn,
     "ap.linear_float8": _linear,
+    "ap.moe_experts": _experts,
     "ap.experts": _experts,
     "ap.experts_float8": _experts,
     "aten.mm": _product,
@@ -115,6 +138,7 @@ FLOPS: Mapping[str, Callable[[Node, Sequence[Sizes], Sequence[Sizes]], float]] =
     "aten.conv3d": _convolution,
     "aten.conv_transpose2d": _convolution,
     "aten.scaled_dot_product_attention": _attention,
+    "ap.attention": _attention,
     "ap.context_attention": _attention,
 }
 """Forward FLOPs of matrix-product-like operations; others count none (as torch.utils.flop_counter). A multiply-add is two."""

@@ -13,7 +13,7 @@ from autopar.cost_models.compute import Profile
 from autopar.cost_models.flops import FLOPS, LOOKUPS, VIEWS, packet
 from autopar.ir.graph import Block, Node
 
-_ALONE = frozenset(["ap.cross_entropy_sum", "ap.cross_entropy_in_place", "ap.experts", "ap.experts_float8"])
+_ALONE = frozenset(["ap.cross_entropy_sum", "ap.cross_entropy_in_place", "ap.moe_experts", "ap.experts", "ap.experts_float8"])
 
 
 @dataclass(frozen=True, slots=True)

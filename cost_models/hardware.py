@@ -12,6 +12,7 @@ from autopar.cost_models import cluster_parts as parts
 from autopar.cost_models.axes import check_mesh, links_across, links_of_axis, links_of_group
 from autopar.cost_models.cluster_file import GIB, plain, preset_path, presets
 from autopar.cost_models.devices import AxisLink, Device, Level, Link, NodeGroup, Store
+from autopar.cost_models.expert_load import ExpertLoad, load
 from autopar.cost_models.keeping import Keeping
 from autopar.cost_models.overlap import Overlap
 from autopar.cost_models.slowest import slowest, slowest_device, slowest_note
@@ -53,8 +54,8 @@ class Cluster:
     the smallest capacity, and of each link level the smallest bandwidth and the largest latency. Work is not dealt out unevenly.
 
     `host` and `nvme` are where a device can offload to (None: unknown), `algorithms` is what the collective library chooses from,
-    `overlap` what the software of the step hides, `keeping` how it keeps the state. `note` is what
-    to know of the figures: when they were measured, how sure they are, which device's they are.
+    `overlap` what the software of the step hides, `keeping` how it keeps the state, `expert_load` how evenly routers deal tokens
+    to experts. `note` is what to know of the figures: when they were measured, how sure they are, which device's they are.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Cluster:
     overlap: Overlap = Overlap()
     note: str = ""
     keeping: Keeping = Keeping()
+    expert_load: ExpertLoad = ExpertLoad()
 
     def __hash__(self) -> int:
         return hash((self.name, self.size, self.device.name))
@@ -120,6 +122,7 @@ class Cluster:
             "groups": parts.listed(parts.group),
             "overlap": parts.overlap,
             "keeping": parts.keeping,
+            "expert_load": load,
         }
         cluster: Cluster = parts.made(Cluster, data, "", readers)
         parts.check(cluster.device, cluster.links, cluster.size, cluster.algorithms)

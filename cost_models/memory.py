@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.cost_models.block import BlockCosts
+from autopar.cost_models.compute import share_of_copies
 from autopar.cost_models.flops import VIEWS, packet
 from autopar.cost_models.replay import Replay
 from autopar.cost_models.storages import Aliases, State, aliases
@@ -56,7 +57,8 @@ def _largest_bytes(costs: BlockCosts, plan: NodePlan) -> float:
     node, at = costs.nodes[plan.node], costs.saved[plan.node].largest
     if at < 0:
         return costs.value_bytes(node.outputs[-1 - at].name, plan.results[-1 - at])
-    return costs.value_bytes(node.operands()[at], plan.operands[at]) if plan.operands else 0.0
+    whole = costs.value_bytes(node.operands()[at], plan.operands[at]) if plan.operands else 0.0
+    return whole * share_of_copies(node, plan, costs.profile(plan.node), costs.mesh.sizes, costs.cluster)
 
 
 def made_bytes(costs: BlockCosts, plan: NodePlan) -> float:
@@ -93,14 +95,17 @@ class BlockMemory:
     peak_nodes: tuple[str, str] = ("", "")
 
 
-def block_memory(costs: BlockCosts, plan: BlockPlan) -> BlockMemory:
-    """What one call of the block keeps, each tensor once. Parameters as they are stored live anyway."""
+def block_memory(
+    costs: BlockCosts, plan: BlockPlan, same: Aliases | None = None, replay: Replay | None = None
+) -> BlockMemory:
+    """What one call of the block keeps, each tensor once. Parameters as they are stored live anyway. `same` and `replay` are
+    those of the plan, for callers that have them."""
     block = costs.block
-    same = aliases(block, plan.nodes, plan.arcs)
+    same = same or aliases(block, plan.nodes, plan.arcs)
     inputs = [(value.name, at) for value, at in zip(block.inputs, plan.inputs, strict=True)]
     ends = {same.find(state): -1 - index for index, state in enumerate(zip(block.outputs, plan.outputs, strict=True))}
     ends.update({same.find(state): index for index, state in enumerate(inputs)})
-    replay = Replay.of(costs, plan, same)
+    replay = replay or Replay.of(costs, plan, same)
     gradients = sum(costs.value_bytes(name, at) for name, at in inputs if costs.values[name].differentiable)
     made, working, nodes = _run(costs, plan)
     recomputed, offloaded = sum(replay.recomputed.values()), sum(replay.offloaded.values())

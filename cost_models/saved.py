@@ -8,7 +8,7 @@ sums the gradient of q in float32 (FlashAttention-2, arXiv 2307.08691, algorithm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -85,7 +85,7 @@ def _asked(question: _Question, kind: str) -> Saved:
     if question.op in EXPERTS:
         return _experts(question)
     attention = question.op in ATTENTION
-    if attention and kind != "cpu":
+    if attention and (kind != "cpu" or question.op.startswith("ap.")):
         return _attention(question)
     try:
         if attention:
@@ -104,6 +104,8 @@ def _bytes(shape: dims.Shape, dtype: str) -> int:
 def _experts(question: _Question) -> Saved:
     """Tokens and scores; and of each copy of a token, what goes into the up product (a byte an element in float8), what comes out
     of it, and what goes into the down product."""
+    if question.op == "ap.moe_experts":
+        return _moe_experts(question)
     (x, *_), _, (up, *_), (down, *_) = question.operands
     top_k, hidden, wide, inner = question.args[4], x[-1], up[1], down[2]
     assert isinstance(top_k, int) and isinstance(hidden, int) and isinstance(wide, int) and isinstance(inner, int)
@@ -111,12 +113,35 @@ def _experts(question: _Question) -> Saved:
     return Saved((True, True, False, False), (False,), top_k * (product * (hidden + inner) + wide) / hidden, 0)
 
 
+def _moe_experts(question: _Question) -> Saved:
+    """All operands but the chosen experts; of each copy where it came from, where it goes, and what the first product gave.
+
+    For a moment the forward holds of each copy a token and its result, or what is inside; the backward all steps of the gate with
+    their gradients, or the gradient of the first product and two of a token (`autopar.runtime.experts`).
+    """
+    (x, dtype, _), (ids, *_), _, (up, *_), (down, *_), *biases = question.operands
+    copies, width = prod(dims.values(ids, _SAMPLE_BATCH)), x[-1]
+    assert isinstance(width, int)
+    wide = prod(dims.values(up[1:], 1)) // width
+    inner = prod(dims.values(down[1:], 1)) // width
+    unit = copies * _bytes((1,), dtype) / _bytes(x, dtype)
+    extra = unit * wide + 2 * copies * _bytes((1,), "int64") / _bytes(x, dtype)
+    kept = (True, False, True, True, True, *(True for _ in biases))
+    forward, backward = max(2 * width, 2 * inner, width + inner), max(2 * inner + 2 * wide, 4 * inner + width, wide + 2 * width)
+    return Saved(kept, (False,), extra, 0, forward_ratio=unit * forward, backward_ratio=unit * backward)
+
+
 def _attention(question: _Question) -> Saved:
     (shape, dtype, _) = question.operands[0]
     logsumexp = 4 * prod(dims.values(shape, _SAMPLE_BATCH)[:-1])
     ratio = logsumexp / _bytes(shape, dtype)
     in_float = 4 / torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-    return Saved((True,) * len(question.operands), (True,), ratio, 0, backward_ratio=in_float + ratio)
+    forward, backward = 0.0, in_float + ratio
+    if question.op == "ap.attention":  # adds up its pieces in float32: the result, and the gradients of all three
+        others = sum(_bytes(other, kind) for other, kind, _ in question.operands[1:3]) / _bytes(shape, dtype)
+        forward, backward = in_float + ratio, in_float * (1 + others) + ratio
+    kept = (True,) * len(question.operands)
+    return Saved(kept, (True,), ratio, 0, forward_ratio=forward, backward_ratio=backward)
 
 
 def _observed(question: _Question, device: str = "meta") -> Saved:
@@ -270,6 +295,11 @@ def _dropout(x: torch.Tensor, p: float) -> torch.Tensor:
     return torch.ops.aten.native_dropout(x, p, True)[0]  # type: ignore[no-any-return]
 
 
+def _local_mean(x: torch.Tensor, dims: Sequence[int], correction: int) -> torch.Tensor:
+    mean = x.sum(tuple(dims), keepdim=True)
+    return mean.expand(x.shape[0], *mean.shape[1:])
+
+
 def _function(op: str) -> Any:
     own = {
         "ap.linear_kn": _linear_kn,
@@ -277,6 +307,7 @@ def _function(op: str) -> Any:
         "ap.cross_entropy_in_place": _cross_entropy_in_place,
         "ap.cross_entropy_sum": _cross_entropy_sum,
         "ap.dropout": _dropout,
+        "ap.local_mean": _local_mean,
     }
     if op in own:
         return own[op]

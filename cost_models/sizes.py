@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.ir import dims
-from autopar.ir.graph import Value
+from autopar.ir.graph import Graph, Value
+from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.placement import Placements, Shard
 
 _ITEMSIZE = {
@@ -32,6 +33,20 @@ def itemsize(dtype: str) -> int:
 def value_bytes(value: Value, batch: int) -> int:
     """Bytes of the global tensor at global batch `batch`."""
     return dims.numel(value.shape, batch) * itemsize(value.dtype)
+
+
+def held_by_user(graph: Graph, batch: int, mesh: Mesh) -> float:
+    """Bytes on one device of what the user's loop holds during a step: the global batch, which every rank has, and the outputs
+    beside the loss, of which a data rank has its own part (model axes are taken to cut nothing of it)."""
+    given = sum(value_bytes(value, batch) for value in graph.inputs)
+    asked, returned = {output.value for output in graph.outputs}, 0
+    for call in graph.calls if asked else ():
+        block = graph.block(call.block)
+        made = {name: inner for name, inner in zip(call.outputs, block.outputs, strict=True) if name in asked}
+        if made:
+            values = block.values()
+            returned += sum(value_bytes(values[inner], batch) for inner in made.values())
+    return given + returned / mesh.size_of(DATA_AXIS)
 
 
 def shards(placements: Placements, axis_sizes: Sequence[int]) -> int:

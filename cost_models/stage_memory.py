@@ -9,7 +9,7 @@ from autopar.cost_models.hardware import Cluster
 from autopar.cost_models.memory import call_kept
 from autopar.cost_models.peak import CallMemory, Moment, Peak, peak_of
 from autopar.cost_models.pipeline import held_apart
-from autopar.cost_models.sizes import value_bytes
+from autopar.cost_models.sizes import held_by_user
 from autopar.cost_models.stage_groups import stage_parts
 from autopar.cost_models.stages import Owned
 from autopar.cost_models.state import StateMemory
@@ -60,7 +60,7 @@ def stage_memories(
     kept = call_kept(graph, {name: run.memory for name, run in runs_of[0].items()})
     pipeline = candidate.pipeline
     devices = [part.device for part in stage_parts(cluster, pipeline.stages)]
-    inputs = float(sum(value_bytes(value, candidate.batch) for value in graph.inputs))
+    inputs = held_by_user(graph, candidate.batch, candidate.mesh)
     out = []
     for stage, places in enumerate(chunks_of_ranks(pipeline)):
         mine, runs, device = [owned[index] for index in places], runs_of[stage], devices[stage]

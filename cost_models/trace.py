@@ -43,7 +43,8 @@ class Run:
 
     @staticmethod
     def of(costs: BlockCosts, plan: BlockPlan) -> Run:
-        replay = Replay.of(costs, plan, aliases(costs.block, plan.nodes, plan.arcs))
+        same = aliases(costs.block, plan.nodes, plan.arcs)
+        replay = Replay.of(costs, plan, same)
         axes = len(costs.mesh.sizes)
         trace = _Trace(costs, frozenset((*replay.nodes, *replay.arcs)), [0.0] * axes, [0.0] * axes)
         arcs: dict[str, list[Arc]] = {}
@@ -64,7 +65,7 @@ class Run:
             plan,
             _padded(exposed(trace.forward), away),
             _padded([*exposed(trace.again), *exposed(trace.backward[::-1])], back),
-            block_memory(costs, plan),
+            block_memory(costs, plan, same, replay),
             tuple(trace.axis_seconds),
             trace.model_flops,
             trace.flops,

@@ -3,37 +3,47 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
-from autopar.ir.graph import Node
+from autopar.ir.dims import Shape, value
+from autopar.ir.graph import Block, Node
+from autopar.ir.mesh import Mesh
 from autopar.ir.placement import parse_placement
 from autopar.passes.base import CONVERT, CONVERT_MANY, START, WAIT, kwarg
 from autopar.passes.lowered import Lowered, LoweredBlock
 from autopar.rules.conversions import COLLECTIVES, conversion
+from autopar.rules.rule import argument
+from autopar.runtime.attention_ring import ring_of
 
 Key = tuple[str, str, str]
 """(axis, kind, ``forward`` or ``backward``)"""
 
-INSIDE = {"ap.cross_entropy_sharded": 2}
-"""All-reduces in the forward of named functions."""
+_EXCHANGES = (("all_to_all", "forward", 4), ("all_to_all", "backward", 3))
+INSIDE: dict[str, tuple[tuple[str, str, int], ...]] = {
+    "ap.cross_entropy_sharded": (("all_reduce", "forward", 2),),
+    "ap.moe_experts_dispatched": _EXCHANGES,
+    "ap.moe_experts_start": _EXCHANGES,
+}
+"""Collectives inside named functions. Experts: counts of copies, copies, weights and results; gradients of all but counts."""
 
 
 SAVE_NOTHING = frozenset({CONVERT, CONVERT_MANY, START, WAIT, "aten.add.Tensor", "aten.sub.Tensor", "aten.reshape"})
 """Recomputation stops at the last tensor that the backward needs: at the end of a block these are not run again."""
 
 
-def collectives_of_block(lowered: LoweredBlock) -> Counter[Key]:
+def collectives_of_block(lowered: LoweredBlock, mesh: Mesh) -> Counter[Key]:
     """Of one call of the block. A bucket is one collective each way; what is recomputed runs its forward in the backward, too."""
     out: Counter[Key] = Counter()
     nodes = list(lowered.block.nodes)
     for node in nodes:
-        out.update(_of_node(node))
+        out.update(_of_node(node, mesh, lowered.block))
     if lowered.recompute:
         while nodes and nodes[-1].op in SAVE_NOTHING:
             nodes.pop()
     else:
         nodes = [node for node in nodes if lowered.runs_again(node)]
     for node in nodes:
-        found = _of_node(node).items()
+        found = _of_node(node, mesh, lowered.block).items()
         out.update(Counter({(axis, kind, "backward"): n for (axis, kind, way), n in found if way == "forward"}))
     return out
 
@@ -42,13 +52,27 @@ def collectives(lowered: Lowered) -> Counter[Key]:
     """Of a whole step."""
     out: Counter[Key] = Counter()
     for call in lowered.calls:
-        out.update(collectives_of_block(lowered.block(call.block)))
+        out.update(collectives_of_block(lowered.block(call.block), lowered.mesh))
     return out
 
 
-def _of_node(node: Node) -> Counter[Key]:
+def _ring(node: Node, size: int, shapes: Mapping[str, Shape]) -> tuple[tuple[str, str, int], ...]:
+    """Halves are exchanged before and behind; blocks come once each way, and their gradients go back."""
+    operands = [shapes[name] for name in node.operands()]
+    queries, keys = (value(shape[-2], 1) for shape in operands[:2])
+    causal, window = bool(argument(node, 5, "is_causal", False)), argument(node, 99, "window")
+    rows = len(operands) > 3 and len(operands[3]) > 1 and operands[3][-2] != 1
+    ring = ring_of(size, 0, "", queries, keys, causal, window, rows)  # type: ignore[arg-type]
+    steps, halves = len(ring.steps()), 2 * ring.zigzag
+    return ("all_to_all", "forward", steps + halves), ("all_to_all", "backward", 2 * steps + halves)
+
+
+def _of_node(node: Node, mesh: Mesh, block: Block) -> Counter[Key]:
+    if node.op == "ap.attention_ring":
+        axis, shapes = kwarg(node, "axis"), {name: value.shape for name, value in block.values().items()}
+        return Counter({(axis, kind, way): count for kind, way, count in _ring(node, mesh.size_of(axis), shapes)})
     if node.op in INSIDE:
-        return Counter({(kwarg(node, "axis"), "all_reduce", "forward"): INSIDE[node.op]})
+        return Counter({(kwarg(node, "axis"), kind, way): count for kind, way, count in INSIDE[node.op]})
     if node.op not in (CONVERT, CONVERT_MANY, START):
         return Counter()
     source, target = (parse_placement(text) for text in kwarg(node, "move").split(" -> "))

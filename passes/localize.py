@@ -50,6 +50,11 @@ def _by_axis(node: Node, axis: str) -> Node:
 FUNCTIONS: dict[str, tuple[int, int, Callable[[Node, str], Node]]] = {
     "ap.embedding_sharded": (0, 0, _embedding),
     "ap.cross_entropy_sharded": (0, -1, _by_axis),
+    "ap.moe_experts_owned": (3, 0, _by_axis),
+    "ap.moe_experts_dispatched": (3, 0, _by_axis),
+    "ap.attention_ring": (0, -2, _by_axis),
+    "ap.attention_rows": (0, -2, _by_axis),
+    "ap.attention_heads": (0, -3, _by_axis),
 }
 """By function: the operand and its dimension that are cut on the axis, and how its arguments are written."""
 
@@ -100,11 +105,11 @@ class Localize:
             raise PlanError(f"{node.name} ({node.op}) cannot run on shards: {error}") from None
         if plan is not None and plan.function:
             node = _function(node, plan, tuple(len(after[name].shape) for name in operands), context)
-        return self._dropout(node, stage.placements[operands[0]], context) if draws_masks(node) else node
+        return self._drawn(node, stage.placements[node.name], context) if draws_masks(node) else node
 
     @staticmethod
-    def _dropout(node: Node, placements: Placements, context: Context) -> Node:
-        """Ranks that hold different elements draw different masks."""
+    def _drawn(node: Node, placements: Placements, context: Context) -> Node:
+        """Ranks that hold different elements draw different numbers."""
         pairs = zip(context.mesh.names, placements, context.mesh.sizes, strict=True)
         axes = tuple(name for name, where, size in pairs if isinstance(where, Shard) and size > 1)
         return replace(node, kwargs=(*node.kwargs, ("sharded_axes", axes)))

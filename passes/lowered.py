@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.ir.graph import Block, Call, Node, Value
+from autopar.ir.interface import Interface
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Precision
 from autopar.ir.schedule import Schedule
@@ -50,11 +51,21 @@ class LoweredBlock:
 @dataclass(frozen=True, slots=True)
 class LoweredChunk:
     """A run of calls of a pipeline: the values that it takes from the chunk before (`receives`) and hands to the one behind
-    (`sends`; the last one: the loss), with one rank's shapes."""
+    (`sends`; the last one: the loss and the outputs), with one rank's shapes."""
 
     calls: tuple[Call, ...]
     receives: tuple[Value, ...]
     sends: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredOutput:
+    """What the program returns behind the loss: its path in the model's result, the value, and its placement text per axis where
+    it is not equal on all ranks."""
+
+    path: str
+    value: str
+    placements: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,13 @@ class Lowered:
     chunks: tuple[LoweredChunk, ...] = ()
     schedule: Schedule | None = None
     weight_versions: int = 1
+    outputs: tuple[LoweredOutput, ...] = ()
+    interface: Interface | None = None
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """What the program returns."""
+        return (self.loss, *(output.value for output in self.outputs))
 
     @property
     def stages(self) -> int:

@@ -16,9 +16,10 @@ from autopar.passes.base import Context, Pass, Stage
 from autopar.passes.bucket_conversions import BucketConversions
 from autopar.passes.cast_parameters import CastParameters, stored_dtype
 from autopar.passes.dead_code import DeadCode
+from autopar.passes.dispatch_behind import DispatchBehind
 from autopar.passes.insert_conversions import InsertConversions
 from autopar.passes.localize import Localize, localize_value
-from autopar.passes.lowered import Lowered, LoweredBlock, LoweredChunk, Spec
+from autopar.passes.lowered import Lowered, LoweredBlock, LoweredChunk, LoweredOutput, Spec
 from autopar.passes.overlap import Overlap
 from autopar.passes.readable_names import ReadableNames
 from autopar.passes.replay import Replay
@@ -42,6 +43,7 @@ def passes() -> tuple[Pass, ...]:
         DeadCode(),
         CastParameters(),
         BucketConversions(),
+        DispatchBehind(),
         Overlap(),
         ReadableNames(),
     )
@@ -80,7 +82,17 @@ def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None) -> Lower
         chunks=_chunks(staged, context),
         schedule=schedule,
         weight_versions=candidate.pipeline.weight_versions,
+        outputs=_outputs(graph, candidate),
+        interface=graph.interface,
     )
+
+
+def _outputs(graph: Graph, candidate: Candidate) -> tuple[LoweredOutput, ...]:
+    """Where each output is when the program ends."""
+    places = {
+        name: where for call in graph.calls for name, where in zip(call.outputs, candidate.block(call.block).outputs, strict=True)
+    }
+    return tuple(LoweredOutput(each.path, each.value, _texts(places[each.value], candidate)) for each in graph.outputs)
 
 
 def _schedule(staged: Staged) -> Schedule:

@@ -46,7 +46,7 @@ def split_stages(graph: Graph, candidate: Candidate) -> Staged:
     """The chunks in the model's order; for one stage, all calls. PlanError where the graph cannot be cut so."""
     pipeline = candidate.pipeline
     if pipeline.stages == 1:
-        return Staged(graph, candidate, (ChunkCalls(graph.calls, (), (graph.loss,)),))
+        return Staged(graph, candidate, (ChunkCalls(graph.calls, (), graph.results),))
     chunks = chunk_calls(graph, pipeline)
     check_cuts(graph, chunks)
     known = repeatable(graph)
@@ -56,10 +56,11 @@ def split_stages(graph: Graph, candidate: Candidate) -> Staged:
     crosses = crossing(graph, chunks, pipeline.repeated)
     writer = _Writer(graph, candidate)
     made = []
-    for chunk, receives, sends in zip(chunks, ((), *crosses), (*crosses, (graph.loss,)), strict=True):
+    for chunk, receives, sends in zip(chunks, ((), *crosses), (*crosses, graph.results), strict=True):
         own = {name for index in chunk for name in graph.calls[index].outputs}
         calls = tuple(graph.calls[index] for index in chunk)
-        missing = {name for call in calls for name in call.inputs} & set(pipeline.repeated) - own
+        read = {name for call in calls for name in call.inputs} | (set(graph.results) if chunk is chunks[-1] else set())
+        missing = read & set(pipeline.repeated) - own
         made.append(ChunkCalls((*writer.repeat(missing, [known[name] for name in sorted(missing)]), *calls), receives, sends))
     blocks, plans = (*graph.blocks, *writer.blocks), (*candidate.blocks, *writer.plans)
     return Staged(replace(graph, blocks=blocks), replace(candidate, blocks=plans), tuple(made))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from autopar.capture.fold import fold
 from autopar.capture.normalize import normalize
 from autopar.capture.outline import CannotOutline
 from autopar.capture.trace import trace
+from autopar.errors import CaptureError
 from autopar.ir.graph import Graph
 
 __all__ = ["capture"]
@@ -24,17 +25,23 @@ def capture(
     *,
     compute_dtype: str | None = None,
     allowed_functions: tuple[str, ...] = (),
+    outputs: Sequence[str] = (),
+    batch_norm: str = "global",
 ) -> Graph:
     """Captures the forward of `model` up to its loss. The model is not touched and may be on the meta device.
 
     `compute_dtype` (``bfloat16``) is the dtype in which floating parameters enter the forward. `allowed_functions` are names of
-    ``autograd.Function`` classes that may be traced through. Errors: CaptureError, one line with the user's file and line.
+    ``autograd.Function`` classes that may be traced through. `outputs` are fields of the model's result (``logits``,
+    ``hidden_states.1``) that are wanted beside the loss. `batch_norm` is ``local`` where its
+    statistics are to be those of each data rank's own examples. Errors: CaptureError, one line with the user's file and line.
     """
+    if batch_norm not in ("global", "local"):
+        raise CaptureError(f"batch_norm={batch_norm!r} is not known: write global or local")
     given = (model, args, kwargs or {}, compute_dtype, allowed_functions)
     try:
-        traced = trace(*given)
+        traced = trace(*given, asked=tuple(outputs))
         flat = convert(traced)
     except CannotOutline:
-        traced = trace(*given, outlined=False)
+        traced = trace(*given, outlined=False, asked=tuple(outputs))
         flat = convert(traced)
-    return fold(model, normalize(flat), traced)
+    return fold(model, normalize(flat, batch_norm == "local"), traced)

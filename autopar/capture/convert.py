@@ -11,8 +11,10 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 
 from autopar.capture.flat import Flat, Source
+from autopar.capture.guards import refuse_random
 from autopar.capture.outline import NAMESPACE
 from autopar.capture.span import Span
 from autopar.capture.trace import NO_GRAD_MARK, Traced, data_dependent
@@ -24,7 +26,7 @@ _DROPPED = frozenset(("device", "layout", "memory_format", "pin_memory", "non_bl
 _ASSERTS = ("_assert", "sym_constrain", "_guards")
 _NO_GRADIENT = frozenset(
     ("detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones")
-    + ("new_full", "new_empty", "argmax", "argmin", "floor_divide", "bernoulli", "one_hot")
+    + ("new_full", "new_empty", "argmax", "argmin", "floor_divide", "bernoulli", "one_hot", "histc")
 )
 
 
@@ -76,16 +78,18 @@ class _Converter:
                     )
             elif node.op == "call_function":
                 self.call(node)
-        mutated, loss = [], ""
+        mutated, returned = [], list[str]()
         output = next(node for node in reversed(program.graph.nodes) if node.op == "output")
         for spec, result in zip(signature.output_specs, output.args[0], strict=True):
             if spec.kind is OutputKind.USER_OUTPUT:
-                loss = self.names[result]
+                returned.append(self.names[result])
             elif spec.kind is OutputKind.BUFFER_MUTATION:
                 mutated.append((self.original(str(spec.target)), self.names[result]))
             else:
                 raise CaptureError(f"the model writes to {spec.target} in forward; only buffers may be updated there")
-        flat = Flat(tuple(inputs), (*sources, *self.copied), tuple(self.nodes), loss, tuple(mutated))
+        outputs = tuple(zip(self.traced.outputs, returned[1:], strict=True))
+        every = (*sources, *self.copied)
+        flat = Flat(tuple(inputs), every, tuple(self.nodes), returned[0], tuple(mutated), outputs=outputs)
         for span in self.spans.values():
             span.check_outside(flat)
         return flat
@@ -108,11 +112,12 @@ class _Converter:
 
     def in_batch(self, size: Any) -> Dim:
         """A size in B. CaptureError where a tensor's data decides it."""
-        where = source_of(self.current) if self.current is not None else ""
+        where = place_of(self.current) if self.current is not None else ""
         if free_unbacked_symbols(size):
             raise CaptureError(data_dependent(where or "the model"))
         batch = sympy.Symbol(BATCH, integer=True, positive=True)
-        found = size.node.expr.subs({symbol: batch for symbol in size.node.expr.free_symbols})
+        expr = size.node.expr
+        found = without_casts(expr).subs({symbol: batch for symbol in expr.free_symbols})
         if not found.is_rational_function(batch):
             raise CaptureError(
                 f"{where or 'the model'}: the size {found} is no polynomial in the batch B; use sizes that the batch multiplies"
@@ -120,6 +125,9 @@ class _Converter:
         return simplify(found)
 
     def value(self, name: str, tensor: torch.Tensor, differentiable: bool) -> Value:
+        if tensor.is_complex():
+            where = source_of(self.current) if self.current is not None else ""
+            raise CaptureError(f"{where or name}: complex numbers are not supported; compute with two real tensors")
         shape: Shape = tuple(self.dim(size) for size in tensor.shape)
         value = Value(name, shape, str(tensor.dtype).removeprefix("torch."), differentiable)
         self.values[name] = value
@@ -160,7 +168,7 @@ class _Converter:
         result = node.meta.get("val")
         target = str(node.target)
         if target.startswith(("aten.item.", "aten._local_scalar_dense.")):
-            raise CaptureError(data_dependent(source_of(node) or "the model"))
+            raise CaptureError(data_dependent(place_of(node) or "the model"))
         if any(word in target for word in _ASSERTS):
             return
         tensors = result if isinstance(result, (tuple, list)) else (result,)
@@ -173,6 +181,7 @@ class _Converter:
         if schema.startswith(f"{NAMESPACE}."):
             self.several[node] = self.layer(node)
             return
+        refuse_random(op, node, source_of(node) or "the model")
         args = tuple(self.arg(arg) for arg in node.args)
         kwargs = tuple((key, self.arg(arg)) for key, arg in node.kwargs.items() if key not in _DROPPED)
         trace = (node.meta.get("custom") or {}).get(NO_GRAD_MARK)
@@ -220,6 +229,20 @@ class _Converter:
             self.copied += own
             self.values.update((value.name, value) for copied in copies for value in copied.outputs)
         return outputs
+
+
+def place_of(node: fx.Node) -> str:
+    """The line, and the module that it belongs to."""
+    line, module = source_of(node), module_of(node)
+    return f"{line} (module {module})" if line and module else line or module
+
+
+def without_casts(found: sympy.Expr) -> sympy.Expr:
+    """Without ``float(size)`` and with plain quotients: they are numbers of Python, whose value is the same."""
+    found = found.replace(ToFloat, lambda x: x)
+    for quotient in (FloatTrueDiv, IntTrueDiv):
+        found = found.replace(quotient, lambda a, b: a / b)
+    return sympy.nsimplify(found, rational=True)
 
 
 def module_of(node: fx.Node) -> str:

@@ -21,7 +21,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """`updates` are (buffer's original name, value name). Node.module is the absolute module path here."""
+    """`updates` are (buffer's original name, value name), `outputs` (path in the model's result, value name) of what is returned
+    beside the loss. Node.module is the absolute module path here."""
 
     inputs: tuple[Value, ...]
     sources: tuple[Source, ...]
@@ -29,6 +30,12 @@ class Flat:
     loss: str
     updates: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    outputs: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Values that are read at the end: the loss, outputs, new values of buffers."""
+        return (self.loss, *(name for _, name in self.outputs), *(name for _, name in self.updates))
 
     def values(self) -> dict[str, Value]:
         out = {value.name: value for value in self.inputs}
@@ -40,9 +47,9 @@ class Flat:
         return {value.name: node for node in self.nodes for value in node.outputs}
 
     def uses(self) -> dict[str, int]:
-        """How many operands read each value; the loss and updates count too."""
+        """How many operands read each value; `results` count too."""
         counts: dict[str, int] = {}
-        for name in (*(name for node in self.nodes for name in node.operands()), self.loss, *(name for _, name in self.updates)):
+        for name in (*(name for node in self.nodes for name in node.operands()), *self.results):
             counts[name] = counts.get(name, 0) + 1
         return counts
 
@@ -82,18 +89,20 @@ def rewrite_nodes(flat: Flat, step: Rewrite) -> Flat:
         names.update((old, names.get(new_name, new_name)) for old, new_name in aliases.items())
     loss = names.get(flat.loss, flat.loss)
     updates = tuple((buffer, names.get(name, name)) for buffer, name in flat.updates)
-    return replace(flat, nodes=tuple(nodes), loss=loss, updates=updates)
+    outputs = tuple((path, names.get(name, name)) for path, name in flat.outputs)
+    return replace(flat, nodes=tuple(nodes), loss=loss, updates=updates, outputs=outputs)
 
 
 def drop_dead(flat: Flat) -> Flat:
     """Without nodes whose results nobody reads, nor unread sources."""
-    live = {flat.loss, *(name for _, name in flat.updates)}
+    live = set(flat.results)
     nodes: list[Node] = []
     for node in reversed(flat.nodes):
         if any(value.name in live for value in node.outputs):
             nodes.append(node)
             live.update(node.operands())
-    sources = tuple(source for source in flat.sources if source.value.name in live)
+    written = {buffer for buffer, _ in flat.updates}  # also one whose old value nobody reads
+    sources = tuple(source for source in flat.sources if source.value.name in live or source.name in written)
     return replace(flat, nodes=tuple(reversed(nodes)), sources=sources)
 
 

@@ -11,7 +11,9 @@ from torch import nn
 
 from autopar.capture.flat import Flat, Source, rename
 from autopar.capture.trace import Traced
+from autopar.errors import CaptureError
 from autopar.ir.graph import Block, Call, Graph, Node, Parameter, Value
+from autopar.ir.interface import Output
 
 _NAMED_AFTER_MODULE = (
     "aten.linear",
@@ -40,7 +42,8 @@ def fold(model: nn.Module, flat: Flat, traced: Traced) -> Graph:
     calls: list[Call] = []
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     graph_names = {value.name: value.name for value in flat.inputs}
-    final_uses = {flat.loss, *(name for _, name in flat.updates)}
+    check_outputs(flat)
+    final_uses = set(flat.results)
     later = [set(final_uses)]
     for piece in reversed(pieces[1:]):
         later.append(later[-1] | {name for node in piece.nodes for name in node.operands()})
@@ -72,7 +75,10 @@ def fold(model: nn.Module, flat: Flat, traced: Traced) -> Graph:
                 shaped.parameters,
             )
         )
-    fingerprint = hashlib.sha256("\n".join((*blocks, *map(str, calls), *map(str, flat.inputs))).encode()).hexdigest()[:16]
+    outputs = tuple(Output(path, graph_names[name]) for path, name in flat.outputs)
+    fixed = sorted(str(each) for each in traced.interface.arguments if not each.input and not each.optional)
+    told = (*blocks, *map(str, calls), *map(str, (*flat.inputs, *outputs)), *fixed)
+    fingerprint = hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
     return Graph(
         type(model).__name__,
         flat.inputs,
@@ -83,7 +89,17 @@ def fold(model: nn.Module, flat: Flat, traced: Traced) -> Graph:
         fingerprint,
         traced.symbolic,
         flat.notes,
+        outputs,
+        traced.interface,
     )
+
+
+def check_outputs(flat: Flat) -> None:
+    """CaptureError for an output that no operation makes."""
+    given = {value.name for value in flat.inputs} | {source.value.name for source in flat.sources}
+    for path, name in flat.outputs:
+        if name in given:
+            raise CaptureError(f"output {path} is an input, a parameter or a buffer of the model itself: leave it out of outputs")
 
 
 def glue_name(index: int, total: int) -> str:
@@ -170,7 +186,8 @@ def shape_block(piece: Piece, flat: Flat, known: Names, used_later: set[str], na
     inputs = tuple(name for name in outside if name not in sources)
     parameters = tuple(sources[name] for name in outside if name in sources)
     outputs = tuple(value.name for node in piece.nodes for value in node.outputs if value.name in used_later)
-    outputs = tuple(output for output in outputs if output == flat.loss or output not in {new for _, new in flat.updates})
+    returned, written = {flat.loss, *(name for _, name in flat.outputs)}, {new for _, new in flat.updates}
+    outputs = tuple(output for output in outputs if output in returned or output not in written)
     if flat.loss in graph_inputs:
         outputs = (*outputs, flat.loss)
     names: dict[str, str] = {}

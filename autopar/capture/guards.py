@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from autopar.capture.normalize.random import KNOWN
 from autopar.errors import CaptureError
 
 _TORCH_ROOT = torch.__file__.rsplit("/", 1)[0]
@@ -34,6 +35,24 @@ def refuse_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise CaptureError(f"parameter {name} has a gradient hook, which the parallel program would not call; remove it")
+
+
+def refuse_complex(model: nn.Module) -> None:
+    """CaptureError for complex parameters and buffers."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_complex():
+            raise CaptureError(f"{name} is {tensor.dtype}: complex numbers are not supported; keep two real tensors")
+
+
+def refuse_random(op: str, node: fx.Node, where: str) -> None:
+    """CaptureError for random operations that shards cannot draw apart: ranks would draw equal or contradicting numbers."""
+    still = op.split(".")[1] in ("lstm", "gru", "rnn_tanh", "rnn_relu") and 0.0 in node.args  # no dropout between its layers
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or (op == "aten.rrelu" and True in node.args)
+    if random and not still and op not in KNOWN:
+        raise CaptureError(
+            f"{where}: {op} draws random numbers that shards cannot draw apart; "
+            "use dropout, torch.rand_like, randn_like, bernoulli, or pass the numbers in with the batch"
+        )
 
 
 @contextmanager

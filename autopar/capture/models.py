@@ -96,6 +96,22 @@ def _llama3(width: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
     return _decoder(width, ffn, layers, heads, 8, 128256, 131072, rms_norm_eps=1e-5, rope_parameters=rope)
 
 
+def _mixtral(width: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
+    experts = dict(num_local_experts=8, num_experts_per_tok=2, rope_parameters=dict(rope_type="default", rope_theta=1e6))
+    return _decoder(width, ffn, layers, heads, 8, 32768, 65536, rms_norm_eps=1e-5, sliding_window=None, **experts)
+
+
+def _deepseek_v3() -> dict[str, Any]:
+    """arXiv 2412.19437, section 4.2, and the published config.json."""
+    latent = dict(q_lora_rank=1536, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
+    experts = dict(
+        n_routed_experts=256, num_experts_per_tok=8, n_shared_experts=1, n_group=8, topk_group=4, moe_intermediate_size=2048,
+        first_k_dense_replace=3, norm_topk_prob=True, routed_scaling_factor=2.5,
+    )  # fmt: skip
+    rope = dict(rope_type="default", rope_theta=10000.0)
+    return _decoder(7168, 18432, 61, 128, 128, 129280, 163840, rms_norm_eps=1e-6, rope_parameters=rope, **latent, **experts)
+
+
 def _encoder(width: int, ffn: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
     return dict(
         hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
@@ -114,12 +130,17 @@ def bundled() -> dict[str, Bundled]:
         "llama3-70b": Bundled("Llama 3 70B", "llama", _llama3(8192, 28672, 80, 64), 8192),
         "llama3-405b": Bundled("Llama 3.1 405B", "llama", _llama3(16384, 53248, 126, 128), 8192),
         "qwen3-8b": Bundled("Qwen3 8B", "qwen3", _decoder(4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128), 4096),
+        "mixtral-8x22b": Bundled("Mixtral 8x22B, 141 B", "mixtral", _mixtral(6144, 16384, 56, 48), 4096),
+        "deepseek-v3": Bundled("DeepSeek-V3 without multi-token prediction, 671 B", "deepseek_v3", _deepseek_v3(), 4096),
         "bert-large": Bundled("BERT large, masked language model", "bert", _encoder(1024, 4096, 24, 16, vocab_size=30522), 512),
         "vit-huge": Bundled("ViT huge, 14 x 14 patches of 224 x 224", "vit", _encoder(1280, 5120, 32, 16, patch_size=14, **vit)),
         "mlp": Bundled("a small multilayer perceptron", build=Mlp),
         "convnet": Bundled("a small convolutional network with batch norm", build=ConvNet),
         "gpt2-tiny": Bundled("GPT-2 for tests", "gpt2", _gpt2(64, 2, 4, 128, 64), 16),
         "llama-tiny": Bundled("Llama for tests", "llama", _decoder(64, 128, 2, 4, 2, 128, 64), 16),
+        "mixtral-tiny": Bundled(
+            "Mixtral for tests", "mixtral", _decoder(64, 128, 2, 4, 2, 128, 64, num_local_experts=4, num_experts_per_tok=2), 16
+        ),
         "qwen3-tiny": Bundled("Qwen3 for tests", "qwen3", _decoder(64, 128, 2, 4, 2, 128, 64, head_dim=16), 16),
         "bert-tiny": Bundled("BERT for tests", "bert", _encoder(64, 128, 2, 4, vocab_size=128, max_position_embeddings=64), 16),
         "vit-tiny": Bundled("ViT for tests", "vit", _encoder(64, 128, 2, 4, **tiny)),

@@ -35,7 +35,9 @@ class Span:
         """Others read nothing of it but its results, and it writes no buffer."""
         hidden = self.inside() - set(self.outputs)
         own = {id(node) for node in self.nodes}
-        read = {name for node in flat.nodes if id(node) not in own for name in node.operands()} | {flat.loss}
+        read = {name for node in flat.nodes if id(node) not in own for name in node.operands()} | {
+            flat.loss, *(name for _, name in flat.outputs)
+        }
         if hidden & read or any(name.startswith(f"{self.path}.") for name, _ in flat.updates):
             raise CannotOutline(f"{self.path} hands out or writes more than its result")
 

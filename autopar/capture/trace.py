@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import re
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
-from torch.utils._pytree import tree_leaves
 
+from autopar.capture.bind import Bound, batch_of, bind_inputs
 from autopar.capture.chain import join_layers
-from autopar.capture.guards import refuse_custom_functions, refuse_hooks
+from autopar.capture.experts import experts_as_operator
+from autopar.capture.flex import flex_as_operations
+from autopar.capture.guards import refuse_complex, refuse_custom_functions, refuse_hooks
 from autopar.capture.outline import outline
-from autopar.errors import CaptureError
+from autopar.capture.returned import take_apart
+from autopar.errors import CaptureError, OperatorError
+from autopar.ir.interface import Form, Interface
 
 NO_GRAD_MARK = "autopar_no_grad"
 
@@ -37,49 +40,40 @@ class Traced:
     symbolic: bool
     ties: Mapping[str, str]
     """Every name of a tied parameter or buffer, to its first one."""
+    outputs: tuple[str, ...] = ()
+    """Paths of what the program returns behind the loss."""
+    interface: Interface = Interface()
+
+
+Told = tuple[Form, tuple[str, ...], tuple[str, ...]]
+"""The form of the model's result, the paths of what is returned behind the loss, and of what is left out."""
 
 
 class LossOnly(nn.Module):
-    """Calls the model with one dictionary and returns its scalar loss."""
+    """Calls the model with one dictionary of tensors and returns its scalar loss, and what of its result was `asked` for."""
 
-    def __init__(self, model: nn.Module, constants: Mapping[str, Any], compute_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        bound: Bound,
+        compute_dtype: torch.dtype | None,
+        asked: Sequence[str],
+        tell: Callable[[Told], None],
+    ) -> None:
         super().__init__()
         self.module = model
-        self.constants = dict(constants)
+        self.bound = bound
         self.compute_dtype = compute_dtype
+        self.asked = tuple(asked)
+        self.tell = tell  # export undoes what a forward writes into attributes
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
         dtype = self.compute_dtype
         if dtype is not None:  # as FSDP2's mixed precision does (cast_forward_inputs)
             batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
-        return find_loss(self.module(**batch, **self.constants))
-
-
-def find_loss(output: Any) -> Tensor:
-    """The scalar: the output itself, its ``.loss``, its ``["loss"]``, or the first of a tuple. CaptureError otherwise."""
-    candidate = output
-    if isinstance(output, Mapping):
-        candidate = output["loss"] if "loss" in output else first_scalar(output.values())
-    elif not isinstance(output, Tensor) and hasattr(output, "loss"):
-        candidate = output.loss
-    elif isinstance(output, (tuple, list)):
-        candidate = first_scalar(output)
-    if not isinstance(candidate, Tensor) or not is_scalar(candidate):
-        raise CaptureError(
-            f"the model returns {type(output).__name__} without a scalar loss; return the loss, or an object with .loss "
-            "(Hugging Face models need labels in the example inputs)"
-        )
-    return candidate.reshape(()) if candidate.dim() else candidate
-
-
-def is_scalar(tensor: Tensor) -> bool:
-    """One element, whatever the batch."""
-    return all(isinstance(size, int) and size == 1 for size in tensor.shape)
-
-
-def first_scalar(items: Iterable[Any]) -> Tensor | None:
-    """The first tensor of one element."""
-    return next((item for item in items if isinstance(item, Tensor) and is_scalar(item)), None)
+        returned = take_apart(self.module(**self.bound.arguments(batch)), self.asked)
+        self.tell((returned.form, tuple(returned.outputs), returned.left_out))
+        return (returned.loss, *returned.outputs.values()) if self.asked else returned.loss
 
 
 def copy_without_data(model: nn.Module, compute_dtype: torch.dtype | None) -> nn.Module:
@@ -93,34 +87,6 @@ def copy_without_data(model: nn.Module, compute_dtype: torch.dtype | None) -> nn
     return copy.deepcopy(model, memo)
 
 
-def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and constants by the names of forward's parameters. CaptureError for what cannot be named."""
-    signature = inspect.signature(model.forward)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise CaptureError(f"the example inputs do not fit {type(model).__name__}.forward{signature}: {error}") from None
-    flat: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            flat.update(value)
-        elif kind is inspect.Parameter.VAR_POSITIONAL:
-            raise CaptureError(f"{type(model).__name__}.forward takes *{name}; pass the example inputs by keyword")
-        else:
-            flat[name] = value
-    tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
-    constants = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
-    if "use_cache" in signature.parameters:
-        constants["use_cache"] = False  # Hugging Face: a cache for generation, which training never reads
-    if not tensors:
-        raise CaptureError("the example inputs hold no tensor; pass a dict of keyword arguments or a tuple")
-    for name, constant in constants.items():
-        if isinstance(constant, (list, tuple, dict)) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(constant)):
-            raise CaptureError(f"input {name} nests tensors in a {type(constant).__name__}; pass tensors as keyword arguments")
-    return tensors, constants
-
-
 def trace(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -128,35 +94,41 @@ def trace(
     compute_dtype: str | None,
     allowed: tuple[str, ...],
     outlined: bool = True,
+    asked: tuple[str, ...] = (),
 ) -> Traced:
     """Exports with a symbolic batch; where the model specialises it, once more with the batch as it is.
 
     `outlined`: of equal layers one is traced (see `outline`); what fails so is traced in full.
     """
     refuse_hooks(model)
-    tensors, constants = bind_inputs(model, args, kwargs)
-    leading = Counter(tensor.shape[0] for tensor in tensors.values() if tensor.dim())
-    batch = leading.most_common(1)[0][0] if leading else 1
+    refuse_complex(model)
+    bound = bind_inputs(model, args, kwargs)
+    tensors, batch = bound.tensors, batch_of(bound.tensors)
     dtype = getattr(torch, compute_dtype) if compute_dtype else None
     attempts = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
     for symbolic, short in attempts:
-        clone = LossOnly(copy_without_data(model, dtype), constants, dtype)
+        told: list[Told] = []
+        clone = LossOnly(copy_without_data(model, dtype), bound, dtype, asked, told.append)
         try:
             with ExitStack() as stack:
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
                 stack.enter_context(quiet_logs())
                 stack.enter_context(refuse_custom_functions(allowed))
+                stack.enter_context(flex_as_operations())
+                stack.enter_context(experts_as_operator(clone.module))
                 if short and not stack.enter_context(outline(clone.module)):
                     continue
                 program = export_copy(clone, tensors, batch, symbolic)
-            return Traced(program, tuple(tensors), batch, symbolic, tied_names(model))
+            form, paths, left_out = told[-1]
+            interface = replace(bound.interface, returns=form, left_out=left_out)
+            return Traced(program, tuple(tensors), batch, symbolic, tied_names(model), paths, interface)
         except CaptureError:
             raise
         except Exception as error:
             if short or (symbolic and not is_data_dependent(error)):
                 continue
-            raise explain(error, model) from None
+            raise explain(error, clone.module) from None
     raise AssertionError
 
 
@@ -219,22 +191,31 @@ def data_dependent(where: str) -> str:
     """The one line for what a graph cannot hold."""
     return (
         f"{where}: control flow or a size depends on the data of a tensor; "
-        "use torch.where or masks instead of if, .item() or boolean indexing"
+        "use torch.where or masks instead of if, .item() or boolean indexing (routed experts: call autopar.ops.moe_experts)"
     )
+
+
+def frame_names(traceback: TracebackType) -> tuple[str, ...]:
+    """The first argument of the function that runs there: a method's own object."""
+    return traceback.tb_frame.f_code.co_varnames[:1]
 
 
 def explain(error: Exception, model: nn.Module) -> CaptureError:
     """One line with the user's file and line."""
-    where = ""
+    where, paths = "", {id(module): path for path, module in model.named_modules() if path}
     traceback = error.__traceback__
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        if "/torch/" not in file and "/autopar/capture/" not in file and "<" not in file and "contextlib" not in file:
+        if not any(part in file for part in ("/torch/", "/autopar/capture/", "/autopar/ops/", "<", "contextlib")):
             where = f"{file}:{traceback.tb_lineno}"
+            inside = next((paths.get(id(traceback.tb_frame.f_locals.get(name))) for name in frame_names(traceback)), None)
+            where += f" (module {inside})" if inside else ""
         traceback = traceback.tb_next
     if match := re.search(r'File "([^"]+)", line (\d+)', str(error)):
         where = where or f"{match[1]}:{match[2]}"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if isinstance(error, OperatorError):
+        return CaptureError(f"{where or type(model).__name__}: {error}")
     if is_data_dependent(error):
         return CaptureError(data_dependent(where or type(model).__name__))
     if "same device" in first:

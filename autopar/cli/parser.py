@@ -64,6 +64,12 @@ def build_parser() -> argparse.ArgumentParser:
     _planning(plan)
     plan.add_argument("--cluster", required=True, metavar="C", help=CLUSTER_HELP)
     plan.add_argument("--optimizer", default="adamw", help="adamw (default), adam, sgd, ...: how much state each parameter has")
+    plan.add_argument(
+        "--expert-load", default="1.0", metavar="1.3",
+        help="busiest rank over the mean where experts are dealt out, or a JSON list of tokens per expert (default 1.0)",
+    )  # fmt: skip
+    plan.add_argument("--batch-norm", default="global", help="global (default), or local: by each data rank")
+    plan.add_argument("--outputs", default="", metavar="logits,...", help="fields of the model's result beside the loss")
     plan.add_argument("-o", "--output", metavar="plan.json", help="where to write the plan")
 
     inspect = add("inspect", "inspect", "show what a plan chose, at each level")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cli.baselines import baseline_table
+from autopar.cli.experts import expert_rows
 from autopar.cli.output import Output, percent, seconds, size
 from autopar.cli.stages import stages
 from autopar.errors import PlanError
@@ -58,6 +59,9 @@ def make(
         seq=arguments.seq or _sequence(loaded.example_inputs),
         progress=output.progress,
         cache=None if arguments.no_cache else plan_folder(),
+        batch_norm=getattr(arguments, "batch_norm", "global"),
+        expert_load=getattr(arguments, "expert_load", 1.0),
+        outputs=tuple(filter(None, getattr(arguments, "outputs", "").split(","))),
     )
     return plan, loaded.model, loaded.example_inputs
 
@@ -94,6 +98,8 @@ def summary(plan: Plan, output: Output) -> None:
     ]  # fmt: skip
     if document.replicated_ops:
         rows.append(("no rule for", ", ".join(document.replicated_ops)))
+    rows += expert_rows(plan)
+    rows += _returned(plan)
     output.table(str(plan), ("", "chosen"), rows)
     stages(plan, output)
     baseline_table(document.baselines, predicted.step_seconds, predicted.peak_memory_bytes, output)
@@ -114,6 +120,17 @@ def _candidates(every: Sequence[MeshResult]) -> list[tuple[str, ...]]:
 
 
 _ROWS = 12
+
+
+def _returned(plan: Plan) -> list[tuple[str, str]]:
+    """What the program returns of the model's result, where that is more than a loss; and what capture noted."""
+    graph = plan.graph
+    left_out = graph.interface.left_out if graph.interface is not None else ()
+    notes = [("note", note) for note in graph.notes]
+    if not (graph.outputs or left_out):
+        return notes
+    said = ", ".join(("loss", *(output.path for output in graph.outputs)))
+    return [("returns", said + (f"; None for {', '.join(left_out)} (ask with --outputs)" if left_out else "")), *notes]
 
 
 def _parts(count: int) -> str:

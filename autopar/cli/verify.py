@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import spawn
 
 from autopar.cli.output import Output
 from autopar.cli.plan import make
-from autopar.errors import ClusterError, PlanMismatch
+from autopar.errors import ClusterError, PlanError, PlanMismatch
 from autopar.ir.describe import words
 from autopar.ir.graph import draws_masks
 from autopar.ir.planfile import Plan, load
@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     plan, model, example = _plan(arguments, output)
     size = plan.candidate.devices
     output.progress(f"running {words(plan.graph, plan.candidate)} on {size} local processes")
+    if any(node.op == "ap.random" for block in plan.graph.blocks for node in block.nodes):
+        raise PlanError(f"{plan.graph.name} draws random numbers beside dropout: two runs of it differ")
     dtype = getattr(torch, plan.candidate.precision.master)
     model = model.to(dtype).train(not _random(plan))
     batch = {name: value.to(dtype) if value.is_floating_point() else value for name, value in _named(plan, example).items()}
@@ -98,7 +100,7 @@ def _distributed(plan: Plan, model: nn.Module, batch: dict[str, torch.Tensor]) -
     job = {
         "program": render(lower(plan.graph, plan.candidate)),
         "state": {name: tensor.detach() for name, tensor in state.items()},
-        "batch": batch,
+        "batch": {value.name: batch[value.name].to(getattr(torch, value.dtype)) for value in plan.graph.inputs},
         "learning_rate": LEARNING_RATE,
         "training": model.training,
     }

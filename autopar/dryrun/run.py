@@ -15,6 +15,7 @@ from autopar.ir.planfile import Plan
 from autopar.passes.pipeline import lower
 from autopar.program.build import load
 from autopar.program.source import render
+from autopar.runtime.inputs import ByName
 from autopar.runtime.mesh import MeshHandle
 from autopar.runtime.parallel import Parallel
 
@@ -94,7 +95,8 @@ def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: t
             watch.start_step(forget_peak=step == 1)
             if step == 2:
                 watch.at = watch.peak.operation, lambda: found.extend(_sorted(watch.live(), parallel, optimizer, batch))
-            loss = parallel(**batch)
+            result = parallel(ByName(batch))
+            loss = result if isinstance(result, torch.Tensor) else result.loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

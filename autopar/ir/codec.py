@@ -7,20 +7,24 @@ from typing import Any
 
 from autopar.ir.document import (
     ArcInfo,
+    ArgumentDoc,
     AxisInfo,
     BlockDoc,
     BlockInfo,
     CallDoc,
     GraphDoc,
+    InterfaceDoc,
     MeshInfo,
     NodeDoc,
     OpInfo,
+    OutputDoc,
     ParameterDoc,
     PlanDocument,
     ScheduleInfo,
     ValueDoc,
 )
 from autopar.ir.graph import Arg, Block, Call, DType, Graph, Node, Parameter, Ref, Symbol, Value
+from autopar.ir.interface import Argument, Interface, Output
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.placement import Placements, format_placements, parse_placements
 from autopar.ir.plan import Arc, BlockPlan, Candidate, NodePlan, Pipeline, Precision
@@ -118,7 +122,24 @@ def encode_graph(graph: Graph) -> GraphDoc:
         fingerprint=graph.fingerprint,
         batch_is_symbolic=graph.batch_is_symbolic,
         notes=graph.notes,
+        outputs=tuple(OutputDoc(each.path, each.value) for each in graph.outputs),
+        interface=_encode_interface(graph.interface),
     )
+
+
+def _encode_interface(interface: Interface | None) -> InterfaceDoc | None:
+    if interface is None:
+        return None
+    arguments = tuple(ArgumentDoc(each.path, each.input, each.constant, each.optional) for each in interface.arguments)
+    return InterfaceDoc(interface.positional, arguments, encode_arg(interface.returns), interface.left_out)
+
+
+def _decode_interface(doc: InterfaceDoc | None) -> Interface | None:
+    if doc is None:
+        return None
+    arguments = tuple(Argument(each.path, each.input, each.constant, each.optional) for each in doc.arguments)
+    returns: Any = decode_arg(doc.returns)
+    return Interface(doc.positional, arguments, returns, doc.left_out)
 
 
 def decode_graph(doc: GraphDoc) -> Graph:
@@ -144,6 +165,8 @@ def decode_graph(doc: GraphDoc) -> Graph:
         fingerprint=doc.fingerprint,
         batch_is_symbolic=doc.batch_is_symbolic,
         notes=doc.notes,
+        outputs=tuple(Output(each.path, each.value) for each in doc.outputs),
+        interface=_decode_interface(doc.interface),
     )
 
 

@@ -10,16 +10,28 @@ from autopar.ir.placement import Shard
 from autopar.ir.plan import Candidate
 
 _PLACES = {
-    "embedding_sharded": "vocabulary-parallel embedding",
-    "cross_entropy_sharded": "vocabulary-parallel loss",
+    "embedding_sharded": ("v", "vocabulary-parallel embedding"),
+    "cross_entropy_sharded": ("v", "vocabulary-parallel loss"),
+    "attention_ring": ("s", "ring attention"),
+    "attention_rows": ("s", "attention by queries"),
+    "attention_heads": ("h", "query heads, key heads everywhere"),
+    "moe_experts_dispatched": ("e", "experts dealt out, tokens exchanged"),
+    "moe_experts_owned": ("e", "experts dealt out, tokens everywhere"),
 }
+"""By function: the factor that it cuts, and what people call it."""
+_PRODUCTS = ("aten.linear", "ap.linear_float8", "ap.linear_kn")
+_ATTENTION = ("aten.scaled_dot_product_attention", "ap.attention")
 _LINEAR = {"n": "column", "k": "row"}
 
 
 def parallelism(graph: Graph, candidate: Candidate) -> Parallelism:
-    """Degrees per kind; `zero` is that of the blocks that hold most parameters."""
+    """Degrees per kind; `zero` is that of the blocks that hold most parameters. A model axis counts as the first of these that it
+    is: experts are dealt over it; a sequence is cut and no weight of a product is; else tensor parallelism."""
     mesh = candidate.mesh
-    model_ranks = mesh.size // mesh.size_of(DATA_AXIS)
+    degrees = {"ep": 1, "cp": 1, "tp": 1}
+    for index, axis in enumerate(mesh.axes):
+        if axis.name != DATA_AXIS:
+            degrees[_kind(graph, candidate, index)] *= axis.size
     weight: dict[int, int] = {}
     for plan in candidate.blocks:
         block = graph.block(plan.block)
@@ -27,7 +39,18 @@ def parallelism(graph: Graph, candidate: Candidate) -> Parallelism:
         weight[plan.zero] = weight.get(plan.zero, 0) + held * graph.count(plan.block)
     zero = max(weight, key=lambda level: weight[level], default=0)
     pipeline = candidate.pipeline
-    return Parallelism(dp=mesh.size_of(DATA_AXIS), tp=model_ranks, pp=pipeline.stages, zero=zero, virtual_stages=pipeline.virtual)
+    return Parallelism(
+        dp=mesh.size_of(DATA_AXIS), pp=pipeline.stages, zero=zero, virtual_stages=pipeline.virtual, **degrees
+    )
+
+
+def _kind(graph: Graph, candidate: Candidate, axis: int) -> str:
+    """What a model axis is, in one word."""
+    said = axis_words(graph, candidate, axis)
+    if any(text.startswith("experts dealt out") for text in said):
+        return "ep"
+    sequence = any(text in ("ring attention", "attention by queries", "sequence-sharded activations") for text in said)
+    return "cp" if sequence and not any(text.endswith("parallel linears") for text in said) else "tp"
 
 
 def pipeline_words(candidate: Candidate, bubble_share: float | None = None) -> str:
@@ -64,12 +87,16 @@ def axis_words(graph: Graph, candidate: Candidate, axis: int) -> tuple[str, ...]
         nodes = {node.name: node for node in block.nodes}
         for each in plan.nodes:
             op, label = nodes[each.node].op, each.label[axis] if axis < len(each.label) else ""
-            if op in ("aten.linear", "ap.linear_float8", "ap.linear_kn") and label in _LINEAR:
+            if op in _PRODUCTS and label in _LINEAR:
                 linears.add(_LINEAR[label])
-            if op.startswith("aten.scaled_dot_product_attention") and isinstance(each.results[0][axis], Shard):
-                found["attention heads"] = None
-            if isinstance(each.operands[0][axis] if each.operands else None, Shard) or label not in ("redundant", "pass"):
-                found.update((text, None) for name, text in _PLACES.items() if name in each.function)
+            if op in _ATTENTION and isinstance(place := each.results[0][axis], Shard):
+                rank = len(nodes[each.node].outputs[0].shape)
+                found |= {"attention heads": None} if place.dim == rank - 3 else {}
+                found |= {"attention by queries": None} if place.dim == rank - 2 and not each.function else {}
+            if op == "ap.moe_experts" and label == "f":
+                found["cut inside experts"] = None
+            factor = label.partition(" ")[0]
+            found.update((text, None) for name, (of, text) in _PLACES.items() if name in each.function and of == factor)
     out = [f"{'- and '.join(sorted(linears))}-parallel linears"] if linears else []
     out += found
     out += _between_blocks(graph, candidate, axis)
@@ -85,5 +112,6 @@ def _between_blocks(graph: Graph, candidate: Candidate, axis: int) -> list[str]:
             place = placements[axis]
             if graph.count(block.name) > 1 and isinstance(place, Shard):
                 sequence = place.dim == 1 and len(values[name].shape) == 3
-                found["sequence-sharded activations" if sequence else "sharded activations"] = None
+                kind = "sequence-sharded" if sequence else "batch-sharded" if place.dim == 0 else "sharded"
+                found[f"{kind} activations"] = None
     return list(found)

@@ -207,6 +207,29 @@ class CallDoc(msgspec.Struct, frozen=True):
     parameters: tuple[str, ...]
 
 
+class OutputDoc(msgspec.Struct, frozen=True):
+    """A field of the model's result that is returned beside the loss."""
+
+    path: str
+    value: str
+
+
+class ArgumentDoc(msgspec.Struct, frozen=True, omit_defaults=True):
+    path: str
+    input: str = ""
+    constant: str = ""
+    optional: bool = False
+
+
+class InterfaceDoc(msgspec.Struct, frozen=True):
+    """As in `interface.Interface`; `left_out` names the fields of the result that come back as None."""
+
+    positional: tuple[str, ...] = ()
+    arguments: tuple[ArgumentDoc, ...] = ()
+    returns: Any = None
+    left_out: tuple[str, ...] = ()
+
+
 class GraphDoc(msgspec.Struct, frozen=True):
     name: str
     inputs: tuple[ValueDoc, ...]
@@ -217,6 +240,8 @@ class GraphDoc(msgspec.Struct, frozen=True):
     fingerprint: str
     batch_is_symbolic: bool = True
     notes: tuple[str, ...] = ()
+    outputs: tuple[OutputDoc, ...] = ()
+    interface: InterfaceDoc | None = None
 
 
 class PlanDocument(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.ir.dims import Dim, Shape
+from autopar.ir.interface import Interface, Output
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +77,11 @@ def refs(arg: Arg) -> Iterator[Ref]:
 
 
 def draws_masks(node: Node) -> bool:
-    """Whether the operation is random in training: dropout, and attention with dropout."""
+    """Whether the operation is random: dropout, attention with dropout (both in training only), and random numbers."""
     if node.op == "aten.scaled_dot_product_attention":
         given = node.args[4] if len(node.args) > 4 else dict(node.kwargs).get("dropout_p", 0.0)
         return given != 0.0
-    return node.op == "ap.dropout"
+    return node.op in ("ap.dropout", "ap.random")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +138,9 @@ class Call:
 class Graph:
     """The whole forward. `inputs` are the tensors of the user's batch under their keyword names.
 
-    The one output is `loss`, a scalar. `batch` is the batch size of the example; 0-th dimensions that follow it are ``B``.
-    `batch_is_symbolic` is false where capture had to specialise (then every size is an int).
+    The result is `loss`, a scalar, and beside it the `outputs` that were asked for. `interface` is how the user calls the model
+    (None in graphs that were written by hand: by the names of the inputs). `batch` is the batch size of the example; 0-th
+    dimensions that follow it are ``B``. `batch_is_symbolic` is false where capture had to specialise (then every size is an int).
     """
 
     name: str
@@ -150,6 +152,13 @@ class Graph:
     fingerprint: str
     batch_is_symbolic: bool = True
     notes: tuple[str, ...] = ()
+    outputs: tuple[Output, ...] = ()
+    interface: Interface | None = None
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The values that the program returns: the loss first."""
+        return (self.loss, *(output.value for output in self.outputs))
 
     def block(self, name: str) -> Block:
         return next(block for block in self.blocks if block.name == name)

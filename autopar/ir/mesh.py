@@ -7,6 +7,8 @@ from math import prod
 
 DATA_AXIS = "dp"
 MODEL_AXES = ("tp", "tp2")
+EXPERT_AXIS = "ep"
+"""A model axis that may cut the batch too: experts are dealt over it, while the rest is data parallel on the same ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -25,6 +25,7 @@ from autopar.ir.document import (
     StageInfo,
 )
 from autopar.ir.graph import Graph
+from autopar.ir.interface import Interface
 from autopar.ir.plan import Candidate, Pipeline, Solution
 from autopar.ir.verify import verify_candidate
 
@@ -52,6 +53,13 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def called_as(self, interface: Interface | None) -> Plan:
+        """The plan with what this process knows of the model's call: two of one fingerprint may return classes of other names."""
+        if interface == self.graph.interface:
+            return self
+        graph = replace(self.graph, interface=interface)
+        return Plan(msgspec.structs.replace(self.document, graph=encode_graph(graph)), graph, self.candidate)
 
     def words(self) -> str:
         """The plan in words: ``dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears, attention heads)``."""

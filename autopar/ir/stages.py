@@ -20,12 +20,13 @@ class Piece:
 
 def crossing(graph: Graph, chunks: Sequence[Sequence[int]], repeated: Sequence[str] = ()) -> tuple[tuple[str, ...], ...]:
     """For each cut, between chunk c and c + 1, the values that cross it, in the order in which they are made: made before, read
-    behind, and not `repeated`. `chunks` are the calls of each chunk, which are consecutive. Inputs of the batch are everywhere.
+    behind (outputs: at the end), and not `repeated`. `chunks` are the calls of each chunk, which are consecutive. Inputs of the
+    batch are everywhere.
     """
     out = []
     for chunk in chunks[1:]:
         first = chunk[0]
-        read = {name for call in graph.calls[first:] for name in call.inputs}
+        read = {name for call in graph.calls[first:] for name in call.inputs} | set(graph.results)
         made = [name for call in graph.calls[:first] for name in call.outputs]
         out.append(tuple(name for name in made if name in read and name not in repeated))
     return tuple(out)

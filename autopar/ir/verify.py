@@ -79,6 +79,8 @@ def verify_pipeline(graph: Graph, candidate: Candidate) -> None:
         raise PlanError(f"weight_versions={pipeline.weight_versions}: write 1, or 2 for gradients that are one update late")
     if pipeline.weight_versions > 1:
         _two_versions(candidate)
+        if graph.outputs:
+            raise PlanError(f"two versions of weights return the loss of the batch before, without {graph.outputs[0].path}")
     if pipeline.stages == 1:
         return
     if len(graph.calls) < pipeline.stages * pipeline.virtual:
@@ -223,6 +225,9 @@ def _verify_calls(graph: Graph, candidate: Candidate) -> None:
                 f"{name} is {format_placements(expected)!r} at {other} but {format_placements(placements)!r} at {where}: "
                 "between blocks it has one placement"
             )
+    for output in graph.outputs:
+        if f"value {output.value}" not in seen:
+            raise PlanError(f"the output {output.path} is the value {output.value}, which no block makes")
     loss = seen.get(f"value {graph.loss}")
     if loss is None or any(placement != Invariant() for placement in loss[1]):
         raise PlanError(

@@ -44,6 +44,7 @@ def class_lines(lowered: Lowered, block: LoweredBlock) -> list[str]:
     lines += [f"{INDENT}recompute = True"] * block.recompute
     lines += [f"{INDENT}replays = True"] * block.replays
     lines += [f"{INDENT}draws = True"] * (block.recompute and any(map(draws_masks, block.block.nodes)))
+    lines += [f"{INDENT}noise = True"] * any(node.op == "ap.random" for node in block.block.nodes)
     lines += [f"{INDENT}batch_statistics = True"] * bool(block.block.updates)
     lines += _spec_lines(block.specs)
     return [*lines, "", *_Forward(lowered, block).lines()]

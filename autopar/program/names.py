@@ -46,6 +46,13 @@ OWN = frozenset(
         "roots",
         "loss_dtype",
         "weight_versions",
+        "outputs",
+        "positional",
+        "arguments",
+        "constants",
+        "defaults",
+        "input_dtypes",
+        "noise",
     }
 )
 IMPORTED = frozenset({"Again", "Block", "Parameter", "Program", "Base", "Boundary", "Chunk", "C", "F", "Tensor", "nn", "torch"})

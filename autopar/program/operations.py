@@ -196,6 +196,10 @@ def _layer_norm(call: Call) -> str | None:
     return None if call.kwargs else f"F.layer_norm({', '.join(call.args[:5])})"
 
 
+def _group_norm(call: Call) -> str | None:
+    return None if call.kwargs else f"F.group_norm({', '.join(call.args[:5])})"
+
+
 def _embedding(call: Call) -> str | None:
     padding = call.args[2] if len(call.args) > 2 else "-1"
     if set(call.kwargs) - {"padding_idx"}:
@@ -244,6 +248,12 @@ def _dropout(call: Call) -> str:
     return f"C.dropout({call.args[0]}, {call.args[1]}, self.training, self.mesh, {call.kwargs.get('sharded_axes', '()')})"
 
 
+def _random(call: Call) -> str:
+    drawn = ", ".join(call.args[1:])
+    axes, dtype = call.kwargs.get("sharded_axes", "()"), call.node.outputs[0].dtype
+    return f"C.random({call.args[0]}, {drawn}, torch.{dtype}, self.mesh, {axes})"
+
+
 def _shape_method(call: Call) -> str | None:
     """``x.reshape(B, 16, 64)``."""
     sizes = call.args[1][1:-1].rstrip(",") if len(call.args) == 2 and isinstance(call.node.args[1], tuple) else ""
@@ -258,7 +268,7 @@ flatten unflatten new_zeros new_ones new_empty new_full norm logsumexp repeat_in
 FUNCTIONS = """cat stack where outer maximum minimum logical_and logical_or logical_xor addmm baddbmm full_like zeros_like
 ones_like empty_like conv1d conv2d conv3d nan_to_num floor_divide"""
 FUNCTIONAL = """linear gelu silu relu relu6 elu mish softplus hardswish hardsigmoid leaky_relu max_pool2d avg_pool2d
-adaptive_avg_pool2d one_hot rms_norm group_norm pad glu"""
+adaptive_avg_pool2d one_hot rms_norm pad glu"""
 FACTORIES = "arange full zeros ones empty scalar_tensor rand randn eye linspace"
 INFIX = {
     "aten.add": "+", "aten.sub": "-", "aten.mul": "*", "aten.pow": "**", "aten.remainder": "%",
@@ -284,7 +294,13 @@ WRITERS: dict[str, Writer] = {
     **{f"ap.{name}": _move for name in ("convert", "convert_many", "start")},
     **{f"ap.{name}": _runtime for name in ("wait", "linear_kn", "count_valid", "cross_entropy_sum")},
     **{f"ap.{name}": _runtime for name in ("cross_entropy_sharded", "embedding_sharded")},
+    **{f"ap.{name}": _runtime for name in ("attention", "attention_ring", "attention_rows", "attention_heads")},
+    **{f"ap.{name}": _runtime for name in ("moe_experts", "moe_experts_owned", "moe_experts_dispatched", "expert_capacity")},
+    **{f"ap.{name}": _runtime for name in ("moe_experts_start", "moe_experts_wait")},
+    "aten.histc": lambda call: f"C.histogram({call.listed()})",
     "ap.dropout": _dropout,
+    "ap.random": _random,
+    "ap.local_mean": _runtime,
     "aten.div": _div,
     "aten.true_divide": _div,
     "aten.rsub": _reversed,
@@ -294,6 +310,7 @@ WRITERS: dict[str, Writer] = {
     "aten.index": _index,
     "aten.scaled_dot_product_attention": _attention,
     "aten.layer_norm": _layer_norm,
+    "aten.group_norm": _group_norm,
     "aten.embedding": _embedding,
     "aten._softmax": _softmax("softmax"),
     "aten._log_softmax": _softmax("log_softmax"),

@@ -11,7 +11,7 @@ from autopar.passes.lowered import Lowered, LoweredChunk
 from autopar.passes.readable_names import RESERVED
 from autopar.program.block_source import INDENT, batch_source
 from autopar.program.calls_source import CallsWriter, variable
-from autopar.program.facts import facts, totals_of
+from autopar.program.facts import facts, returned, totals_of
 
 WIDTH = 110
 
@@ -110,6 +110,7 @@ def _chunk(
     results = [value.name for value in chunk.sends]
     writer = CallsWriter(lowered, chunk.calls, results, names)
     writer.write()
+    last = returned if number + 1 == len(lowered.chunks) else ", ".join
     arguments = "".join(f", {names[name]}" for name in (*received, *takes))
     taken = "".join(f'"{known[name]}", ' for name in takes)
     prefixes = list(dict.fromkeys(call.prefix or call.block for call in chunk.calls))
@@ -123,5 +124,5 @@ def _chunk(
         *_init(writer.made),
         f"{INDENT}def forward(self{arguments}):",
         *(f"{INDENT * 2}{line}" for line in writer.body),
-        f"{INDENT * 2}return {', '.join(names[name] for name in results)}",
+        f"{INDENT * 2}return {last(names[name] for name in results)}",
     ]

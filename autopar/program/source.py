@@ -8,7 +8,7 @@ from __future__ import annotations
 from autopar.passes.lowered import Lowered
 from autopar.program.block_source import INDENT, class_lines
 from autopar.program.calls_source import CallsWriter
-from autopar.program.facts import facts, totals_of
+from autopar.program.facts import facts, returned, totals_of
 from autopar.program.pipeline_source import pipeline_classes
 
 RUNTIME = "autopar.runtime"
@@ -55,13 +55,14 @@ def _docstring(lowered: Lowered) -> str:
 def _program(lowered: Lowered) -> list[str]:
     """The program's class."""
     names = {value.name: value.name for value in lowered.inputs}
-    writer = CallsWriter(lowered, lowered.calls, (lowered.loss,), names)
+    writer = CallsWriter(lowered, lowered.calls, lowered.results, names)
     totals = totals_of(lowered, names, writer)
     writer.write()
     arguments = "".join(f", {value.name}" for value in lowered.inputs)
+    more = " and the outputs" if lowered.outputs else ""
     return [
         "class Program(Base):",
-        f'{INDENT}"""The whole step of one rank: its batch to the loss."""',
+        f'{INDENT}"""The whole step of one rank: its batch to the loss{more}."""',
         "",
         *facts(lowered, totals),
         "",
@@ -72,5 +73,5 @@ def _program(lowered: Lowered) -> list[str]:
         *totals.method(lowered),
         f"{INDENT}def forward(self{arguments}{''.join(f', {name}' for name in totals.names)}):",
         *(f"{INDENT * 2}{line}" for line in writer.body),
-        f"{INDENT * 2}return {names[lowered.loss]}",
+        f"{INDENT * 2}return {returned(names[value] for value in lowered.results)}",
     ]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from program import Program
 from runtime.errors import RuntimeProblem
+from runtime.inputs import ByName
 from runtime.mesh import MeshHandle, finish
 from runtime.parallel import Parallel
 
@@ -53,7 +54,8 @@ def main():
     batch = torch.load(HERE / "batch.pt", map_location="cpu", weights_only=True)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=options.lr)
     for step in range(options.steps):
-        loss = parallel(**batch)
+        result = parallel(ByName(batch))
+        loss = getattr(result, "loss", result)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -76,7 +78,8 @@ Written by autopar. Needs torch only:
     torchrun --nproc-per-node {ranks} train.py
 
 * `program.py`: the whole step of one rank; the same file on all ranks.
-* `runtime/`: collectives, state and the handle `Parallel`, an nn.Module whose call takes the global batch and returns the loss.
+* `runtime/`: collectives, state and the handle `Parallel`, an nn.Module whose call takes the global batch and returns the loss,
+  or a namespace of the loss and the outputs that were asked for.
 * `plan.json`: the plan that the program was generated from.
 * `batch.pt`: the global batch, a dict of tensors by input name. `weights.pt`, where there is one: full tensors by original name.
 """

@@ -7,7 +7,7 @@ Lines are in factor notation (see `notation`); operations whose line depends on 
 from __future__ import annotations
 
 from autopar.ir.placement import Invariant
-from autopar.rules import compute, pointwise, views
+from autopar.rules import attention, compute, experts, pointwise, views
 from autopar.rules.rule import Derive, NamedFunction, Rule
 
 LINES = {
@@ -21,6 +21,7 @@ LINES = {
     "ap.cross_entropy_sum": "...+ v+, ...+ -> ()",
     "ap.count_valid": "...+ -> ()",
     "aten.one_hot": "... -> ... c!",
+    "ap.expert_capacity": "... t! k! -> ... t! k!",
 }
 
 FUNCTIONS = {
@@ -30,15 +31,21 @@ FUNCTIONS = {
     "ap.cross_entropy_sum": NamedFunction("v", "ap.cross_entropy_sharded", Invariant(), compute.cross_entropy_collectives),
 }
 
+SEVERAL = {**dict.fromkeys(attention.OPERATIONS, attention.FUNCTIONS), "ap.moe_experts": experts.FUNCTIONS}
+
 DERIVED: dict[str, Derive] = {
     "aten.matmul": compute.matmul,
     "aten.addmm": compute.addmm,
     "aten.baddbmm": compute.addmm,
-    "aten.scaled_dot_product_attention": compute.attention,
+    **dict.fromkeys(attention.OPERATIONS, attention.attention),
+    "ap.moe_experts": experts.moe_experts,
     "aten.conv1d": compute.convolution,
     "aten.conv2d": compute.convolution,
     "aten.conv3d": compute.convolution,
     "aten.convolution": compute.convolution,
+    "aten.conv_transpose1d": compute.transposed_convolution,
+    "aten.conv_transpose2d": compute.transposed_convolution,
+    "aten.conv_transpose3d": compute.transposed_convolution,
     "aten.layer_norm": compute.layer_norm,
     "aten.native_layer_norm": compute.layer_norm,
     "aten.rms_norm": compute.layer_norm,
@@ -94,9 +101,16 @@ DERIVED: dict[str, Derive] = {
     "aten.topk": pointwise.along,
     "aten.sort": pointwise.along,
     "aten.diff": pointwise.along,
+    "aten._weight_norm": pointwise.weight_norm,
     "aten.flip": pointwise.flip,
     "aten.roll": pointwise.roll,
     "aten.gather": pointwise.gather,
+    "aten.slice_scatter": pointwise.slice_scatter,
+    "aten.select_scatter": pointwise.slice_scatter,
+    "aten.scatter": pointwise.scatter,
+    "aten.scatter_add": pointwise.scatter_add,
+    "aten.index_add": pointwise.index_add,
+    "aten.histc": pointwise.histogram,
     "aten.index_select": pointwise.index_select,
     "aten.index": pointwise.index,
     "aten.arange": pointwise.whole_factory,
@@ -110,7 +124,7 @@ clamp clamp_max clamp_min clone copy copysign cos cosh detach div elu eq erf erf
 gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log10 log1p log2 log_sigmoid logical_and
 logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg ones_like pow
 reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign silu sin sinh softplus sqrt square sub tan tanh to trunc
-true_divide where xlogy zeros_like full_like
+true_divide where xlogy zeros_like full_like empty_like
 """
 
 WHOLE_REDUCTIONS = "mean amax amin max min var std prod argmax argmin any all logsumexp linalg_vector_norm"
@@ -134,8 +148,11 @@ def table() -> dict[str, Rule]:
     """Every rule by operation."""
     lines: dict[str, str | Derive] = {**LINES, **DERIVED}
     lines |= {f"aten.{name}": pointwise.elementwise for name in ELEMENTWISE.split()}
-    lines |= {"ap.dropout": pointwise.elementwise}
+    lines |= {"ap.dropout": pointwise.elementwise, "ap.random": pointwise.elementwise, "ap.local_mean": pointwise.local_mean}
     lines |= {f"aten.{name}": pointwise.reduce_whole for name in WHOLE_REDUCTIONS.split()}
     lines |= {f"aten.{name}": pointwise.factory for name in FACTORIES.split()}
     lines |= {op: lines[".".join(op.split(".")[:2])] for op in LINEAR}
-    return {op: Rule(line, LINEAR.get(op, ()), (FUNCTIONS[op],) if op in FUNCTIONS else ()) for op, line in lines.items()}
+    return {
+        op: Rule(line, LINEAR.get(op, ()), (FUNCTIONS[op],) if op in FUNCTIONS else SEVERAL.get(op, ()))
+        for op, line in lines.items()
+    }

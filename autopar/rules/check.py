@@ -6,7 +6,7 @@ from itertools import product
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
 from autopar.ir.placement import format_placements
 from autopar.ir.plan import Candidate
 from autopar.rules.expand import block_strategies
@@ -24,6 +24,7 @@ def check_strategies(graph: Graph, candidate: Candidate, registry: Registry) -> 
                 batch_axis=axis.name == DATA_AXIS,
                 batch_is_symbolic=graph.batch_is_symbolic,
                 registry=registry,
+                any_size=axis.name == EXPERT_AXIS,
             )
             for axis in candidate.mesh.axes
         ]

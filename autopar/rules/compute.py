@@ -1,51 +1,42 @@
-"""Operations that compute and whose line depends on arguments: attention, convolutions, pooling, norms, matmul, losses."""
+"""Operations that compute and whose line depends on arguments: convolutions, pooling, norms, matmul, losses."""
 
 from __future__ import annotations
 
 from autopar.ir.dims import Shape
-from autopar.ir.graph import Node
+from autopar.ir.graph import Arg, Node
 from autopar.rules.lines import fixed, letter, line
 from autopar.rules.pointwise import elementwise
 from autopar.rules.rule import Derive, Derived, argument
 from autopar.rules.strategy import InnerCollective
 
 
-def attention(node: Node, shapes: tuple[Shape, ...]) -> Derived | None:
-    """``aten.scaled_dot_product_attention(q, k, v, mask?, dropout_p, is_causal)``: heads, batch; queries unless causal.
-
-    With ``enable_gqa`` the query heads are ``(g r)``, r for each of the g key-value heads: one axis cuts g, another may cut r.
-    """
-    causal = bool(argument(node, 5, "is_causal", False))
-    grouped = bool(argument(node, 7, "enable_gqa", False)) and shapes[0][-3] != shapes[1][-3]
-    query = "s!" if causal else "s"
-    mask = shapes[3] if len(shapes) > 3 else None
-    if not grouped:
-        extra = "" if mask is None else f", {'... ' if len(mask) > 2 else ''}{query} t!"
-        return Derived(f"... {query} d!, ... t! d!, ... t! e!{extra} -> ... {query} e!")
-    extra = ""
-    if mask is not None:
-        heads = "(g r)" if len(mask) > 2 and mask[-3] != 1 else "1"
-        extra = f", {'... ' if len(mask) > 3 else ''}{heads + ' ' if len(mask) > 2 else ''}{query} t!"
-    text = f"... (g r) {query} d!, ... g t! d!, ... g t! e!{extra} -> ... (g r) {query} e!"
-    return Derived(text, minors=True)
-
-
 def convolution(node: Node, shapes: tuple[Shape, ...]) -> Derived | None:
-    """``conv1d conv2d conv3d`` and ``aten.convolution``: batch, channels in (summed) and out; groups: only batch."""
+    """``conv1d conv2d conv3d convolution``: batch, channels in (summed) and out; groups of channels with their own kernels."""
     general = node.op == "aten.convolution"
     if general and argument(node, 6, "transposed", False):
-        return None
+        return transposed_convolution(node, shapes)
     groups = argument(node, 8 if general else 6, "groups", 1)
-    spatial = len(shapes[1]) - 2
-    batch = ["n"] if len(shapes[0]) == spatial + 2 else []
-    space = [fixed(size) for size in shapes[0][len(batch) + 1 :]]
-    kernel = [fixed(size) for size in shapes[1][2:]]
-    after = [fixed(size) for size in node.outputs[0].shape[len(batch) + 1 :]]
-    into, out = ("c+", "o") if groups == 1 else (None, None)
-    x = [*batch, into or fixed(shapes[0][len(batch)]), *space]
-    weight = [out or fixed(shapes[1][0]), into or fixed(shapes[1][1]), *kernel]
-    bias = [[out or fixed(shape[0])] for shape in shapes[2:]]
-    return Derived(line([x, weight, *bias], [[*batch, out or fixed(shapes[1][0]), *after]]))
+    into, out, within = ("c+", "o", "c+") if groups == 1 else ("(g c!)", "(g o!)", "c!")
+    return _convolution(node, shapes, (into, [out, within], out), groups)
+
+
+def transposed_convolution(node: Node, shapes: tuple[Shape, ...]) -> Derived | None:
+    """``conv_transpose1d`` to ``3d``: as a convolution, the kernels' first dimension is that of the channels in."""
+    groups = argument(node, 8 if node.op == "aten.convolution" else 6, "groups", 1)
+    into, out, within = ("c+", "o", "o") if groups == 1 else ("(g c!)", "(g o!)", "o!")
+    return _convolution(node, shapes, (into, [into, within], out), groups)
+
+
+def _convolution(node: Node, shapes: tuple[Shape, ...], channels: tuple[str, list[str], str], groups: Arg) -> Derived:
+    """`channels` are the words of the channels in the image, of both dimensions of the kernels, and in the result."""
+    assert isinstance(groups, int)
+    result = node.outputs[0].shape
+    batch = ["n"] if len(shapes[0]) == len(shapes[1]) else []
+    x = [*batch, channels[0], *map(fixed, shapes[0][len(batch) + 1 :])]
+    weight = [*channels[1], *map(fixed, shapes[1][2:])]
+    bias = [[channels[2]] for _ in shapes[2:]]
+    known = () if groups == 1 else (("g", groups),)
+    return Derived(line([x, weight, *bias], [[*batch, channels[2], *map(fixed, result[len(batch) + 1 :])]]), known)
 
 
 def layer_norm(node: Node, shapes: tuple[Shape, ...]) -> Derived:
@@ -67,8 +58,11 @@ def first_dims(count: int, node: Node, shapes: tuple[Shape, ...]) -> Derived:
 
 
 def group_norm(node: Node, shapes: tuple[Shape, ...]) -> Derived:
-    """``aten.group_norm(x, groups, w, b)``: over the batch."""
-    return first_dims(1, node, shapes)
+    """``aten.group_norm(x, groups, w, b)``: over the batch and the groups of channels."""
+    groups = node.args[1]
+    assert isinstance(groups, int)
+    x = ["n", "(g c!)", *map(fixed, shapes[0][2:])]
+    return Derived(line([x, *(["(g c!)"] for _ in shapes[1:])], [x]), (("g", groups),))
 
 
 def last_two_whole(node: Node, shapes: tuple[Shape, ...]) -> Derived:
@@ -85,7 +79,13 @@ def pad(node: Node, shapes: tuple[Shape, ...]) -> Derived:
     """``constant_pad_nd pad``: the padded dimensions whole."""
     amounts = node.args[1]
     assert isinstance(amounts, tuple)
-    return first_dims(len(shapes[0]) - len(amounts) // 2, node, shapes)
+    rank = len(shapes[0])
+    padded = {rank - 1 - index // 2 for index, amount in enumerate(amounts) if amount != 0}
+    left, right = (
+        [letter(i) if i not in padded else fixed(size) for i, size in enumerate(shape)]
+        for shape in (shapes[0], node.outputs[0].shape)
+    )
+    return Derived(line([left], [right]))
 
 
 def glu(node: Node, shapes: tuple[Shape, ...]) -> Derived:

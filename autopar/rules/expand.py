@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 from autopar.errors import UnsupportedOp
@@ -10,25 +11,29 @@ from autopar.ir.dims import Dim, Shape, has_batch
 from autopar.ir.graph import Block, DType, Node, Value
 from autopar.ir.placement import Invariant, Partial, Placement, Placements, Replicate, Shard, can_shard
 from autopar.ir.plan import NodePlan
-from autopar.rules.parts import Cut, Fitted, cuts, majors, reads_in
+from autopar.rules.notation import Match, parse
+from autopar.rules.parts import Cut, Fitted, Shardable, cuts, majors, places, reads_in
 from autopar.rules.registry import Registry
-from autopar.rules.rule import NamedFunction, Rule, match
+from autopar.rules.rule import Derive, Derived, NamedFunction, Rule, match
+from autopar.rules.rule import fitted as refit
 from autopar.rules.strategy import PASS, REDUNDANT, AxisStrategy
 
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 def block_strategies(
-    block: Block, axis_size: int, *, batch_axis: bool, batch_is_symbolic: bool, registry: Registry
+    block: Block, axis_size: int, *, batch_axis: bool, batch_is_symbolic: bool, registry: Registry, any_size: bool = False
 ) -> dict[str, tuple[AxisStrategy, ...]]:
     """What every node of a block may do on one mesh axis, by node name.
 
-    The batch axis cuts sizes that hold ``B``, model axes the others; where the batch is not symbolic, either cuts anything.
-    Every node has at least its redundant strategies.
+    The batch axis cuts sizes that hold ``B``, model axes the others; with `any_size` a model axis cuts both, and where the batch
+    is not symbolic, every axis does. Every node has at least its redundant strategies.
     """
 
     def shardable(size: Dim, parts: int) -> bool:
-        if (batch_is_symbolic and has_batch(size) != batch_axis) or (axis_size == 1 and not batch_axis):
+        if axis_size == 1 and not batch_axis:
+            return False
+        if batch_is_symbolic and not any_size and has_batch(size) != batch_axis:
             return False
         return reads_in(size, parts) if has_batch(size) else size % (parts * axis_size) == 0 and size > 1  # type: ignore[operator]
 
@@ -38,7 +43,10 @@ def block_strategies(
     out: dict[str, tuple[AxisStrategy, ...]] = {}
     for node in block.nodes:
         found: dict[tuple[object, ...], AxisStrategy] = {}
-        for strategy in _strategies(node, values, fitted.get(node.name), chosen.get(node.name, []), registry.rule(node.op)):
+        rule, fit = registry.rule(node.op), fitted.get(node.name)
+        for strategy in _strategies(node, values, fit, chosen.get(node.name, []), rule):
+            found.setdefault((strategy.operands, strategy.results, strategy.function), strategy)
+        for strategy in joint_strategies(node, values, fit, rule, shardable) if rule is not None and rule.functions else ():
             found.setdefault((strategy.operands, strategy.results, strategy.function), strategy)
         out[node.name] = tuple(found.values())
     return out
@@ -65,10 +73,13 @@ def fit_node(node: Node, values: Mapping[str, Value], registry: Registry) -> Fit
         return None
     if found is None:
         return None
-    line, derived = found
-    sizes = {factor.name: factor.size for factor in line.factors}
-    marks = {factor.name: factor.mark for factor in line.factors}
-    return Fitted(node, line, derived.minors, sizes, marks)
+    return _fitted(node, *found)
+
+
+def _fitted(node: Node, match: Match, derived: Derived) -> Fitted:
+    sizes = {factor.name: factor.size for factor in match.factors}
+    marks = {factor.name: factor.mark for factor in match.factors}
+    return Fitted(node, match, derived.minors, sizes, marks, derived.addends)
 
 
 def _strategies(
@@ -103,34 +114,97 @@ def factor_strategy(fitted: Fitted, cut: Cut, operands: Sequence[Value], rule: R
     An operand without it is Replicate; but one of floating point beside a summed factor is an addend (a bias): Partial.
     """
     factor, parts = cut
-    node, summed = fitted.node, fitted.marks[factor] == "+"
-    function = next((item for item in rule.functions if item.factor == factor), None) if rule else None
-    if summed and parts > 1 and function is not None:
+    function = next((item for item in rule.functions if item.factor == factor and not _joint(item)), None) if rule else None
+    if function is not None and not function.fits(fitted.node, _shapes(operands)):
+        return None
+    if fitted.marks[factor] == "+" and parts > 1 and function is not None:
         return None  # a function needs to know which part of the factor it has
+    return cut_strategy(fitted, (factor,), parts, operands, rule, function)
+
+
+def cut_strategy(
+    fitted: Fitted, factors: tuple[str, ...], parts: int, operands: Sequence[Value], rule: Rule | None,
+    function: NamedFunction | None,
+) -> AxisStrategy | None:  # fmt: skip
+    """The strategy that cuts all of `factors` together; None where one tensor would be cut in two dimensions."""
+    summed = all(fitted.marks[factor] == "+" for factor in factors)
 
     def place(terms: tuple[tuple[str, ...], ...], otherwise: Placement) -> Placement:
         for dim, term in enumerate(terms):
-            if factor in term:
-                above = majors(fitted, term, factor)
-                assert above is not None
-                return Shard(dim, above * parts)
+            for factor in factors:
+                if factor in term:
+                    above = majors(fitted, term, factor)
+                    assert above is not None
+                    return Shard(dim, above * parts)
         return otherwise
 
-    addends = summed and (rule is None or rule.addends)
-    missing = [Partial() if addends and value.dtype in _WIDTH else Replicate() for value in operands]
+    tensors = (*fitted.match.operands, *fitted.match.results)
+    if len(factors) > 1 and any(sum(factor in term for term in terms for factor in factors) > 1 for terms in tensors):
+        return None
+    addends = _addends(fitted, operands, rule) if summed else ()
+    missing = [Partial() if index in addends else Replicate() for index in range(len(operands))]
     sides = zip(fitted.match.operands, missing, strict=True)
     result: Placement = Partial() if summed else Replicate()
     results = tuple(place(terms, result) for terms in fitted.match.results)
     if function is not None and function.result is not None:
-        results = tuple(function.result if value.differentiable else Replicate() for value in node.outputs)
-    label = factor if parts == 1 else f"{factor}({parts})"
+        results = tuple(function.result if value.differentiable else Replicate() for value in fitted.node.outputs)
+    label = " ".join(factors) if parts == 1 else f"{factors[0]}({parts})"
     strategy = AxisStrategy(tuple(place(terms, other) for terms, other in sides), results, label)
-    return strategy if function is None else _with_function(strategy, function, node, operands)
+    return strategy if function is None else _with_function(strategy, function, fitted.node, operands)
+
+
+def _addends(fitted: Fitted, operands: Sequence[Value], rule: Rule | None) -> tuple[int, ...]:
+    """Operands that a sum over ranks may count once only."""
+    if fitted.addends is not None:
+        return fitted.addends
+    floating = rule is None or rule.addends
+    return tuple(index for index, value in enumerate(operands) if floating and value.dtype in _WIDTH)
+
+
+def _joint(function: NamedFunction) -> bool:
+    return bool(function.also) or function.line is not None
+
+
+def joint_strategies(
+    node: Node, values: Mapping[str, Value], fitted: Fitted | None, rule: Rule, shardable: Shardable
+) -> Iterator[AxisStrategy]:
+    """What functions do that cut several factors at once, a factor that nothing else may cut, or read another line."""
+    operands = [values[name] for name in node.operands()]
+    shapes = _shapes(operands)
+    for function in rule.functions:
+        read = fitted if function.line is None else _read(function.line, node, shapes)
+        if read is None or not function.fits(node, shapes):
+            continue
+        if not _joint(function) and read.marks.get(function.factor) != "!":
+            continue  # it is one of the plain cuts
+        named = (function.factor, *function.also)
+        leading = [name for name in read.sizes if name.startswith("batch")] if "..." in named else [""]
+        for batch in leading:
+            factors = tuple(batch if name == "..." else name for name in named)
+            if all(name in read.sizes and shardable(read.sizes[name], 1) and places(read, (name, 1)) for name in factors):
+                strategy = cut_strategy(read, factors, 1, operands, rule, function)
+                if strategy is not None:
+                    yield strategy
+
+
+def _read(line: Derive, node: Node, shapes: tuple[Shape, ...]) -> Fitted | None:
+    """The node as a function's own line reads it."""
+    derived = line(node, shapes)
+    if derived is None:
+        return None
+    try:
+        return _fitted(node, refit(parse(derived.line), derived, node, shapes), derived)
+    except ValueError:
+        return None
+
+
+def _shapes(operands: Sequence[Value]) -> tuple[Shape, ...]:
+    return tuple(value.shape for value in operands)
 
 
 def _with_function(strategy: AxisStrategy, function: NamedFunction, node: Node, operands: Sequence[Value]) -> AxisStrategy:
-    told = function.collectives(node, tuple(value.shape for value in operands)) if function.collectives else ()
-    return AxisStrategy(strategy.operands, strategy.results, strategy.label, function.name, told)
+    told = function.collectives(node, _shapes(operands)) if function.collectives else ()
+    return AxisStrategy(strategy.operands, strategy.results, strategy.label, function.name, told, function.alone)
 
 
 def _invariant_operands(strategy: AxisStrategy, operands: Sequence[Value]) -> AxisStrategy:
@@ -138,7 +212,7 @@ def _invariant_operands(strategy: AxisStrategy, operands: Sequence[Value]) -> Ax
         Invariant() if value.differentiable and placement == Replicate() else placement
         for value, placement in zip(operands, strategy.operands, strict=True)
     )
-    return AxisStrategy(changed, strategy.results, strategy.label, strategy.function, strategy.collectives)
+    return replace(strategy, operands=changed)
 
 
 def _may_pass(node: Node, operands: Sequence[Value]) -> bool:
@@ -158,6 +232,13 @@ def _passing(node: Node, operands: Sequence[Value], rule: Rule) -> Iterator[Axis
             continue
         places = tuple(Partial() if index in chosen else Replicate() for index in range(len(operands)))
         yield AxisStrategy(places, (Partial(),) * len(node.outputs), PASS)
+
+
+def _shared(strategy: AxisStrategy, chosen: Sequence[AxisStrategy]) -> bool:
+    """Whether another axis cuts a dimension that this strategy cuts."""
+    cut = [(index, place.dim) for index, place in enumerate(strategy.operands) if isinstance(place, Shard)]
+    others = [item for item in chosen if item is not strategy]
+    return any(isinstance(place := item.operands[index], Shard) and place.dim == dim for item in others for index, dim in cut)
 
 
 def combine(
@@ -180,7 +261,7 @@ def combine(
 
     for chosen in product(*per_axis):
         functions = [item.function for item in chosen if item.function]
-        if len(functions) > 1:
+        if len(functions) > 1 or any(item.alone and _shared(item, chosen) for item in chosen):
             continue
         operands: tuple[Placements, ...] = tuple(zip(*(item.operands for item in chosen), strict=True))
         produced: tuple[Placements, ...] = tuple(zip(*(item.results for item in chosen), strict=True))

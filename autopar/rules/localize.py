@@ -14,6 +14,12 @@ _SIZES_AT = {
     **dict.fromkeys(("reshape", "expand", "new_zeros", "new_ones", "new_full", "new_empty"), 1),
     **dict.fromkeys(("zeros", "ones", "full", "empty"), 0),
 }
+_GROUPS_AT = {
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), 6),
+    "convolution": 8,
+    "group_norm": 1,
+}
+"""Where an operation says in how many groups it takes the channels."""
 
 
 def localize_args(node: Node, result_shapes: Sequence[Shape], data_size: int = 1, parts: int = 1) -> Node:
@@ -34,6 +40,10 @@ def localize_args(node: Node, result_shapes: Sequence[Shape], data_size: int = 1
         local = _slice(node, result_shapes[0], data_size)
     elif packet in ("split", "split_with_sizes"):
         local = _split(node, result_shapes, data_size)
+    elif packet == "repeat_interleave" and "output_size" in dict(node.kwargs):
+        local[len(args), "output_size"] = number(result_shapes[0][_dim(_argument(node, 2, "dim", 0) or 0)])  # type: ignore[index]
+    elif packet in _GROUPS_AT:
+        local = _groups(node, result_shapes[0], _GROUPS_AT[packet])
     args = tuple(next((new for (at, _), new in local.items() if at == index), arg) for index, arg in enumerate(args))
     names = {name: new for (at, name), new in local.items() if at >= len(args)}
     kwargs = tuple((name, names.get(name, arg)) for name, arg in kwargs)
@@ -94,3 +104,15 @@ def _split(node: Node, local: Sequence[Shape], data_size: int) -> dict[tuple[int
     if isinstance(node.args[1], tuple):
         return {(1, "split_sizes"): _numbers(tuple(sizes))}
     return {(1, "split_size"): number(sizes[0])}
+
+
+def _groups(node: Node, local: Shape, at: int) -> dict[tuple[int, str], Arg]:
+    """Groups of channels: a rank has as many as it has of the result's channels."""
+    name = "num_groups" if at == 1 else "groups"
+    groups, whole = _argument(node, at, name, 1), node.outputs[0].shape
+    packet = node.op.split(".")[1]
+    spatial = len(node.args[3]) if packet == "convolution" else int(packet[-2]) if at > 1 else len(whole) - 2  # type: ignore[arg-type]
+    channels = len(whole) - spatial - 1
+    if groups == 1 or local[channels] == whole[channels]:
+        return {}
+    return {(at, name): number(simplify(expression(_dim(groups)) * expression(local[channels]) / expression(whole[channels])))}

@@ -28,13 +28,14 @@ Shardable = Callable[[Dim, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A node with its line fitted. `minors`: see `rule.Derived`."""
+    """A node with its line fitted. `minors`, `addends`: see `rule.Derived`."""
 
     node: Node
     match: Match
     minors: bool
     sizes: Mapping[str, Dim]
     marks: Mapping[str, str]
+    addends: tuple[int, ...] | None = None
 
     def tensors(self) -> Iterator[tuple[str, tuple[Term, ...]]]:
         """Every tensor of the node with the factors of its dimensions."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node, Ref
 from autopar.rules.lines import dimension, fixed, integers, letter, line
-from autopar.rules.rule import Derived
+from autopar.rules.rule import Derived, argument
 
 
 def elementwise(node: Node, shapes: tuple[Shape, ...]) -> Derived:
@@ -45,6 +45,13 @@ def reduce_whole(node: Node, shapes: tuple[Shape, ...]) -> Derived:
     return _reduced(node, shapes, integers(node, position, "dim", len(shapes[0])), "!")
 
 
+def local_mean(node: Node, shapes: tuple[Shape, ...]) -> Derived:
+    """``ap.local_mean(x, dims, correction)``: examples may be cut, since each has the mean over those of its rank."""
+    dims = integers(node, 1, "dim", len(shapes[0]))
+    left = [letter(i) + ("!" if i in dims and i else "") for i in range(len(shapes[0]))]
+    return Derived(line([left], [["1" if i in dims and i else letter(i) for i in range(len(left))]]))
+
+
 def along(node: Node, shapes: tuple[Shape, ...]) -> Derived:
     """Operations along one dimension that they need whole, results of the same rank: ``softmax cumsum topk sort``."""
     rank = len(shapes[0])
@@ -55,6 +62,14 @@ def along(node: Node, shapes: tuple[Shape, ...]) -> Derived:
         return [fixed(size) if i == dim else letter(i) for i, size in enumerate(shape)]
 
     return Derived(line(map(terms, shapes), (terms(value.shape) for value in node.outputs)))
+
+
+def weight_norm(node: Node, shapes: tuple[Shape, ...]) -> Derived:
+    """``aten._weight_norm(v, g, dim)``: the norms of the slices along one dimension, all others whole."""
+    dim = dimension(node, 2, len(shapes[0]))
+    terms = [letter(i) if i == dim else fixed(size) for i, size in enumerate(shapes[0])]
+    lengths = [letter(i) if i == dim else fixed(size) for i, size in enumerate(shapes[1])]
+    return Derived(line([terms, lengths], [terms]))
 
 
 def _some_whole(node: Node, shapes: tuple[Shape, ...], dims: Sequence[int]) -> Derived:
@@ -81,6 +96,56 @@ def factory(node: Node, shapes: tuple[Shape, ...]) -> Derived:
 def whole_factory(node: Node, shapes: tuple[Shape, ...]) -> Derived:
     """``arange``, ``scalar_tensor``: never cut."""
     return Derived(line((map(fixed, shape) for shape in shapes), (map(fixed, value.shape) for value in node.outputs)))
+
+
+def slice_scatter(node: Node, shapes: tuple[Shape, ...]) -> Derived:
+    """``aten.slice_scatter(x, part, dim, ...)``, ``aten.select_scatter(x, part, dim, index)``: the written dimension whole."""
+    rank = len(shapes[0])
+    dim = dimension(node, 2, rank)
+    whole = [fixed(size) if i == dim else letter(i) for i, size in enumerate(shapes[0])]
+    written = [letter(i) for i in range(rank) if i != dim]
+    if len(shapes[1]) == rank:
+        written.insert(dim, fixed(shapes[1][dim]))
+    return Derived(line([whole, written], [whole]))
+
+
+def scatter(node: Node, shapes: tuple[Shape, ...]) -> Derived:
+    """``aten.scatter(x, dim, index, source or number)``: batch over the dimensions that agree, the written one whole."""
+    return _scatter(node, shapes, "")
+
+
+def scatter_add(node: Node, shapes: tuple[Shape, ...]) -> Derived:
+    """``aten.scatter_add(x, dim, index, source)``: a sum over what is written, Partial where that is sharded."""
+    return _scatter(node, shapes, "z+")
+
+
+def _scatter(node: Node, shapes: tuple[Shape, ...], along: str) -> Derived:
+    rank = len(shapes[0])
+    dim = dimension(node, 1, rank)
+    agree = [i != dim and all(shape[i] == shapes[0][i] for shape in shapes) for i in range(rank)]
+    along = along if all(shape[dim] == shapes[1][dim] for shape in shapes[1:]) else ""
+    whole = [letter(i) if agree[i] else fixed(size) for i, size in enumerate(shapes[0])]
+    written = [
+        [letter(i) if agree[i] else along if i == dim and along else fixed(size) for i, size in enumerate(shape)]
+        for shape in shapes[1:]
+    ]
+    return Derived(line([whole, *written], [whole]))
+
+
+def index_add(node: Node, shapes: tuple[Shape, ...]) -> Derived:
+    """``aten.index_add(x, dim, index, source)``: a sum over what is added, Partial where that is sharded."""
+    rank = len(shapes[0])
+    dim = dimension(node, 1, rank)
+    whole = [fixed(size) if i == dim else letter(i) for i, size in enumerate(shapes[0])]
+    added = ["z+" if i == dim else letter(i) for i in range(rank)]
+    return Derived(line([whole, ["z+"], added], [whole]))
+
+
+def histogram(node: Node, shapes: tuple[Shape, ...]) -> Derived | None:
+    """``aten.histc(x, bins, min, max)`` with bounds of its own: counts add up."""
+    if argument(node, 2, "min", 0) == argument(node, 3, "max", 0):
+        return None  # the bounds are those of the data
+    return Derived(line([[f"{letter(i)}+" for i in range(len(shapes[0]))]], [[fixed(node.outputs[0].shape[0])]]))
 
 
 def gather(node: Node, shapes: tuple[Shape, ...]) -> Derived | None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.rules.aten import FUNCTIONS, LINES
-from autopar.rules.compute import attention
+from autopar.rules.attention import attention
 from autopar.rules.registry import Registry, default_registry
 from autopar.rules.rule import Derived, NamedFunction, Rule, argument
 from autopar.rules.strategy import InnerCollective

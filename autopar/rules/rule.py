@@ -24,12 +24,14 @@ class Derived:
     """A line that depends on the operation's shapes and arguments.
 
     `sizes` gives factor sizes that shapes do not tell. `minors` also shards a minor factor of a compound whose major could be
-    sharded instead (query heads within a group).
+    sharded instead (query heads within a group). `addends`: the operands that are added once beside what a factor sums (a bias),
+    by index; None: as `Rule.addends` says.
     """
 
     line: str
     sizes: tuple[tuple[str, Dim], ...] = ()
     minors: bool = False
+    addends: tuple[int, ...] | None = None
 
 
 Derive = Callable[[Node, tuple[Shape, ...]], Derived | None]
@@ -38,15 +40,29 @@ Derive = Callable[[Node, tuple[Shape, ...]], Derived | None]
 
 @dataclass(frozen=True, slots=True)
 class NamedFunction:
-    """The program that runs where `factor` is sharded. `result` overrides the results' placement (None: as the line says).
+    """The program that runs where one axis cuts `factor`, and all factors of `also` with it. `result` overrides the results'
+    placement (None: as the line says).
 
-    `collectives` tells what it communicates, from the node and its operands' global shapes.
+    A factor marked ``!`` may be cut by a function that names it. ``...`` stands for each leading factor in turn. `line` reads the
+    operation otherwise than its rule does (heads of which some share keys, say). `applies`: whether this node may be computed so
+    (None: always). `collectives` tells what it communicates, from the node and its operands' global shapes. `uneven` tells how
+    much more than the mean the busiest of so many ranks computes.
     """
 
     factor: str
     name: str
     result: Placement | None = None
     collectives: Callable[[Node, tuple[Shape, ...]], tuple[InnerCollective, ...]] | None = None
+    also: tuple[str, ...] = ()
+    line: Derive | None = None
+    applies: Callable[[Node, tuple[Shape, ...]], bool] | None = None
+    alone: bool = False
+    """Whether no other axis may cut the dimensions that this one cuts."""
+    uneven: Callable[[Node, tuple[Shape, ...], int], float] | None = None
+
+    def fits(self, node: Node, shapes: tuple[Shape, ...]) -> bool:
+        """Whether the node may be computed by this function."""
+        return self.applies is None or self.applies(node, shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +93,15 @@ def match(rule: Rule, node: Node, shapes: tuple[Shape, ...]) -> tuple[Match, Der
     line = parse(derived.line)
     if isinstance(rule.line, str):
         line = _without_absent(line, node)
+    return fitted(line, derived, node, shapes), derived
+
+
+def fitted(line: Line, derived: Derived, node: Node, shapes: tuple[Shape, ...]) -> Match:
+    """The line fitted to a node's shapes. ValueError where it does not fit."""
     results = tuple(value.shape for value in node.outputs)
     if len(line.operands) != len(shapes) or len(line.results) != len(results):
         raise ValueError(f"rule {derived.line!r} of {node.op} does not fit its {len(shapes)} operands and {len(results)} results")
-    return fit(line, shapes, results, dict(derived.sizes)), derived
+    return fit(line, shapes, results, dict(derived.sizes))
 
 
 def _without_absent(line: Line, node: Node) -> Line:

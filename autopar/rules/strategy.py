@@ -18,6 +18,7 @@ class InnerCollective:
     `kind` is ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``; `backward`: it runs in the backward.
     `group` is how many neighbours on the axis do it among themselves (0: all). Where `tokens` move, other axes that cut the
     tokens take part: neighbours are then ranks of these axes too. `copies` of a token that go to members on one node travel once.
+    `behind`: it travels while the function computes what came before, block by block of the axis.
     """
 
     kind: str
@@ -27,6 +28,7 @@ class InnerCollective:
     group: int = 0
     tokens: bool = False
     copies: int = 1
+    behind: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class AxisStrategy:
     label: str
     function: str = ""
     collectives: tuple[InnerCollective, ...] = ()
+    alone: bool = False
+    """Whether no other axis may cut the dimensions that this one cuts."""
 
     def __str__(self) -> str:
         operands, results = (", ".join(map(str, side)) for side in (self.operands, self.results))

@@ -13,16 +13,24 @@ from typing import Any, NamedTuple
 import torch
 
 from .apply import apply
+from .attention import attention, attention_heads, attention_rows
+from .attention_ring import attention_ring
 from .axis import AxisHandle
 from .buckets import land, launch, needs_detour
 from .compat import alias
-from .functions import count_valid, cross_entropy_sharded, cross_entropy_sum, embedding_sharded, linear_kn
+from .experts import expert_capacity, moe_experts
+from .experts_sharded import moe_experts_dispatched, moe_experts_owned, moe_experts_start, moe_experts_wait
+from .functions import count_valid, cross_entropy_sharded, cross_entropy_sum, embedding_sharded, histogram, linear_kn, local_mean
 from .moves import local_move, parse, result_shape
-from .rng import attention_dropout, dropout
+from .rng import attention_dropout, dropout, random
 
 __all__ = [
     "Pending",
+    "attention",
     "attention_dropout",
+    "attention_heads",
+    "attention_ring",
+    "attention_rows",
     "convert",
     "convert_many",
     "count_valid",
@@ -30,7 +38,16 @@ __all__ = [
     "cross_entropy_sum",
     "dropout",
     "embedding_sharded",
+    "expert_capacity",
+    "histogram",
     "linear_kn",
+    "local_mean",
+    "moe_experts",
+    "moe_experts_dispatched",
+    "moe_experts_owned",
+    "moe_experts_start",
+    "moe_experts_wait",
+    "random",
     "start",
     "wait",
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Shard
@@ -41,6 +43,28 @@ def all_to_all(flat: torch.Tensor, size: int, group: str) -> torch.Tensor:
     splits = [flat.shape[0] // size] * size
     result: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(flat, splits, splits, group)
     return result
+
+
+def all_to_all_rows(rows: torch.Tensor, receive: list[int], send: list[int], group: str) -> torch.Tensor:
+    """``[sum(send), ...] -> [sum(receive), ...]``: so many rows to and from each rank, or none. Seen on 2.13.0, on gloo too."""
+    result: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(rows, receive, send, group)
+    return result
+
+
+def has_data(x: torch.Tensor) -> bool:
+    """Whether the tensor has values: those of a dry run and of meta tensors have only shapes. Seen on 2.13.0."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
+
+
+@contextmanager
+def autograd_inside() -> Iterator[None]:
+    """Inside the kernel of an operator autograd does not look; in this context it does. Seen on 2.13.0."""
+    left_out = torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradOther", "AutogradFunctionality", "ADInplaceOrView"):
+        left_out = left_out.remove(getattr(torch._C.DispatchKey, name))
+    guard: Any = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out)
+    with guard, torch.enable_grad():
+        yield
 
 
 def wait(raw: torch.Tensor) -> torch.Tensor:

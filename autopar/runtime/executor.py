@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .actions import BACKWARD, COMPUTE, FORWARD_ONLY, Action
 from .errors import RuntimeProblem
 from .links import Arriving, Links
+from .micro_batches import apart
 from .pipeline import Boundary, Chunk, Pipeline
 from .reductions import Reductions
 
@@ -29,7 +30,8 @@ class _Kept(NamedTuple):
 
 
 class Executor:
-    """One for each program; `run` is one step. `trace` is what the last one computed, in order; `doing` the action of now."""
+    """One for each program; `run` is one step. `trace` is what the last one computed, in order; `doing` the action of now;
+    `outputs` what the last chunk returned behind the losses, by micro-batch."""
 
     def __init__(self, program: Pipeline, reductions: Reductions) -> None:
         self.program, self.reductions = program, reductions
@@ -38,6 +40,7 @@ class Executor:
         self.last = {action.chunk: action for action in program.actions if action.kind in BACKWARD}
         self.split = {(action.chunk, action.micro_batch) for action in program.actions if action.kind == "I"}
         self.trace: list[str] = []
+        self.outputs: dict[int, Sequence[torch.Tensor]] = {}
         self.doing = ""
 
     def run(self, parts: Sequence[Batch], totals: Batch) -> list[torch.Tensor]:
@@ -153,6 +156,9 @@ class Step:
         made = chunk(**given, **taken)
         leaves = [x for x, each in zip(received, before, strict=True) if each.gradient]
         if position + 1 == len(self.program.chunks):
+            made, others = apart(made)
+            if others:
+                self.executor.outputs[micro_batch] = others
             self.losses.append(made.detach())
             results = [made]
             edges = [_edge(made)] if self.training else []

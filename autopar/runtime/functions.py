@@ -5,6 +5,8 @@ Half-precision losses are computed and returned in float32.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,13 @@ def linear_kn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
     if bias is None:
         return torch.matmul(x, weight)
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+
+def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:
+    """``torch.histc``, whose kernels take whole numbers on some devices only."""
+    if x.is_floating_point() or x.is_cuda:
+        return torch.histc(x, bins, low, high)
+    return torch.histc(x.double(), bins, low, high).to(x.dtype)
 
 
 def count_valid(target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
@@ -110,3 +119,11 @@ def cross_entropy_sharded(
         return cross_entropy_sum(logits, target, ignore_index, label_smoothing)
     place = (axis.group_name, axis.coordinate, axis.size)
     return apply(_ShardedCrossEntropy, *place, ignore_index, label_smoothing, _full_precision(logits), target)  # type: ignore[no-any-return]
+
+
+def local_mean(x: torch.Tensor, dims: Sequence[int], correction: int = 0) -> torch.Tensor:
+    """Each of this rank's examples gets the mean over all of them (dimension 0 is among `dims`); the sum is divided by the number
+    of elements less `correction`."""
+    count = math.prod(x.shape[dim] for dim in dims)
+    total = x.sum(tuple(dims), keepdim=True) / (count - correction)
+    return total.expand(x.shape[0], *total.shape[1:])

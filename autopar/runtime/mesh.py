@@ -35,6 +35,7 @@ class MeshHandle:
     dp: AxisHandle
     tp: AxisHandle
     tp2: AxisHandle
+    ep: AxisHandle
 
     def __init__(self, axes: Mapping[str, int], *, seed: int = 0) -> None:
         self.axes = {name: size for name, size in axes.items() if name != PIPELINE_AXIS} or {DATA_AXIS: 1}
@@ -46,7 +47,7 @@ class MeshHandle:
         self.pp = _handle(PIPELINE_AXIS, self.stages.get(PIPELINE_AXIS, 1), self.whole_mesh)
         self.reseed(seed)  # streams of an earlier mesh stand at other places on other ranks
         self.handles = {name: _handle(name, size, self.device_mesh) for name, size in self.axes.items()}
-        for name in (DATA_AXIS, "tp", "tp2", *self.axes):
+        for name in (DATA_AXIS, "tp", "tp2", "ep", *self.axes):
             setattr(self, name, self.axis(name))
         self.share_state(0)
 

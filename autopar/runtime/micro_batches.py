@@ -12,30 +12,53 @@ from .apply import apply
 from .errors import BatchProblem, RuntimeProblem
 from .mesh import DATA_AXIS
 from .module import Program
+from .outputs import joined
 from .state import State
 from .zero import next_backward
 
 Batch = dict[str, torch.Tensor]
+Result = tuple[torch.Tensor, Sequence[torch.Tensor]]
+"""A loss, and outputs beside it."""
 
 
-def run(program: Program, state: State, inputs: Batch) -> torch.Tensor:
-    """The loss of this rank's batch, taken in ``program.micro_batches`` parts. Its backward hands out the gradients, which are
-    computed now; without gradients only forwards run."""
+def run(program: Program, state: State, inputs: Batch) -> Result:
+    """The loss of this rank's batch, taken in ``program.micro_batches`` parts, and the outputs. The loss's backward hands out the
+    gradients, which are computed now; without gradients only forwards run."""
     parts = split(program, inputs)
     totals = reduced(program, parts)
-    if not torch.is_grad_enabled():
-        return total([program(**part, **totals) for part in parts])
-    return delivered(state, lambda: _train(program, state, parts, totals))
+    others: list[Sequence[torch.Tensor]] = []
+    if torch.is_grad_enabled():
+        loss = delivered(state, lambda: _train(program, state, parts, totals, others))
+    else:
+        losses = []
+        for part in parts:
+            each, beside = apart(program(**part, **totals))
+            losses.append(each)
+            others.append(beside)
+        loss = total(losses)
+    return loss, joined(program, others)
 
 
-def _train(program: Program, state: State, parts: Sequence[Batch], totals: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def apart(result: torch.Tensor | tuple[torch.Tensor, ...]) -> Result:
+    """What a program returns: the loss, and behind it the outputs."""
+    return (result, ()) if isinstance(result, torch.Tensor) else (result[0], result[1:])
+
+
+def _train(
+    program: Program,
+    state: State,
+    parts: Sequence[Batch],
+    totals: Mapping[str, torch.Tensor],
+    others: list[Sequence[torch.Tensor]],
+) -> torch.Tensor:
     losses = []
     try:
         for number, part in enumerate(parts, 1):
             last = number == len(parts)
             next_backward(program, last)
             state.buckets.hold = not last
-            loss = program(**part, **totals)
+            loss, beside = apart(program(**part, **totals))
+            others.append(beside)
             if loss.requires_grad:
                 torch.autograd.backward(loss)
             losses.append(loss.detach())

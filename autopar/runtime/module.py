@@ -22,6 +22,7 @@ OWN = frozenset(
     + ("blocks", "mesh_axes", "input_placements", "input_shapes", "precision", "micro_batches", "zero_group", "totals", "count")
     + ("later", "chunks", "boundaries", "schedule", "examples", "takes", "loss_dtype", "weight_versions")
     + ("roots", "position", "queue", "everything", "mine", "owners", "actions")
+    + ("outputs", "positional", "arguments", "constants", "defaults", "input_dtypes", "noise")
 )
 """Attributes of the classes below."""
 
@@ -62,6 +63,7 @@ class Block(nn.Module):
     `recompute`: the backward runs the forward once more, so that only the block's inputs are kept.
     `replays`: it runs some operations once more, or keeps some tensors on the host (`again.Again`).
     `draws`: its operations are random.
+    `noise`: random numbers that were captured as they are (stochastic depth, channel dropout), in training.
     `batch_statistics`: written for training (batch norm), and wrong in evaluation.
 
     `later`: linear maps whose weights' gradients may be computed in an action of their own.
@@ -74,6 +76,7 @@ class Block(nn.Module):
     replays: ClassVar[bool] = False
     draws: ClassVar[bool] = False
     batch_statistics: ClassVar[bool] = False
+    noise: ClassVar[bool] = False
     specs: ClassVar[tuple[Parameter, ...]] = ()
     later: Later = Later()
 
@@ -118,7 +121,11 @@ class Root(nn.Module):
 
 
 class Program(Root):
-    """The whole step of one rank: `forward` takes this rank's batch and returns the loss, equal on all ranks.
+    """The whole step of one rank: `forward` takes this rank's batch and returns the loss, equal on all ranks, and behind it the
+    `outputs`, by path in the model's result and placement on each axis.
+
+    `positional` are the names of the model's arguments in order. `arguments` gives the inputs whose paths in the user's arguments
+    are not their names; `constants` and `defaults` describe arguments that are no tensors, these may be left out.
 
     State is cut over `zero_group` neighbours of the data axis, and equal between such groups (0: cut over all of it).
     With several `micro_batches` it takes one of them, and beside it the `totals`: what `count` gives, reduced over all of them.
@@ -127,6 +134,12 @@ class Program(Root):
     mesh_axes: ClassVar[dict[str, int]] = {}
     input_placements: ClassVar[dict[str, dict[str, str]]] = {}
     input_shapes: ClassVar[dict[str, tuple[int | None, ...]]] = {}
+    input_dtypes: ClassVar[dict[str, str]] = {}
+    positional: ClassVar[tuple[str, ...]] = ()
+    arguments: ClassVar[dict[str, str]] = {}
+    constants: ClassVar[dict[str, str]] = {}
+    defaults: ClassVar[dict[str, str]] = {}
+    outputs: ClassVar[dict[str, dict[str, str]]] = {}
     loss_dtype: ClassVar[str] = "float32"
     micro_batches: ClassVar[int] = 1
     zero_group: ClassVar[int] = 0

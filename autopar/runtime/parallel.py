@@ -1,4 +1,4 @@
-"""The user's handle on a running program: an nn.Module whose call takes the global batch and returns the loss."""
+"""The user's handle on a running program: an nn.Module whose call takes the global batch and returns what the model does."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 
 from .compat import in_backward, save_strided_pieces
-from .errors import BatchProblem, RuntimeProblem, StateProblem
+from .errors import RuntimeProblem, StateProblem
 from .heartbeat import Heartbeat, begin
-from .mesh import DATA_AXIS
-from .micro_batches import run
+from .inputs import ByName, checked, inputs_of, mine
+from .load import Load, gather, noting
+from .micro_batches import Result, apart, run
 from .module import Program
 from .norms import clip
+from .outputs import build, plain, spread
 from .pipeline import Pipeline
 from .source import Source
 from .stages import Stages
@@ -32,7 +34,7 @@ def steps_of(program: Pipeline, state: State) -> Stages | Windows:
     return Windows(program, state) if program.weight_versions > 1 else Stages(program, state)
 
 
-class LocalBatch(dict[str, torch.Tensor]):
+class LocalBatch(dict[str, Any]):
     """A batch of which each data-parallel rank holds its own part. Made by `Parallel.local_batch`."""
 
 
@@ -47,6 +49,7 @@ class Parallel(nn.Module):
     state: State
     stages: Stages | Windows | None
     heartbeat: Heartbeat | None
+    form: Any
 
     def __init__(
         self,
@@ -55,8 +58,10 @@ class Parallel(nn.Module):
         *,
         compile: bool | str | Callable[..., Any] = False,
         patience_seconds: float = 60.0,
+        form: Any = None,
     ) -> None:
-        """`source` gives full tensors by original name. `compile` is a backend of torch.compile, or True for inductor.
+        """`source` gives full tensors by original name. `compile` is a backend of torch.compile, or True for inductor. `form` is
+        that of the model's result (`outputs.build`); without it the loss is returned alone, or with the outputs as a namespace.
 
         Blocks of one class share their compiled code: each distinct block is compiled once. In a pipeline, a rank that dies,
         stops or fails in a step makes the others end with an error that names it, within `patience_seconds`.
@@ -67,6 +72,7 @@ class Parallel(nn.Module):
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         # The generated modules stay out of the registered tree: their parameters are not the canonical ones.
         self.__dict__["program"] = program
+        self.__dict__["form"] = form
         self.__dict__["state"] = materialize(program, source)
         staged = isinstance(program, Pipeline)
         self.__dict__["stages"] = steps_of(program, self.state) if isinstance(program, Pipeline) else None
@@ -102,33 +108,43 @@ class Parallel(nn.Module):
 
     # -- the step
 
-    def forward(self, *args: Any, **batch: Any) -> torch.Tensor:
-        """The loss of the global batch, which every rank passes; or of a `local_batch`, its one argument."""
+    def forward(self, *args: Any, **batch: Any) -> Any:
+        """What the model returns for the global batch, which every rank passes, or for a `local_batch`, its one argument: the
+        loss, in the model's own class where the program was made from a model that has one, and the outputs that were asked for,
+        as DTensors (in a pipeline on the last stage, None elsewhere). Only the loss takes gradients."""
         if not self.training and any(block.batch_statistics for block in self.program.blocks()):
             raise RuntimeProblem(
                 "this program normalises by the statistics of the batch and was captured for training: call train(), or evaluate "
                 "the original model with parallel.full_state()"
             )
+        if not self.training and any(block.noise for block in self.program.blocks()):
+            raise RuntimeProblem(
+                "this program draws random numbers as the model did in training (stochastic depth, channel dropout, noise): call "
+                "train(), or evaluate the original model with parallel.full_state()"
+            )
         if len(args) == 1 and isinstance(args[0], LocalBatch):
-            inputs = self._inputs((), args[0])
+            inputs = inputs_of(self.program, (), args[0])
+        elif len(args) == 1 and isinstance(args[0], ByName):
+            inputs = mine(self.program, checked(self.program, args[0]))
         else:
-            inputs = {name: self._mine(name, tensor) for name, tensor in self._inputs(args, batch).items()}
+            inputs = mine(self.program, inputs_of(self.program, args, batch))
         if not in_backward():
             for buckets in (self.state.buckets, *self.state.of_chunks):
                 buckets.reset()
-        loss = self._run(inputs)
+        loss, others = self._run(inputs)
         if not torch.is_grad_enabled():
             release(self.program)
-        return loss
+        outputs = spread(self.program, others) if self.program.outputs else {}
+        return plain(self.program, loss, outputs) if self.form is None else build(self.form, loss, outputs)
 
-    def _run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _run(self, inputs: dict[str, torch.Tensor]) -> Result:
+        """The loss, and this rank's part of each output."""
         if self.stages is not None:
             with self._together("the step"):
                 return self.stages.run(inputs)
         if self.program.micro_batches > 1:
             return run(self.program, self.state, inputs)
-        loss: torch.Tensor = self.program(**inputs)
-        return loss
+        return apart(self.program(**inputs))
 
     def flush(self) -> torch.Tensor:
         """With two versions of weights a call gives the loss of the batch before: this gives that of the last one."""
@@ -141,7 +157,7 @@ class Parallel(nn.Module):
         """What this rank computed in the last step, as actions of the pipeline's schedule (``0F0``); empty without a pipeline."""
         return tuple(self.stages.executor.trace) if self.stages is not None else ()
 
-    def local_batch(self, **batch: torch.Tensor) -> LocalBatch:
+    def local_batch(self, **batch: Any) -> LocalBatch:
         """Marks a batch of which this rank holds its own part: ``parallel(parallel.local_batch(**batch))``."""
         return LocalBatch(batch)
 
@@ -149,37 +165,6 @@ class Parallel(nn.Module):
         """A sampler that gives each data-parallel rank its own part of a data set, equal on the ranks of model axes."""
         dp = self.program.mesh.dp
         return DistributedSampler(dataset, dp.size, dp.coordinate, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
-
-    def _inputs(self, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The program's inputs by name, on the device. BatchProblem where names do not match."""
-        names = tuple(self.program.input_placements)
-        given = dict(zip(names, args, strict=False)) | {name: value for name, value in batch.items() if value is not None}
-        unknown, missing = sorted(given.keys() - set(names)), [name for name in names if name not in given]
-        if unknown or missing or len(args) > len(names):
-            problem = f"misses {', '.join(missing)}" if missing else f"has unplanned {', '.join(unknown) or 'arguments'}"
-            raise BatchProblem(f"the batch {problem}; this plan takes {', '.join(names)} (plan again with other example inputs)")
-        device = self.program.mesh.device
-        tensors = {name: torch.as_tensor(given[name]).to(device, non_blocking=True) for name in names}
-        for name, planned in self.program.input_shapes.items():
-            shape = tuple(tensors[name].shape)
-            if len(shape) != len(planned) or any(want not in (None, size) for want, size in zip(planned, shape, strict=True)):
-                wanted = ", ".join("batch" if size is None else str(size) for size in planned)
-                raise BatchProblem(f"input {name} has shape {shape}, the plan is for ({wanted}): pad it, or plan again")
-        return tensors
-
-    def _mine(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a global input. Inputs are cut on the data axis only."""
-        text = self.program.input_placements[name].get(DATA_AXIS, "R")
-        dp = self.program.mesh.dp
-        if not text.startswith("S") or dp.size == 1:
-            return tensor
-        dim = int(text[2:-1])
-        if tensor.dim() <= dim or tensor.shape[dim] % dp.size:
-            raise BatchProblem(
-                f"input {name} of shape {tuple(tensor.shape)} does not divide over {dp.size} data-parallel ranks; "
-                f"pass a batch whose size is a multiple of {dp.size}"
-            )
-        return tensor.chunk(dp.size, dim)[dp.coordinate]
 
     # -- what an nn.Module does
 
@@ -237,6 +222,17 @@ class Parallel(nn.Module):
         mine = {name: parameter.grad for name, parameter in self.state.parameters.items() if parameter.grad is not None}
         with self._together("full_gradients"):
             return {name: self.state.everywhere(name, mine.get(name)) for name in self.state.anywhere(mine)}
+
+    @contextlib.contextmanager
+    def expert_load(self) -> Iterator[list[Load]]:
+        """How many copies of tokens each expert and each rank gets in the step that runs inside: a `Load` for each mixture of
+        experts in the order of the model, there when the context ends (all ranks must enter it)."""
+        if self.stages is not None:
+            raise RuntimeProblem("the load of experts is not counted in a pipeline; plan without one (pp=1) to look at it")
+        found: list[Load] = []
+        with noting() as noted:
+            yield found
+        found += gather(noted, self.program.mesh.device, self.program.micro_batches)
 
     def reseed(self, seed: int) -> None:
         """Starts all dropout masks afresh from `seed`; pass the same on every rank."""

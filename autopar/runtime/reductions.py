@@ -113,7 +113,7 @@ class _Chunk:
         self.reduced = last
 
     def weights(self, micro_batch: int, last: bool) -> None:
-        self.buckets.hold = not last
+        self.buckets.hold = True  # a parameter that several products use gets a gradient from each: `reduce` begins the sums
         self._set(0 if last else 2, last)
         self.chunk.queue.drain(micro_batch, self._done)
         self._flush()

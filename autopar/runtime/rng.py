@@ -109,11 +109,20 @@ def _(x: torch.Tensor, p: float, key: int) -> torch.Tensor:
     return torch.empty(x.shape, dtype=torch.bool, device=x.device)
 
 
+def _number(name: str) -> int:
+    """Of an axis; plain arithmetic, which torch.compile follows."""
+    number = 0
+    for letter in name:
+        number = number * 131 + ord(letter)
+    return number
+
+
 def shard_key(mesh: Seeded, sharded_axes: Iterable[str]) -> int:
-    """Differs between ranks that hold different elements, agrees between replicas."""
+    """Differs between ranks that hold different elements, agrees between replicas. The axes count by name: rank 0 of one axis
+    must not share a stream with rank 0 of another, which other ranks would not advance."""
     key = mesh.seed
     for name in sharded_axes:
-        key = key * 65_537 + mesh.axis(name).coordinate + 1
+        key = (key * 65_537 + _number(name)) * 65_537 + mesh.axis(name).coordinate + 1
     return key % (1 << 62)
 
 
@@ -161,3 +170,23 @@ def dropout(x: torch.Tensor, p: float, training: bool, mesh: Seeded, sharded_axe
     if p == 1:
         return torch.zeros_like(x) * x
     return apply(_Dropout, p, shard_key(mesh, sharded_axes), x)  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def random(
+    like: torch.Tensor, kind: str, a: float, b: float, dtype: torch.dtype, mesh: Seeded, sharded_axes: Iterable[str] = ()
+) -> torch.Tensor:
+    """Random numbers for every element of a local tensor, drawn like `dropout`: ``uniform`` (from a to b), ``normal`` (mean a,
+    deviation b), ``exponential`` (rate a), ``bernoulli`` (probability a), ``integers`` (from a to b, exclusive)."""
+    generator = _generator(str(like.device)).manual_seed(stream(shard_key(mesh, sharded_axes)).draw())
+    with torch.no_grad():
+        out = torch.empty(like.shape, dtype=dtype, device=like.device)
+        if kind == "uniform":
+            return out.uniform_(a, b, generator=generator)
+        if kind == "normal":
+            return out.normal_(a, b, generator=generator)
+        if kind == "exponential":
+            return out.exponential_(a, generator=generator)
+        if kind == "bernoulli":
+            return out.bernoulli_(a, generator=generator)
+        return out.random_(int(a), int(b), generator=generator)

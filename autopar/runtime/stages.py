@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from .executor import Executor
-from .micro_batches import Batch, delivered, reduced, split, total
+from .micro_batches import Batch, Result, delivered, reduced, split, total
+from .outputs import joined
 from .pipeline import Pipeline
 from .reductions import Reductions
 from .state import State
@@ -19,15 +20,18 @@ class Stages:
         self.program, self.state = program, state
         self.executor = Executor(program, Reductions(program, state))
 
-    def run(self, inputs: Batch) -> torch.Tensor:
-        """The loss of the batch. Its backward hands out the gradients, which are computed now; without gradients only forwards
-        run."""
+    def run(self, inputs: Batch) -> Result:
+        """The loss of the batch, and on the last stage the outputs. The loss's backward hands out the gradients, which are
+        computed now; without gradients only forwards run."""
         parts = split(self.program, inputs)
         totals = reduced(self.program, parts)
         if not torch.is_grad_enabled():
-            return self._loss(self.executor.run(parts, totals))
-        loss = delivered(self.state, lambda: self._loss(self.executor.run(parts, totals)))
-        return loss if loss.requires_grad else loss.requires_grad_()  # a stage without parameters that train
+            loss = self._loss(self.executor.run(parts, totals))
+        else:
+            loss = delivered(self.state, lambda: self._loss(self.executor.run(parts, totals)))
+            loss = loss if loss.requires_grad else loss.requires_grad_()  # a stage without parameters that train
+        others, self.executor.outputs = self.executor.outputs, {}
+        return loss, joined(self.program, [others[number] for number in sorted(others)]) if others else ()
 
     def _loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """The sum of all micro-batches on every rank."""

@@ -51,7 +51,7 @@ class State:
         DTensor's own `full_tensor` fails on 2.13.0 where three mesh axes cut one tensor, or two cut a strided dimension.
         """
         if name in self.buffers:
-            return self.buffers[name].clone()
+            return self.buffers[name].clone(memory_format=torch.contiguous_format)  # as others have room for it
         spec, local = self.specs[name], _local(self.parameters[name] if value is None else value)
         return whole(local, spec.shape, spec.placements, self.mesh, self.dims[name])
 

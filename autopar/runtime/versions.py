@@ -21,7 +21,7 @@ from .compat import storage_key
 from .errors import RuntimeProblem
 from .executor import Executor, Step
 from .links import Sent
-from .micro_batches import Batch, delivered, reduced, split, total
+from .micro_batches import Batch, Result, delivered, reduced, split, total
 from .pipeline import Pipeline
 from .reductions import Reductions
 from .state import State
@@ -112,14 +112,14 @@ class Windows:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.state.parameters.values() if parameter.requires_grad]
 
-    def run(self, inputs: Batch) -> torch.Tensor:
+    def run(self, inputs: Batch) -> Result:
         """One window; the loss of the batch before (zero in the first one). Without gradients, the loss of this batch."""
         parts = split(self.program, inputs)
         totals = reduced(self.program, parts)
         if not torch.is_grad_enabled():
-            return self._look(parts, totals)
+            return self._look(parts, totals), ()
         loss = delivered(self.state, lambda: self._window(parts, totals))
-        return loss if loss.requires_grad else loss.requires_grad_()
+        return loss if loss.requires_grad else loss.requires_grad_(), ()
 
     def flush(self) -> torch.Tensor:
         """The loss of the last batch, whose backward hands out its gradients. RuntimeProblem where there is none."""

@@ -24,6 +24,14 @@ def work_bound(problem: Problem) -> float:
     )
 
 
+def ideal_seconds(problem: Problem) -> float:
+    """All arithmetic of a step at the highest rate of all devices: below every plan on every mesh."""
+    flops = sum(problem.graph.count(name) * table.flops for name, table in problem.blocks.items())
+    device = problem.cluster.device
+    peak = max(map(device.peak_flops_per_second, (problem.precision.compute, "bfloat16", "float8")))
+    return problem.micro_batches * flops / (problem.cluster.size * peak)
+
+
 class Flow:
     """The linear relaxation of strategies and placement flows, without memory and state."""
 

@@ -112,16 +112,18 @@ class Attempt:
             margin += 1.02 * (self.result.evaluation.peak_memory_bytes - self.problem.cluster.device.memory_bytes)
         self.result.seconds += monotonic() - began
 
-    def relaxed(self, time_limit_seconds: float) -> float:
-        """Seconds below every plan that fits: the linear relaxation of `limited`. Infinite where nothing fits."""
+    def relaxed(self, time_limit_seconds: float) -> float | None:
+        """Seconds below every plan that fits: the linear relaxation of `limited`. Infinite where nothing fits, None where time
+        ends."""
         began = monotonic()
         made = self._joint(0.0)
         outcome = ilp.solve(made.model, relaxed=True, time_limit_seconds=time_limit_seconds)
         self.result.seconds += monotonic() - began
         if outcome.status is Status.INFEASIBLE:
             return float("inf")
-        bound = self._seconds(made, outcome, outcome.bound) if outcome.status is Status.OPTIMAL else 0.0
-        self.result.bound_seconds = max(self.result.bound_seconds, bound)
+        if outcome.status is not Status.OPTIMAL:
+            return None
+        self.result.bound_seconds = max(self.result.bound_seconds, self._seconds(made, outcome, outcome.bound))
         return self.result.bound_seconds
 
     def _joint(self, margin_bytes: float) -> Formulation:

@@ -13,6 +13,7 @@ from math import prod
 from autopar.cost_models.sizes import itemsize
 from autopar.ir import dims
 from autopar.ir.graph import Block, Graph, Node, Value
+from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
 from autopar.ir.placement import Invariant, Partial, Placement, Replicate, Shard
 from autopar.rules.conversions import COLLECTIVES, conversion
 from autopar.rules.expand import block_strategies
@@ -49,15 +50,16 @@ class AxisStrategies:
     def __init__(self, graph: Graph, registry: Registry) -> None:
         self.graph, self.registry = graph, registry
         self.boundary = Boundary(graph)
-        self._known: dict[tuple[str, int, bool], dict[str, tuple[AxisStrategy, ...]]] = {}
+        self._known: dict[tuple[str, int, str], dict[str, tuple[AxisStrategy, ...]]] = {}
 
-    def of(self, block: Block, size: int, batch_axis: bool) -> dict[str, tuple[AxisStrategy, ...]]:
-        """By node name."""
-        key = block.name, size, batch_axis
+    def of(self, block: Block, size: int, axis: str) -> dict[str, tuple[AxisStrategy, ...]]:
+        """By node name, on an axis of this name; all but the data axis and `EXPERT_AXIS` are alike."""
+        key = block.name, size, axis if axis in (DATA_AXIS, EXPERT_AXIS) else ""
         if key not in self._known:
             self._known[key] = block_strategies(
-                block, size, batch_axis=batch_axis, batch_is_symbolic=self.graph.batch_is_symbolic, registry=self.registry
-            )
+                block, size, batch_axis=axis == DATA_AXIS, batch_is_symbolic=self.graph.batch_is_symbolic,
+                registry=self.registry, any_size=axis == EXPERT_AXIS,
+            )  # fmt: skip
         return self._known[key]
 
 
@@ -89,7 +91,7 @@ def propagate(
             for side, values in (("in", block.inputs), ("param", tuple(p.value for p in block.parameters)))
             for index, value in enumerate(values)
         }
-        options = known.of(block, size, True)
+        options = known.of(block, size, DATA_AXIS)
         walk = _Walk(block, size, graph, start)
         for node in block.nodes:
             chosen[block.name, node.name] = walk.choose(node, options[node.name])

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import BatchError, ClusterError
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import DATA_AXIS, Mesh
+from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, Mesh
+from autopar.rules.experts import undivided
+from autopar.rules.notation import BATCH_DIMS
 from autopar.rules.registry import Registry
 from autopar.solve.meshes import divisors, meshes
 from autopar.solve.parts import why_one_micro_batch
@@ -52,11 +54,19 @@ def grid(
 
     BatchError or ClusterError where what is forced leaves nothing.
     """
+    if (found := undivided(graph, force.get(EXPERT_AXIS, 1))) is not None:
+        node, number = found
+        raise ClusterError(
+            f"ep={force[EXPERT_AXIS]} does not divide the {number} experts of {node.module or node.name} ({node.source}): "
+            f"force a divisor of {number}"
+        )
     whole = bool(why_one_micro_batch(graph, registry))
+    experts = deals_tokens(graph, registry) and force.get(EXPERT_AXIS) != 1
     out = [
         Point(mesh, parts, group)
-        for mesh in meshes(size, graph.batch, force, node_size)
+        for mesh in meshes(size, graph.batch, force, node_size, experts)
         for parts in micro_batch_counts(graph.batch, mesh.size_of(DATA_AXIS), force, whole)
+        if batch_fits(mesh, graph.batch, parts, force, experts)
         for group in zero_groups(mesh, node_size, force)
     ]
     if not out and MICRO in force:
@@ -65,9 +75,31 @@ def grid(
             f"micro={force[MICRO]} cannot be: {reason}" if reason
             else f"micro={force[MICRO]} times no data degree of these meshes divides the batch of {graph.batch}: force a divisor"
         )  # fmt: skip
+    if not out and EXPERT_AXIS in force:
+        raise BatchError(
+            f"ep={force[EXPERT_AXIS]} cuts the batch of a data rank, and no micro-batch of batch {graph.batch} divides by it: "
+            "force a divisor"
+        )
     if not out:
         raise ClusterError(f"{GROUP}={force[GROUP]} divides no data degree of these meshes: force a divisor")
     return tuple(out)
+
+
+def deals_tokens(graph: Graph, registry: Registry) -> bool:
+    """Whether some operation deals the batch to what another dimension of it holds: tokens to experts."""
+    ops = {node.op for block in graph.blocks for node in block.nodes}
+    rules = filter(None, map(registry.rule, ops))
+    return any(BATCH_DIMS in (function.factor, *function.also) for rule in rules for function in rule.functions)
+
+
+def batch_fits(mesh: Mesh, batch: int, parts: int, force: Mapping[str, int], experts: bool) -> bool:
+    """Whether `EXPERT_AXIS` can cut each of so many parts of the batch. An axis that leaves the batch alone is for batches that
+    it cannot cut at all: it could do nothing else better."""
+    each = batch // mesh.size_of(DATA_AXIS)
+    if mesh.size_of(EXPERT_AXIS) > 1:
+        return each // parts % mesh.size_of(EXPERT_AXIS) == 0
+    model = mesh.size // mesh.size_of(DATA_AXIS)
+    return not experts or model == 1 or "tp" in force or each % model != 0
 
 
 def micro_batch_counts(batch: int, data: int, force: Mapping[str, int], whole: bool) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""The declared grid of meshes: every factorization of the cluster into a data axis and up to two model axes.
+"""The declared grid of meshes: every factorization of the cluster into a data axis and up to two model axes, the first of which
+may be one that cuts the batch too (`EXPERT_AXIS`).
 
 Model axes together join at most `WIDEST_NODES` nodes (on a cluster of one: everything), or as many devices as a small batch
 leaves.
@@ -10,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from autopar.errors import BatchError, ClusterError
-from autopar.ir.mesh import DATA_AXIS, MODEL_AXES, Axis, Mesh
+from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, MODEL_AXES, Axis, Mesh
 
-FORCIBLE = (DATA_AXIS, *MODEL_AXES, "pp", "virtual", "schedule", "zero", "zero_group", "micro")
+AXES = (DATA_AXIS, *MODEL_AXES, EXPERT_AXIS)
+FORCIBLE = (*AXES, "pp", "virtual", "schedule", "zero", "zero_group", "micro")
 
 WIDEST_NODES = 4
 """Wider model axes spend their time on the network between nodes."""
@@ -25,11 +27,12 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def mesh_of(dp: int, *model: int) -> Mesh:
+def mesh_of(dp: int, *model: int, ep: int = 1) -> Mesh:
     """Axes of one rank are left out, the data axis never. The last axis joins neighbouring ranks."""
     sizes = [size for size in model if size > 1]
     names = MODEL_AXES[: len(sizes)]
-    return Mesh((Axis(DATA_AXIS, dp), *(Axis(name, size) for name, size in zip(names, sizes, strict=True))))
+    experts = (Axis(EXPERT_AXIS, ep),) if ep > 1 else ()
+    return Mesh((Axis(DATA_AXIS, dp), *experts, *(Axis(name, size) for name, size in zip(names, sizes, strict=True))))
 
 
 def check_force(force: Mapping[str, int], size: int, batch: int) -> None:
@@ -41,27 +44,29 @@ def check_force(force: Mapping[str, int], size: int, batch: int) -> None:
             raise ClusterError(f"zero={value} is not a state sharding: write zero=0, 1, 2 or 3")
         if name == "micro" and value < 1:
             raise ClusterError(f"micro={value} is no batch: write 1 or more")
-        if name in (DATA_AXIS, *MODEL_AXES) and (value < 1 or size % value):
+        if name in AXES and (value < 1 or size % value):
             raise ClusterError(f"{name}={value} does not divide the {size} devices of the cluster: force a divisor of {size}")
     if batch % force.get(DATA_AXIS, 1):
         raise BatchError(f"the global batch {batch} does not divide by dp={force[DATA_AXIS]}: make it a multiple of that")
 
 
-def meshes(size: int, batch: int, force: Mapping[str, int], node_size: int = 0) -> list[Mesh]:
+def meshes(size: int, batch: int, force: Mapping[str, int], node_size: int = 0, experts: bool = False) -> list[Mesh]:
     """Every mesh that the batch and `force` allow, the likely ones first: one model axis before two, small before large.
 
-    A forced ``tp`` alone means that there is no second model axis. BatchError or ClusterError where nothing is left.
+    With `experts` the model axes are ``ep``, ``tp`` where ``ep`` cannot cut the batch, and both on few devices or forced; else
+    ``tp`` or two of them. A forced ``tp`` or ``ep`` alone means that there is no other model axis. BatchError or ClusterError
+    where nothing is left.
     """
     check_force(force, size, batch)
-    every = list(_factorizations(size, force))
+    every = list(_with_experts(size, force) if experts or force.get(EXPERT_AXIS, 1) > 1 else _factorizations(size, force))
     if not every:
-        wanted = ", ".join(f"{name}={value}" for name, value in force.items() if name in (DATA_AXIS, *MODEL_AXES))
+        wanted = ", ".join(f"{name}={value}" for name, value in force.items() if name in AXES)
         raise ClusterError(f"{wanted} does not multiply to the {size} devices of the cluster: change one of them")
     found = [mesh for mesh in every if batch % mesh.size_of(DATA_AXIS) == 0]
     if not found:
         fewest = min(mesh.size_of(DATA_AXIS) for mesh in every)
         raise BatchError(f"the global batch {batch} divides by no data degree of these meshes: make it a multiple of {fewest}")
-    if node_size and not any(name in force for name in (DATA_AXIS, *MODEL_AXES)):
+    if node_size and not any(name in force for name in AXES):
         widest = max(WIDEST_NODES * node_size, WIDEST_DEVICES, min(mesh.size // mesh.size_of(DATA_AXIS) for mesh in found))
         found = [mesh for mesh in found if mesh.size // mesh.size_of(DATA_AXIS) <= widest]
     return sorted(found, key=lambda mesh: (len(mesh.axes), size // mesh.size_of(DATA_AXIS), mesh.sizes[1:]))
@@ -79,3 +84,17 @@ def _factorizations(size: int, force: Mapping[str, int]) -> Iterator[Mesh]:
             if tp != force.get("tp", tp) or tp2 != force.get("tp2", 1 if "tp" in force else tp2):
                 continue
             yield mesh_of(dp, tp, tp2)
+
+
+def _with_experts(size: int, force: Mapping[str, int]) -> Iterator[Mesh]:
+    for dp in divisors(size):
+        if dp != force.get(DATA_AXIS, dp):
+            continue
+        rest = size // dp
+        for ep in divisors(rest):
+            tp = rest // ep
+            wanted_ep = force.get(EXPERT_AXIS, 1 if "tp" in force else ep)
+            wanted_tp = force.get("tp", 1 if EXPERT_AXIS in force else tp)
+            wide = ep > 1 < tp and size > WIDEST_DEVICES and not {EXPERT_AXIS, "tp"} & set(force)
+            if (ep, tp) == (wanted_ep, wanted_tp) and force.get("tp2", 1) == 1 and not wide:
+                yield mesh_of(dp, tp, ep=ep)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from autopar.cost_models.sizes import value_bytes
+from autopar.cost_models.sizes import held_by_user
 from autopar.cost_models.storages import State
 from autopar.solve.boundary import Boundary, Slot
 from autopar.solve.formulation import Formulation
@@ -39,7 +39,7 @@ def moments(made: Formulation, kept: Kept) -> Iterator[tuple[dict[int, float], f
         name: total(*((counts[key], getattr(state, name)) for key, state in states.items()))
         for name in ("parameters", "optimizer_bytes", "gradients", "gathered_standing", "standing", "accumulated")
     }
-    inputs = sum(value_bytes(value, made.problem.micro_batches * made.problem.batch) for value in made.problem.graph.inputs)
+    inputs = held_by_user(made.problem.graph, made.problem.micro_batches * made.problem.batch, made.problem.mesh)
     constant = (device.base_bytes + inputs) / byte + sum(counts[key] * state.buffer_bytes for key, state in states.items())
     fixed = total((1.0, every["parameters"]), (1.0, every["optimizer_bytes"]))
     yield total((1.0, fixed), (1.0, every["gradients"]), (float(device.kind != "cpu"), every["parameters"])), constant

@@ -15,10 +15,10 @@ from autopar.cost_models.hardware import Cluster
 from autopar.errors import AutoparError, BatchError, PlanError
 from autopar.ir.chunks import SCHEDULES, V_SHAPED, check_schedule, layer_calls
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
 from autopar.ir.plan import Pipeline
 from autopar.rules.registry import Registry
-from autopar.solve.grid import MICRO, Point, inner_devices, micro_batch_counts, zero_groups
+from autopar.solve.grid import MICRO, Point, batch_fits, deals_tokens, inner_devices, micro_batch_counts, zero_groups
 from autopar.solve.meshes import divisors, meshes
 from autopar.solve.parts import why_one_micro_batch
 
@@ -66,6 +66,7 @@ def pipeline_points(graph: Graph, cluster: Cluster, force: Mapping[str, int], re
         return
     rest = without_pipeline(force)
     whole = bool(why_one_micro_batch(graph, registry))
+    experts = deals_tokens(graph, registry) and force.get(EXPERT_AXIS) != 1
     found_any = False
     degrees = [force["pp"]] if wanted(force) else divisors(cluster.size)[1:]
     for stages in degrees:
@@ -75,15 +76,17 @@ def pipeline_points(graph: Graph, cluster: Cluster, force: Mapping[str, int], re
             continue
         size, node = cluster.size // stages, inner_devices(cluster)
         try:
-            found = meshes(size, graph.batch, rest, min(node, size))
+            found = meshes(size, graph.batch, rest, min(node, size), experts)
         except AutoparError:
             if wanted(force):
                 raise
             continue
         for mesh in found:
-            if len(mesh.axes) > 2 and "tp2" not in force:
+            if len(mesh.axes) > 2 and not {"tp2", EXPERT_AXIS} & set(force):
                 continue
             for parts in micro_batch_counts(graph.batch, mesh.size_of(DATA_AXIS), rest, whole):
+                if not batch_fits(mesh, graph.batch, parts, force, experts):
+                    continue
                 if parts < stages and not (wanted(force) and (MICRO in force or parts == _most(graph, mesh.size_of(DATA_AXIS)))):
                     continue
                 for group in zero_groups(mesh, node, force):

@@ -81,6 +81,7 @@ class PipelineSearch:
         for axes, members in self._families().items():
             self._bound_family(axes, members, best_seconds)
         open_points = [point for point in self.points if self._open(point, best_seconds())]
+        open_points.sort(key=lambda point: self.points[point].bound_seconds)
         order = self.pipelines.promising(open_points, best_seconds() * (1 - self.options.worth))
         for result in self.pipelines.solved(order, best_seconds()):
             result.bound_seconds = self.points[self._plain(result)].bound_seconds

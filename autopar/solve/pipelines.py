@@ -72,10 +72,11 @@ class Pipelines:
         self._allowed: Matrix | None = None
 
     def promising(self, points: Sequence[Point], best_seconds: float) -> list[tuple[float, Point, Way]]:
-        """About how long the step is of each point with each of its schedules, the shortest first."""
-        out = []
+        """About how long the step is of each point with each of its schedules, the shortest first. Half of the time is left to
+        look closer at them."""
+        out, half = [], self.left() / 2
         for point in points:
-            if self.left() <= 0:
+            if self.left() <= half:
                 break
             try:
                 ready = self.ready(point)

@@ -126,6 +126,7 @@ class _Rows:
             if slot.side != "out":
                 add((self.stored if slot.side == "param" else self.given).setdefault(self.find((value, at)), {}), w)
         self.makers: dict[State, list[_Maker]] = {}
+        self.brought: set[State] = set()
         self.readers: list[tuple[State, dict[int, float]]] = []
         least: dict[str, float] = {}
         for state, size in out.sizes.items():
@@ -191,6 +192,8 @@ class _Rows:
                 source, target = self.find((value, moves.states[step.source])), self.find((value, moves.states[step.target]))
                 if source == target:
                     continue
+                if target != (value, moves.states[step.target]):
+                    self.brought.add(target)
                 c = self.model.variable(1.0) if self._large(target) else None
                 self.makers.setdefault(target, []).append(_Maker(y, (source,), c))
                 if c is None:
@@ -228,6 +231,10 @@ class _Rows:
         if host:
             out.hosted[state] = model.binary()
             keeps[out.hosted[state]] = 1.0
+        if state in self.brought:
+            # is made or given <= 1: a view and what it views are one tensor only where the view is made from it, and not where
+            # its parts are gathered
+            model.row(total((1.0, there)), -INFINITY, 1.0)
         # S[t] + O[t] <= is made or given in the forward
         model.row(total((1.0, there), (-1.0, keeps)), 0.0, INFINITY)
         support = total((1.0, keeps), (1.0, replays), (1.0, stored))

@@ -16,8 +16,9 @@ from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.plan import Candidate
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import default_registry
-from autopar.solve.bounds import Flow, work_bound
+from autopar.solve.bounds import Flow, ideal_seconds, work_bound
 from autopar.solve.candidates import Attempt, MeshResult
+from autopar.solve.first_look import FirstLooks
 from autopar.solve.grid import Point, grid, inner_devices
 from autopar.solve.ilp import Status
 from autopar.solve.infeasible import explanation
@@ -87,9 +88,11 @@ class _Search:
         self.best: MeshResult | None = None
         self.baselines: dict[str, MeshResult | None] = {"ddp": None, "fsdp": None}
         self.points: list[_Point] = []
-        self.pipelines = PipelineSearch(graph, cluster, options, self.registry, self.tables, self._left)
+        self.pipelines = PipelineSearch(graph, cluster, options, self.registry, self.tables, self._left_for_pipelines)
         self.tight = False
         self.sizes: dict[Mesh, int] = {}
+        self.least = 0.0
+        self.piped_at = self.began
 
     def run(self) -> SearchResult:
         self._check_rules()
@@ -123,20 +126,35 @@ class _Search:
         for wide in (False, True):
             members = [each for each in self.points if (len(each.point.mesh.axes) > 2) == wide]
             self._bound(members)
+            self._look(members)
             if not wide:
                 self._pipelines()
-            for each in _promising(members):
+            for each in self._promising(members):
                 if not self.tight and not self._hopeless(each.bound):
                     self._unlimited(each)
-            for each in _promising(members):
+            for each in self._promising(members):
                 if not self._hopeless(each.bound):
                     self._limited(each)
 
     def _pipelines(self) -> None:
         """Beside the meshes of their stages: where they are better, most meshes need no look."""
+        self.piped_at = monotonic()
         for result in self.pipelines.run(self._best_seconds):
             self._offer(result)
             self._report(result)
+
+    def _look(self, members: Sequence[_Point]) -> None:
+        """At large problems, before they are solved under memory: what fits, quickly."""
+        looks = FirstLooks(self.graph, self.cluster, self.options, self.tables, self._left)
+        for each in self._promising(members):
+            if self._large(each) and not self._hopeless(each.bound):
+                began = monotonic()
+                found = looks.look(each.point)
+                if found is not None:
+                    found.bound_seconds, found.seconds = each.bound, monotonic() - began
+                    if found.step_seconds is not None and found.step_seconds < self._best_seconds():
+                        self._offer(found)
+                        self._report(found)
 
     # -- what is worth a look
 
@@ -146,6 +164,13 @@ class _Search:
 
     def _left(self) -> float:
         return self.options.time_limit_seconds - (monotonic() - self.began)
+
+    def _left_for_pipelines(self) -> float:
+        if wanted(self.options.force):
+            return self._left()
+        large = any(variables > LARGE for mesh, variables in self.sizes.items() if len(mesh.axes) == 2)
+        share = (_LARGE_SHARE if large else _PIPELINES_SHARE) * self.options.time_limit_seconds
+        return min(self._left(), share - (monotonic() - self.piped_at))
 
     def _best_seconds(self) -> float:
         return self.best.evaluation.step_seconds if self.best is not None and self.best.evaluation is not None else inf
@@ -209,6 +234,8 @@ class _Search:
                 raise
 
     def _bound_mesh(self, members: Sequence[_Point]) -> None:
+        for each in members:
+            each.result.bound_seconds = max(each.bound, self.least)
         if self._left() <= 0:
             return
         began = monotonic()
@@ -217,6 +244,7 @@ class _Search:
             for each in members:
                 each.result.status, each.done = Status.PRUNED, True
         least = work_bound(problem)
+        self.least = self.least or ideal_seconds(problem)
         self.pipelines.learn(problem, least)
         for each in members:
             each.result.bound_seconds = least
@@ -239,6 +267,18 @@ class _Search:
                 if weight == 1.0:
                     self.pipelines.learn(problem, bounds[1.0])
                 self._room(members, problem, of, bounds)
+
+    def _promising(self, points: Sequence[_Point]) -> list[_Point]:
+        """What is not done, the lowest bounds first, whole batches before parts; of large problems those with one group of the
+        state before those with several, which are harder and seldom much better."""
+
+        def order(each: _Point) -> tuple[bool, float, int]:
+            return each.point.zero_group > 0 and self._large(each), each.bound, each.point.micro_batches
+
+        return sorted((each for each in points if not each.done), key=order)
+
+    def _large(self, each: _Point) -> bool:
+        return self.sizes.get(each.point.mesh, 0) > LARGE
 
     def _any(self, members: Sequence[_Point]) -> bool:
         """Whether some of the points is still worth a look."""
@@ -288,16 +328,19 @@ class _Search:
         if each.point.micro_batches > 1:
             self._flow([each], problem, needs(problem))
         attempt = self._attempt(problem, each.result)
-        large = self.sizes.get(each.point.mesh, 0) > LARGE
+        large = self._large(each)
         worth = self.options.worth_large if large else 0.0
         if large and not self._hopeless(each.bound, worth):
-            each.result.bound_seconds = attempt.relaxed(self._left())
+            found = attempt.relaxed(min(self._left(), _LARGE_SECONDS))
+            if found is None and self.best is not None:
+                return  # it stays with the bound that it has
+            each.result.bound_seconds = found or each.bound
         if each.bound == inf:
             each.result.status, each.done = Status.INFEASIBLE, True
         if self._hopeless(each.bound, worth):
             return
         least = each.bound
-        attempt.limited(self._left())
+        attempt.limited(self._left() if self.best is None else min(self._left(), _HARD_SECONDS))
         if each.result.status is not Status.INFEASIBLE:
             each.result.bound_seconds = max(each.bound, least)
         each.done = True
@@ -386,17 +429,21 @@ class _Search:
         )
 
 
-def _promising(points: Sequence[_Point]) -> list[_Point]:
-    """What is not done, the lowest bounds first, whole batches before parts."""
-    return sorted((each for each in points if not each.done), key=lambda each: (each.bound, each.point.micro_batches))
-
-
 _THREADS = 2
 
 _LOOKS = 8
 """Meshes that are looked at for what an infeasible problem lacks."""
 
 _LOOK_SECONDS = 5.0
+
+_LARGE_SECONDS = 2.0
+"""For the linear relaxation of a large problem under memory: one that takes longer is left, with the bound that it has."""
+
+_HARD_SECONDS = 4.0
+"""For one problem under memory, once there is a plan: few take half of that."""
+
+_PIPELINES_SHARE, _LARGE_SHARE = 0.4, 0.1
+"""Of the time, for pipelines; and where their stages are large problems by themselves."""
 
 LARGE = 8000
 """Variables of placements from which on the problem under memory takes long."""

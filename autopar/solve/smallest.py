@@ -16,7 +16,7 @@ from autopar.cost_models.evaluate import Evaluation, evaluate
 from autopar.cost_models.hardware import Cluster
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
 from autopar.ir.plan import Candidate
 from autopar.rules.registry import Registry
 from autopar.solve import ilp
@@ -69,7 +69,7 @@ class Smallest:
 
     def quick(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> Fit | None:
         """The forced plan with the least peak; None where what the user forces or pins is beyond it."""
-        if options.pins or "tp2" in options.force:
+        if options.pins or {"tp2", EXPERT_AXIS} & set(options.force):
             return None
         best: Fit | None = None
         for wanted in self._wanted(graph, cluster, options):
@@ -139,7 +139,7 @@ def _saving(points: tuple[Point, ...], options: SearchOptions) -> list[Point]:
     """Of each mesh the smallest micro-batches and the widest state group, few axes first."""
     least: dict[object, Point] = {}
     for point in points:
-        if len(point.mesh.axes) > 2 and "tp2" not in options.force:
+        if len(point.mesh.axes) > 2 and not {"tp2", EXPERT_AXIS} & set(options.force):
             continue
         known = least.setdefault(point.mesh, point)
         group = point.zero_group or point.mesh.size_of(DATA_AXIS), point.micro_batches

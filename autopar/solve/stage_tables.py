@@ -17,7 +17,7 @@ from autopar.cost_models.block import BlockCosts
 from autopar.cost_models.hardware import Device
 from autopar.cost_models.memory import call_kept
 from autopar.cost_models.overlap import Overlap
-from autopar.cost_models.sizes import value_bytes
+from autopar.cost_models.sizes import held_by_user
 from autopar.cost_models.stages import cut_bytes
 from autopar.cost_models.state import StateCost, optimizer_named
 from autopar.cost_models.trace import Run
@@ -104,7 +104,7 @@ class StageTables:
     ) -> None:
         self.graph, self.setting, self.kept, self.sent = graph, setting, runs.kept, runs.sent
         self.names = tuple((number, zero) for number in range(len(runs.runs)) for zero in zeros)
-        self.inputs = float(sum(value_bytes(value, setting.batch) for value in graph.inputs))
+        self.inputs = held_by_user(graph, setting.batch, next(iter(costs.values())).mesh)
         states = {(name, zero): state_of(costs[name], run, zero, setting) for name, run in runs.runs[0].items() for zero in zeros}
         self.calls = [
             {name: per_call(run, states[name, zero], zero, setting) for name, run in runs.runs[number].items()}

@@ -80,8 +80,8 @@ class _Builder:
             per_axis = [
                 (self.propagated.strategies[block.name, node.name],)
                 if axis == self.data
-                else self.strategies.of(block, size, False)[node.name]
-                for axis, size in enumerate(self.mesh.sizes)
+                else self.strategies.of(block, of.size, of.name)[node.name]
+                for axis, of in enumerate(self.mesh.axes)
             ]
             plans = combine(per_axis, node, values, self.mesh.sizes)
             out[node.name] = tuple(plan for plan in plans if self._pinned(node, plan))

@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ORDER = [
-    *("errors", "ir", "schedules", "capture", "rules", "cost_models", "solve", "explain", "validate"),
-    *("planning", "passes", "program", "runtime", "dryrun", "api", "cli"),
+    *("errors", "ir", "schedules", "runtime", "ops", "capture", "rules", "cost_models", "solve", "explain", "validate"),
+    *("planning", "passes", "program", "dryrun", "api", "cli"),
 ]
 FOLDERS = {"passes": ROOT / "passes", "cost_models": ROOT / "cost_models"}
 STANDARD = set(sys.stdlib_module_names)

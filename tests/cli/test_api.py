@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.runtime.errors import BatchProblem
 
 
 class Net(nn.Module):
@@ -116,3 +118,51 @@ def test_one_process_trains(tmp_path: Path) -> None:
     optimizer.step()
     assert parallel(**inputs) < loss
     torch.distributed.destroy_process_group()
+
+
+@dataclass
+class Result:
+    """What a model may return."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor | None = None
+
+
+class WithLogits(Net):
+    def forward(self, x: torch.Tensor, target: torch.Tensor, *, gain: float = 1.0) -> Result:  # type: ignore[override]
+        logits = self.down(torch.relu(self.up(x))) * gain
+        return Result(nn.functional.cross_entropy(logits, target), logits)
+
+
+@pytest.mark.parametrize("asked", [(), ("logits",)])
+def test_the_class_of_the_model_comes_back(asked: tuple[str, ...]) -> None:
+    """With what was asked for in it, and None elsewhere; the user's loop is unchanged. The first call is the example."""
+    torch.manual_seed(0)
+    model, inputs = WithLogits(), batch()
+    expected = model(**inputs, gain=2.0)
+    parallel = autopar.parallelize(model, "local:1", outputs=asked, cache=False)
+    for _ in range(2):
+        out = parallel(inputs["x"], target=inputs["target"], gain=2.0)
+        assert type(out) is Result and torch.allclose(out.loss, expected.loss)
+        out.loss.backward()
+    assert (out.logits is None) == (not asked)
+    if asked:
+        assert torch.allclose(out.logits.full_tensor(), expected.logits)
+    with pytest.raises(BatchProblem, match="gain is 3.0, the plan is for 2.0"):
+        parallel(**inputs, gain=3.0)
+    torch.distributed.destroy_process_group()
+
+
+def test_a_plan_says_what_it_returns() -> None:
+    from autopar.api import check_plan
+
+    inputs, cluster = batch(), autopar.Cluster.parse("local:2")
+    plan = autopar.plan(WithLogits(), "local:2", inputs, force="dp=2")
+    assert plan.graph.interface is not None and plan.graph.interface.left_out == ("logits",)
+    with pytest.raises(autopar.PlanMismatch, match="returns no logits"):
+        check_plan(plan, WithLogits(), cluster, inputs, ("logits",))
+    asked = autopar.plan(WithLogits(), "local:2", inputs, force="dp=2", outputs=("logits",))
+    more = [each.document.predicted.peak_memory_bytes for each in (plan, asked)]
+    assert more[1] - more[0] == 8 // 2 * 16 * 4  # type: ignore[operator]  # a data rank's part of the logits, which the user holds
+    assert [output.path for output in asked.graph.outputs] == ["logits"] and asked.graph.interface.left_out == ()  # type: ignore[union-attr]
+    assert autopar.Plan.from_json(asked.to_json()) == asked == check_plan(asked, WithLogits(), cluster, inputs)

@@ -62,10 +62,10 @@ def loaded_model(name: str, seq: int | None) -> LoadedModel:
 KNOWN: dict[tuple[nn.Module, str], Graph] = {}
 
 
-def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, compute_dtype: str) -> Graph:
+def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, compute_dtype: str, **more: Any) -> Graph:
     """Each model in each dtype once: graphs do not depend on the batch."""
     if (model, compute_dtype) not in KNOWN:
-        KNOWN[model, compute_dtype] = capture(model, args, kwargs, compute_dtype=compute_dtype)
+        KNOWN[model, compute_dtype] = capture(model, args, kwargs, compute_dtype=compute_dtype, **more)
     return KNOWN[model, compute_dtype]
 
 

@@ -31,8 +31,8 @@ def test_text_computes_what_aten_computes(op: str, args: Any, kwargs: Any) -> No
     torch.manual_seed(0)
     block, tensors = build(op, args, kwargs)
     node = block.nodes[0]
-    if op == "ap.dropout":
-        return  # its mask is the runtime's own
+    if op in ("ap.dropout", "ap.random", "ap.local_mean"):
+        return  # random numbers of the runtime's own, or a mean over what a rank has
     leaves = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in tensors.items()}
     text = expression(node, str)
     found, expected = evaluate(node, leaves, text), run(node, leaves, 8)

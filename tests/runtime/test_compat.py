@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from support.launch import launch
 from support.ranks import Ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autopar.runtime
 from autopar.runtime import compat
@@ -40,6 +41,37 @@ def test_functional_collectives(ranks: Ranks) -> None:
         assert out["gather"] == [0.0, 1.0, 2.0, 3.0]
         assert out["scatter"] == [4.0 * i + 6 for i in (2 * rank, 2 * rank + 1)]
         assert out["all_to_all"] == [float(2 * rank + i + source) for source in range(4) for i in range(2)]
+
+
+def rows(axes: dict[str, int]) -> list[list[float]]:
+    """Rank r sends r + s rows to rank s, but none to itself."""
+    tp = MeshHandle(axes).tp
+    counts = [[0 if r == s else r + s for s in range(tp.size)] for r in range(tp.size)]
+    send, receive = counts[tp.coordinate], [counts[r][tp.coordinate] for r in range(tp.size)]
+    x = torch.tensor([[tp.coordinate, float(s)] for s in range(tp.size) for _ in range(send[s])])
+    return compat.wait(compat.all_to_all_rows(x, receive, send, tp.group_name)).tolist()  # type: ignore[no-any-return]
+
+
+def test_rows_to_each_rank(ranks: Ranks) -> None:
+    for rank, found in enumerate(ranks.run(rows, {"tp": 4})):
+        assert found == [[source, rank] for source in range(4) if source != rank for _ in range(source + rank)]
+
+
+def test_what_has_data() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    assert compat.has_data(torch.ones(2)) and not compat.has_data(fake) and not compat.has_data(torch.ones(2, device="meta"))
+
+
+def test_autograd_inside_of_an_operator() -> None:
+    def sine_gradient(x: torch.Tensor) -> torch.Tensor:
+        with compat.autograd_inside():
+            leaf = x.detach().requires_grad_()
+            return torch.autograd.grad(leaf.view(-1).sin().sum(), leaf)[0]
+
+    operator = torch.library.custom_op("autopar_test::sine_gradient", sine_gradient, mutates_args=())
+    x = torch.randn(3, requires_grad=True)
+    assert operator(x).equal(x.detach().cos())
 
 
 def test_callbacks_run_at_the_end_of_backward() -> None:

@@ -111,7 +111,12 @@ def test_nothing_is_better_than_what_is_proven(data: st.DataObject) -> None:
     for rules in first_rules(task)[:8]:
         assert run(task, rules)[0] >= exact - 1e-9
     found = synthesize(chunks, rank_of, micro, lags, room=room, split_backward=split, time_limit_seconds=5.0)
-    assert found.status is Status.OPTIMAL and found.makespan_seconds == pytest.approx(exact, rel=1e-3)
+    shortest = min(min(task.seconds[chunk][:2]) for chunk in range(len(rank_of)))
+    if max(task.lags, default=0.0) <= shortest:
+        assert found.status is Status.OPTIMAL and found.makespan_seconds == pytest.approx(exact, rel=1e-3)
+    else:  # sends may wait for each other, which the clock counts and the bound (and `exact`) does not
+        assert found.makespan_seconds >= exact - 1e-6
+        assert (found.status is Status.OPTIMAL) == (found.makespan_seconds <= found.lower_bound_seconds * 1.001)
     assert exact >= found.lower_bound_seconds - 1e-6
     fits(found.schedule, rank_of, room, split)
 

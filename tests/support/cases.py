@@ -141,6 +141,8 @@ def _scalars() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "aten._to_copy", (T((4, 8), "float32"),), {"dtype": DType("float64")}
     yield "aten.type_as", (T((4, 8), "float32"), t(4, 8)), {}
     yield "ap.dropout", (t(4, 8), 0.3), {}
+    yield "ap.local_mean", (t(4, 8, 2, 2), (0, 2, 3), 0), {}
+    yield "ap.random", (t(4, 8), "uniform", 0.0, 1.0), {}
     yield "aten.glu", (t(4, 16), -1), {}
     yield "aten.glu", (t(8, 4), 0), {}
 
@@ -188,18 +190,42 @@ def _products() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         yield "aten.scaled_dot_product_attention", (t(4, 8, 8, 4), t(4, 4, 8, 4), t(4, 4, 8, 4), t(*mask)), {"enable_gqa": True}
     grouped = (t(2, 16, 8, 4), t(2, 4, 8, 4), t(2, 4, 8, 4), None, 0.0, True)
     yield "aten.scaled_dot_product_attention", grouped, {"scale": 0.5, "enable_gqa": True}
+    yield "aten.scaled_dot_product_attention", (t(2, 4, 8, 4), t(2, 2, 8, 4), t(2, 2, 8, 4)), {"enable_gqa": True}
+    band = (t(2, 8, 8, 4), t(2, 4, 8, 4), t(2, 4, 8, 4))
+    yield "ap.attention", (*band, None, 0.0, False), {"enable_gqa": True, "window": (3, 0)}
+    yield "ap.attention", (*band, m(2, 1, 1, 8), 0.0, True), {"enable_gqa": True, "window": (-1, 0)}
+    yield "ap.attention", (t(2, 8, 8, 4), t(2, 8, 12, 4), t(2, 8, 12, 4), t(1, 8, 8, 12)), {"window": (2, 5)}
+    yield from _experts()
     yield "aten.embedding", (t(16, 8), i(16, 4, 8)), {}
     yield "aten.embedding", (t(16, 8), i(16, 4), 3), {}
     yield "ap.cross_entropy_sum", (t(4, 8, 16), i(16, 4, 8), -100, 0.0), {}
     yield "ap.cross_entropy_sum", (t(8, 16), i(16, 8), 3, 0.1), {}
     yield "ap.count_valid", (i(4, 4, 8), 2), {}
-    for dims in (1, 2, 3):
+    for dims, form in ((1, ""), (2, ".input"), (3, ".input")):
         image, kernel = (4, 8, *(6,) * dims), (12, 8, *(3,) * dims)
         yield f"aten.conv{dims}d", (t(*image), t(*kernel), t(12)), {}
         yield f"aten.conv{dims}d", (t(*image), t(8, 1, *(3,) * dims), t(8), (1,) * dims, (1,) * dims, (1,) * dims, 8), {}
+        yield f"aten.conv{dims}d", (t(*image), t(16, 2, *(3,) * dims), None, (1,) * dims, (0,) * dims, (1,) * dims, 4), {}
+        yield f"aten.conv_transpose{dims}d{form}", (t(*image), t(8, 12, *(3,) * dims)), {}
+    yield "aten.conv_transpose2d.input", (t(4, 8, 6, 6), t(8, 3, 2, 2), t(12), (2, 2), (0, 0), (0, 0), 4), {}
+    yield "aten.conv2d.padding", (t(4, 8, 6, 6), t(8, 1, 3, 3), None, (1, 1), "same", (1, 1), 8), {}
+    yield "aten.conv2d", (t(8, 6, 6), t(16, 1, 3, 3)), {"groups": 8}
+    yield "aten.convolution", (t(4, 8, 6), t(16, 2, 3), t(16), (1,), (1,), (1,), False, (0,), 4), {}
+    yield "aten.convolution", (t(4, 8, 6), t(8, 3, 3), t(12), (1,), (1,), (1,), True, (0,), 4), {}
     yield "aten.conv2d", (t(8, 6, 6), t(12, 8, 3, 3)), {}
     yield "aten.conv2d", (t(4, 8, 6, 6), t(12, 8, 2, 2), None, (2, 2)), {}
     yield "aten.convolution", (t(4, 8, 6), t(12, 8, 3), t(12), (1,), (1,), (1,), False, (0,), 1), {}
+
+
+def _experts() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    routed = (t(4, 8, 6), i(5, 4, 8, 2), t(4, 8, 2))  # 4 is nowhere
+    yield "ap.moe_experts", (*routed, t(4, 16, 6), t(4, 6, 8), None, None, "silu", "halves", None), {}
+    biased = (t(4, 16, 6), t(4, 6, 8), t(4, 16), t(4, 6))
+    yield "ap.moe_experts", (*routed, *biased, "gelu", "interleaved", None), {}
+    transposed = (t(4, 6, 8), t(4, 8, 6), t(4, 8), t(4, 6))
+    yield "ap.moe_experts", (t(8, 6), i(5, 8, 2), t(8, 2), *transposed, "relu2", "plain transposed", None), {}
+    yield "ap.expert_capacity", (i(5, 4, 8, 2), 4, 0.5), {}
+    yield "ap.expert_capacity", (i(5, 2, 4, 8, 2), 4, 1.25), {}
 
 
 def _norms_and_pools() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
@@ -208,6 +234,7 @@ def _norms_and_pools() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "aten.native_layer_norm", (t(4, 8, 12), (12,), t(12), t(12), 1e-5), {}
     yield "aten.rms_norm", (t(4, 8, 12), (12,), t(12), 1e-5), {}
     yield "aten.group_norm", (t(4, 8, 6), 2, t(8), t(8)), {}
+    yield "aten.group_norm", (t(4, 8, 6, 6), 4), {}
     for op in ("softmax.int", "log_softmax.int"):
         yield f"aten.{op}", (t(4, 8, 12), -1), {}
     for op in ("_softmax", "_log_softmax"):
@@ -227,6 +254,9 @@ def _norms_and_pools() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "aten.triu", (t(4, 8, 8), 1), {}
     yield "aten.constant_pad_nd", (t(4, 8, 8), (1, 1), 0.0), {}
     yield "aten.pad", (t(4, 8, 8, 8), (1, 1, 2, 0)), {}
+    yield "aten.pad", (t(4, 8, 8, 8), (0, 0, 1, 1, 0, 0)), {}
+    yield "aten._weight_norm", (t(4, 8, 6), t(1, 1, 6), 2), {}
+    yield "aten._weight_norm", (t(8, 4, 6), p(8, 1, 1)), {}
     yield "aten.flip", (t(4, 8, 8), (1,)), {}
     yield "aten.roll", (t(4, 8, 8), (1, 2), (1, 2)), {}
     yield "aten.roll", (t(4, 8), (1,)), {}
@@ -261,6 +291,7 @@ def _views() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "aten.chunk", (t(4, 24), 3, 1), {}
     yield "aten.repeat", (t(4, 8), (1, 3)), {}
     yield "aten.repeat", (t(4, 1), (2, 2, 4)), {}
+    yield "aten.repeat_interleave.self_int", (t(4, 8, 6), 3, 1), {"output_size": 24}
     yield "aten.repeat_interleave.self_int", (t(4, 8), 3, 1), {}
     yield "aten.select.int", (t(4, 3, 8), 1, 2), {}
     yield "aten.unbind.int", (t(3, 4, 8),), {}
@@ -305,6 +336,16 @@ def _indexing() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "aten.index.Tensor", (t(4, 8, 12), (i(4, 4), i(8, 4))), {}
     yield "aten.index.Tensor", (t(4, 8, 12), (i(4, 4, 1), i(8, 8))), {}
     yield "aten.index.Tensor", (t(4, 8, 12), (i(4, 4), None, i(12, 4))), {}
+    yield "aten.slice_scatter", (t(4, 8, 12), t(4, 6, 12), 1, 0, 6), {}
+    yield "aten.select_scatter", (t(4, 8, 12), t(4, 12), 1, 3), {}
+    yield "aten.scatter.value", (t(4, 8, 12), 2, i(12, 4, 8, 4), 1.0), {}
+    yield "aten.scatter.src", (t(4, 8), 1, i(8, 4, 1), t(4, 1)), {}
+    yield "aten.scatter_add", (t(4, 8, 12), 1, i(8, 4, 6, 12), t(4, 6, 12)), {}
+    yield "aten.scatter_add", (t(8), 0, i(8, 16), t(16)), {}
+    yield "aten.index_add", (t(4, 8, 12), 1, i(8, 4), t(4, 4, 12)), {}
+    yield "aten.histc", (u(4, 8), 4, 0, 1), {}
+    yield "aten.histc", (u(4, 8), 4), {}
+    yield "aten.empty_like", (t(4, 8),), {}
     yield "aten.one_hot", (i(4, 4, 8), 4), {}
     yield "aten.arange", (8,), {}
     yield "aten.scalar_tensor", (2.0,), {}

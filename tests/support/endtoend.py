@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from support.lift import LiftedCasts, lift_graph
-from support.models import VOCABULARY, make, words
+from support.models import VOCABULARY, cases, long_cases, make_case, routed_cases, words
+from support.outside import outside
+from support.zoo import families
 from torch import Tensor, nn
 
 from autopar.capture import capture
@@ -69,14 +71,15 @@ def prepare(name: str, dtype: torch.dtype = torch.float64, batch: int = 16) -> P
 
 @cache
 def _prepared(name: str, dtype: torch.dtype, batch: int) -> Prepared:
-    model, inputs = make(name, dtype, batch)
+    model, inputs = make_case((families() | outside() | cases() | long_cases() | routed_cases())[name], dtype, batch)
     lift = dtype is torch.float64
     graph = capture(model, (), inputs, compute_dtype=str(dtype).removeprefix("torch."))
     graph = lift_graph(graph) if lift else graph
     needed = graph.parameters()
     tensors = (*model.named_parameters(), *model.named_buffers())
     state = {key: tensor.detach().clone() for key, tensor in tensors if key in needed}
-    return Prepared(name, graph, state, inputs, reference(model, inputs, lift))
+    given = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
+    return Prepared(name, graph, state, given, reference(model, inputs, lift))
 
 
 @cache
@@ -126,26 +129,19 @@ def run_programs(
         made = load(text).Program
         parallel = Parallel(made(MeshHandle(made.mesh_axes)), state)
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=rate)
-        staged = "pp" in made.mesh_axes  # then a rank's own parameters are only those of its stage
         first: tuple[float, dict[str, Tensor]] | None = None
         for _ in range(steps):
             optimizer.zero_grad()
             loss = parallel(**batch)
             loss.backward()
             if first is None:
-                named = parallel.named_parameters()
-                gradients = {k: p.grad.full_tensor().clone() for k, p in named if not staged and p.grad is not None}  # type: ignore[attr-defined]
-                first = loss.item(), parallel.full_gradients() if staged else gradients
+                first = loss.item(), parallel.full_gradients()
             optimizer.step()
         assert first is not None
-        if staged:
-            buffers = _all_names([name for name, _ in parallel.named_buffers()])
-            whole = parallel.full_state()
-            parameters = {name: tensor for name, tensor in whole.items() if name not in buffers}
-            out.append((*first, parameters, {name: tensor for name, tensor in whole.items() if name in buffers}))
-        else:
-            parameters = {name: p.full_tensor().detach() for name, p in parallel.named_parameters()}  # type: ignore[attr-defined]
-            out.append((*first, parameters, dict(parallel.named_buffers())))
+        buffers = _all_names([name for name, _ in parallel.named_buffers()])
+        whole = parallel.full_state()
+        parameters = {name: tensor for name, tensor in whole.items() if name not in buffers}
+        out.append((*first, parameters, {name: tensor for name, tensor in whole.items() if name in buffers}))
     return out
 
 

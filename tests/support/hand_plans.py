@@ -8,7 +8,7 @@ from support.whole import route
 
 from autopar.ir.dims import has_batch
 from autopar.ir.graph import Block, Graph, Node, Value
-from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
+from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, Axis, Mesh
 from autopar.ir.placement import Invariant, Partial, Placement, Placements, Replicate, Shard
 from autopar.ir.plan import Arc, BlockPlan, Candidate, NodePlan, Precision
 from autopar.rules.expand import block_strategies
@@ -38,7 +38,10 @@ def _axis(
     block: Block, mesh: Mesh, axis: int, wish: Wish, symbolic: bool
 ) -> tuple[dict[str, AxisStrategy], dict[str, Placement]]:
     data = mesh.names[axis] == DATA_AXIS
-    options = block_strategies(block, mesh.sizes[axis], batch_axis=data, batch_is_symbolic=symbolic, registry=default_registry())
+    options = block_strategies(
+        block, mesh.sizes[axis], batch_axis=data, batch_is_symbolic=symbolic, registry=default_registry(),
+        any_size=mesh.names[axis] == EXPERT_AXIS,
+    )  # fmt: skip
     values = block.values()
     at: dict[str, Placement] = {}
     for value in block.inputs:
@@ -116,7 +119,7 @@ def candidate(
 
 
 GPT2_TENSOR_PARALLEL: Mapping[str, Mapping[str, Wish]] = {
-    "GPT2Block": {"tp": {"attn_c_attn": "n", "attn_c_proj": "k", "mlp_c_fc": "n", "mlp_c_proj": "k"}},
+    "GPT2Block": {"tp": {"attn_c_attn": "n", "sdpa": "batch1", "attn_c_proj": "k", "mlp_c_fc": "n", "mlp_c_proj": "k"}},
     "Prologue": {"tp": {"words": "v"}},
     "Epilogue": {"tp": {"logits": "n"}},
 }

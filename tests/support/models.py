@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from support.experts import RoutedMlp, routed_batch
+from support.zoo import Family
 from torch import Tensor, nn
 
 VOCABULARY = 64
@@ -186,13 +189,31 @@ def cases() -> dict[str, Case]:
     }
 
 
+def routed_cases() -> dict[str, Case]:
+    """Mixtures of experts that call `autopar.ops.moe_experts`."""
+    return {
+        "routed": Case(RoutedMlp, routed_batch),
+        "routed_capacity": Case(lambda: RoutedMlp(0.75), routed_batch),
+        "routed_capacity_flat": Case(lambda: RoutedMlp(0.75, flat=True), routed_batch),
+    }
+
+
 def make(name: str, dtype: torch.dtype = torch.float64, batch: int = 8, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model in `dtype` and one batch."""
+    return make_case((cases() | long_cases())[name], dtype, batch, seed)
+
+
+def make_case(
+    case: Case | Family, dtype: torch.dtype = torch.float64, batch: int = 8, seed: int = 0
+) -> tuple[nn.Module, dict[str, Any]]:
     """The model in `dtype` and one batch. Biases that start at zero get values: a tensor of noise has no scale to compare by."""
     torch.manual_seed(seed)
-    case = (cases() | long_cases())[name]
     model = case.build().to(dtype)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the others have no kernel for float64 on a CPU
     for parameter in model.parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
     inputs = case.batch(batch)
-    return model, {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+    floating = {key: value.to(dtype) for key, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    return model, inputs | floating

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from support import attention, experts
 from torch import Tensor
 
 from autopar.ir.dims import value as size_at
@@ -98,11 +99,18 @@ def _cross_entropy_sum(logits: Tensor, target: Tensor, ignore_index: int = -100,
 
 AP: dict[str, Callable[..., Any]] = {
     "ap.linear_kn": _linear_kn,
+    "ap.attention": attention.dense,
+    "ap.moe_experts": experts.dense,
+    "ap.expert_capacity": experts.capacity,
     "ap.cross_entropy_sum": _cross_entropy_sum,
     "ap.count_valid": lambda target, ignore_index=-100: (target != ignore_index).sum().double(),
+    "ap.local_mean": lambda x, dims, _: x.mean([d for d in dims if d], keepdim=True),  # of a rank with one example
+    "ap.random": lambda x, kind, a, b: torch.sin(x.detach() * 1e3),  # likewise
     "ap.dropout": lambda x, p: x * (torch.sin(x.detach() * 1e3) > p) / (1 - p),  # a mask that depends on the element only
 }
-RENAMED = {"aten.reshape": torch.reshape, "aten.split.Tensor": torch.split, "aten.pad": torch.nn.functional.pad}
+RENAMED = {
+    "aten.histc": lambda x, *bounds: torch.histc(x.double(), *bounds).to(x.dtype),
+    "aten.reshape": torch.reshape, "aten.split.Tensor": torch.split, "aten.pad": torch.nn.functional.pad}
 
 
 def argument(arg: Any, tensors: Mapping[str, Tensor], batch: int) -> Any:
@@ -171,8 +179,26 @@ def _cross_entropy_sharded(group: list[list[Any]]) -> list[Tensor]:
     ]
 
 
-GROUPED = {"ap.embedding_sharded": _embedding_sharded, "ap.cross_entropy_sharded": _cross_entropy_sharded}
+GROUPED: dict[str, Callable[..., list[Tensor]]] = {
+    "ap.embedding_sharded": _embedding_sharded,
+    "ap.cross_entropy_sharded": _cross_entropy_sharded,
+    "ap.attention_ring": attention.ring,
+    "ap.attention_rows": attention.rows,
+    "ap.attention_heads": attention.heads,
+    "ap.moe_experts_owned": experts.owned,
+    "ap.moe_experts_dispatched": experts.dispatched,
+}
 """Named functions, run for all ranks of their axis at once."""
+LABELS = {
+    "ap.embedding_sharded": "v",
+    "ap.cross_entropy_sharded": "v",
+    "ap.attention_ring": "s t",
+    "ap.attention_rows": "s",
+    "ap.attention_heads": "h",
+    "ap.moe_experts_owned": "e",
+    "ap.moe_experts_dispatched": "e batch",
+}
+"""What a plan's label says on the axis of a named function, or how it begins."""
 
 
 def run_ranks(
@@ -190,7 +216,9 @@ def run_ranks(
             args = [
                 [argument(arg, {name: local[at] for name, local in held.items()}, batch) for arg in node.args] for at in members
             ]
-            out.update((at, (result,)) for at, result in zip(members, GROUPED[function](args), strict=True))
+            with_names = node.kwargs if function.startswith("ap.attention") else ()
+            named = {name: argument(arg, {}, batch) for name, arg in with_names}
+            out.update((at, (result,)) for at, result in zip(members, GROUPED[function](args, **named), strict=True))
         return out
     shapes = [tuple(size_at(dim, batch) for dim in value.shape) for value in node.outputs]
     for index, placements in enumerate(results):
@@ -242,13 +270,16 @@ def prove(
     local_seeds = [shard(seed, dual(results[i]), sizes) for i, seed in zip(wanted, seeds, strict=True)]
     order = [name for name in leaves if name in floating]
     grads: dict[str, Locals] = {name: {} for name in order}
-    for at in ranks(sizes):
-        inputs = [held[name][at] for name in order]
-        found_grads = torch.autograd.grad(
-            [parts[at][i] for i in wanted], inputs, [seed[at] for seed in local_seeds], allow_unused=True
-        )
-        for name, x, grad in zip(order, inputs, found_grads, strict=True):
-            grads[name][at] = torch.zeros_like(x) if grad is None else grad
+    everyone = ranks(sizes)  # at once: what one rank gets from another has a gradient there
+    inputs = [(name, at) for name in order for at in everyone]
+    found_grads = torch.autograd.grad(
+        [parts[at][i] for at in everyone for i in wanted],
+        [held[name][at] for name, at in inputs],
+        [seed[at] for at in everyone for seed in local_seeds],
+        allow_unused=True,
+    )
+    for (name, at), grad in zip(inputs, found_grads, strict=True):
+        grads[name][at] = torch.zeros_like(held[name][at]) if grad is None else grad
     placed = dict(zip(leaves, operands, strict=True))
     for name, grad in zip(order, expected_grads, strict=True):
         found = assemble(grads[name], dual(placed[name]), sizes)

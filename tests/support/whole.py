@@ -7,7 +7,7 @@ from typing import Any
 
 import networkx
 import torch
-from support.simulate import Coordinates, cut, dual, paste, ranks, rename, run_ranks, shard
+from support.simulate import LABELS, Coordinates, cut, dual, paste, ranks, rename, run_ranks, shard
 from torch import Tensor
 
 from autopar.ir.graph import Block, Value
@@ -108,7 +108,7 @@ def run_block(
             f"{name}#{i}": at_placement(name, target)
             for i, (name, target) in enumerate(zip(node.operands(), plan.operands, strict=True))
         }
-        axis = plan.label.index("v") if plan.function else 0
+        axis = plan.label.index(LABELS[plan.function]) if plan.function else 0
         local = run_ranks(rename(node), plan.results, sizes, renamed, batch, plan.function, axis)
         for index, value in enumerate(node.outputs):
             held[value.name] = {at: results[index] for at, results in local.items()}

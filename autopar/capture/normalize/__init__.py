@@ -8,12 +8,19 @@ from autopar.capture.normalize.batch_norm import batch_norm
 from autopar.capture.normalize.linear import linears
 from autopar.capture.normalize.losses import cross_entropy, full_means, squared_error
 from autopar.capture.normalize.means import broadcasts, mean_losses
-from autopar.capture.normalize.simplify import casts, no_ops, reshapes
+from autopar.capture.normalize.random import random_numbers
+from autopar.capture.normalize.simplify import casts, factories, no_ops, reshapes
+from autopar.capture.normalize.unflatten import unflatten
+from autopar.capture.normalize.writes import copies, filled
 
 REWRITES = (
     casts,
+    copies,
+    filled,
     reshapes,
     no_ops,
+    factories,
+    random_numbers,
     broadcasts,
     drop_dead,
     mask_recovery,
@@ -25,14 +32,15 @@ REWRITES = (
     squared_error,
     mean_losses,
     full_means,
+    unflatten,
     reshapes,
     no_ops,
     drop_dead,
 )
 
 
-def normalize(flat: Flat) -> Flat:
+def normalize(flat: Flat, local_batch_norm: bool = False) -> Flat:
     """All rewrites in order."""
     for rewrite in REWRITES:
-        flat = rewrite(flat)
+        flat = batch_norm(flat, local_batch_norm) if rewrite is batch_norm else rewrite(flat)
     return flat

@@ -1,21 +1,18 @@
-"""What export densified comes back: causal and absent masks, grouped query heads."""
+"""What export densified comes back: causal and absent masks, windows, grouped query heads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
-from autopar.capture.evaluate import evaluate_constant
-from autopar.capture.flat import Flat, rewrite_nodes
-from autopar.ir.dims import values as sizes
-from autopar.ir.graph import Arg, Node, Ref
+from autopar.capture.flat import Flat, like, rewrite_nodes
+from autopar.capture.normalize.masks import WHOLE, Band, Conditions, conditions
+from autopar.ir.graph import Arg, Node, Ref, Value
 
 SDPA = "aten.scaled_dot_product_attention"
-_LIMIT = 1 << 29
-_BATCH = 2
+_AND = "aten.__and__.Tensor"
+WINDOWED = "ap.attention"
+"""The same with a keyword argument `window` ``(left, right)``, -1 without end; and with ``is_causal`` beside a mask."""
 
 
 def full_arguments(node: Node) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
@@ -29,51 +26,62 @@ def full_arguments(node: Node) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
 
 
 def mask_recovery(flat: Flat) -> Flat:
-    """A mask that no input decides is evaluated: all true vanishes, triangular becomes ``is_causal``; others stay, noted."""
-    verdicts: dict[str, str] = {}
-    notes: list[str] = []
-    known = flat.values()
-
-    def verdict(name: str, q: str) -> str:
-        if name not in verdicts:
-            shape = sizes(known[name].shape, _BATCH)
-            if len(shape) < 2 or shape[-1] * shape[-2] * _BATCH > _LIMIT:
-                verdicts[name] = "kept"
-            else:
-                mask = evaluate_constant(flat, name, _BATCH)
-                verdicts[name] = "kept" if mask is None else classify(mask, known[q].shape[-2] == known[name].shape[-1])
-            if verdicts[name] == "kept":
-                notes.append(f"attention keeps an explicit mask {known[name].shape}: no flash attention there")
-        return verdicts[name]
+    """What sizes decide of a mask becomes ``is_causal`` or a window, what inputs decide stays (see `masks`). A mask of padding
+    ``[B, 1, 1, T]`` is no longer spread over the queries. What is no such mask stays, noted."""
+    known, producers = flat.values(), flat.producers()
+    read: dict[str, Conditions | None] = {}
+    joins: dict[str, tuple[Node, ...]] = {}
+    for node in flat.nodes:
+        mask = full_arguments(node)[0][3] if node.op == SDPA else None
+        if isinstance(mask, Ref) and mask.name not in read:
+            found = read[mask.name] = conditions(flat, mask.name)
+            if found is not None and len(found.others) > 1:
+                joins[mask.name] = _joined(producers[mask.name], found.others, known)
+    notes: dict[str, None] = {}
 
     def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
         if node.op != SDPA:
-            return None
+            return None if node.name not in joins else ((node, *joins[node.name]), {})
         args, kwargs = full_arguments(node)
-        mask, q = args[3], args[0]
-        if isinstance(mask, Ref) and isinstance(q, Ref):
-            found = verdict(mask.name, q.name)
-            if found != "kept":
-                args = (*args[:3], None, args[4], args[5] if found == "absent" else True)
-        return (replace(node, args=args, kwargs=tuple(kwargs.items())),), {}
+        node, mask = replace(node, args=args, kwargs=tuple(kwargs.items())), args[3]
+        found = read.get(mask.name) if isinstance(mask, Ref) else None
+        if found is not None and isinstance(mask, Ref):
+            left = (joins[mask.name][-1].name if mask.name in joins else found.others[0]) if found.others else None
+            node = _banded(node, found.band, None if left is None else Ref(left), known)
+        if isinstance(kept := node.args[3], Ref):
+            notes[f"attention keeps an explicit mask {known[kept.name].shape}: no flash attention there"] = None
+        return (node,), {}
 
     flat = rewrite_nodes(flat, step)
     return replace(flat, notes=(*flat.notes, *notes))
 
 
-def classify(mask: Tensor, square: bool) -> str:
-    """``absent``, ``causal`` or ``kept``. A float mask is added to the scores: 0 allows, the lowest numbers forbid."""
-    if mask.dtype != torch.bool:
-        if not bool(((mask == 0) | (mask <= -1e4)).all()):
-            return "kept"
-        mask = mask == 0
-    if bool(mask.all()):
-        return "absent"
-    rows, columns = mask.shape[-2:]
-    if not square or rows != columns:
-        return "kept"
-    lower = torch.ones(rows, columns, dtype=torch.bool).tril()
-    return "causal" if all(torch.equal(one, lower) for one in mask.reshape(-1, rows, columns)) else "kept"
+def _banded(node: Node, band: Band, mask: Ref | None, known: Mapping[str, Value]) -> Node:
+    """The node with a band and what is left of its mask; the node itself where it has no such form."""
+    (left, right), (args, kwargs) = band, full_arguments(node)
+    q, k = (known[arg.name].shape for arg in args[:2] if isinstance(arg, Ref))
+    plain = mask is None and left is None and right in (None, 0) and (right is None or q[-2] == k[-2])
+    if not plain and band != WHOLE and (args[4] != 0.0 or len(q) != 4):
+        return node
+    if left is not None or (right or 0) > 0:
+        kwargs |= {"window": (-1 if left is None else left, -1 if right is None else right)}
+    op = SDPA if plain or band == WHOLE else WINDOWED
+    return replace(node, op=op, args=(*args[:3], mask, args[4], right == 0), kwargs=tuple(kwargs.items()))
+
+
+def _joined(mask: Node, names: Sequence[str], known: dict[str, Value]) -> tuple[Node, ...]:
+    """Nodes, at the place of the mask, that join conditions."""
+    nodes: list[Node] = []
+    last = names[0]
+    for name in names[1:]:
+        left, right = (known[each].shape for each in (last, name))
+        rank = max(len(left), len(right))
+        wide = [(1,) * (rank - len(shape)) + shape for shape in (left, right)]
+        shape = tuple(y if x == 1 else x for x, y in zip(*wide, strict=True))
+        nodes.append(like(mask, _AND, (Ref(last), Ref(name)), f"{mask.name}_data{len(nodes)}", shape, "bool", False))
+        last = nodes[-1].name
+        known[last] = nodes[-1].outputs[0]
+    return tuple(nodes)
 
 
 def grouped_heads(flat: Flat) -> Flat:
@@ -95,7 +103,7 @@ def grouped_heads(flat: Flat) -> Flat:
         return name if shape == expected and chain[1] == (*source[:2], chain[1][2], *source[2:]) else None
 
     def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op != SDPA:
+        if node.op not in (SDPA, WINDOWED):
             return None
         args, kwargs = full_arguments(node)
         assert isinstance(args[1], Ref) and isinstance(args[2], Ref)

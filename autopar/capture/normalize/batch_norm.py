@@ -1,8 +1,13 @@
-"""Batch norm as sums over the batch: exact global statistics wherever the batch is, and gradients through them by autograd."""
+"""Batch norm as sums over the batch: exact global statistics wherever the batch is, and gradients through them by autograd.
+
+``local``: statistics are those of the examples that one data rank has in one forward, as in DDP. Then ``ap.local_mean`` gives
+each example the mean over its rank's examples; the running statistics get the mean of all ranks' ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autopar.capture.flat import Flat, like, rewrite_nodes, size_args
 from autopar.capture.normalize.losses import count
@@ -13,18 +18,23 @@ _TRAINING = ("aten._native_batch_norm_legit_functional", "aten.native_batch_norm
 _INFERENCE = ("aten._native_batch_norm_legit_no_training",)
 
 
-def batch_norm(flat: Flat) -> Flat:
+LOCAL = "batch norm takes its statistics from each data rank's own examples (batch_norm=local)"
+
+
+def batch_norm(flat: Flat, local: bool = False) -> Flat:
     """``_native_batch_norm_legit_functional`` (training) and ``..._no_training`` into primitive operations."""
     values = flat.values()
+    trained = any(node.op in _TRAINING and node.args[5] is True for node in flat.nodes)
 
     def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
         if node.op in _TRAINING and node.args[5] is True:
-            return _training(node, values)
+            return _training(node, values, local)
         if node.op in _INFERENCE:
             return _inference(node, values)
         return None
 
-    return rewrite_nodes(flat, step)
+    flat = rewrite_nodes(flat, step)
+    return replace(flat, notes=(*flat.notes, LOCAL)) if local and trained else flat
 
 
 class _Writer:
@@ -51,12 +61,20 @@ class _Writer:
         self.nodes.append(Node(last.op, last.args, (), (self.node.outputs[0],), last.module, last.source, last.no_grad))
 
 
+def _of_all(writer: _Writer, x: Ref, batch: Dim, wide: Shape, name: str) -> Ref:
+    """The mean over all examples of what each has of its rank."""
+    held = writer.add("aten.detach", (x,), f"{name}_held", (batch, *wide[1:]), flows=False)
+    total = writer.add("aten.sum.dim_IntList", (held, (0,), True), f"{name}_total", wide, flows=False)
+    number: Arg = Symbol(batch) if isinstance(batch, str) else batch
+    return writer.add("aten.div.Tensor", (total, number), f"{name}_of_all", wide, flows=False)
+
+
 def _minus_one(size: Dim) -> Arg:
     dim = simplify(expression(size) - 1)
     return Symbol(dim) if isinstance(dim, str) else dim
 
 
-def _training(node: Node, values: Mapping[str, Value]) -> tuple[tuple[Node, ...], Mapping[str, str]]:
+def _training(node: Node, values: Mapping[str, Value], local: bool) -> tuple[tuple[Node, ...], Mapping[str, str]]:
     x, running_mean, running_var = node.args[0], node.args[3], node.args[4]
     momentum, epsilon = node.args[6], node.args[7]
     assert isinstance(x, Ref) and isinstance(momentum, float)
@@ -66,19 +84,31 @@ def _training(node: Node, values: Mapping[str, Value]) -> tuple[tuple[Node, ...]
     size = count([shape[dim] for dim in reduced])
     number: Arg = Symbol(size) if isinstance(size, str) else size
     writer = _Writer(node)
-    total = writer.add("aten.sum.dim_IntList", (x, reduced, True), "sum", wide)
-    mean = writer.add("aten.div.Tensor", (total, number), "mean", wide)
+    each: Shape = (shape[0], *wide[1:]) if local else wide
+
+    def average(x: Ref, name: str, suffix: str = "sum") -> Ref:
+        if local:
+            return writer.add("ap.local_mean", (x, reduced, 0), name, each)
+        return writer.add(
+            "aten.div.Tensor", (writer.add("aten.sum.dim_IntList", (x, reduced, True), suffix, wide), number), name, wide
+        )
+
+    mean = average(x, "mean")
     centered = writer.add("aten.sub.Tensor", (x, mean), "centered", shape)
     squares = writer.add("aten.mul.Tensor", (centered, centered), "squares", shape)
-    deviation = writer.add("aten.sum.dim_IntList", (squares, reduced, True), "squares_sum", wide)
-    variance = writer.add("aten.div.Tensor", (deviation, number), "variance", wide)
-    shifted = writer.add("aten.add.Tensor", (variance, epsilon), "variance_eps", wide)
-    inverse = writer.add("aten.rsqrt", (shifted,), "inverse", wide)
+    variance = average(squares, "variance", "squares_sum")
+    shifted = writer.add("aten.add.Tensor", (variance, epsilon), "variance_eps", each)
+    inverse = writer.add("aten.rsqrt", (shifted,), "inverse", each)
     writer.affine(writer.add("aten.mul.Tensor", (centered, inverse), "normal", shape), shape, wide)
     aliases: dict[str, str] = {}
     if running_mean is not None and running_var is not None and len(node.outputs) >= 5:
         narrow = values[running_mean.name].shape  # type: ignore[union-attr]
-        unbiased = writer.add("aten.div.Tensor", (deviation, _minus_one(size)), "unbiased", wide)
+        if local:
+            held = writer.add("aten.detach", (squares,), "squares_held", shape, flows=False)
+            spread = writer.add("ap.local_mean", (held, reduced, 1), "unbiased_each", each, flows=False)
+            mean, unbiased = (_of_all(writer, x, shape[0], wide, name) for x, name in ((mean, "mean"), (spread, "unbiased")))
+        else:
+            unbiased = writer.add("aten.div.Tensor", (Ref(f"{node.name}_squares_sum"), _minus_one(size)), "unbiased", wide)
         for running, fresh, output in ((running_mean, mean, node.outputs[3]), (running_var, unbiased, node.outputs[4])):
             stem = output.name.removeprefix(f"{node.name.removesuffix('_0')}_")
             flat_fresh = writer.add("aten.reshape", (fresh, size_args(narrow)), f"new{stem}", narrow)

@@ -17,7 +17,8 @@ _RESHAPES = (
     "aten._reshape_copy",
 )
 _COPIES = ("aten.clone", "aten.alias", "aten.lift_fresh_copy", "aten.contiguous", "aten.detach_", "aten.lift_fresh")
-_VIEWS = ("aten.reshape", "aten.expand", "aten.slice.Tensor", "aten.permute", "aten.to.dtype", "aten.squeeze.dims")
+_NEW = ("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty")
+_VIEWS = ("aten.reshape", "aten.expand", "aten.slice.Tensor", "aten.permute", "aten.to.dtype", "aten.squeeze.dims", "aten.pad")
 
 
 def casts(flat: Flat) -> Flat:
@@ -47,6 +48,18 @@ def reshapes(flat: Flat) -> Flat:
         new = replace(node, op="aten.reshape", args=(Ref(operand), size_args(node.outputs[0].shape)), kwargs=())
         producers[node.name] = new
         return (new,), {}
+
+    return rewrite_nodes(flat, step)
+
+
+def factories(flat: Flat) -> Flat:
+    """``new_zeros(x, sizes)`` is ``zeros(sizes)`` of its dtype: it reads nothing of x, which need not be whole for it."""
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op not in _NEW:
+            return None
+        kwargs = (("dtype", DType(node.outputs[0].dtype)),)
+        return (replace(node, op=node.op.replace("new_", ""), args=node.args[1:], kwargs=kwargs),), {}
 
     return rewrite_nodes(flat, step)
 
@@ -85,6 +98,9 @@ def is_identity(node: Node) -> bool:
     if node.op == "aten.permute":
         dims = node.args[1]
         return isinstance(dims, tuple) and list(dims) == list(range(len(dims)))
+    if node.op == "aten.pad":
+        amounts = node.args[1]
+        return isinstance(amounts, tuple) and all(amount == 0 for amount in amounts)
     return not (node.op == "aten.slice.Tensor" and len(node.args) > 4 and node.args[4] != 1)
 
 

@@ -1,0 +1,128 @@
+"""The arguments of the model's call as leaves: tensors by name, and constants."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, TreeSpec, tree_flatten_with_path, tree_unflatten
+
+from autopar.errors import CaptureError
+from autopar.ir.interface import Argument, Interface, constant_text
+
+_FORCED = {"use_cache": False}
+"""Hugging Face: a cache for generation, which training never reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """`tensors` are the graph's inputs by name; `leaves` all leaves in order, a tensor as its name; `spec` their structure."""
+
+    tensors: Mapping[str, Tensor]
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    interface: Interface
+
+    def arguments(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What to call the model with."""
+        filled = [tensors[leaf.name] if isinstance(leaf, _Input) else leaf for leaf in self.leaves]
+        found: dict[str, Any] = tree_unflatten(filled, self.spec)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    name: str
+
+
+def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
+    """Every leaf by its path: forward's parameters, keys of dicts, places in tuples. CaptureError for what cannot be named."""
+    name = type(model).__name__
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(f"the example inputs do not fit {name}.forward{signature}: {error}") from None
+    given: dict[str, Any] = {}
+    for argument, value in bound.arguments.items():
+        kind = signature.parameters[argument].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            given.update(value)
+        elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            raise CaptureError(f"{name}.forward takes {argument} by position only; write a forward that takes it by name")
+        else:
+            given[argument] = value
+    forced = {key: value for key, value in _FORCED.items() if key in signature.parameters}
+    given |= forced
+    flat, spec = tree_flatten_with_path(given)
+    tensors: dict[str, Tensor] = {}
+    leaves: list[Any] = []
+    arguments: list[Argument] = []
+    for keys, leaf in flat:
+        path = ".".join(map(_word, keys))
+        if isinstance(leaf, Tensor):
+            if leaf.is_complex():
+                raise CaptureError(f"input {path} is {leaf.dtype}: complex numbers are not supported; pass two real tensors")
+            own = _identifier(path, tensors)
+            tensors[own] = leaf
+            leaves.append(_Input(own))
+            arguments.append(Argument(path, own))
+        else:
+            leaves.append(leaf)
+            text = "" if path in forced else constant_text(leaf)
+            default = signature.parameters.get(path)
+            optional = path in forced or (default is not None and _same(default.default, leaf))
+            arguments.append(Argument(path, constant=text, optional=optional))
+    if not tensors:
+        raise CaptureError("the example inputs hold no tensor; pass a dict of keyword arguments or a tuple")
+    named = {argument.path for argument in arguments}
+    arguments += [
+        Argument(key, constant=constant_text(each.default), optional=True)
+        for key, each in signature.parameters.items()
+        if each.default is not inspect.Parameter.empty and not any(p == key or p.startswith(f"{key}.") for p in named)
+    ]
+    positional = tuple(key for key, each in signature.parameters.items() if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return Bound(tensors, tuple(leaves), spec, Interface(positional, tuple(arguments)))
+
+
+def batch_of(tensors: Mapping[str, Tensor]) -> int:
+    """The size of dimension 0 that most inputs share. CaptureError where the batch seems to be another dimension of one."""
+    sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor.dim()}
+    leading = Counter(shape[0] for shape in sizes.values())
+    if not leading:
+        return 1
+    (batch, most), *others = leading.most_common()
+    rivals = [size for size, count in others if count == most]
+    for name, shape in sizes.items():
+        for rival in (batch, *rivals) if rivals else ():
+            if shape[0] != rival and rival in shape[1:2] and shape[0] in (batch, *rivals):
+                raise CaptureError(
+                    f"input {name} of shape {shape} seems to have the batch of {rival} at dimension 1: "
+                    "the batch must be dimension 0 of every input; pass it transposed"
+                )
+    return batch
+
+
+def _word(key: Any) -> str:
+    if isinstance(key, MappingKey):
+        return str(key.key)
+    if isinstance(key, SequenceKey):
+        return str(key.idx)
+    return str(key.name) if isinstance(key, GetAttrKey) else str(key)
+
+
+def _identifier(path: str, taken: Mapping[str, Tensor]) -> str:
+    """A name for a variable."""
+    name = "".join(c if c.isalnum() or c == "_" else "_" for c in path)
+    name = f"x{name}" if name[:1].isdigit() else name
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _same(default: Any, value: Any) -> bool:
+    return default is value or (type(default) is type(value) and isinstance(value, bool | int | float | str) and default == value)

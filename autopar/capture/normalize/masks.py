@@ -1,0 +1,234 @@
+"""What an attention mask says: conditions that must all hold, and of each the band of positions that it allows, where sizes alone
+decide it.
+
+A condition that depends on ``column - row`` alone is computed for every distance once (`diagonals`), not for every pair, so that
+a long sequence takes no more than its length; this is a proof, since each operation on the way is elementwise and reads rows and
+columns only as ``row + constant`` and ``column + constant``. What has no such form is evaluated in full where it is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.capture.evaluate import concrete, evaluate_constant, kwargs_of, resolve
+from autopar.capture.flat import Flat
+from autopar.ir.dims import values as sizes
+from autopar.ir.graph import Node, Value
+
+Band = tuple[int | None, int | None]
+WHOLE: Band = (None, None)
+_BATCH = 2
+_LIMIT = 1 << 24
+_FORBIDS = -1e4
+_AND = ("aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and")
+_COMPARES = ("sub", "lt", "le", "gt", "ge", "eq", "ne")
+_ELEMENTWISE = frozenset(
+    ("__and__", "__or__", "bitwise_and", "bitwise_or", "logical_and", "logical_or", "logical_not", "bitwise_not", "abs", "neg")
+    + ("add", "mul", "where", "to", "masked_fill", "clone", "rsub", "logical_xor", *_COMPARES)
+)
+_FILLED = {"ones": 1, "new_ones": 1, "zeros": 0, "new_zeros": 0, "ones_like": 1, "zeros_like": 0}
+_FULL = ("full", "full_like", "new_full")
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """`band` of what sizes decide; `others`, by name, are what data decides."""
+
+    band: Band
+    others: tuple[str, ...]
+
+
+def conditions(flat: Flat, name: str) -> Conditions | None:
+    """Of a mask. None where a condition that sizes decide is no band. A mask of numbers is read as true where it is 0 and false
+    where it is below -1e4; if data decides a part of it, it is left as it is."""
+    reader = _Reader(flat)
+    found = reader.band(name)
+    if found is not None:
+        return Conditions(found, ())
+    if reader.values[name].dtype != "bool":
+        return None
+    band, others = WHOLE, list[str]()
+    for leaf in dict.fromkeys(reader.leaves(name)):
+        found = reader.band(leaf)
+        if found is not None:
+            band = both(band, found)
+        elif reader.is_constant(leaf):
+            return None
+        else:
+            others.append(leaf)
+    return Conditions(band, tuple(others))
+
+
+def both(a: Band, b: Band) -> Band:
+    """What both bands allow."""
+    (left, right), (other_left, other_right) = a, b
+    return _least(left, other_left), _least(right, other_right)
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def of_distances(allowed: Tensor, rows: int) -> Band | None:
+    """The band of a condition for every distance from ``1 - rows`` on."""
+    where = allowed.nonzero().flatten()
+    if not len(where) or int(where[-1] - where[0]) + 1 != len(where):
+        return None
+    first, last = int(where[0]) - rows + 1, int(where[-1]) - rows + 1
+    if first > 0 or last < 0:
+        return None
+    return None if first == 1 - rows else -first, None if last == len(allowed) - rows else last
+
+
+class _Reader:
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+        self.values: Mapping[str, Value] = flat.values()
+        self.producers = flat.producers()
+
+    def leaves(self, name: str) -> list[str]:
+        """The conditions whose conjunction a value is; broadcasting is left out."""
+        node = self.producers.get(name)
+        if node is not None and node.op in _AND:
+            return [leaf for operand in node.operands() for leaf in self.leaves(operand)]
+        if node is not None and node.op == "aten.expand" and len(node.outputs[0].shape) == len(self._shape(node.operands()[0])):
+            return self.leaves(node.operands()[0])
+        return [name]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(sizes(self.values[name].shape, _BATCH))
+
+    def is_constant(self, name: str) -> bool:
+        """Whether sizes decide the value."""
+        seen: set[str] = set()
+        waiting = [name]
+        while waiting:
+            name = waiting.pop()
+            node = self.producers.get(name)
+            if node is None:
+                return False
+            if name not in seen:
+                seen.add(name)
+                waiting += node.operands()
+        return True
+
+    def band(self, name: str) -> Band | None:
+        """The band that a value is; None where it is none, or data decides it."""
+        if not self.is_constant(name):
+            return None
+        shape = self._shape(name)
+        rows, columns = (shape[-2], shape[-1]) if len(shape) > 1 else (1, 1)
+        if 1 in (rows, columns) or torch.Size(shape).numel() <= _LIMIT:
+            found = self._dense(name)
+            if found is not None or 1 in (rows, columns):
+                return found
+        along = self.diagonals(name, rows, columns)
+        allowed = None if along is None else _allowed(along.expand(rows + columns - 1))
+        return None if allowed is None else of_distances(allowed, rows)
+
+    def _dense(self, name: str) -> Band | None:
+        mask = evaluate_constant(self.flat, name, _BATCH)
+        allowed = None if mask is None else _allowed(mask)
+        if allowed is None:
+            return None
+        if bool(allowed.all()):
+            return WHOLE
+        if allowed.dim() < 2 or 1 in allowed.shape[-2:]:
+            return None
+        rows, columns = allowed.shape[-2:]
+        first = allowed.reshape(-1, rows, columns)[0]
+        if not bool((allowed == first).all()):
+            return None
+        found = of_distances(torch.cat((first[:, 0].flip(0), first[0, 1:])), rows)
+        distance = torch.arange(columns) - torch.arange(rows).unsqueeze(1)
+        left, right = found or (0, 0)
+        same = (distance >= -(rows if left is None else left)) & (distance <= (columns if right is None else right))
+        return found if found is not None and torch.equal(same, first) else None
+
+    def diagonals(self, name: str, rows: int, columns: int) -> Tensor | None:
+        """The value for every distance from ``1 - rows`` to ``columns - 1``, or one for all of them; None where it depends on
+        more than the distance."""
+        node = self.producers[name]
+        packet = node.op.split(".")[1]
+        if packet in _FILLED or packet in _FULL:
+            value = _FILLED.get(packet, node.args[-1])
+            dtype = getattr(torch, node.outputs[0].dtype)
+            return torch.tensor(value, dtype=dtype) if isinstance(value, (bool, int, float)) else None
+        if packet in ("expand", "unsqueeze") and len(node.operands()) == 1:
+            return self._operand(node.operands()[0], rows, columns)
+        if packet in ("tril", "triu"):
+            return self._triangle(node, packet, rows, columns)
+        if packet not in _ELEMENTWISE:
+            return None
+        distance = torch.arange(1 - rows, columns)
+        known: dict[str, Tensor] = {}
+        vectors: dict[str, tuple[str, int]] = {}
+        for operand in node.operands():
+            line = self._line(operand, rows, columns)
+            if line is not None:
+                vectors[operand] = line
+                continue
+            found = self._operand(operand, rows, columns)
+            if found is None:
+                return None
+            known[operand] = found
+        if vectors:
+            if packet not in _COMPARES or known or sorted(kind for kind, _ in vectors.values()) != ["column", "row"]:
+                return None
+            known = {each: distance + at if kind == "column" else torch.tensor(at) for each, (kind, at) in vectors.items()}
+        try:
+            args = (concrete(arg, known, _BATCH) for arg in node.args)
+            result = resolve(node.op)(*args, **kwargs_of(node, known, _BATCH))
+        except RuntimeError:
+            return None
+        return result if isinstance(result, Tensor) else None
+
+    def _triangle(self, node: Node, packet: str, rows: int, columns: int) -> Tensor | None:
+        inner = self._operand(node.operands()[0], rows, columns)
+        at = node.args[1] if len(node.args) > 1 else 0
+        if inner is None or not isinstance(at, int):
+            return None
+        distance = torch.arange(1 - rows, columns)
+        return inner * (distance <= at if packet == "tril" else distance >= at)
+
+    def _operand(self, name: str, rows: int, columns: int) -> Tensor | None:
+        """What an operand is along distances: of the size of the scores, or the same everywhere."""
+        if self._shape(name)[-2:] == (rows, columns):
+            return self.diagonals(name, rows, columns)
+        if torch.Size(self._shape(name)).numel() > _LIMIT:
+            return None
+        value = evaluate_constant(self.flat, name, _BATCH)
+        if value is None or not value.numel() or not bool((value == value.flatten()[0]).all()):
+            return None
+        return value.flatten()[0]
+
+    def _line(self, name: str, rows: int, columns: int) -> tuple[str, int] | None:
+        """Whether an operand is ``row + constant`` or ``column + constant``."""
+        shape = self._shape(name)
+        kinds = {(rows, 1): "row", (1, columns): "column", (columns,): "column"}
+        kind = kinds.get(shape[-2:])
+        if kind is None or self.values[name].dtype not in ("int64", "int32"):
+            return None
+        value = evaluate_constant(self.flat, name, _BATCH)
+        if value is None:
+            return None
+        lines = value.reshape(-1, rows if kind == "row" else columns)
+        start = int(lines[0, 0])
+        line = torch.arange(start, start + lines.shape[1])
+        return (kind, start) if bool((lines == line).all()) else None
+
+
+def _allowed(mask: Tensor) -> Tensor | None:
+    """As true and false."""
+    if mask.dtype is torch.bool:
+        return mask
+    if not mask.is_floating_point() or not bool(((mask == 0) | (mask <= _FORBIDS)).all()):
+        return None
+    return mask == 0
+
+
+__all__ = ["Band", "Conditions", "conditions"]

@@ -1,0 +1,70 @@
+"""Tensors that a model fills part by part are what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.capture.flat import Flat, like, rewrite_nodes, size_args
+from autopar.ir.dims import Dim
+from autopar.ir.graph import DType, Node, Ref
+
+Piece = tuple[int, int, str]
+"""From, to, and the value that was written there."""
+
+
+def copies(flat: Flat) -> Flat:
+    """``copy(x, y)`` is y, of x's type and shape."""
+    values = flat.values()
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op != "aten.copy":
+            return None
+        source, result = values[node.operands()[-1]], node.outputs[0]
+        nodes: list[Node] = []
+        if source.dtype != result.dtype:
+            cast = like(node, "aten.to.dtype", (Ref(source.name), DType(result.dtype)), f"{node.name}_cast", source.shape)
+            nodes, source = [cast], cast.outputs[0]
+        if source.shape != result.shape:
+            grown = like(node, "aten.expand", (Ref(source.name), size_args(result.shape)), f"{node.name}_grown", result.shape)
+            nodes, source = [*nodes, grown], grown.outputs[0]
+        return tuple(nodes), {result.name: source.name}
+
+    return rewrite_nodes(flat, step)
+
+
+def filled(flat: Flat) -> Flat:
+    """``slice_scatter(slice_scatter(x, a, d, 0, 8), b, d, 8, 16)``, which leaves nothing of x, is ``cat(a, b, d)``; where a
+    part is the whole, that is left."""
+    values = flat.values()
+    written: dict[str, tuple[int, tuple[Piece, ...]]] = {}
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op != "aten.slice_scatter":
+            return None
+        base, part, dim, start, end, stride = (*node.args, None, None, None)[:6] if len(node.args) < 6 else node.args
+        assert isinstance(base, Ref) and isinstance(part, Ref)
+        rank = len(node.outputs[0].shape)
+        given = dict(node.kwargs)
+        at = int(dim if dim is not None else given.get("dim", 0)) % rank  # type: ignore[arg-type]
+        size: Dim = node.outputs[0].shape[at]
+        begin = start if start is not None else given.get("start", 0) or 0
+        length = values[part.name].shape[at]
+        if begin == 0 and length == size:
+            return (), {node.name: part.name}
+        if (stride or given.get("step", 1)) != 1 or not all(isinstance(item, int) for item in (begin, length, size)):
+            return None
+        assert isinstance(begin, int) and isinstance(length, int) and isinstance(size, int)
+        begin += size if begin < 0 else 0
+        before = written.get(base.name)
+        kept = before[1] if before is not None and before[0] == at else ()
+        pieces = (*(each for each in kept if each[1] <= begin or each[0] >= begin + length), (begin, begin + length, part.name))
+        written[node.name] = at, pieces
+        ordered = sorted(pieces)
+        borders = [0, *(end for _, end, _ in ordered)]
+        if [start for start, _, _ in ordered] != borders[:-1] or borders[-1] != size:
+            return None
+        whole = replace(node, op="aten.cat", args=(tuple(Ref(name) for _, _, name in ordered), at), kwargs=())
+        return (whole,), {}
+
+    return rewrite_nodes(flat, step)

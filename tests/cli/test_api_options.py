@@ -1,0 +1,45 @@
+"""What is said to `parallelize` reaches the planner, now or at the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar import api, planning
+
+SAID: dict[str, Any] = {
+    "precision": "float64", "force": "dp=1", "optimizer": "sgd", "strict": True, "time_limit_seconds": 7.0,
+    "outputs": ("logits",), "batch_norm": "local", "expert_load": 1.5,
+}  # fmt: skip
+
+
+class Reached(Exception):
+    """The planner was called."""
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_every_option_reaches_the_planner(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def planner(*args: Any, **options: Any) -> Any:
+        asked.update(options)
+        raise Reached
+
+    def first(make: Callable[[], Any]) -> Any:
+        return make()
+
+    monkeypatch.setattr(api, "_join", lambda cluster: None)
+    monkeypatch.setattr(api, "_on_first_rank", first)
+    monkeypatch.setattr(api, "make_plan", planner)
+    model, batch = nn.Linear(2, 2), {"input": torch.zeros(1, 2)}
+    with pytest.raises(Reached):
+        made = api.parallelize(model, "local:1", None if later else batch, **SAID)
+        made(**batch)
+    assert {name: asked.get(name) for name in SAID} == SAID
+    common = set(signature(api.parallelize).parameters) & set(signature(planning.make_plan).parameters)
+    assert common - {"model", "cluster", "example_inputs", "cache"} == set(SAID), "an option that this test does not say"

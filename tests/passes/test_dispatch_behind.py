@@ -1,0 +1,24 @@
+"""What is between an exchange of tokens and its first use is computed while they travel."""
+
+from __future__ import annotations
+
+from support.endtoend import prepare
+
+from autopar.cost_models.hardware import Cluster
+from autopar.ir.plan import Precision
+from autopar.passes.pipeline import lower
+from autopar.solve.search import SearchOptions, search
+
+
+def test_shared_experts_run_meanwhile() -> None:
+    graph = prepare("routed").graph
+    options = SearchOptions(
+        batch=16, precision=Precision("float64", "float64"), force={"pp": 1, "ep": 4}, pins={"up": "S(0)", "moe_experts": "S(0)"}
+    )
+    (block,) = lower(graph, search(graph, Cluster.parse("local:4"), options).candidate).blocks
+    ops = [node.op for node in block.block.nodes]
+    start, wait = ops.index("ap.moe_experts_start"), ops.index("ap.moe_experts_wait")
+    assert ops[start + 1 : wait].count("aten.linear") == 2  # the shared expert
+    pending, result = block.block.nodes[start].name, block.block.nodes[wait].name
+    assert (pending, result) == (f"{result}_start", result)
+    assert result in block.block.nodes[wait + 1].operands()
