@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.cost_models.arcs import ArcCost, arc_cost
-from autopar.cost_models.compute import NodeCost, Profile, node_cost, profile, share_of_copies
+from autopar.cost_models.compute import NodeCost, Profile, busiest_rank, node_cost, profile, share_of_copies
 from autopar.cost_models.fusion import Fusable, fusable, fused
 from autopar.cost_models.groups import expert_links, state_links
 from autopar.cost_models.hardware import Cluster
@@ -138,7 +138,16 @@ class BlockCosts:
                 (node.operands()[at], plan.operands[at]) if at >= 0 else (node.outputs[-1 - at].name, plan.results[-1 - at])
             )
             share = saved.extra_ratio * share_of_copies(node, plan, self.profile(plan.node), self.mesh.sizes, self.cluster)
-            yield Kept(f"{plan.node}+", placements, share * self.value_bytes(name, placements))
+            extra = share * self.value_bytes(name, placements) + self._received_bytes(plan)
+            yield Kept(f"{plan.node}+", placements, extra)
+
+    def _received_bytes(self, plan: NodePlan) -> float:
+        """Of experts that are dealt out with the tokens cut: the copies that came from other ranks, which their products keep."""
+        known = self.profile(plan.node)
+        if known.experts is None or not plan.function.endswith("_dispatched") or len(plan.operands) < 5:
+            return 0.0
+        tokens = self.value_bytes(self.nodes[plan.node].operands()[0], plan.operands[0])
+        return known.experts.top_k * tokens * busiest_rank(known, plan, self.mesh.sizes, self.cluster)
 
     def state(
         self, stored: Iterable[tuple[Parameter, Placements]], zero: int, precision: Precision, optimizer: Optimizer

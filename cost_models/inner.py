@@ -12,6 +12,7 @@ from autopar.cost_models.sizes import itemsize
 from autopar.ir import dims
 from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard
 from autopar.ir.plan import NodePlan
 from autopar.rules.priced import priced_registry
 from autopar.rules.registry import Registry
@@ -66,7 +67,9 @@ def communicated(
                 continue
             full = float(dims.numel(collective.shape, batch) * itemsize(collective.dtype))
             side = (behind if collective.behind else exposed)[collective.backward]
-            side[axis] += inner_seconds(collective, full, axis, plan.label, work, mesh, cluster)
+            moving = plan.operands[collective.operand] if collective.operand >= 0 else None
+            cuts = work if moving is None else [size if isinstance(moving[at], Shard) else 1 for at, size in enumerate(work)]
+            side[axis] += inner_seconds(collective, full, axis, plan.label, cuts, mesh, cluster)
     for seconds, hidden, busy in zip(exposed, behind, computing, strict=True):
         for axis, size in enumerate(mesh.sizes):
             seconds[axis] += max(0.0, hidden[axis] - busy * (size - 1) / size)

@@ -46,8 +46,10 @@ def refuse_complex(model: nn.Module) -> None:
 
 def refuse_random(op: str, node: fx.Node, where: str) -> None:
     """CaptureError for random operations that shards cannot draw apart: ranks would draw equal or contradicting numbers."""
-    still = op.split(".")[1] in ("lstm", "gru", "rnn_tanh", "rnn_relu") and 0.0 in node.args  # no dropout between its layers
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or (op == "aten.rrelu" and True in node.args)
+    rates = [arg for arg in node.args if type(arg) is float]
+    still = op.split(".")[1] in ("lstm", "gru", "rnn_tanh", "rnn_relu") and rates == [0.0]  # no dropout between its layers
+    trains = any(arg is True for arg in node.args)
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or (op == "aten.rrelu" and trains)
     if random and not still and op not in KNOWN:
         raise CaptureError(
             f"{where}: {op} draws random numbers that shards cannot draw apart; "

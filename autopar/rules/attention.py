@@ -97,14 +97,17 @@ def ring_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[InnerCollec
         if size > 0:
             group = 2 if narrow else 0
             out += [
-                InnerCollective("all_gather", both, dtype, group=group, behind=True),
-                InnerCollective("all_gather", both, dtype, True, group, behind=True),
-                InnerCollective("reduce_scatter", both, dtype, True, group, behind=True),
+                InnerCollective("all_gather", both, dtype, group=group, behind=True, operand=1),
+                InnerCollective("all_gather", both, dtype, True, group, behind=True, operand=1),
+                InnerCollective("reduce_scatter", both, dtype, True, group, behind=True, operand=1),
             ]
     if is_mirrored(node, shapes):
-        for shape in (q, k, v, node.outputs[0].shape):
+        for operand, shape in ((0, q), (1, k), (2, v), (0, node.outputs[0].shape)):
             half = (*shape[:-2], _half(shape[-2]), shape[-1])
-            out += [InnerCollective("all_to_all", half, dtype), InnerCollective("all_to_all", (2, *half), dtype, True)]
+            out += [
+                InnerCollective("all_to_all", half, dtype, operand=operand),
+                InnerCollective("all_to_all", (2, *half), dtype, True, operand=operand),
+            ]
     return tuple(out)
 
 
@@ -128,8 +131,15 @@ def last_rows(node: Node, shapes: tuple[Shape, ...], ranks: int) -> float:
     return 2 - 1 / ranks if causal and wide else 1.0
 
 
+def ring_rows(node: Node, shapes: tuple[Shape, ...], ranks: int) -> float:
+    """Mirrored parts are even; where halves cannot be exchanged the last rank has most."""
+    length = shapes[0][-2]
+    halves = isinstance(length, int) and length % (2 * ranks) == 0
+    return 1.0 if halves and is_mirrored(node, shapes) else last_rows(node, shapes, ranks)
+
+
 FUNCTIONS = (
-    NamedFunction("s", "ap.attention_ring", None, ring_collectives, also=("t",), applies=_alike, alone=True),
+    NamedFunction("s", "ap.attention_ring", None, ring_collectives, also=("t",), applies=_alike, alone=True, uneven=ring_rows),
     NamedFunction("s", "ap.attention_rows", line=attention, applies=_rows, alone=True, uneven=last_rows),
     NamedFunction("h", "ap.attention_heads", line=single_heads, applies=_heads, alone=True),
 )

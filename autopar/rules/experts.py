@@ -29,7 +29,8 @@ def moe_experts(node: Node, shapes: tuple[Shape, ...]) -> Derived | None:
 def exchanged(node: Node, shapes: tuple[Shape, ...]) -> tuple[InnerCollective, ...]:
     """Copies of tokens go to their experts and come back, forward and backward. Counts and weights are small beside them."""
     copies = (shapes[1][-1], *shapes[0])
-    there, back = (InnerCollective("all_to_all", copies, node.outputs[0].dtype, backward) for backward in (False, True))
+    dtype = node.outputs[0].dtype
+    there, back = (InnerCollective("all_to_all", copies, dtype, backward, operand=0) for backward in (False, True))
     return there, there, back, back
 
 

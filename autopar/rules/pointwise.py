@@ -129,7 +129,7 @@ def _scatter(node: Node, shapes: tuple[Shape, ...], along: str) -> Derived:
         [letter(i) if agree[i] else along if i == dim and along else fixed(size) for i, size in enumerate(shape)]
         for shape in shapes[1:]
     ]
-    return Derived(line([whole, *written], [whole]))
+    return Derived(line([whole, *written], [whole]), addends=(0,) if along else None)
 
 
 def index_add(node: Node, shapes: tuple[Shape, ...]) -> Derived:
@@ -138,7 +138,7 @@ def index_add(node: Node, shapes: tuple[Shape, ...]) -> Derived:
     dim = dimension(node, 1, rank)
     whole = [fixed(size) if i == dim else letter(i) for i, size in enumerate(shapes[0])]
     added = ["z+" if i == dim else letter(i) for i in range(rank)]
-    return Derived(line([whole, ["z+"], added], [whole]))
+    return Derived(line([whole, ["z+"], added], [whole]), addends=(0,))
 
 
 def histogram(node: Node, shapes: tuple[Shape, ...]) -> Derived | None:

@@ -18,6 +18,7 @@ class InnerCollective:
     `kind` is ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``; `backward`: it runs in the backward.
     `group` is how many neighbours on the axis do it among themselves (0: all). Where `tokens` move, other axes that cut the
     tokens take part: neighbours are then ranks of these axes too. `copies` of a token that go to members on one node travel once.
+    `operand` is the one that moves: another axis has a share of the bytes only where it cuts that (-1: where it cuts any work).
     `behind`: it travels while the function computes what came before, block by block of the axis.
     """
 
@@ -29,6 +30,7 @@ class InnerCollective:
     tokens: bool = False
     copies: int = 1
     behind: bool = False
+    operand: int = -1
 
 
 @dataclass(frozen=True, slots=True)

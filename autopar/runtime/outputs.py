@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from .apply import apply
 from .collectives import convert
 from .errors import RuntimeProblem
-from .layout import cuts
 from .mesh import DATA_AXIS, MeshHandle
 from .module import Program
 
@@ -22,20 +21,56 @@ Form = Any
 
 
 def joined(program: Program, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """The outputs of a batch from those of its micro-batches: cut where the data axis cuts them, summed where it sums them."""
-    return [
-        _joined(where.get(DATA_AXIS, "R"), each)
-        for where, each in zip(program.outputs.values(), zip(*parts, strict=True), strict=True)
-    ]
+    """The outputs of a batch from those of its micro-batches: cut where the data axis cuts them, summed where it sums them. What
+    another axis cuts within a micro-batch's part is gathered before: the parts of several would not be one part of the batch."""
+    out = []
+    for where, each in zip(program.outputs.values(), zip(*parts, strict=True), strict=True):
+        if len(each) > 1:
+            each = tuple(_gathered(part, dict(where), _within(where), program.mesh)[0] for part in each)
+        out.append(_joined(where.get(DATA_AXIS, "R"), each))
+    return out
 
 
 def _joined(where: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(parts) == 1 or where in ("R", "I"):
         return parts[-1]
-    if where.startswith("S"):
-        return torch.cat(list(parts), int(where[2:-1].split(",")[0]))
+    if cut := _cut(where):
+        dim, pieces = cut
+        return torch.cat([part.unflatten(dim, (pieces, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
     stacked = torch.stack(list(parts))
     return stacked.amax(0) if "max" in where else stacked.amin(0) if "min" in where else stacked.sum(0)
+
+
+def _cut(text: str) -> tuple[int, int] | None:
+    """Dimension and pieces of ``S(2,3)``; None of anything else."""
+    if not text.startswith("S"):
+        return None
+    dim, _, pieces = text[2:-1].partition(",")
+    return int(dim), int(pieces or 1)
+
+
+def _within(where: Mapping[str, str]) -> set[str]:
+    """Model axes that cut the dimension that the data axis cuts."""
+    data = _cut(where.get(DATA_AXIS, "R"))
+    return {name for name, text in where.items() if name != DATA_AXIS and data and (cut := _cut(text)) and cut[0] == data[0]}
+
+
+def _gathered(
+    local: torch.Tensor, where: dict[str, str], axes: Collection[str], mesh: MeshHandle
+) -> tuple[torch.Tensor, dict[str, str]]:
+    """With these axes gathered, the innermost first. Within what outer axes with fewer pieces have cut, pieces are fewer."""
+    with torch.no_grad():
+        for name in reversed(list(mesh.axes)):
+            cut = _cut(where.get(name, "R"))
+            if name not in axes or cut is None:
+                continue
+            dim, pieces = cut
+            for other, text in where.items():
+                outer = _cut(text)
+                if other != name and outer and outer[0] == dim and outer[1] < pieces:
+                    pieces //= mesh.axis(other).size
+            local, where[name] = convert(local.contiguous(), mesh.axis(name), f"S({dim},{max(1, pieces)}) -> R"), "R"
+    return local, where
 
 
 def spread(program: Program, values: Sequence[torch.Tensor]) -> dict[str, DTensor | None]:
@@ -43,7 +78,13 @@ def spread(program: Program, values: Sequence[torch.Tensor]) -> dict[str, DTenso
     if not values:
         return dict.fromkeys(program.outputs)
     pairs = zip(program.outputs.items(), values, strict=True)
-    return {path: _spread(path, local, where, program.mesh) for (path, where), local in pairs}
+    return {path: _spread(path, local, _settled(program, where), program.mesh) for (path, where), local in pairs}
+
+
+def _settled(program: Program, where: Mapping[str, str]) -> dict[str, str]:
+    """Placements of what `joined` gives."""
+    gathered = _within(where) if program.micro_batches > 1 else set()
+    return {name: "R" if name in gathered else text for name, text in where.items()}
 
 
 def _spread(path: str, local: torch.Tensor, where: Mapping[str, str], mesh: MeshHandle) -> DTensor:
@@ -62,16 +103,11 @@ def _plain(local: torch.Tensor, where: dict[str, str], mesh: MeshHandle) -> tupl
             local = convert(local, mesh.axis(name), f"{text} -> R")
         if text.startswith("P"):
             where[name] = "R"
-    shape = list(local.shape)
-    for axis in mesh.model_axes:
-        if (text := where.get(axis.name, "R")).startswith("S"):
-            shape[int(text[2:-1].split(",")[0])] *= axis.size
-    found = cuts(shape, where, mesh)
-    first = next((number for number, cut in enumerate(found) if cut.parts > 1), len(found))
-    for cut in reversed(found[first:]):
-        local = convert(local, mesh.axis(cut.axis), f"S({cut.dim},{cut.parts}) -> R")
-        where[cut.axis] = "R"
-    return local, where
+    cut = {name: found for name in mesh.axes if (found := _cut(where.get(name, "R")))}
+    strided = {dim for dim, pieces in cut.values() if pieces > 1}
+    names = [name for name, (dim, _) in cut.items() if dim in strided]
+    first = next((number for number, name in enumerate(names) if cut[name][1] > 1), len(names))
+    return _gathered(local, where, names[first:], mesh)
 
 
 def _placement(text: str) -> Replicate | Shard | Partial:

@@ -94,7 +94,7 @@ def deals_tokens(graph: Graph, registry: Registry) -> bool:
 
 def batch_fits(mesh: Mesh, batch: int, parts: int, force: Mapping[str, int], experts: bool) -> bool:
     """Whether `EXPERT_AXIS` can cut each of so many parts of the batch. An axis that leaves the batch alone is for batches that
-    it cannot cut at all: it could do nothing else better."""
+    it cannot cut at all: where some micro-batches are too small for it, larger ones are left, or a forced ``tp``."""
     each = batch // mesh.size_of(DATA_AXIS)
     if mesh.size_of(EXPERT_AXIS) > 1:
         return each // parts % mesh.size_of(EXPERT_AXIS) == 0

@@ -58,6 +58,8 @@ def meshes(size: int, batch: int, force: Mapping[str, int], node_size: int = 0, 
     where nothing is left.
     """
     check_force(force, size, batch)
+    if experts and "tp2" in force:
+        raise ClusterError(f"tp2={force['tp2']} cannot be forced beside experts: force ep=1 too, or ep and tp")
     every = list(_with_experts(size, force) if experts or force.get(EXPERT_AXIS, 1) > 1 else _factorizations(size, force))
     if not every:
         wanted = ", ".join(f"{name}={value}" for name, value in force.items() if name in AXES)

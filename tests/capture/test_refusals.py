@@ -82,3 +82,21 @@ def test_no_grad_keeps_its_line() -> None:
 
     nodes = [node for block in capture(Net(body), (torch.randn(6, 4),)).blocks for node in block.nodes if node.no_grad]
     assert nodes and all(node.source.startswith("test_refusals.py:") for node in nodes)
+
+
+class Recurrent(nn.Module):
+    """Two layers, with or without dropout between them."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, 2, dropout=dropout, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0].square().mean()
+
+
+def test_dropout_between_recurrent_layers() -> None:
+    """It draws numbers of its own; without it nothing is random."""
+    with pytest.raises(CaptureError, match="draws random numbers"):
+        capture(Recurrent(0.5), (), {"x": torch.randn(4, 3, 8)})
+    capture(Recurrent(0.0), (), {"x": torch.randn(4, 3, 8)})

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.ranks import Ranks
@@ -27,6 +28,9 @@ ELSEWHERE = {
     "autopar calibrate -o cluster.yaml --processes 2": "tests/cli/test_calibrate.py, in full by `make test-full`",
     "autopar validate": "test_the_whole_table, below; some rows in tests/validate",
     "autopar plan llama3-8b --cluster dgx-h100:8 --batch 128 --seq 8192 --dtype bf16": "test_the_large_plan, below",
+    "autopar plan llama3-8b --cluster dgx-h100:4 --batch 4 --seq 131072 --dtype bf16": "test_the_long_plan, below",
+    "autopar plan mixtral-8x22b --cluster dgx-h100:32 --batch 256 --seq 4096 --dtype bf16": "test_the_plans_of_mixtures, below",
+    "autopar plan deepseek-v3 --cluster dgx-h100:32 --batch 256 --seq 4096 --dtype bf16": "test_the_plans_of_mixtures, below",
 }
 
 
@@ -103,6 +107,31 @@ def test_the_large_plan() -> None:
     command = "autopar plan llama3-8b --cluster dgx-h100:8 --batch 128 --seq 8192 --dtype bf16"
     done = subprocess.run(shlex.split(command), env=environment(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def planned(command: str) -> dict[str, Any]:
+    """The plan's document, searched afresh."""
+    typed = [*shlex.split(command), "--no-cache", "--json"]
+    done = subprocess.run(typed, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_the_long_plan() -> None:
+    """A sequence of 131,072 tokens is cut, and fits."""
+    found = planned("autopar plan llama3-8b --cluster dgx-h100:4 --batch 4 --seq 131072 --dtype bf16")
+    assert found["parallelism"]["cp"] == 8 and found["predicted"]["peak_memory_bytes"] < 80 * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral-8x22b", "deepseek-v3"])
+def test_the_plans_of_mixtures(name: str) -> None:
+    """Experts are dealt out unasked, and the plan is faster than those without."""
+    found = planned(f"autopar plan {name} --cluster dgx-h100:32 --batch 256 --seq 4096 --dtype bf16")
+    assert found["parallelism"]["ep"] > 1
+    others = [each["step_seconds"] for each in found["baselines"].values() if each and each.get("step_seconds")]
+    assert others and found["predicted"]["step_seconds"] < min(others)
 
 
 @pytest.mark.slow

@@ -156,3 +156,19 @@ def test_a_proof_catches_wrong_gradients() -> None:
     for operands, results in ((("I", "S(0)", "S(0)"), "S(1)"), (("S(1)", "S(1)", "R"), "P"), (("S(0)", "I", "R"), "S(0)")):
         with pytest.raises(AssertionError):
             prove(block.nodes[0], tensors, [(p(item),) for item in operands], [(p(results),)], (2,))
+
+
+def test_a_counter_is_counted_once() -> None:
+    """Whole numbers that are added to a buffer by parts: the buffer itself is a summand of one rank."""
+    from support.cases import build, i
+
+    from autopar.ir.placement import Partial
+
+    for op, args in (
+        ("aten.index_add", (i(9, 4, 8), 0, i(4, 6), i(9, 6, 8))),
+        ("aten.scatter_add", (i(9, 8), 0, i(8, 16), i(9, 16))),
+    ):
+        block, _ = build(op, args, {})
+        found = block_strategies(block, 2, batch_axis=False, batch_is_symbolic=False, registry=REGISTRY)[block.nodes[0].name]
+        summed = [strategy for strategy in found if strategy.results == (Partial(),)]
+        assert summed and all(strategy.operands[0] == Partial() for strategy in summed), op
