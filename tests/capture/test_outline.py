@@ -24,7 +24,9 @@ def captured(model: nn.Module, inputs: dict[str, Tensor], outlined: bool) -> tup
     return fold(model, normalize(convert(traced)), traced), opaque
 
 
-@pytest.mark.parametrize(("name", "depth"), [("gpt2-tiny", "n_layer"), ("llama-tiny", "num_hidden_layers")])
+@pytest.mark.parametrize(
+    ("name", "depth"), [("llama-tiny", "num_hidden_layers"), pytest.param("gpt2-tiny", "n_layer", marks=pytest.mark.slow)]
+)
 def test_the_graph_is_that_of_a_full_trace(name: str, depth: str) -> None:
     loaded = load_model(name, 4)
     setattr(loaded.model.config, depth, 4)

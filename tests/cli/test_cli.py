@@ -141,6 +141,7 @@ def test_export(run: Run, plan_file: Path, tmp_path: Path) -> None:
     assert json.loads(out)["run"].startswith("torchrun --nproc-per-node 4")
 
 
+@pytest.mark.slow  # the README's own `autopar verify` and the plan below stay
 def test_verify_passes(run: Run) -> None:
     words = ["--force", "tp=2", "--dtype", "float64"]
     status, out, err = run("verify", "convnet", "--cluster", "local:2", "--batch", 8, "--json", *words)

@@ -119,6 +119,7 @@ def compiled_on_rank(text: str, state: dict[str, torch.Tensor], batch: dict[str,
     return loss.item(), parallel.full_gradients()
 
 
+@pytest.mark.slow
 def test_compiled_blocks_break_at_the_experts(ranks: Ranks) -> None:
     prepared = prepare("routed")
     text = text_of(prepared, "dispatched, dp=2,ep=2")

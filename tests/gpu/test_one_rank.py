@@ -82,6 +82,7 @@ def test_computing_and_peak_memory_are_as_predicted(model: str, batch: int, seq:
     assert found["seconds"] == pytest.approx(seconds, rel=SECONDS)
 
 
+@pytest.mark.slow
 def test_the_measurement_itself_runs_anywhere(tmp_path: Path) -> None:
     found = measured(planned("gpt2-tiny", 8, None, "dp=2,tp=2,zero=3", "local:4", "float32"), tmp_path, 2)
     assert math.isfinite(found["seconds"]) and 0 < found["optimizer_seconds"] < found["seconds"]

@@ -115,7 +115,7 @@ def test_clipping(ranks: Ranks, axes: dict[str, int], zero: int) -> None:
     compare(ranks, axes, zero, max_norm=0.05)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_compiled(ranks: Ranks, zero: int) -> None:
     """Three distinct blocks, four in all: while the model trains, each distinct one is compiled once."""
     for found in compare(ranks, {"dp": 2, "tp": 2}, zero, compile="aot_eager"):
