@@ -144,7 +144,10 @@ class _Search:
             self._report(result)
 
     def _look(self, members: Sequence[_Point]) -> None:
-        """At large problems, before they are solved under memory: what fits, quickly."""
+        """At large problems, before they are solved under memory: what fits, quickly. A forced axis is not for that: what it may
+        leave whole is part of the problem."""
+        if self._forced():
+            return
         looks = FirstLooks(self.graph, self.cluster, self.options, self.tables, self._left)
         for each in self._promising(members):
             if self._large(each) and not self._hopeless(each.bound):
@@ -331,7 +334,7 @@ class _Search:
         large = self._large(each)
         worth = self.options.worth_large if large else 0.0
         if large and not self._hopeless(each.bound, worth):
-            found = attempt.relaxed(min(self._left(), _LARGE_SECONDS))
+            found = attempt.relaxed(self._left() if self._forced() else min(self._left(), _LARGE_SECONDS))
             if found is None and self.best is not None:
                 return  # it stays with the bound that it has
             each.result.bound_seconds = found or each.bound
@@ -340,7 +343,8 @@ class _Search:
         if self._hopeless(each.bound, worth):
             return
         least = each.bound
-        attempt.limited(self._left() if self.best is None else min(self._left(), _HARD_SECONDS))
+        hurry = self.best is not None and not self._forced()
+        attempt.limited(min(self._left(), _HARD_SECONDS) if hurry else self._left())
         if each.result.status is not Status.INFEASIBLE:
             each.result.bound_seconds = max(each.bound, least)
         each.done = True

@@ -78,8 +78,7 @@ def _prepared(name: str, dtype: torch.dtype, batch: int) -> Prepared:
     needed = graph.parameters()
     tensors = (*model.named_parameters(), *model.named_buffers())
     state = {key: tensor.detach().clone() for key, tensor in tensors if key in needed}
-    given = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
-    return Prepared(name, graph, state, given, reference(model, inputs, lift))
+    return Prepared(name, graph, state, inputs, reference(model, inputs, lift))
 
 
 @cache
