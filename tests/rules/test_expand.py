@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from support.blocks import Builder, embedding_block, gpt2_block, llama_block, loss_block
-from support.cases import build, t
+from support.cases import build, i, t
 from support.simulate import prove
 
 from autopar.errors import UnsupportedOp
 from autopar.ir.graph import Block
+from autopar.ir.placement import Partial
 from autopar.rules.expand import block_strategies, combine, missing_rules
 from autopar.rules.registry import Registry, default_registry
 from autopar.rules.strategy import AxisStrategy
@@ -160,10 +161,6 @@ def test_a_proof_catches_wrong_gradients() -> None:
 
 def test_a_counter_is_counted_once() -> None:
     """Whole numbers that are added to a buffer by parts: the buffer itself is a summand of one rank."""
-    from support.cases import build, i
-
-    from autopar.ir.placement import Partial
-
     for op, args in (
         ("aten.index_add", (i(9, 4, 8), 0, i(4, 6), i(9, 6, 8))),
         ("aten.scatter_add", (i(9, 8), 0, i(8, 16), i(9, 16))),
