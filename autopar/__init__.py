@@ -25,17 +25,17 @@ from autopar.errors import (
 
 if TYPE_CHECKING:
     from autopar.api import parallelize
-    from autopar.cost_models.hardware import Cluster
+    from autopar.cost_models.hardware.cluster import Cluster
     from autopar.ir.plan import Precision
-    from autopar.ir.planfile import Plan
+    from autopar.ir.plan_file.plan_file import Plan
     from autopar.planning import plan, register_rule
 
 _LAZY = {
     "parallelize": "autopar.api",
     "plan": "autopar.planning",
     "register_rule": "autopar.planning",
-    "Cluster": "autopar.cost_models.hardware",
-    "Plan": "autopar.ir.planfile",
+    "Cluster": "autopar.cost_models.hardware.cluster",
+    "Plan": "autopar.ir.plan_file.plan_file",
     "Precision": "autopar.ir.plan",
 }
 

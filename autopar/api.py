@@ -15,32 +15,30 @@ from torch import nn
 from autopar import errors
 from autopar.capture import capture
 from autopar.capture.normalize.batch_norm import LOCAL
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, PlanMismatch, StateError
-from autopar.ir import planfile
 from autopar.ir.plan import Precision
-from autopar.ir.planfile import Plan
-from autopar.passes.pipeline import lower
+from autopar.ir.plan_file import plan_file as planfile
+from autopar.ir.plan_file.plan_file import Plan
 from autopar.planning import (
     ExampleInputs,
     cache_folder,
     make_plan,
-    parse_force,
     plan,
     plan_folder,
     register_rule,
     registry,
     split_inputs,
 )
-from autopar.program.build import load
-from autopar.program.source import render
+from autopar.program.build import build_program
 from autopar.rules.check import check_strategies
+from autopar.runtime.device.mesh import MeshHandle, join_process_group
 from autopar.runtime.errors import LaunchProblem
-from autopar.runtime.mesh import MeshHandle, join
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.source import FirstRank, state_of
+from autopar.runtime.state.weight_source import BroadcastSource, named_tensors
+from autopar.schedules.pipeline_schedule import check_schedule
 
-__all__ = ["Deferred", "check_plan", "make_plan", "parallelize", "parse_force", "plan", "plan_folder", "register_rule"]
+__all__ = ["Deferred", "check_plan", "make_plan", "parallelize", "plan", "plan_folder", "register_rule"]
 
 
 def parallelize(
@@ -86,7 +84,7 @@ def parallelize(
         rest: dict[str, Any] = dict(plan=plan, compile=compile, state=state, cache=cache)
         return Deferred(lambda args, batch: parallelize(model, cluster, _named(model, args, batch), **options, **rest))
     _join(cluster)
-    tensors = {**state_of(model), **(state or {})}
+    tensors = {**named_tensors(model), **(state or {})}
 
     def chosen() -> Plan:
         _check_state(tensors)
@@ -95,10 +93,10 @@ def parallelize(
         return check_plan(plan, model, cluster, example_inputs, outputs)
 
     agreed = _on_first_rank(chosen)
-    program = load(render(lower(agreed.graph, agreed.candidate)))
+    program = build_program(agreed.graph, agreed.candidate)
     mesh = MeshHandle(program.Program.mesh_axes)
     form = agreed.graph.interface.returns if agreed.graph.interface else None
-    return Parallel(program.Program(mesh), FirstRank(tensors), compile=compile, form=form)
+    return Parallel(program.Program(mesh), BroadcastSource(tensors), compile=compile, form=form)
 
 
 class Deferred(Parallel):
@@ -137,7 +135,7 @@ class Deferred(Parallel):
 def _join(cluster: Cluster) -> None:
     """Joins the process group; PlanMismatch where the launch does not have one process per device."""
     try:
-        join(cluster.size, {cluster.name: cluster.size})
+        join_process_group(cluster.size, {cluster.name: cluster.size})
     except LaunchProblem:
         launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         raise PlanMismatch(
@@ -168,20 +166,19 @@ def _on_first_rank(make: Callable[[], Plan]) -> Plan:
     kind, text = said[0]
     if kind != "plan":
         raise getattr(errors, kind, AutoparError)(text)
-    return made or planfile.decode(text)
+    return made or planfile.decode_plan(text)
 
 
 def check_plan(
     plan: Plan | str | Path, model: nn.Module, cluster: Cluster, example_inputs: ExampleInputs, outputs: Sequence[str] = ()
 ) -> Plan:
     """The given plan. PlanMismatch where it was made for another model, batch shape, number of devices or without outputs."""
-    given = plan if isinstance(plan, Plan) else planfile.load(plan)
+    given = plan if isinstance(plan, Plan) else planfile.load_plan(plan)
     if given.candidate.devices != cluster.size:
         raise PlanMismatch(
             f"the plan is for {given.candidate.devices} devices ({given.candidate.mesh}), the cluster {cluster.name} has "
             f"{cluster.size}: plan again, or launch {given.candidate.devices} processes"
         )
-    check_strategies(given.graph, given.candidate, registry())
     args, kwargs = split_inputs(example_inputs)
     planned = tuple(output.path for output in given.graph.outputs)
     lacking = [path for path in outputs if not any(each == path or each.startswith(f"{path}.") for each in planned)]
@@ -194,7 +191,10 @@ def check_plan(
             f"the plan was made for {given.document.model.name} (fingerprint {given.graph.fingerprint[:12]}), this model and "
             f"batch are {graph.name} ({graph.fingerprint[:12]}): plan again with `autopar plan`"
         )
-    return given.called_as(graph.interface)
+    plan = given.with_graph(graph)
+    check_strategies(plan.graph, plan.candidate, registry())
+    check_schedule(plan.candidate)
+    return plan
 
 
 def _check_state(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -1,16 +1,16 @@
-"""One base for everything that a user can mend. Each message is one line: what, where, and how to mend it."""
+"""The errors of autopar, with one base class. Each message is one line: what is wrong, where, and how to fix it."""
 
 from __future__ import annotations
 
 
 class AutoparError(Exception):
-    """Base of all errors that are the user's to mend. `exit_status` is what the command line ends with."""
+    """Base of all errors that a user can fix. `exit_status` is the exit status of the command line."""
 
     exit_status = 2
 
 
 class CaptureError(AutoparError):
-    """The model cannot be captured faithfully: names the module path or the file and line."""
+    """The model cannot be captured faithfully; the message names the module path, or the file and line."""
 
 
 class OperatorError(AutoparError):
@@ -22,26 +22,30 @@ class UnsupportedOp(AutoparError):
 
 
 class Infeasible(AutoparError):
-    """No plan fits. Says what is short, by how much, and what would do."""
+    """No plan fits the devices' memory. The message says by how much, and what would fit."""
 
     exit_status = 3
 
 
 class ClusterError(AutoparError):
-    """A cluster name or file that cannot be read."""
+    """A cluster name or file is invalid."""
 
 
 class BatchError(AutoparError):
-    """A batch that does not fit the plan."""
+    """A batch does not fit the plan."""
 
 
 class PlanError(AutoparError):
-    """A plan file that is truncated, of another schema version, or nonsense."""
+    """A plan or plan file is invalid: truncated, of another schema version, or inconsistent."""
 
 
 class PlanMismatch(AutoparError):
-    """A plan that was made for another model or another number of processes."""
+    """A plan was made for another model or another number of processes."""
 
 
 class StateError(AutoparError):
-    """Parameters asked for too early, or state that does not fit."""
+    """Parameters are requested before they exist, or a state does not fit."""
+
+
+class FileError(AutoparError):
+    """A file or folder that cannot be written."""

@@ -12,27 +12,29 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
-from autopar.cost_models.expert_load import ExpertLoad
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.expert_load import ExpertLoad
 from autopar.errors import AutoparError, BatchError, UnsupportedOp
-from autopar.ir.chunks import SCHEDULES
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
-from autopar.ir.planfile import Plan
+from autopar.ir.plan_file.plan_file import Plan
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry, default_registry
-from autopar.solve.cache import PlanCache, cache_key
-from autopar.solve.complete import complete, priced
-from autopar.solve.refine import NAME as SYNTHESIZED
-from autopar.solve.refine import refined
-from autopar.solve.report import make_report
-from autopar.solve.search import SearchOptions, search
+from autopar.solve.fixed.baselines import baselines
+from autopar.solve.fixed.candidate import price_configuration
+from autopar.solve.fixed.configuration import configuration_of
+from autopar.solve.plan_cache import PlanCache, cache_key
+from autopar.solve.refine_schedule import with_synthesized_schedule
+from autopar.solve.report import plan_of_result
+from autopar.solve.result import PlanResult
+from autopar.solve.search import search
+from autopar.solve.space.force import Force, parse_force
+from autopar.solve.space.options import SearchOptions
 
 ExampleInputs = Mapping[str, Any] | tuple[Any, ...]
 Progress = Callable[[str], None]
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
-_DEGREES = ("dp", "tp", "tp2", "ep", "pp", "virtual", "schedule", "zero", "zero_group", "micro")
 
 
 def make_plan(
@@ -60,15 +62,15 @@ def make_plan(
     Arguments are those of `parallelize`. `batch` is the global batch, where it is not that of `example_inputs`; `seq`,
     `name` and `source` only go into the plan's description; `progress` gets a line per candidate that is solved; `cache` is a
     folder of plans that were found before. `expert_load` is what the busiest rank of dealt-out experts is expected to get over
-    the mean, or the path of a JSON list of tokens per expert. A complete `force` (`solve.complete`) is priced as it is.
+    the mean, or the path of a JSON list of tokens per expert. A `force` that spells out a whole configuration
+    (`solve.space.force`) is priced as it is.
     """
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster, cache=cache_folder())
     if expert_load != 1.0:
         cluster = replace(cluster, expert_load=ExpertLoad.parse(str(expert_load)))
     chosen = _precision(precision, model)
-    wanted = complete(force, chosen, optimizer)
-    degrees = {} if wanted else parse_force(force)
+    forced = parse_force(force)
     args, kwargs = split_inputs(example_inputs)
     graph = capture(model, args, kwargs, compute_dtype=chosen.compute, outputs=outputs, batch_norm=batch_norm)
     if batch not in (None, graph.batch) and not graph.batch_is_symbolic:
@@ -79,30 +81,40 @@ def make_plan(
         batch=batch or graph.batch,
         precision=chosen,
         optimizer=optimizer,
-        force=degrees,
+        force={} if forced.is_configuration else forced.degrees,
+        schedule="" if forced.is_configuration else forced.schedule,
         strict=strict,
         time_limit_seconds=time_limit_seconds,
         registry=rules,
     )
-    if wanted:
-        found = priced(replace(graph, batch=options.batch), cluster, wanted, rules)
-        return make_report(graph, cluster, found, options, name=name, source=source, seq=seq, replicated_ops=unruled)
+    said: dict[str, Any] = dict(name=name, source=source, seq=seq)
+
+    def described(found: PlanResult) -> Plan:
+        recipes = baselines(graph, cluster, options)
+        return plan_of_result(graph, cluster, found, recipes, optimizer=optimizer, replicated_ops=unruled, **said)
+
+    if forced.is_configuration:
+        fixed = configuration_of(forced, chosen, optimizer)
+        return described(price_configuration(replace(graph, batch=options.batch), cluster, fixed, rules))
     plans = PlanCache(cache) if cache is not None else None
-    asked = _asks_for_synthesis(force)
-    more = dict(name=name, source=source, seq=seq, synthesized=asked)
-    key = cache_key(graph, cluster, options, _USER_RULES, more) if plans else ""
-    known = plans.load(key) if plans else None
+    key = cache_key(graph, cluster, options, _USER_RULES, dict(said, synthesized=forced.synthesize)) if plans else ""
+    known = plans.load(key, graph, cluster, options) if plans else None
     if known is not None:
         if progress is not None:
             progress(f"the search was done before: plan from {cache}")
-        return known.called_as(graph.interface)
-    found = search(graph, cluster, options, progress)
-    if "schedule" not in degrees:
-        found = refined(graph, cluster, found, optimizer, asked=asked, progress=progress)
-    made = make_report(graph, cluster, found, options, name=name, source=source, seq=seq, replicated_ops=unruled)
+        return known
+    made = described(_searched(graph, cluster, options, forced, progress))
     if plans:
         plans.store(key, made)
     return made
+
+
+def _searched(graph: Graph, cluster: Cluster, options: SearchOptions, forced: Force, progress: Progress | None) -> PlanResult:
+    """The best plan, with a schedule of its own where that is faster and no named one is forced."""
+    found = search(graph, cluster, options, progress)
+    if options.schedule:
+        return found
+    return with_synthesized_schedule(cluster, found, options.optimizer, asked=forced.synthesize, progress=progress)
 
 
 plan = make_plan
@@ -163,42 +175,6 @@ def _precision(precision: str | Precision | None, model: nn.Module) -> Precision
     if name not in ("float32", "bfloat16", "float64"):
         raise AutoparError(f"dtype {precision!r} is not known: write float32, bf16 or float64")
     return Precision(name, "float32" if name == "bfloat16" else name)
-
-
-def parse_force(force: str | Mapping[str, int | str]) -> dict[str, int]:
-    """``"tp=4,zero=3,schedule=zb-h1"`` as degrees; a schedule is its place in `ir.chunks.SCHEDULES` (none for a synthesized one).
-    AutoparError on another key or a number that makes no sense."""
-    pairs = dict(force) if isinstance(force, Mapping) else dict(item.partition("=")[::2] for item in force.split(",") if item)
-    out: dict[str, int] = {}
-    for key, value in pairs.items():
-        if key.strip() not in _DEGREES:
-            raise AutoparError(f"force: {key.strip()!r} cannot be forced; write some of {', '.join(_DEGREES)}, as in tp=4,zero=3")
-        text = str(value).strip()
-        if key.strip() == "schedule":
-            if text == SYNTHESIZED:
-                continue
-            if text not in SCHEDULES:
-                raise AutoparError(f"force: schedule={text} is none of {', '.join(SCHEDULES)}, {SYNTHESIZED}")
-            text = str(SCHEDULES.index(text))
-        elif (
-            not text.isdigit()
-            or (key.strip() == "zero" and int(text) > 3)
-            or (key.strip() not in ("zero", "zero_group") and int(text) < 1)
-        ):
-            raise AutoparError(f"force: {key.strip()}={text} is no degree; write a whole number of at least 1 (zero: 0 to 3)")
-        out[key.strip()] = int(text)
-    return out
-
-
-def _asks_for_synthesis(force: str | Mapping[str, int | str]) -> bool:
-    pairs = force.items() if isinstance(force, Mapping) else [item.partition("=")[::2] for item in force.split(",") if item]
-    return any(key.strip() == "schedule" and str(value).strip() == SYNTHESIZED for key, value in pairs)
-
-
-def check_force(force: str) -> None:
-    """AutoparError where `make_plan` would refuse it."""
-    if complete(force, Precision(), "adamw") is None:
-        parse_force(force)
 
 
 def _unruled(graph: Graph, registry: Registry, strict: bool) -> tuple[str, ...]:

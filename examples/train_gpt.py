@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.runtime.mesh import finish
+from autopar.runtime.device.mesh import shut_down
 
 PROCESSES, BATCH, SEQUENCE = 4, 16, 128
 HIDDEN, HEADS, LAYERS, VOCABULARY = 192, 4, 4, 256
@@ -106,7 +106,7 @@ def worker(plan: str, steps: int, result: str) -> None:
     losses, seconds = train(parallel, steps, lambda line: print(line, flush=True) if first else None)
     if first:
         Path(result).write_text(json.dumps({"losses": losses, "seconds": seconds}))
-    finish()
+    shut_down()
 
 
 def main() -> None:
@@ -129,7 +129,7 @@ def main() -> None:
         seq=SEQUENCE,
         progress=lambda line: print(f"  {line}", flush=True),
     )
-    print(f"  chosen: {plan.words()}", flush=True)
+    print(f"  chosen: {plan.describe()}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         plan.save(f"{folder}/plan.json")
         print(f"2. training {steps} steps on {PROCESSES} processes", flush=True)
@@ -147,7 +147,7 @@ def main() -> None:
 def report(plan: autopar.Plan, result: dict[str, list[float]], losses: list[float], seconds: float) -> float:
     """Prints the table; the largest relative difference of the losses."""
     predicted = plan.document.predicted.step_seconds
-    print(f"\nplan        {plan.words()}")
+    print(f"\nplan        {plan.describe()}")
     print(f"step time   predicted {predicted * 1000 if predicted else 0:.0f} ms, measured {result['seconds'] * 1000:.0f} ms"
           f" on {PROCESSES} processes; {seconds * 1000:.0f} ms on one")  # fmt: skip
     print("\nstep   loss of the plan   loss of one process   relative difference")

@@ -1,4 +1,7 @@
-"""What a pass is: a frozen dataclass whose `run` turns one valid stage of a block into another."""
+"""The contract of a pass: a frozen dataclass, its options as fields, whose `run` turns one valid `BlockState` into another.
+
+Besides: what passes share, such as fresh names, producers and first uses of values, and the node of a placement conversion.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ from autopar.ir.graph import Arg, Block, Node, Ref, Value
 from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.placement import Placement, Placements
 from autopar.ir.plan import BlockPlan, Precision
-from autopar.ir.text import print_block
-from autopar.rules.conversions import Conversion, conversion
+from autopar.ir.text import format_block
+from autopar.rules.conversions import AxisConversion, axis_conversion
 
 CONVERT, CONVERT_MANY, START, WAIT = "ap.convert", "ap.convert_many", "ap.start", "ap.wait"
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a pass may know besides the block. `batch` is the micro-batch of one data-parallel rank."""
+    """What a pass knows besides the block. `batch` is the micro-batch of one data-parallel rank, in examples."""
 
     mesh: Mesh
     plan: BlockPlan
@@ -32,36 +35,39 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """A block on its way, and the placement of each of its values. `local` tells that sizes are one rank's.
+class BlockState:
+    """A block between two passes, with the placement of each of its values.
 
-    `again` are results that the backward makes once more instead of keeping them, `offload` values that are kept on the host.
+    Attributes:
+        local: whether shapes are those of one rank (after `Localize`), else global.
+        recomputed: results that are not saved: the backward recomputes them.
+        offloaded: values that are offloaded to host memory between forward and backward.
     """
 
     block: Block
     placements: Mapping[str, Placements]
     local: bool = False
-    again: frozenset[str] = frozenset()
-    offload: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        return print_block(self.block, self.placements)
+        return format_block(self.block, self.placements)
 
-    def with_nodes(self, nodes: list[Node]) -> Stage:
+    def with_nodes(self, nodes: list[Node]) -> BlockState:
         return replace(self, block=replace(self.block, nodes=tuple(nodes)))
 
 
 class Pass(Protocol):
-    """A rewrite with its options as fields."""
+    """A rewrite of one block. Its docstring shows the IR before and after."""
 
     @property
     def name(self) -> str: ...
 
-    def run(self, stage: Stage, context: Context) -> Stage: ...
+    def run(self, state: BlockState, context: Context) -> BlockState: ...
 
 
 def map_refs(arg: Arg, operands: Iterator[str]) -> Arg:
-    """`arg` with its refs replaced, in order, by the next names of `operands`."""
+    """`arg` with each reference replaced, in order, by the next name of `operands`."""
     if isinstance(arg, Ref):
         return Ref(next(operands))
     if isinstance(arg, tuple):
@@ -70,29 +76,29 @@ def map_refs(arg: Arg, operands: Iterator[str]) -> Arg:
 
 
 def with_operands(node: Node, operands: list[str]) -> Node:
-    """`node` reading other values, in the order of `Node.operands()`."""
+    """`node` with other operands, in the order of `Node.operands()`."""
     names = iter(operands)
     args = tuple(map_refs(arg, names) for arg in node.args)
     return replace(node, args=args, kwargs=tuple((name, map_refs(arg, names)) for name, arg in node.kwargs))
 
 
-def kwarg(node: Node, name: str) -> str:
+def text_kwarg(node: Node, name: str) -> str:
     """A text argument of one of autopar's own operations."""
     value = dict(node.kwargs)[name]
     assert isinstance(value, str)
     return value
 
 
-def move_of(node: Node, stage: Stage, context: Context) -> Conversion:
-    """What a conversion node (or the wait or start that it became) does forward and backward."""
-    axis = context.mesh.index(kwarg(node, "axis"))
-    source, target = stage.placements[node.operands()[0]], stage.placements[node.outputs[0].name]
-    found = conversion(source[axis], target[axis], node.outputs[0].differentiable)
+def conversion_of(node: Node, state: BlockState, context: Context) -> AxisConversion:
+    """The collectives of a conversion node, or of the start that it became, forward and backward."""
+    axis = context.mesh.index(text_kwarg(node, "axis"))
+    source, target = state.placements[node.operands()[0]], state.placements[node.outputs[0].name]
+    found = axis_conversion(source[axis], target[axis], node.outputs[0].differentiable)
     assert found is not None, f"{node.name}: no conversion {source[axis]} -> {target[axis]}"
     return found
 
 
-def first_uses(block: Block) -> dict[str, int]:
+def first_use_indices(block: Block) -> dict[str, int]:
     """For each value the index of the first node that reads it; ``len(nodes)`` for outputs and updates."""
     out: dict[str, int] = {}
     for index, node in enumerate(block.nodes):
@@ -103,20 +109,20 @@ def first_uses(block: Block) -> dict[str, int]:
     return out
 
 
-def producers(block: Block) -> dict[str, int]:
-    """For each value the index of the node that makes it, -1 for inputs and parameters."""
+def producer_indices(block: Block) -> dict[str, int]:
+    """For each value the index of the node that produces it, -1 for inputs and parameters."""
     out = {value.name: -1 for value in (*block.inputs, *(parameter.value for parameter in block.parameters))}
     out.update((value.name, index) for index, node in enumerate(block.nodes) for value in node.outputs)
     return out
 
 
-def equal_copies(a: Placement, b: Placement) -> bool:
-    """Whether no value changes between the two: only the meaning of the gradient."""
+def only_gradient_changes(a: Placement, b: Placement) -> bool:
+    """Whether a conversion between the two changes no value: Replicate and Invariant differ in the gradient's placement only."""
     return str(a) in ("R", "I") and str(b) in ("R", "I")
 
 
-def fresh(name: str, taken: set[str]) -> str:
-    """`name`, or the first of ``name_2, name_3, ...`` that is free; then taken."""
+def fresh_name(name: str, taken: set[str]) -> str:
+    """`name`, or the first of ``name_2, name_3, ...`` that is not in `taken`, which gets it."""
     chosen, number = name, 2
     while chosen in taken:
         chosen, number = f"{name.rstrip('_')}_{number}", number + 1
@@ -124,8 +130,18 @@ def fresh(name: str, taken: set[str]) -> str:
     return chosen
 
 
-def convert_node(source: Value, name: str, axis: str, move: str, like: Node | None = None) -> Node:
-    """``%name = ap.convert(%source, axis, move)``; the shape is the source's until localized."""
+def convert_node(source: Value, name: str, axis: str, change: str, like: Node | None = None) -> Node:
+    """``%name = ap.convert(%source, axis, change)``, `change` like ``S(1) -> R``. The shape is the source's until localized.
+
+    Module and source line are those of `like`.
+    """
     value = replace(source, name=name)
     module, origin = (like.module, like.source) if like else ("", "")
-    return Node(CONVERT, (Ref(source.name),), (("axis", axis), ("move", move)), (value,), module, origin)
+    return Node(
+        op=CONVERT,
+        args=(Ref(source.name),),
+        kwargs=(("axis", axis), ("conversion", change)),
+        outputs=(value,),
+        module=module,
+        source=origin,
+    )

@@ -1,14 +1,14 @@
-"""Small conversions of one kind that can happen at one point become one collective.
+"""Coalesces small conversions of one kind into one collective, at the place of the first of them.
 
 Before::
 
-    %a_shared = ap.convert(%a, axis='tp', move='I -> R')
+    %a_shared = ap.convert(%a, axis='tp', conversion='I -> R')
     %x = aten.mul.Tensor(%n, %a_shared)
-    %b_shared = ap.convert(%b, axis='tp', move='I -> R')
+    %b_shared = ap.convert(%b, axis='tp', conversion='I -> R')
 
 After::
 
-    %a_shared, %b_shared = ap.convert_many((%a, %b), axis='tp', move='I -> R')
+    %a_shared, %b_shared = ap.convert_many((%a, %b), axis='tp', conversion='I -> R')
     %x = aten.mul.Tensor(%n, %a_shared)
 """
 
@@ -18,53 +18,63 @@ from dataclasses import dataclass, field
 
 from autopar.ir.dims import numel
 from autopar.ir.graph import Node, Ref, Value
-from autopar.passes.base import CONVERT, CONVERT_MANY, Context, Stage, kwarg, move_of, producers
+from autopar.passes.base import CONVERT, CONVERT_MANY, BlockState, Context, conversion_of, producer_indices, text_kwarg
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Conversions that will stand where the first of them stands."""
+    """Indices of conversion nodes that are coalesced at `index`, the first of them."""
 
-    at: int
+    index: int
     members: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketConversions:
-    """Joins communicating conversions of tensors of at most `small_bytes` each."""
+    """Coalesces communicating conversions of tensors of at most `small_bytes` each (in float32)."""
 
     small_bytes: int = 1 << 20
     name: str = "bucket_conversions"
 
-    def run(self, stage: Stage, context: Context) -> Stage:
-        """Until nothing changes: a bucket on one axis brings what another axis converts next to one point."""
-        buckets = [bucket for bucket in self._buckets(stage, context) if len(bucket.members) > 1]
+    def run(self, state: BlockState, context: Context) -> BlockState:
+        """Until nothing changes: the results of a bucket may be converted together on another axis next."""
+        buckets = [bucket for bucket in self._buckets(state, context) if len(bucket.members) > 1]
         if not buckets:
-            return stage
-        return self.run(self._joined(stage, buckets), context)
+            return state
+        return self.run(self._coalesced(state, buckets), context)
 
-    def _joined(self, stage: Stage, buckets: list[_Bucket]) -> Stage:
-        nodes = stage.block.nodes
-        joined = {bucket.at: self._join([nodes[index] for index in bucket.members]) for bucket in buckets}
-        gone = {index for bucket in buckets for index in bucket.members}
-        kept = [joined.get(index, node) for index, node in enumerate(nodes) if index in joined or index not in gone]
-        return stage.with_nodes(kept)
+    def _coalesced(self, state: BlockState, buckets: list[_Bucket]) -> BlockState:
+        nodes = state.block.nodes
+        coalesced = {bucket.index: self._coalesce([nodes[index] for index in bucket.members]) for bucket in buckets}
+        members = {index for bucket in buckets for index in bucket.members}
+        remaining = [coalesced.get(index, node) for index, node in enumerate(nodes) if index in coalesced or index not in members]
+        return state.with_nodes(remaining)
 
-    def _buckets(self, stage: Stage, context: Context) -> list[_Bucket]:
-        made = producers(stage.block)
-        values = stage.block.values()
+    def _buckets(self, state: BlockState, context: Context) -> list[_Bucket]:
+        producers = producer_indices(state.block)
+        values = state.block.values()
         buckets: list[_Bucket] = []
         open_by_kind: dict[tuple[object, ...], list[_Bucket]] = {}
-        for index, node in enumerate(stage.block.nodes):
-            if node.op != CONVERT or not move_of(node, stage, context).communicates or not self._small(node, values, context):
+        for index, node in enumerate(state.block.nodes):
+            if (
+                node.op != CONVERT
+                or not conversion_of(node, state, context).communicates
+                or not self._small(node, values, context)
+            ):
                 continue
             value = node.outputs[0]
-            if value.name in stage.offload:  # by itself: results of one collective are pieces of one storage
+            if value.name in state.offloaded:  # alone: results of one coalesced collective share a storage
                 continue
-            kind = (kwarg(node, "axis"), kwarg(node, "move"), value.dtype, value.differentiable, value.name in stage.again)
+            kind = (
+                text_kwarg(node, "axis"),
+                text_kwarg(node, "conversion"),
+                value.dtype,
+                value.differentiable,
+                value.name in state.recomputed,
+            )
             candidates = open_by_kind.setdefault(kind, [])
-            source = made[node.operands()[0]]
-            bucket = next((each for each in candidates if source < each.at), None)
+            source = producers[node.operands()[0]]
+            bucket = next((each for each in candidates if source < each.index), None)
             if bucket is None:
                 bucket = _Bucket(index)
                 candidates.append(bucket)
@@ -77,8 +87,16 @@ class BucketConversions:
         return max(sizes) * 4 <= self.small_bytes
 
     @staticmethod
-    def _join(members: list[Node]) -> Node:
+    def _coalesce(members: list[Node]) -> Node:
         first = members[0]
         sources = tuple(Ref(node.operands()[0]) for node in members)
         outputs = tuple(node.outputs[0] for node in members)
-        return Node(CONVERT_MANY, (sources,), first.kwargs, outputs, first.module, "", first.no_grad)
+        return Node(
+            op=CONVERT_MANY,
+            args=(sources,),
+            kwargs=first.kwargs,
+            outputs=outputs,
+            module=first.module,
+            source="",
+            no_grad=first.no_grad,
+        )

@@ -1,12 +1,12 @@
-"""Under mixed precision parameters are stored in the master dtype and read in the compute dtype.
+"""Casts parameters from the master dtype, in which they are stored, to the compute dtype (mixed precision).
 
 Before (compute bfloat16, master float32)::
 
     %w: bfloat16[64, 64]  # parameter
     %y = aten.linear(%x, %w)
 
-After: the stored dtype, and one cast before the first use. Where FSDP2 gathers in the compute dtype the cast does nothing;
-elsewhere (zero=0) autograd casts the gradient back, so it is summed in the master dtype::
+After: one cast before the first use. Under FSDP2, whose mixed precision policy all-gathers in the compute dtype, the cast is a
+no-op; elsewhere (zero=0) autograd casts the gradient back, so that it is accumulated in the master dtype::
 
     %w: float32[64, 64]  # parameter
     %w_cast: bfloat16[64, 64] = aten.to.dtype(%w, bfloat16)
@@ -19,40 +19,40 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Block, DType, Node, Parameter, Ref
 from autopar.ir.plan import Precision
-from autopar.passes.base import CONVERT, Context, Stage, first_uses, fresh, with_operands
+from autopar.passes.base import CONVERT, BlockState, Context, first_use_indices, fresh_name, with_operands
 
 
 def stored_dtype(dtype: str, precision: Precision) -> str:
-    """The dtype in which a tensor that the graph reads as `dtype` is kept."""
+    """The dtype in which a tensor that the graph reads as `dtype` is stored."""
     return precision.master if dtype == precision.compute else dtype
 
 
 @dataclass(frozen=True, slots=True)
 class CastParameters:
-    """Casts what is stored in another dtype than it is read in."""
+    """Casts each parameter whose stored dtype is not the one that the block reads."""
 
     name: str = "cast_parameters"
 
-    def run(self, stage: Stage, context: Context) -> Stage:
-        block, precision = stage.block, context.precision
+    def run(self, state: BlockState, context: Context) -> BlockState:
+        block, precision = state.block, context.precision
         casts = [p for p in block.parameters if stored_dtype(p.value.dtype, precision) != p.value.dtype]
         if not casts:
-            return stage
-        taken, placements, uses = set(block.values()), dict(stage.placements), first_uses(block)
+            return state
+        taken, placements, uses = set(block.values()), dict(state.placements), first_use_indices(block)
         renamed: dict[str, str] = {}
         before: dict[int, list[Node]] = {}
         for parameter in casts:
             value = parameter.value
             if value.name not in uses:
                 continue
-            cast = replace(value, name=fresh(f"{value.name}_cast", taken))
+            cast = replace(value, name=fresh_name(f"{value.name}_cast", taken))
             renamed[value.name], placements[cast.name] = cast.name, placements[value.name]
             node = Node("aten.to.dtype", (Ref(value.name), DType(value.dtype)), (), (cast,))
-            # Conversions of parameters are bucketed where the first one is needed: nothing may keep the others from it.
+            # A bucket stands where its first conversion stands, so casts of converted parameters come before all of them.
             first = uses[value.name]
             early = first < len(block.nodes) and block.nodes[first].op == CONVERT
             before.setdefault(0 if early else first, []).append(node)
-        return replace(stage, block=self._rewritten(block, precision, before, renamed), placements=placements)
+        return replace(state, block=self._rewritten(block, precision, before, renamed), placements=placements)
 
     @staticmethod
     def _rewritten(block: Block, precision: Precision, before: dict[int, list[Node]], renamed: dict[str, str]) -> Block:

@@ -1,4 +1,4 @@
-"""Operations whose results nobody reads go.
+"""Removes operations whose results are never read.
 
 Before::
 
@@ -17,21 +17,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.ir.graph import Node
-from autopar.passes.base import Context, Stage
+from autopar.passes.base import BlockState, Context
 
 
 @dataclass(frozen=True, slots=True)
 class DeadCode:
-    """One sweep from the end: the program is functional, so what is not read has no effect."""
+    """One sweep from the end. The graph is functional, so an operation without a reader has no effect."""
 
     name: str = "dead_code"
 
-    def run(self, stage: Stage, context: Context) -> Stage:
-        block = stage.block
+    def run(self, state: BlockState, context: Context) -> BlockState:
+        block = state.block
         live = {*block.outputs, *(value for _, value in block.updates)}
-        kept: list[Node] = []
+        remaining: list[Node] = []
         for node in reversed(block.nodes):
             if any(value.name in live for value in node.outputs):
                 live.update(node.operands())
-                kept.append(node)
-        return stage.with_nodes(kept[::-1])
+                remaining.append(node)
+        return state.with_nodes(remaining[::-1])

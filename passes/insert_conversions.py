@@ -1,12 +1,12 @@
-"""Arcs become `ap.convert` nodes.
+"""Makes each placement conversion of the plan a node, `ap.convert`.
 
-Before (`y` is needed gathered on tp, the plan has the arc ``%x: R S(1) -> R R``)::
+Before (`y` reads x gathered over tp, and the plan has the conversion ``%x: R S(1) -> R R``)::
 
     %y = aten.linear(%x, %w)
 
-After: the conversion stands before its first use and serves all later ones::
+After: the conversion stands before its first use, and later uses share its result::
 
-    %x_full = ap.convert(%x, axis='tp', move='S(1) -> R')
+    %x_full = ap.convert(%x, axis='tp', conversion='S(1) -> R')
     %y = aten.linear(%x_full, %w)
 """
 
@@ -18,23 +18,24 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, Shard, format_placements, local_parts
-from autopar.passes.base import Context, Stage, convert_node, equal_copies, fresh, with_operands
-from autopar.rules.conversions import changed_axis, conversion
+from autopar.passes.base import BlockState, Context, convert_node, fresh_name, only_gradient_changes, with_operands
+from autopar.rules.conversions import axis_conversion, changed_axis
 
-SUFFIXES = {
+NAME_SUFFIXES = {
     "all_gather": "full",
     "all_reduce": "sum",
     "reduce_scatter": "scattered",
-    "all_to_all": "swapped",
-    "slice": "mine",
-    "mask": "once",
+    "all_to_all": "exchanged",
+    "slice": "shard",
+    "mask": "masked",
     "pad": "padded",
-    None: "shared",
+    None: "replicated",
 }
+"""By what the forward of a conversion does: how its result is named."""
 
 
-def move_text(source: Placements, target: Placements, mesh: Mesh, axis: int) -> str:
-    """``S(1) -> R`` as the local tensors see it: `parts` count what the other axes left."""
+def conversion_text(source: Placements, target: Placements, mesh: Mesh, axis: int) -> str:
+    """``S(1) -> R`` on one axis, as local tensors see it: `parts` counts only what the other axes left."""
 
     def local(placements: Placements) -> str:
         mine = placements[axis]
@@ -44,8 +45,11 @@ def move_text(source: Placements, target: Placements, mesh: Mesh, axis: int) -> 
 
 
 @dataclass(slots=True)
-class _Writer:
-    """The block as it grows: nodes so far, and the name of each value in each placement."""
+class _ConversionInserter:
+    """The rewritten block so far: its nodes, and each value in each placement that it has already.
+
+    `sources` is the plan: for a value in a placement, the placement that it is converted from.
+    """
 
     mesh: Mesh
     sources: dict[tuple[str, Placements], Placements]
@@ -60,12 +64,12 @@ class _Writer:
         self.placements[value.name] = placements
 
     def need(self, name: str, placements: Placements, like: Node | None) -> str:
-        """The name of the value in this placement; what leads there is written now."""
+        """The name of the value in this placement; the conversions that lead there are inserted now unless they exist."""
         found = self.known.get((name, placements))
         if found is None:
             source = self.sources.get((name, placements))
             if source is None:
-                raise PlanError(f"no arc of the plan brings {name} to {format_placements(placements)}; plan the model again")
+                raise PlanError(f"the plan has no conversion of {name} to {format_placements(placements)}; plan the model again")
             before = self.roots[name]
             before = replace(before, name=self.need(name, source, like))
             found = self._convert(name, before, source, placements, like)
@@ -76,13 +80,15 @@ class _Writer:
         axis = changed_axis(source, target)
         if self.mesh.sizes[axis] == 1:
             return before
-        move = conversion(source[axis], target[axis], before.differentiable)
-        if move is None:
-            if before.differentiable or not equal_copies(source[axis], target[axis]):
-                raise PlanError(f"{root} cannot go from {source[axis]} to {target[axis]} in one step; plan the model again")
+        found = axis_conversion(source[axis], target[axis], before.differentiable)
+        if found is None:
+            if before.differentiable or not only_gradient_changes(source[axis], target[axis]):
+                raise PlanError(
+                    f"{root} cannot be converted from {source[axis]} to {target[axis]} in one step; plan the model again"
+                )
             return before
-        name = fresh(f"{root}_{SUFFIXES.get(move.forward, move.forward)}", self.taken)
-        node = convert_node(before, name, self.mesh.names[axis], move_text(source, target, self.mesh, axis), like)
+        name = fresh_name(f"{root}_{NAME_SUFFIXES.get(found.forward, found.forward)}", self.taken)
+        node = convert_node(before, name, self.mesh.names[axis], conversion_text(source, target, self.mesh, axis), like)
         self.nodes.append(node)
         self.placements[name] = target
         return node.outputs[0]
@@ -90,37 +96,37 @@ class _Writer:
 
 @dataclass(frozen=True, slots=True)
 class InsertConversions:
-    """Makes every placement change of the plan a node."""
+    """Inserts the conversions that operands, outputs and buffer updates need."""
 
     name: str = "insert_conversions"
 
-    def run(self, stage: Stage, context: Context) -> Stage:
-        block, plan = stage.block, context.plan
-        sources = {(arc.value, arc.target): arc.source for arc in plan.arcs}
-        writer = _Writer(context.mesh, sources, set(block.values()))
+    def run(self, state: BlockState, context: Context) -> BlockState:
+        block, plan = state.block, context.plan
+        sources = {(each.value, each.target): each.source for each in plan.conversions}
+        inserter = _ConversionInserter(context.mesh, sources, set(block.values()))
         for value, placements in zip(block.inputs, plan.inputs, strict=True):
-            writer.produce(value, placements)
+            inserter.produce(value, placements)
         for parameter, placements in zip(block.parameters, plan.parameters, strict=True):
-            writer.produce(parameter.value, placements)
+            inserter.produce(parameter.value, placements)
         plans = {each.node: each for each in plan.nodes}
         for node in block.nodes:
             each = plans[node.name]
             pairs = zip(node.operands(), each.operands, strict=True)
-            writer.nodes.append(with_operands(node, [writer.need(name, where, node) for name, where in pairs]))
+            inserter.nodes.append(with_operands(node, [inserter.need(name, where, node) for name, where in pairs]))
             for value, where in zip(node.outputs, each.results, strict=True):
-                writer.produce(value, where)
-        outputs = [writer.need(name, where, None) for name, where in zip(block.outputs, plan.outputs, strict=True)]
-        updates = [(buffer, self._updated(writer, buffer, value)) for buffer, value in block.updates]
-        changed = replace(block, nodes=tuple(writer.nodes), outputs=tuple(outputs), updates=tuple(updates))
-        return replace(stage, block=changed, placements=writer.placements)
+                inserter.produce(value, where)
+        outputs = [inserter.need(name, where, None) for name, where in zip(block.outputs, plan.outputs, strict=True)]
+        updates = [(buffer, self._updated(inserter, buffer, value)) for buffer, value in block.updates]
+        changed = replace(block, nodes=tuple(inserter.nodes), outputs=tuple(outputs), updates=tuple(updates))
+        return replace(state, block=changed, placements=inserter.placements)
 
     @staticmethod
-    def _updated(writer: _Writer, buffer: str, value: str) -> str:
-        """A buffer's new value, where the buffer is. What the plan says nothing of goes there axis by axis, innermost first."""
-        target, where = writer.placements[buffer], writer.placements[value]
+    def _updated(inserter: _ConversionInserter, buffer: str, value: str) -> str:
+        """A buffer's new value in the buffer's placement; without a conversion in the plan, axis by axis, the innermost first."""
+        target, where = inserter.placements[buffer], inserter.placements[value]
         for axis in reversed(range(len(target))):
-            if not equal_copies(where[axis], target[axis]) and where[axis] != target[axis]:
+            if not only_gradient_changes(where[axis], target[axis]) and where[axis] != target[axis]:
                 after = (*where[:axis], target[axis], *where[axis + 1 :])
-                writer.sources.setdefault((value, after), where)
+                inserter.sources.setdefault((value, after), where)
                 where = after
-        return writer.need(value, where, None)
+        return inserter.need(value, where, None)

@@ -1,4 +1,4 @@
-"""Sizes become one rank's, and sharded operations become the functions that replace them.
+"""Makes all shapes those of one rank, and replaces operations by the functions that compute them on shards.
 
 Before (dp=2, tp=4; sizes are global, ``B`` is the global batch)::
 
@@ -6,7 +6,7 @@ Before (dp=2, tp=4; sizes are global, ``B`` is the global batch)::
     %r: [B, 16, 8, 8] S(0) S(2) = aten.reshape(%q, (<B>, 16, 8, 8))
     %m: [] = aten.div.Tensor(%total, <16*B>)
 
-After (sizes are local, ``B`` is the batch of one data-parallel rank)::
+After (sizes are local, ``B`` is the micro-batch of one data-parallel rank)::
 
     %q: [B, 16, 16] = aten.linear(%x, %w)
     %r: [B, 16, 2, 8] = aten.reshape(%q, (<B>, 16, 2, 8))
@@ -22,12 +22,12 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Arg, Node, Value, draws_masks
 from autopar.ir.placement import Placements, Shard, local_shape
 from autopar.ir.plan import NodePlan
-from autopar.passes.base import CONVERT, Context, Stage
+from autopar.passes.base import CONVERT, BlockState, Context
 from autopar.rules.localize import localize_args, scale_batch
 
 
 def localize_value(value: Value, placements: Placements, context: Context) -> Value:
-    """The value with one rank's shape. PlanError where a sharded dimension does not divide."""
+    """The value with the shape of one rank's shard. PlanError where a sharded dimension is not divisible."""
     shape = tuple(scale_batch(dim, context.data_ranks) for dim in value.shape)
     try:
         return replace(value, shape=local_shape(shape, placements, context.mesh.sizes))
@@ -56,11 +56,11 @@ FUNCTIONS: dict[str, tuple[int, int, Callable[[Node, str], Node]]] = {
     "ap.attention_rows": (0, -2, _by_axis),
     "ap.attention_heads": (0, -3, _by_axis),
 }
-"""By function: the operand and its dimension that are cut on the axis, and how its arguments are written."""
+"""By function: the operand and the dimension of it that are sharded on its mesh axis, and how its arguments are written."""
 
 
 def _function(node: Node, plan: NodePlan, ranks: tuple[int, ...], context: Context) -> Node:
-    """The node as a call of the plan's named function, on the axis on which it is sharded."""
+    """The node as a call of the plan's function, on the mesh axis that shards the operand which that function names."""
     operand, dim, write = FUNCTIONS.get(plan.function, (0, -1, _by_axis))
     rank, placements = ranks[operand], plan.operands[operand]
     axes = [
@@ -77,24 +77,24 @@ def _function(node: Node, plan: NodePlan, ranks: tuple[int, ...], context: Conte
 
 @dataclass(frozen=True, slots=True)
 class Localize:
-    """Makes all sizes local."""
+    """Rewrites shapes, size arguments and sharded operations."""
 
     name: str = "localize"
 
-    def run(self, stage: Stage, context: Context) -> Stage:
-        block, before = stage.block, stage.block.values()
-        after = {name: localize_value(value, stage.placements[name], context) for name, value in before.items()}
+    def run(self, state: BlockState, context: Context) -> BlockState:
+        block, before = state.block, state.block.values()
+        after = {name: localize_value(value, state.placements[name], context) for name, value in before.items()}
         plans = {each.node: each for each in context.plan.nodes}
-        nodes = [self._node(node, plans.get(node.name), after, stage, context) for node in block.nodes]
+        nodes = [self._node(node, plans.get(node.name), after, state, context) for node in block.nodes]
         changed = replace(
             block,
             inputs=tuple(after[value.name] for value in block.inputs),
             parameters=tuple(replace(parameter, value=after[parameter.value.name]) for parameter in block.parameters),
             nodes=tuple(nodes),
         )
-        return replace(stage, block=changed, local=True)
+        return replace(state, block=changed, local=True)
 
-    def _node(self, node: Node, plan: NodePlan | None, after: dict[str, Value], stage: Stage, context: Context) -> Node:
+    def _node(self, node: Node, plan: NodePlan | None, after: dict[str, Value], state: BlockState, context: Context) -> Node:
         outputs = tuple(after[value.name] for value in node.outputs)
         if node.op == CONVERT:
             return replace(node, outputs=outputs)
@@ -105,11 +105,11 @@ class Localize:
             raise PlanError(f"{node.name} ({node.op}) cannot run on shards: {error}") from None
         if plan is not None and plan.function:
             node = _function(node, plan, tuple(len(after[name].shape) for name in operands), context)
-        return self._drawn(node, stage.placements[node.name], context) if draws_masks(node) else node
+        return self._with_sharded_axes(node, state.placements[node.name], context) if draws_masks(node) else node
 
     @staticmethod
-    def _drawn(node: Node, placements: Placements, context: Context) -> Node:
-        """Ranks that hold different elements draw different numbers."""
+    def _with_sharded_axes(node: Node, placements: Placements, context: Context) -> Node:
+        """The axes whose ranks hold different elements, and so draw different random numbers."""
         pairs = zip(context.mesh.names, placements, context.mesh.sizes, strict=True)
         axes = tuple(name for name, where, size in pairs if isinstance(where, Shard) and size > 1)
         return replace(node, kwargs=(*node.kwargs, ("sharded_axes", axes)))

@@ -1,4 +1,7 @@
-"""What lowering gives: blocks of one rank's sizes with conversions as operations, and all that the program's text needs."""
+"""The result of lowering: the program of one rank as data, from which `autopar.program` writes the text.
+
+Shapes are local, placement conversions are operations, and all that the text says of mesh, inputs and schedule is here.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from autopar.ir.interface import Interface
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Precision
 from autopar.ir.schedule import Schedule
-from autopar.ir.text import print_block
+from autopar.ir.text import format_block
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """A parameter or buffer as it is stored: global shape, stored dtype, placement text per model axis where it is not ``I``."""
+class StoredParameter:
+    """A parameter or buffer as stored: global shape, stored dtype, and (axis, placement) for the model axes that shard it."""
 
     path: str
     shape: tuple[int, ...]
@@ -28,30 +31,31 @@ class Spec:
 class LoweredBlock:
     """A block of local sizes; `specs` are in the order of ``block.parameters``.
 
-    `recompute`: only the inputs are kept, the backward runs the forward once more. Finer: `again` are the values that the
-    backward makes once more, `offload` those that are kept on the host.
+    `recompute`: full recomputation, only the inputs are saved for the backward. Selective: the backward recomputes the values
+    `recomputed`, and `offloaded` are in host memory between forward and backward.
     """
 
     block: Block
-    specs: tuple[Spec, ...]
+    specs: tuple[StoredParameter, ...]
     zero: int
     recompute: bool = False
-    again: frozenset[str] = frozenset()
-    offload: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
 
     @property
-    def replays(self) -> bool:
-        """Whether something is not simply kept."""
-        return bool(self.again or self.offload)
+    def selective(self) -> bool:
+        """Whether recomputation or offload is decided value by value."""
+        return bool(self.recomputed or self.offloaded)
 
-    def runs_again(self, node: Node) -> bool:
-        return any(value.name in self.again for value in node.outputs)
+    def recomputes(self, node: Node) -> bool:
+        """Whether the backward recomputes this node."""
+        return any(value.name in self.recomputed for value in node.outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class LoweredChunk:
-    """A run of calls of a pipeline: the values that it takes from the chunk before (`receives`) and hands to the one behind
-    (`sends`; the last one: the loss and the outputs), with one rank's shapes."""
+    """A model chunk of a pipeline: its calls in order, the values that it receives from the previous chunk, and those that it
+    sends to the next one (the last chunk: the loss and the outputs). Shapes are local."""
 
     calls: tuple[Call, ...]
     receives: tuple[Value, ...]
@@ -60,8 +64,8 @@ class LoweredChunk:
 
 @dataclass(frozen=True, slots=True)
 class LoweredOutput:
-    """What the program returns behind the loss: its path in the model's result, the value, and its placement text per axis where
-    it is not equal on all ranks."""
+    """An output beside the loss: its path in the model's result, its value, and (axis, placement) where ranks of an axis hold
+    different values."""
 
     path: str
     value: str
@@ -70,12 +74,19 @@ class LoweredOutput:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """The program of one rank. `mesh` is that of one pipeline stage, `chunks` are all of them in the model's order, and
-    `schedule` is what their ranks do, communication included (None: one stage). `batch` is the micro-batch of one data-parallel
-    rank in the plan; `inputs` have local sizes.
+    """The program of one rank.
 
-    `totals` are the calls that run for every micro-batch before the first; each of their results is reduced over all of them
-    (`total_ops`: sum, max or min) and then an input of the program, beside those of the batch.
+    Attributes:
+        mesh: the mesh of one pipeline stage.
+        batch: the micro-batch of one data-parallel rank, in examples.
+        inputs: the inputs of the batch, with local shapes.
+        calls: the calls of the whole model in order.
+        total_calls: calls that run for all micro-batches before the first forward, for totals over the whole batch. Each of their
+            results is reduced over the micro-batches by the operation in `total_ops` (sum, max, min), and is then an input of the
+            program too.
+        chunks: the model chunks of all stages in the model's order.
+        schedule: the actions of each pipeline rank, communication included; None without a pipeline.
+        outputs: what the program returns beside the loss.
     """
 
     name: str
@@ -90,7 +101,7 @@ class Lowered:
     fingerprint: str = ""
     micro_batches: int = 1
     zero_group: int = 0
-    totals: tuple[Call, ...] = ()
+    total_calls: tuple[Call, ...] = ()
     total_ops: tuple[str, ...] = ()
     chunks: tuple[LoweredChunk, ...] = ()
     schedule: Schedule | None = None
@@ -105,27 +116,27 @@ class Lowered:
 
     @property
     def stages(self) -> int:
-        """Pipeline stages."""
+        """The number of pipeline stages."""
         return len(self.schedule.ranks) if self.schedule is not None else 1
 
     @property
     def devices(self) -> int:
-        """Of all stages."""
+        """The number of devices of all stages."""
         return self.mesh.size * self.stages
 
     @property
     def whole_mesh(self) -> str:
-        """With the stages."""
+        """The mesh as text, the pipeline axis included."""
         return str(self.mesh) if self.schedule is None else f"pp={self.stages} x {self.mesh}"
 
     @property
-    def every_call(self) -> tuple[Call, ...]:
-        """Those of all chunks, with what they repeat, and those that run before."""
-        return (*(call for chunk in self.chunks for call in chunk.calls), *self.totals)
+    def all_calls(self) -> tuple[Call, ...]:
+        """The calls of all chunks, those that several chunks repeat included, and the calls of totals."""
+        return (*(call for chunk in self.chunks for call in chunk.calls), *self.total_calls)
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """All mesh axes with their sizes, the pipeline first."""
+        """All mesh axes with their sizes, the pipeline axis first."""
         own = tuple((axis.name, axis.size) for axis in self.mesh.axes)
         return own if self.schedule is None else (("pp", self.stages), *own)
 
@@ -136,4 +147,4 @@ class Lowered:
         calls = "".join(
             f"{', '.join(call.outputs)} = {call.block}[{call.prefix}]({', '.join(call.inputs)})\n" for call in self.calls
         )
-        return "\n".join(print_block(each.block) for each in self.blocks) + "\n" + calls
+        return "\n".join(format_block(each.block) for each in self.blocks) + "\n" + calls

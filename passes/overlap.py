@@ -1,57 +1,136 @@
-"""Collectives start as soon as their operand exists and are waited for at the first use.
+"""Splits communication in a start and a wait, so that independent work between the two overlaps with it.
 
-Before::
+`OverlapCollectives`, before::
 
     %x = aten.add.Tensor(%a, %b)
     %g = aten.silu(%c)
-    %x_full = ap.convert(%x, axis='tp', move='S(1) -> R')
+    %x_full = ap.convert(%x, axis='tp', conversion='S(1) -> R')
 
-After (only where something lies between)::
+After: the collective starts as soon as its operand exists, and the wait stands before the first use (only where work lies
+between)::
 
     %x = aten.add.Tensor(%a, %b)
-    %x_full_start = ap.start(%x, axis='tp', move='S(1) -> R')
+    %x_full_start = ap.start(%x, axis='tp', conversion='S(1) -> R')
     %g = aten.silu(%c)
     %x_full = ap.wait(%x_full_start)
 
-In the backward the wait starts the dual collective and the start waits for it. What runs again stays in one piece.
+`OverlapExpertDispatch`, before::
+
+    %moe = ap.moe_experts_dispatched(%x, ..., axis='ep')
+    %shared = aten.linear(%x, %w)
+    %sum = aten.add.Tensor(%moe, %shared)
+
+After: tokens are exchanged while shared experts, and whatever else does not read the result, are computed::
+
+    %moe_start = ap.moe_experts_start(%x, ..., axis='ep')
+    %shared = aten.linear(%x, %w)
+    %moe = ap.moe_experts_wait(%moe_start)
+    %sum = aten.add.Tensor(%moe, %shared)
+
+In the backward the wait starts the dual collective (of experts: the exchange of the gradients) and the start waits for it.
+What is recomputed is not split.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.graph import Node, Ref
-from autopar.passes.base import CONVERT, CONVERT_MANY, START, WAIT, Context, Stage, fresh, move_of, producers
+from autopar.ir.placement import Placements
+from autopar.passes.base import (
+    CONVERT,
+    CONVERT_MANY,
+    START,
+    WAIT,
+    BlockState,
+    Context,
+    conversion_of,
+    first_use_indices,
+    fresh_name,
+    producer_indices,
+)
 
-QUIET = frozenset({CONVERT, CONVERT_MANY, START, WAIT, "aten.reshape", "aten.transpose.int", "aten.unsqueeze", "aten.to.dtype"})
-"""Operations that take no time behind which to hide a collective."""
+DISPATCHED, EXPERTS_START, EXPERTS_WAIT = "ap.moe_experts_dispatched", "ap.moe_experts_start", "ap.moe_experts_wait"
+FREE_OPS = frozenset(
+    {CONVERT, CONVERT_MANY, START, WAIT, "aten.reshape", "aten.transpose.int", "aten.unsqueeze", "aten.to.dtype"}
+)
+"""Operations without computing time that a collective could overlap with."""
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
-    """Splits conversions that communicate where work lies between producer and first use."""
+class OverlapCollectives:
+    """Splits conversions that communicate where work lies between their operand and their first use."""
 
     name: str = "overlap"
 
-    def run(self, stage: Stage, context: Context) -> Stage:
-        nodes, made = stage.block.nodes, producers(stage.block)
-        taken, placements = set(stage.block.values()), dict(stage.placements)
-        starts: dict[int, list[Node]] = {}
-        waits: dict[int, Node] = {}
+    def run(self, state: BlockState, context: Context) -> BlockState:
+        nodes, producers = state.block.nodes, producer_indices(state.block)
+        rewrite = _StartsAndWaits(state)
         for index, node in enumerate(nodes):
-            if node.op != CONVERT or node.name in stage.again or not move_of(node, stage, context).communicates:
+            if node.op != CONVERT or node.name in state.recomputed or not conversion_of(node, state, context).communicates:
                 continue
-            source = made[node.operands()[0]]
-            if all(each.op in QUIET for each in nodes[source + 1 : index]):
-                continue
-            pending = replace(node.outputs[0], name=fresh(f"{node.name}_start", taken))
-            placements[pending.name] = placements[node.name]
-            starts.setdefault(source, []).append(replace(node, op=START, outputs=(pending,)))
-            waits[index] = replace(node, op=WAIT, args=(Ref(pending.name),), kwargs=())
-        if not waits:
-            return stage
-        changed = list(starts.get(-1, []))
+            after_operand = producers[node.operands()[0]] + 1
+            if _has_work(nodes[after_operand:index]):
+                start, wait = rewrite.split(node, START, WAIT)
+                rewrite.before.setdefault(after_operand, []).append(start)
+                rewrite.replaced[index] = wait
+        return rewrite.result()
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapExpertDispatch:
+    """Splits expert dispatch where work lies between it and the first use of its result."""
+
+    name: str = "overlap_expert_dispatch"
+
+    def run(self, state: BlockState, context: Context) -> BlockState:
+        nodes, first_use = state.block.nodes, first_use_indices(state.block)
+        rewrite = _StartsAndWaits(state)
         for index, node in enumerate(nodes):
-            changed.append(waits.get(index, node))
-            changed += starts.get(index, [])
-        return replace(stage.with_nodes(changed), placements=placements)
+            if node.op != DISPATCHED or node.name in state.recomputed:
+                continue
+            use = first_use.get(node.name, len(nodes))
+            if _has_work(nodes[index + 1 : use]):
+                start, wait = rewrite.split(node, EXPERTS_START, EXPERTS_WAIT)
+                rewrite.replaced[index] = start
+                rewrite.before.setdefault(use, []).append(wait)
+        return rewrite.result()
+
+
+def _has_work(nodes: Sequence[Node]) -> bool:
+    return any(node.op not in FREE_OPS for node in nodes)
+
+
+@dataclass(slots=True)
+class _StartsAndWaits:
+    """The nodes that `state` gets: `replaced` by the index of the node whose place they take, `before` by the index before which
+    they are inserted."""
+
+    state: BlockState
+    before: dict[int, list[Node]] = field(default_factory=dict)
+    replaced: dict[int, Node] = field(default_factory=dict)
+    taken: set[str] = field(init=False)
+    placements: dict[str, Placements] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.taken = set(self.state.block.values())
+        self.placements = dict(self.state.placements)
+
+    def split(self, node: Node, start_op: str, wait_op: str) -> tuple[Node, Node]:
+        """`node` as a start, whose result is pending, and the wait for it."""
+        pending = replace(node.outputs[0], name=fresh_name(f"{node.name}_start", self.taken))
+        self.placements[pending.name] = self.placements[node.name]
+        start = replace(node, op=start_op, outputs=(pending,))
+        return start, replace(node, op=wait_op, args=(Ref(pending.name),), kwargs=())
+
+    def result(self) -> BlockState:
+        if not self.replaced:
+            return self.state
+        nodes = self.state.block.nodes
+        changed: list[Node] = []
+        for index, node in enumerate(nodes):
+            changed += self.before.get(index, [])
+            changed.append(self.replaced.get(index, node))
+        changed += self.before.get(len(nodes), [])
+        return replace(self.state.with_nodes(changed), placements=self.placements)

@@ -1,14 +1,14 @@
-"""Values get names that a reader of the program expects.
+"""Renames values for readers of the generated program.
 
 Before::
 
     %linear_3 = aten.linear(%layer_norm_1, %p_attn_q_weight)     # module attn.q_proj
-    %linear_3_full = ap.convert(%linear_3, axis='tp', move='S(1) -> R')
+    %linear_3_full = ap.convert(%linear_3, axis='tp', conversion='S(1) -> R')
 
-After: results of layers are named like the layer, conversions after what they convert::
+After: the result of a layer has the name of its module, that of a conversion the name of its operand and a suffix::
 
     %q_proj = aten.linear(%ln_1, %attn_q_weight)
-    %q_proj_full = ap.convert(%q_proj, axis='tp', move='S(1) -> R')
+    %q_proj_full = ap.convert(%q_proj, axis='tp', conversion='S(1) -> R')
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import re
 from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Block, Node, Value
-from autopar.passes.base import CONVERT, CONVERT_MANY, START, WAIT, Context, Stage, fresh, with_operands
+from autopar.passes.base import CONVERT, CONVERT_MANY, START, WAIT, BlockState, Context, fresh_name, with_operands
 
-RESERVED = frozenset({"torch", "nn", "Tensor", "F", "C", "B", "self", "again", "inf", "nan", *keyword.kwlist, *dir(builtins)})
+RESERVED = frozenset({"torch", "nn", "Tensor", "F", "C", "B", "self", "recompute", "inf", "nan", *keyword.kwlist, *dir(builtins)})
 CLEARER = {
     "slice": "part", "sum": "total", "pow": "power", "abs": "size", "max": "highest", "min": "lowest", "round": "rounded",
     "and": "both", "or": "either", "not": "negated",
 }  # fmt: skip
-"""Instead of names that hide builtins."""
+"""Instead of names that shadow builtins."""
 LAYERS = frozenset(
     f"{op}"
     for op in (
@@ -44,19 +44,19 @@ LAYERS = frozenset(
         "ap.dropout",
     )
 )
-"""Operations that are a whole module as users write it."""
+"""Operations that are the whole forward of a torch module."""
 TRAILING_NUMBER = re.compile(r"(_\d+)+$")
 
 
 def identifier(text: str) -> str:
-    """`text` as a name of Python that hides nothing."""
+    """`text` as a Python identifier that shadows neither a keyword, a builtin nor an import of the program."""
     name = re.sub(r"\W", "_", text).strip("_") or "value"
     name = CLEARER.get(name, name)
     return f"x{name}" if name[0].isdigit() else f"{name}_" if name in RESERVED else name
 
 
 def layer_name(node: Node) -> str | None:
-    """The module's own name for the result of a layer: ``q_proj``, or ``mlp_0`` where the last part is a number."""
+    """The name of the module of a layer: ``q_proj``, or ``mlp_0`` where the last part is a number; None for other operations."""
     if not node.module or ".".join(node.op.split(".")[:2]) not in LAYERS:
         return None
     parts = node.module.split(".")
@@ -66,27 +66,29 @@ def layer_name(node: Node) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ReadableNames:
-    """Renames everything inside a block; inputs and parameters keep theirs where they are identifiers."""
+    """Renames every value of a block; inputs and parameters keep their names where these are identifiers."""
 
     name: str = "readable_names"
 
-    def run(self, stage: Stage, context: Context) -> Stage:
-        block, taken = stage.block, {*context.mesh.names}
+    def run(self, state: BlockState, context: Context) -> BlockState:
+        block, taken = state.block, {*context.mesh.names}
         renamed: dict[str, str] = {}
         roots: dict[str, str] = {}
         for value in block.inputs:
-            renamed[value.name] = fresh(identifier(value.name), taken)
+            renamed[value.name] = fresh_name(identifier(value.name), taken)
         for parameter in block.parameters:
-            renamed[parameter.value.name] = fresh(identifier(parameter.path), taken)
+            renamed[parameter.value.name] = fresh_name(identifier(parameter.path), taken)
         for node in block.nodes:
             for index, value in enumerate(node.outputs):
                 if node.op in (CONVERT, CONVERT_MANY, START, WAIT):
                     source = node.operands()[index]
                     roots[value.name] = roots.get(source, source)
-                renamed[value.name] = fresh(self._name(node, index, renamed, roots), taken)
-        placements = {renamed[name]: where for name, where in stage.placements.items() if name in renamed}
-        again, offload = (frozenset(renamed[name] for name in names & renamed.keys()) for names in (stage.again, stage.offload))
-        return replace(stage, block=self._renamed(block, renamed), placements=placements, again=again, offload=offload)
+                renamed[value.name] = fresh_name(self._name(node, index, renamed, roots), taken)
+        placements = {renamed[name]: where for name, where in state.placements.items() if name in renamed}
+        recomputed = frozenset(renamed[name] for name in state.recomputed & renamed.keys())
+        offloaded = frozenset(renamed[name] for name in state.offloaded & renamed.keys())
+        changed = self._renamed(block, renamed)
+        return replace(state, block=changed, placements=placements, recomputed=recomputed, offloaded=offloaded)
 
     @staticmethod
     def _name(node: Node, index: int, renamed: dict[str, str], roots: dict[str, str]) -> str:

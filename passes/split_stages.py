@@ -1,13 +1,14 @@
-"""The calls of a pipeline's chunks, what goes from one chunk to the next, and what each makes for itself.
+"""Splits the calls of the model into the model chunks of a pipeline, each with the values that it receives and sends.
 
-Before (cut behind layer 0; `cos` has no gradient, the inputs of the batch determine it, and the plan repeats it)::
+Before (split after layer 0; `cos` has no gradient and depends on the inputs of the batch only, so the plan lets each chunk repeat
+its computation instead of sending it)::
 
     hidden, cos = Prologue(ids); h0 = Layer[0](hidden, cos); h1 = Layer[1](h0, cos); loss = Epilogue(h1, labels)
 
 After::
 
     chunk 0: hidden, cos = Prologue(ids); h0 = Layer[0](hidden, cos)          sends h0
-    chunk 1: cos = PrologueTables(ids); h1 = Layer[1](h0, cos); ...           receives h0
+    chunk 1: cos = PrologueRepeated(ids); h1 = Layer[1](h0, cos); ...           receives h0
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import PlanError
-from autopar.ir.chunks import chunk_calls
 from autopar.ir.graph import Block, Call, Graph
+from autopar.ir.pipeline.chunk_calls import chunk_calls
+from autopar.ir.pipeline.stage_values import BlockSlice, check_chunk_borders, crossing_values, joined_slices, repeatable_values
 from autopar.ir.plan import BlockPlan, Candidate
-from autopar.ir.stages import Piece, check_cuts, crossing, joined, repeatable
-from autopar.passes.base import fresh
-from autopar.passes.part import part
+from autopar.passes.base import fresh_name
+from autopar.passes.extract_block import extract_block
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkCalls:
-    """One chunk: its calls in order, and the values that it receives from the one before and sends to the one behind."""
+    """One model chunk: its calls in order, and the values that it receives from the previous chunk and sends to the next."""
 
     calls: tuple[Call, ...]
     receives: tuple[str, ...]
@@ -34,41 +35,45 @@ class ChunkCalls:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """A graph and its plan with the blocks of what is repeated, and the chunks."""
+class ChunkedGraph:
+    """A graph and its plan, extended by the blocks of repeated computations, and the model chunks."""
 
     graph: Graph
     candidate: Candidate
     chunks: tuple[ChunkCalls, ...]
 
 
-def split_stages(graph: Graph, candidate: Candidate) -> Staged:
-    """The chunks in the model's order; for one stage, all calls. PlanError where the graph cannot be cut so."""
+def split_stages(graph: Graph, candidate: Candidate) -> ChunkedGraph:
+    """The model chunks in the model's order; for one stage, one chunk of all calls. PlanError where the split is impossible."""
     pipeline = candidate.pipeline
     if pipeline.stages == 1:
-        return Staged(graph, candidate, (ChunkCalls(graph.calls, (), graph.results),))
+        return ChunkedGraph(graph, candidate, (ChunkCalls(graph.calls, (), graph.results),))
     chunks = chunk_calls(graph, pipeline)
-    check_cuts(graph, chunks)
-    known = repeatable(graph)
+    check_chunk_borders(graph, chunks)
+    known = repeatable_values(graph)
     wrong = next((name for name in pipeline.repeated if name not in known), None)
     if wrong is not None:
-        raise PlanError(f"{wrong} cannot be made again by every stage (the inputs of the batch do not determine it): plan again")
-    crosses = crossing(graph, chunks, pipeline.repeated)
-    writer = _Writer(graph, candidate)
-    made = []
+        raise PlanError(
+            f"{wrong} cannot be repeated by every stage (it depends on more than the inputs of the batch): plan again"
+        )
+    crosses = crossing_values(graph, chunks, pipeline.repeated)
+    repeats = _RepeatedBlocks(graph, candidate)
+    chunk_values = []
     for chunk, receives, sends in zip(chunks, ((), *crosses), (*crosses, graph.results), strict=True):
         own = {name for index in chunk for name in graph.calls[index].outputs}
         calls = tuple(graph.calls[index] for index in chunk)
         read = {name for call in calls for name in call.inputs} | (set(graph.results) if chunk is chunks[-1] else set())
         missing = read & set(pipeline.repeated) - own
-        made.append(ChunkCalls((*writer.repeat(missing, [known[name] for name in sorted(missing)]), *calls), receives, sends))
-    blocks, plans = (*graph.blocks, *writer.blocks), (*candidate.blocks, *writer.plans)
-    return Staged(replace(graph, blocks=blocks), replace(candidate, blocks=plans), tuple(made))
+        chunk_values.append(
+            ChunkCalls((*repeats.repeat(missing, [known[name] for name in sorted(missing)]), *calls), receives, sends)
+        )
+    blocks, plans = (*graph.blocks, *repeats.blocks), (*candidate.blocks, *repeats.plans)
+    return ChunkedGraph(replace(graph, blocks=blocks), replace(candidate, blocks=plans), tuple(chunk_values))
 
 
 @dataclass(slots=True)
-class _Writer:
-    """Makes the blocks of repeated pieces, each once."""
+class _RepeatedBlocks:
+    """The blocks of computations that several chunks repeat; equal ones share a block."""
 
     graph: Graph
     candidate: Candidate
@@ -76,27 +81,27 @@ class _Writer:
     plans: list[BlockPlan] = field(default_factory=list)
     known: dict[tuple[str, tuple[str, ...], tuple[str, ...]], str] = field(default_factory=dict)
 
-    def repeat(self, wanted: set[str], several: Sequence[Sequence[Piece]]) -> list[Call]:
-        """Calls that make the `wanted` values."""
-        found = joined(self.graph, several)
+    def repeat(self, wanted: set[str], several: Sequence[Sequence[BlockSlice]]) -> list[Call]:
+        """Calls that compute the `wanted` values."""
+        found = joined_slices(self.graph, several)
         needed, out = set(wanted), list[Call]()
-        for piece in reversed(found):
-            call = self._call(piece, needed)
+        for block_slice in reversed(found):
+            call = self._call(block_slice, needed)
             needed |= set(call.inputs)
             out.append(call)
         return out[::-1]
 
-    def _call(self, piece: Piece, needed: set[str]) -> Call:
-        call = self.graph.calls[piece.call]
+    def _call(self, block_slice: BlockSlice, needed: set[str]) -> Call:
+        call = self.graph.calls[block_slice.call]
         block, plan = self.graph.block(call.block), self.candidate.block(call.block)
         slots = [slot for slot, name in enumerate(call.outputs) if name in needed]
-        inner = tuple(block.outputs[slot] for slot in slots)
-        key = call.block, piece.nodes, inner
+        results = tuple(block.outputs[slot] for slot in slots)
+        key = call.block, block_slice.nodes, results
         taken = {each.name for each in (*self.graph.blocks, *self.blocks)}
-        name = self.known.get(key) or fresh(f"{call.block}Tables", taken)
-        made = part(name, block, plan, piece.nodes, inner, [plan.outputs[slot] for slot in slots])
+        name = self.known.get(key) or fresh_name(f"{call.block}Repeated", taken)
+        extracted = extract_block(name, block, plan, block_slice.nodes, results, [plan.outputs[slot] for slot in slots])
         if key not in self.known:
             self.known[key] = name
-            self.blocks.append(made.block)
-            self.plans.append(made.plan)
-        return made.call(call, [call.outputs[slot] for slot in slots])
+            self.blocks.append(extracted.block)
+            self.plans.append(extracted.plan)
+        return extracted.call(call, [call.outputs[slot] for slot in slots])

@@ -2,30 +2,61 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.ranks import Ranks  # noqa: E402
+from support.harness.home import write_local_clusters  # noqa: E402
+from support.harness.rank_pool import RankPool  # noqa: E402
 
-POOL = pytest.StashKey[Ranks]()
+POOL = pytest.StashKey[RankPool]()
+HOME = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+SECONDS: Counter[str] = Counter()
+SLOWEST = 20
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A home of its own, before any process is started: see `support.harness.home`."""
+    config.stash[HOME] = tempfile.TemporaryDirectory(prefix="autopar_home_")
+    os.environ["HOME"] = config.stash[HOME].name
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The process that ranks are forked from imports torch while the first tests run."""
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items) and not session.config.option.collectonly:
-        session.config.stash[POOL] = Ranks()
+        session.config.stash[POOL] = RankPool()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    SECONDS[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The slowest files, beside pytest's slowest tests."""
+    if terminalreporter.config.getoption("durations"):
+        terminalreporter.section("slowest files")
+        for file, seconds in SECONDS.most_common(SLOWEST):
+            terminalreporter.write_line(f"{seconds:7.1f}s {file}")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if POOL in config.stash:
         config.stash[POOL].close()
+    config.stash[HOME].cleanup()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def local_clusters() -> None:
+    write_local_clusters(Path.home() / ".cache" / "autopar")
 
 
 @pytest.fixture(scope="session")
-def ranks(pytestconfig: pytest.Config) -> Ranks:
+def ranks(pytestconfig: pytest.Config) -> RankPool:
     """The one pool of gloo processes."""
     return pytestconfig.stash[POOL]

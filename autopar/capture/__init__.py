@@ -1,4 +1,8 @@
-"""From an unmodified model to the folded graph of its forward."""
+"""Captures an unmodified model: `torch.export` of its forward, normalized, with repeated layers folded into one block.
+
+Start with `capture`. `tracing` exports the model, `convert` turns the exported program into a flat graph, `normalize` rewrites
+it to the operations that rules know, `fold` finds repeated layers. `models` has the bundled models. Imports `ir` and torch.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.convert import convert
+from autopar.capture.convert import flatten_program
 from autopar.capture.fold import fold
 from autopar.capture.normalize import normalize
-from autopar.capture.outline import CannotOutline
-from autopar.capture.trace import trace
+from autopar.capture.tracing.outline import CannotOutline
+from autopar.capture.tracing.trace import trace
 from autopar.errors import CaptureError
 from autopar.ir.graph import Graph
 
@@ -28,20 +32,20 @@ def capture(
     outputs: Sequence[str] = (),
     batch_norm: str = "global",
 ) -> Graph:
-    """Captures the forward of `model` up to its loss. The model is not touched and may be on the meta device.
+    """The graph of the forward of `model` up to its loss. The model is not changed and may be on the meta device.
 
-    `compute_dtype` (``bfloat16``) is the dtype in which floating parameters enter the forward. `allowed_functions` are names of
-    ``autograd.Function`` classes that may be traced through. `outputs` are fields of the model's result (``logits``,
-    ``hidden_states.1``) that are wanted beside the loss. `batch_norm` is ``local`` where its
-    statistics are to be those of each data rank's own examples. Errors: CaptureError, one line with the user's file and line.
+    `compute_dtype` (``bfloat16``) is the dtype in which floating-point parameters enter the forward. `allowed_functions` are
+    names of ``autograd.Function`` classes that may be traced through. `outputs` are fields of the model's result (``logits``,
+    ``hidden_states.1``) that are returned beside the loss. With ``batch_norm="local"`` batch norm has the statistics of each data
+    rank's own examples, as in DDP. CaptureError, one line, with the user's file and line.
     """
     if batch_norm not in ("global", "local"):
         raise CaptureError(f"batch_norm={batch_norm!r} is not known: write global or local")
     given = (model, args, kwargs or {}, compute_dtype, allowed_functions)
     try:
         traced = trace(*given, asked=tuple(outputs))
-        flat = convert(traced)
+        flat = flatten_program(traced)
     except CannotOutline:
         traced = trace(*given, outlined=False, asked=tuple(outputs))
-        flat = convert(traced)
+        flat = flatten_program(traced)
     return fold(model, normalize(flat, batch_norm == "local"), traced)

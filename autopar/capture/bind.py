@@ -1,4 +1,4 @@
-"""The arguments of the model's call as leaves: tensors by name, and constants."""
+"""Binds the example inputs to the arguments of the model's forward, and flattens them to leaves: named tensors and constants."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _FORCED = {"use_cache": False}
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """`tensors` are the graph's inputs by name; `leaves` all leaves in order, a tensor as its name; `spec` their structure."""
+class BoundInputs:
+    """The flattened arguments. `tensors` are the graph's inputs by name, `leaves` all leaves in order (a tensor as its name),
+    `spec` their structure."""
 
     tensors: Mapping[str, Tensor]
     leaves: tuple[Any, ...]
@@ -28,7 +29,7 @@ class Bound:
     interface: Interface
 
     def arguments(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What to call the model with."""
+        """The keyword arguments of a call with these tensors."""
         filled = [tensors[leaf.name] if isinstance(leaf, _Input) else leaf for leaf in self.leaves]
         found: dict[str, Any] = tree_unflatten(filled, self.spec)
         return found
@@ -39,8 +40,9 @@ class _Input:
     name: str
 
 
-def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
-    """Every leaf by its path: forward's parameters, keys of dicts, places in tuples. CaptureError for what cannot be named."""
+def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
+    """The leaves of the example inputs by path: an argument of the forward, keys of dicts, indices of tuples. CaptureError for
+    arguments without a name."""
     name = type(model).__name__
     signature = inspect.signature(model.forward)
     try:
@@ -86,11 +88,11 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         if each.default is not inspect.Parameter.empty and not any(p == key or p.startswith(f"{key}.") for p in named)
     ]
     positional = tuple(key for key, each in signature.parameters.items() if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return Bound(tensors, tuple(leaves), spec, Interface(positional, tuple(arguments)))
+    return BoundInputs(tensors, tuple(leaves), spec, Interface(positional, tuple(arguments)))
 
 
 def batch_of(tensors: Mapping[str, Tensor]) -> int:
-    """The size of dimension 0 that most inputs share. CaptureError where the batch seems to be another dimension of one."""
+    """The batch size: that of dimension 0 of most inputs. CaptureError where the batch of an input seems to be dimension 1."""
     sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor.dim()}
     leading = Counter(shape[0] for shape in sizes.values())
     if not leading:
@@ -116,7 +118,7 @@ def _word(key: Any) -> str:
 
 
 def _identifier(path: str, taken: Mapping[str, Tensor]) -> str:
-    """A name for a variable."""
+    """A valid and unused variable name for the path."""
     name = "".join(c if c.isalnum() or c == "_" else "_" for c in path)
     name = f"x{name}" if name[:1].isdigit() else name
     while name in taken:

@@ -1,4 +1,4 @@
-"""From an exported fx graph to flat nodes: sizes become ints or expressions in B, getitem becomes several results."""
+"""Converts an exported program to a flat graph: sizes become ints or expressions in ``B``, getitem becomes several results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 
-from autopar.capture.flat import Flat, Source
-from autopar.capture.guards import refuse_random
-from autopar.capture.outline import NAMESPACE
-from autopar.capture.span import Span
-from autopar.capture.trace import NO_GRAD_MARK, Traced, data_dependent
+from autopar.capture.flat import FlatGraph, StateTensor
+from autopar.capture.tracing.guards import refuse_random
+from autopar.capture.tracing.layer_span import LayerSpan
+from autopar.capture.tracing.outline import NAMESPACE
+from autopar.capture.tracing.trace import NO_GRAD_MARK, Traced, data_dependent
 from autopar.errors import CaptureError
-from autopar.ir.dims import BATCH, Dim, Shape, simplify
+from autopar.ir.dims import BATCH, Dim, Shape, as_dim
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
 
 _DROPPED = frozenset(("device", "layout", "memory_format", "pin_memory", "non_blocking"))
@@ -30,8 +30,8 @@ _NO_GRADIENT = frozenset(
 )
 
 
-def convert(traced: Traced) -> Flat:
-    """The whole program."""
+def flatten_program(traced: Traced) -> FlatGraph:
+    """The flat graph of a traced program."""
     return _Converter(traced).run()
 
 
@@ -42,18 +42,18 @@ class _Converter:
         self.names: dict[fx.Node, str] = {}
         self.several: dict[fx.Node, tuple[str, ...]] = {}
         self.nodes: list[Node] = []
-        self.spans: dict[str, Span] = {}
+        self.spans: dict[str, LayerSpan] = {}
         self.current: fx.Node | None = None
-        self.sources: dict[str, Source] = {}
-        self.copied: list[Source] = []
+        self.sources: dict[str, StateTensor] = {}
+        self.copied: list[StateTensor] = []
 
-    def run(self) -> Flat:
+    def run(self) -> FlatGraph:
         program = self.traced.program
         signature = program.graph_signature
         kinds = {spec.arg.name: spec for spec in signature.input_specs}
         state = {name: parameter for name, parameter in program.named_parameters()}
         inputs: list[Value] = []
-        sources: list[Source] = []
+        sources: list[StateTensor] = []
         user_names = iter(self.traced.input_names)
         for node in program.graph.nodes:
             if node.op == "placeholder":
@@ -63,7 +63,7 @@ class _Converter:
                     original = self.original(str(spec.target))
                     trainable = spec.kind is InputKind.PARAMETER and state[str(spec.target)].requires_grad
                     value = self.value(node.name, node.meta["val"], trainable and node.meta["val"].is_floating_point())
-                    sources.append(Source(value, original, trainable, spec.kind is InputKind.BUFFER))
+                    sources.append(StateTensor(value, original, trainable, spec.kind is InputKind.BUFFER))
                     self.sources[original] = sources[-1]
                 elif spec.kind is InputKind.USER_INPUT:
                     self.names[node] = next(user_names)
@@ -89,13 +89,13 @@ class _Converter:
                 raise CaptureError(f"the model writes to {spec.target} in forward; only buffers may be updated there")
         outputs = tuple(zip(self.traced.outputs, returned[1:], strict=True))
         every = (*sources, *self.copied)
-        flat = Flat(tuple(inputs), every, tuple(self.nodes), returned[0], tuple(mutated), outputs=outputs)
+        flat = FlatGraph(tuple(inputs), every, tuple(self.nodes), returned[0], tuple(mutated), outputs=outputs)
         for span in self.spans.values():
             span.check_outside(flat)
         return flat
 
     def number(self, target: str) -> int | float | bool | None:
-        """The value of a constant of one element without dimensions (``torch.tensor(0.5)`` in forward)."""
+        """The value of a constant without dimensions (``torch.tensor(0.5)`` in the forward)."""
         constant = self.traced.program.constants.get(target)
         if not isinstance(constant, torch.Tensor) or constant.dim() or constant.is_meta or constant.is_complex():
             return None
@@ -111,8 +111,8 @@ class _Converter:
         return self.in_batch(size)
 
     def in_batch(self, size: Any) -> Dim:
-        """A size in B. CaptureError where a tensor's data decides it."""
-        where = place_of(self.current) if self.current is not None else ""
+        """A symbolic size as an expression in B. CaptureError where it depends on the data of a tensor."""
+        where = source_place(self.current) if self.current is not None else ""
         if free_unbacked_symbols(size):
             raise CaptureError(data_dependent(where or "the model"))
         batch = sympy.Symbol(BATCH, integer=True, positive=True)
@@ -122,11 +122,11 @@ class _Converter:
             raise CaptureError(
                 f"{where or 'the model'}: the size {found} is no polynomial in the batch B; use sizes that the batch multiplies"
             )
-        return simplify(found)
+        return as_dim(found)
 
     def value(self, name: str, tensor: torch.Tensor, differentiable: bool) -> Value:
         if tensor.is_complex():
-            where = source_of(self.current) if self.current is not None else ""
+            where = source_line(self.current) if self.current is not None else ""
             raise CaptureError(f"{where or name}: complex numbers are not supported; compute with two real tensors")
         shape: Shape = tuple(self.dim(size) for size in tensor.shape)
         value = Value(name, shape, str(tensor.dtype).removeprefix("torch."), differentiable)
@@ -144,7 +144,7 @@ class _Converter:
             if isinstance(size, (float, torch.SymFloat)):
                 text = self.in_batch(size) if isinstance(size, torch.SymFloat) else size
                 return Symbol(text) if isinstance(text, str) else text
-            raise CaptureError(f"{source_of(arg)}: a value of type {type(size).__name__} cannot be captured")
+            raise CaptureError(f"{source_line(arg)}: a value of type {type(size).__name__} cannot be captured")
         if isinstance(arg, (list, tuple)):
             return tuple(self.arg(item) for item in arg)
         if isinstance(arg, torch.dtype):
@@ -168,20 +168,20 @@ class _Converter:
         result = node.meta.get("val")
         target = str(node.target)
         if target.startswith(("aten.item.", "aten._local_scalar_dense.")):
-            raise CaptureError(data_dependent(place_of(node) or "the model"))
+            raise CaptureError(data_dependent(source_place(node) or "the model"))
         if any(word in target for word in _ASSERTS):
             return
         tensors = result if isinstance(result, (tuple, list)) else (result,)
         if not all(isinstance(tensor, torch.Tensor) or tensor is None for tensor in tensors) or result is None:
-            return  # a size: read off the values that use it
+            return  # a size: it is part of the values that use it
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise CaptureError(f"{source_of(node)}: {target} cannot be captured")
+            raise CaptureError(f"{source_line(node)}: {target} cannot be captured")
         schema, overload = node.target._schema.name.replace("::", "."), node.target._overloadname
         op = schema if overload == "default" else f"{schema}.{overload}"
         if schema.startswith(f"{NAMESPACE}."):
             self.several[node] = self.layer(node)
             return
-        refuse_random(op, node, source_of(node) or "the model")
+        refuse_random(op, node, source_line(node) or "the model")
         args = tuple(self.arg(arg) for arg in node.args)
         kwargs = tuple((key, self.arg(arg)) for key, arg in node.kwargs.items() if key not in _DROPPED)
         trace = (node.meta.get("custom") or {}).get(NO_GRAD_MARK)
@@ -199,15 +199,26 @@ class _Converter:
             self.several[node] = names
         else:
             self.names[node] = node.name
-        self.nodes.append(Node(op, args, kwargs, outputs, module_of(node), source_of(node, trace), no_grad))
+        self.nodes.append(
+            Node(
+                op=op,
+                args=args,
+                kwargs=kwargs,
+                outputs=outputs,
+                module=module_of(node),
+                source=source_line(node, trace),
+                no_grad=no_grad,
+            )
+        )
 
     def layer(self, node: fx.Node) -> tuple[str, ...]:
-        """The border of a traced layer, which vanishes; or a layer equal to it, which becomes a copy of its nodes."""
+        """A marker of `outline`: the border of a traced layer, which is dropped; or an equal layer, which becomes a copy of
+        it."""
         tensors: Any = node.args[0]
         operands = tuple(self.names[item] for item in tensors)
         kind, path, *feeding = str(node.args[-1]).split(" ")
         if kind == "enter":
-            self.spans[path] = Span(path, operands, len(self.nodes))
+            self.spans[path] = LayerSpan(path, operands, len(self.nodes))
         elif kind == "leave":
             span = self.spans[path]
             span.outputs, span.nodes = operands, tuple(self.nodes[span.start :])
@@ -217,7 +228,8 @@ class _Converter:
         return operands
 
     def copies(self, kind: str, paths: Sequence[str], operands: tuple[str, ...], feeding: Sequence[str]) -> tuple[str, ...]:
-        """Layers in a row (see `chain`): each reads at some arguments what the one before gave, and the same at the others."""
+        """Copies for a chain of layers (see `join_layers`): some arguments of each are results of the one before, others are the
+        same for all."""
         fed = [tuple(map(int, pair.split("="))) for text in feeding for pair in text.split(",")]
         outputs: tuple[str, ...] = ()
         for number, path in enumerate(paths):
@@ -231,14 +243,14 @@ class _Converter:
         return outputs
 
 
-def place_of(node: fx.Node) -> str:
-    """The line, and the module that it belongs to."""
-    line, module = source_of(node), module_of(node)
+def source_place(node: fx.Node) -> str:
+    """The source line of a node, and its module."""
+    line, module = source_line(node), module_of(node)
     return f"{line} (module {module})" if line and module else line or module
 
 
 def without_casts(found: sympy.Expr) -> sympy.Expr:
-    """Without ``float(size)`` and with plain quotients: they are numbers of Python, whose value is the same."""
+    """The expression without ``float(size)`` and with plain quotients, which have the same values."""
     found = found.replace(ToFloat, lambda x: x)
     for quotient in (FloatTrueDiv, IntTrueDiv):
         found = found.replace(quotient, lambda a, b: a / b)
@@ -246,15 +258,15 @@ def without_casts(found: sympy.Expr) -> sympy.Expr:
 
 
 def module_of(node: fx.Node) -> str:
-    """The module path, relative to the user's model."""
+    """The module path of a node, relative to the user's model."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     path = path.removeprefix("module").removeprefix(".")
     return "" if path.startswith("_empty_nn_module") else path
 
 
-def source_of(node: fx.Node, stack_trace: str | None = None) -> str:
-    """``file.py:line`` of the innermost frame outside torch."""
+def source_line(node: fx.Node, stack_trace: str | None = None) -> str:
+    """``file.py:line`` of the innermost frame of a node's stack trace that is outside of torch and of capture."""
     found = ""
     lines = (stack_trace or node.meta.get("stack_trace") or "").splitlines()
     for line in lines:

@@ -1,4 +1,4 @@
-"""Runs the part of a flat graph that no input, parameter or buffer decides, on real tensors."""
+"""Evaluates constants of a flat graph (values that depend on no input, parameter or buffer) on real tensors."""
 
 from __future__ import annotations
 
@@ -7,30 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.capture.flat import Flat
-from autopar.ir.dims import value as size
+from autopar.capture.flat import FlatGraph
+from autopar.ir.dims import size_at as size
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol
 
 
-def evaluate_constant(flat: Flat, name: str, batch: int) -> Tensor | None:
-    """The value at this batch size, or None where it depends on data. Tensors are on the CPU."""
-    producers = flat.producers()
-    order: list[Node] = []
-    seen: set[str] = set()
-
-    def visit(value: str) -> bool:
-        node = producers.get(value)
-        if node is None:
-            return False
-        if node.name in seen:
-            return True
-        seen.add(node.name)
-        if not all(visit(operand) for operand in node.operands()):
-            return False
-        order.append(node)
-        return True
-
-    if not visit(name):
+def evaluate_constant(flat: FlatGraph, name: str, batch: int) -> Tensor | None:
+    """The value at this batch size, a CPU tensor; None where it depends on data."""
+    order = _constant_nodes(flat, name)
+    if order is None:
         return None
     last = {operand: node.name for node in order for operand in node.operands()}
     tensors: dict[str, Any] = {}
@@ -49,15 +34,27 @@ def evaluate_constant(flat: Flat, name: str, batch: int) -> Tensor | None:
     return found
 
 
+def _constant_nodes(flat: FlatGraph, name: str) -> list[Node] | None:
+    """The nodes that compute a value, in order; None where it depends on data. The nodes of a flat graph are in topological
+    order."""
+    wanted, computed, order = {name}, set[str](), list[Node]()
+    for node in reversed(flat.nodes):
+        if any(value.name in wanted for value in node.outputs):
+            order.append(node)
+            wanted.update(node.operands())
+            computed.update(value.name for value in node.outputs)
+    return order[::-1] if wanted <= computed else None
+
+
 def resolve(op: str) -> Any:
-    """``aten.add.Tensor`` to the overload."""
+    """The torch operator of ``aten.add.Tensor``."""
     namespace, packet, *overload = op.split(".")
     found = getattr(getattr(torch.ops, namespace), packet)
     return getattr(found, overload[0] if overload else "default")
 
 
 def concrete(arg: Arg, tensors: dict[str, Any], batch: int) -> Any:
-    """The argument as torch takes it."""
+    """An argument as torch takes it."""
     if isinstance(arg, Ref):
         return tensors[arg.name]
     if isinstance(arg, Symbol):

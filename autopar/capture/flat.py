@@ -1,4 +1,5 @@
-"""The forward as one flat list of nodes, before it is folded into blocks, and the few helpers that rewrites are made of."""
+"""The flat graph: the forward as one list of nodes, before repeated layers are folded; and the helpers that rewrites are made
+of."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A parameter or buffer under its original name."""
+class StateTensor:
+    """A parameter or buffer, with its fully qualified name in the model."""
 
     value: Value
     name: str
@@ -20,12 +21,12 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
-    """`updates` are (buffer's original name, value name), `outputs` (path in the model's result, value name) of what is returned
-    beside the loss. Node.module is the absolute module path here."""
+class FlatGraph:
+    """The whole forward. `updates` are (buffer's name in the model, value name), `outputs` (path in the model's result, value
+    name) of what is returned beside the loss. `Node.module` is the absolute module path here."""
 
     inputs: tuple[Value, ...]
-    sources: tuple[Source, ...]
+    state_tensors: tuple[StateTensor, ...]
     nodes: tuple[Node, ...]
     loss: str
     updates: tuple[tuple[str, str], ...] = ()
@@ -34,12 +35,12 @@ class Flat:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Values that are read at the end: the loss, outputs, new values of buffers."""
+        """The values that are read at the end: the loss, outputs, new values of buffers."""
         return (self.loss, *(name for _, name in self.outputs), *(name for _, name in self.updates))
 
     def values(self) -> dict[str, Value]:
         out = {value.name: value for value in self.inputs}
-        out.update((source.value.name, source.value) for source in self.sources)
+        out.update((source.value.name, source.value) for source in self.state_tensors)
         out.update((value.name, value) for node in self.nodes for value in node.outputs)
         return out
 
@@ -47,7 +48,7 @@ class Flat:
         return {value.name: node for node in self.nodes for value in node.outputs}
 
     def uses(self) -> dict[str, int]:
-        """How many operands read each value; `results` count too."""
+        """The number of operands that read each value; `results` count too."""
         counts: dict[str, int] = {}
         for name in (*(name for node in self.nodes for name in node.operands()), *self.results):
             counts[name] = counts.get(name, 0) + 1
@@ -55,7 +56,7 @@ class Flat:
 
 
 def substitute(arg: Arg, names: Mapping[str, str]) -> Arg:
-    """The argument with values renamed."""
+    """An argument with values renamed."""
     if isinstance(arg, Ref):
         return Ref(names.get(arg.name, arg.name))
     if isinstance(arg, tuple):
@@ -63,8 +64,8 @@ def substitute(arg: Arg, names: Mapping[str, str]) -> Arg:
     return arg
 
 
-def rename(node: Node, names: Mapping[str, str]) -> Node:
-    """The node reading other values."""
+def rename_operands(node: Node, names: Mapping[str, str]) -> Node:
+    """A node with the values of its operands renamed."""
     if not names:
         return node
     args = tuple(substitute(arg, names) for arg in node.args)
@@ -74,12 +75,13 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
 Rewrite = Callable[[Node], "tuple[tuple[Node, ...], Mapping[str, str]] | None"]
 
 
-def rewrite_nodes(flat: Flat, step: Rewrite) -> Flat:
-    """Runs `step` on each node in order. It returns None (keep), or new nodes and a map from the old results to values."""
+def rewrite_nodes(flat: FlatGraph, step: Rewrite) -> FlatGraph:
+    """The graph with `step` applied to each node, in order. It returns None to keep the node, or the nodes that replace it and
+    a map from old results to the values that replace them."""
     names: dict[str, str] = {}
     nodes: list[Node] = []
     for original in flat.nodes:
-        node = rename(original, names)
+        node = rename_operands(original, names)
         result = step(node)
         if result is None:
             nodes.append(node)
@@ -93,8 +95,8 @@ def rewrite_nodes(flat: Flat, step: Rewrite) -> Flat:
     return replace(flat, nodes=tuple(nodes), loss=loss, updates=updates, outputs=outputs)
 
 
-def drop_dead(flat: Flat) -> Flat:
-    """Without nodes whose results nobody reads, nor unread sources."""
+def drop_dead(flat: FlatGraph) -> FlatGraph:
+    """The graph without nodes, parameters and buffers that nothing reads."""
     live = set(flat.results)
     nodes: list[Node] = []
     for node in reversed(flat.nodes):
@@ -102,18 +104,18 @@ def drop_dead(flat: Flat) -> Flat:
             nodes.append(node)
             live.update(node.operands())
     written = {buffer for buffer, _ in flat.updates}  # also one whose old value nobody reads
-    sources = tuple(source for source in flat.sources if source.value.name in live or source.name in written)
-    return replace(flat, nodes=tuple(reversed(nodes)), sources=sources)
+    state_tensors = tuple(source for source in flat.state_tensors if source.value.name in live or source.name in written)
+    return replace(flat, nodes=tuple(reversed(nodes)), state_tensors=state_tensors)
 
 
 def size_args(shape: Iterable[Dim]) -> tuple[Arg, ...]:
-    """A shape as an argument."""
+    """A shape as a tuple of arguments."""
     return tuple(Symbol(dim) if isinstance(dim, str) else dim for dim in shape)
 
 
-def like(
+def node_like(
     node: Node, op: str, args: tuple[Arg, ...], name: str, shape: Shape, dtype: str | None = None, flows: bool | None = None
 ) -> Node:
-    """A node at the place of `node` (same module, source, grad mode) with one result."""
+    """A node with one result, and the module, source and grad mode of `node`."""
     value = Value(name, shape, dtype or node.outputs[0].dtype, node.outputs[0].differentiable if flows is None else flows)
-    return Node(op, args, (), (value,), node.module, node.source, node.no_grad)
+    return Node(op=op, args=args, kwargs=(), outputs=(value,), module=node.module, source=node.source, no_grad=node.no_grad)

@@ -1,4 +1,8 @@
-"""Equal layers become one block: a repeated module's nodes, under canonical names, with one call per instance."""
+"""Folds repeated layers: the nodes of equal layers become one block under canonical names, with one call per layer.
+
+Start with `fold`. Equal blocks have equal texts, which their hash compares: layers are runs of nodes of one module, so no search
+for isomorphic subgraphs is needed.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from autopar.capture.flat import Flat, Source, rename
-from autopar.capture.trace import Traced
+from autopar.capture.flat import FlatGraph, StateTensor, rename_operands
+from autopar.capture.tracing.trace import Traced
 from autopar.errors import CaptureError
 from autopar.ir.graph import Block, Call, Graph, Node, Parameter, Value
 from autopar.ir.interface import Output
+from autopar.ir.plan_file.fingerprint import graph_fingerprint
 
 _NAMED_AFTER_MODULE = (
     "aten.linear",
@@ -27,16 +32,16 @@ _NAMED_AFTER_MODULE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive nodes of one instance (or of the glue, prefix empty)."""
+class LayerInstance:
+    """Consecutive nodes of one layer; `prefix` is its module path, empty for nodes outside of layers."""
 
     prefix: str
     nodes: tuple[Node, ...]
 
 
-def fold(model: nn.Module, flat: Flat, traced: Traced) -> Graph:
-    """The folded graph."""
-    pieces = cut(flat.nodes, instances(model))
+def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
+    """The graph of `flat` with equal layers folded."""
+    layers = layer_instances(flat.nodes, layer_paths(model))
     blocks: dict[str, Block] = {}
     names_taken: dict[str, int] = {}
     calls: list[Call] = []
@@ -45,21 +50,21 @@ def fold(model: nn.Module, flat: Flat, traced: Traced) -> Graph:
     check_outputs(flat)
     final_uses = set(flat.results)
     later = [set(final_uses)]
-    for piece in reversed(pieces[1:]):
-        later.append(later[-1] | {name for node in piece.nodes for name in node.operands()})
+    for layer in reversed(layers[1:]):
+        later.append(later[-1] | {name for node in layer.nodes for name in node.operands()})
     later.reverse()
-    known = Names.of(flat)
+    known = FlatNames.of(flat)
     given = set(graph_names.values())
-    for index, piece in enumerate(pieces):
-        shaped = shape_block(
-            piece, flat, known, later[index], glue_name(index, len(pieces)) if not piece.prefix else classes[piece.prefix]
+    for index, layer in enumerate(layers):
+        shaped = canonical_block(
+            layer, flat, known, later[index], glue_name(index, len(layers)) if not layer.prefix else classes[layer.prefix]
         )
         key = shaped.fingerprint
         if key not in blocks:
             taken = names_taken.get(shaped.block.name, 0)
             names_taken[shaped.block.name] = taken + 1
             blocks[key] = replace(shaped.block, name=f"{shaped.block.name}{taken + 1}" if taken else shaped.block.name)
-        stem = re.sub(r"\W", "_", piece.prefix)
+        stem = re.sub(r"\W", "_", layer.prefix)
         for inner, outer in zip(blocks[key].outputs, shaped.outputs, strict=True):
             chosen = f"{stem}_{inner}" if stem else f"{blocks[key].name.lower()}_{inner}"
             while chosen in given and graph_names.get(outer) != chosen:
@@ -69,34 +74,32 @@ def fold(model: nn.Module, flat: Flat, traced: Traced) -> Graph:
         calls.append(
             Call(
                 blocks[key].name,
-                piece.prefix,
+                layer.prefix,
                 tuple(graph_names[name] for name in shaped.inputs),
                 tuple(graph_names[name] for name in shaped.outputs),
                 shaped.parameters,
             )
         )
     outputs = tuple(Output(path, graph_names[name]) for path, name in flat.outputs)
-    fixed = sorted(str(each) for each in traced.interface.arguments if not each.input and not each.optional)
-    told = (*blocks, *map(str, calls), *map(str, (*flat.inputs, *outputs)), *fixed)
-    fingerprint = hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
-    return Graph(
-        type(model).__name__,
-        flat.inputs,
-        tuple(blocks.values()),
-        tuple(calls),
-        graph_names[flat.loss],
-        traced.batch,
-        fingerprint,
-        traced.symbolic,
-        flat.notes,
-        outputs,
-        traced.interface,
+    graph = Graph(
+        name=type(model).__name__,
+        inputs=flat.inputs,
+        blocks=tuple(blocks.values()),
+        calls=tuple(calls),
+        loss=graph_names[flat.loss],
+        batch=traced.batch,
+        fingerprint="",
+        batch_is_symbolic=traced.symbolic,
+        notes=flat.notes,
+        outputs=outputs,
+        interface=traced.interface,
     )
+    return replace(graph, fingerprint=graph_fingerprint(graph))
 
 
-def check_outputs(flat: Flat) -> None:
-    """CaptureError for an output that no operation makes."""
-    given = {value.name for value in flat.inputs} | {source.value.name for source in flat.sources}
+def check_outputs(flat: FlatGraph) -> None:
+    """CaptureError for an output that no operation computes."""
+    given = {value.name for value in flat.inputs} | {source.value.name for source in flat.state_tensors}
     for path, name in flat.outputs:
         if name in given:
             raise CaptureError(f"output {path} is an input, a parameter or a buffer of the model itself: leave it out of outputs")
@@ -108,8 +111,8 @@ def glue_name(index: int, total: int) -> str:
     return "Prologue" if index == 0 else "Epilogue" if index == total - 1 else "Middle"
 
 
-def instances(model: nn.Module) -> frozenset[str]:
-    """Paths of the outermost elements of ModuleLists (and of Sequentials whose elements repeat a class), leaves excepted."""
+def layer_paths(model: nn.Module) -> frozenset[str]:
+    """The module paths of layers: outermost elements of ModuleLists, and of Sequentials that repeat a class; no leaf modules."""
     found: list[str] = []
     for path, module in model.named_modules():
         if any(path == item or path.startswith(f"{item}.") for item in found):
@@ -123,8 +126,8 @@ def instances(model: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def cut(nodes: Sequence[Node], prefixes: frozenset[str]) -> list[Piece]:
-    """Runs of nodes of the same instance. An instance that runs in several pieces is glue."""
+def layer_instances(nodes: Sequence[Node], prefixes: frozenset[str]) -> list[LayerInstance]:
+    """The runs of nodes of one layer. A layer whose nodes are in several runs counts as outside of layers."""
     by_prefix: dict[str, str] = {}
 
     def owner(module: str) -> str:
@@ -142,32 +145,32 @@ def cut(nodes: Sequence[Node], prefixes: frozenset[str]) -> list[Piece]:
         runs[-1][1].append(node)
     split = {prefix for prefix, _ in runs if prefix and sum(other == prefix for other, _ in runs) > 1}
     if split:
-        return cut(nodes, prefixes - split)
-    return [Piece(prefix, tuple(items)) for prefix, items in runs]
+        return layer_instances(nodes, prefixes - split)
+    return [LayerInstance(prefix, tuple(items)) for prefix, items in runs]
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """What flat names mean, looked up once for all pieces."""
+class FlatNames:
+    """What the value names of a flat graph mean, looked up once for all blocks."""
 
     values: Mapping[str, Value]
-    sources: Mapping[str, Source]
+    sources: Mapping[str, StateTensor]
     inputs: frozenset[str]
     buffers: Mapping[str, str]
 
     @staticmethod
-    def of(flat: Flat) -> Names:
-        return Names(
+    def of(flat: FlatGraph) -> FlatNames:
+        return FlatNames(
             flat.values(),
-            {source.value.name: source for source in flat.sources},
+            {source.value.name: source for source in flat.state_tensors},
             frozenset(value.name for value in flat.inputs),
-            {source.name: source.value.name for source in flat.sources if source.buffer},
+            {source.name: source.value.name for source in flat.state_tensors if source.buffer},
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Shaped:
-    """A block made from one piece, with the flat names of what it reads and gives."""
+class CanonicalBlock:
+    """The block of one layer, with the names in the flat graph of its inputs, outputs and parameters."""
 
     block: Block
     fingerprint: str
@@ -176,16 +179,16 @@ class Shaped:
     parameters: tuple[str, ...]
 
 
-def shape_block(piece: Piece, flat: Flat, known: Names, used_later: set[str], name: str) -> Shaped:
-    """Canonical names, relative module paths, parameters and inputs in the order of first use."""
+def canonical_block(layer: LayerInstance, flat: FlatGraph, known: FlatNames, used_outside: set[str], name: str) -> CanonicalBlock:
+    """The block of a layer: canonical names, relative module paths, parameters and inputs in the order of their first use."""
     values, sources, graph_inputs, buffer_values = known.values, known.sources, known.inputs, known.buffers
-    inside = {value.name for node in piece.nodes for value in node.outputs}
+    inside = {value.name for node in layer.nodes for value in node.outputs}
     updates = [(buffer_values[buffer], new) for buffer, new in flat.updates if new in inside]
-    reads = [name for node in piece.nodes for name in node.operands()] + [buffer for buffer, _ in updates]
+    reads = [name for node in layer.nodes for name in node.operands()] + [buffer for buffer, _ in updates]
     outside = [name for name in dict.fromkeys(reads) if name not in inside]
     inputs = tuple(name for name in outside if name not in sources)
     parameters = tuple(sources[name] for name in outside if name in sources)
-    outputs = tuple(value.name for node in piece.nodes for value in node.outputs if value.name in used_later)
+    outputs = tuple(value.name for node in layer.nodes for value in node.outputs if value.name in used_outside)
     returned, written = {flat.loss, *(name for _, name in flat.outputs)}, {new for _, new in flat.updates}
     outputs = tuple(output for output in outputs if output in returned or output not in written)
     if flat.loss in graph_inputs:
@@ -203,32 +206,34 @@ def shape_block(piece: Piece, flat: Flat, known: Names, used_later: set[str], na
         names[flat_name] = candidate
         return candidate
 
-    paths = [relative(source.name, piece.prefix) for source in parameters]
+    paths = [relative(source.name, layer.prefix) for source in parameters]
     for source, path in zip(parameters, paths, strict=True):
         claim(source.value.name, path)
     for flat_name in inputs:
         fallback = "hidden" if values[flat_name].differentiable else "shared"
         claim(flat_name, flat_name if flat_name in graph_inputs else fallback)
-    nodes = tuple(canonical(node, names, claim, piece.prefix) for node in piece.nodes)
+    nodes = tuple(canonical_node(node, names, claim, layer.prefix) for node in layer.nodes)
     block = Block(
-        name,
-        tuple(replace(values[flat_name], name=names[flat_name]) for flat_name in inputs),
-        tuple(
+        name=name,
+        inputs=tuple(replace(values[flat_name], name=names[flat_name]) for flat_name in inputs),
+        parameters=tuple(
             Parameter(replace(source.value, name=names[source.value.name]), path, source.trainable, source.buffer)
             for source, path in zip(parameters, paths, strict=True)
         ),
-        nodes,
-        tuple(names[flat_name] for flat_name in outputs),
-        tuple((names[buffer], names[new]) for buffer, new in updates),
+        nodes=nodes,
+        outputs=tuple(names[flat_name] for flat_name in outputs),
+        updates=tuple((names[buffer], names[new]) for buffer, new in updates),
     )
     text = str(replace(block, nodes=tuple(replace(node, source="") for node in block.nodes)))
-    return Shaped(block, hashlib.sha256(text.encode()).hexdigest(), inputs, outputs, tuple(source.name for source in parameters))
+    return CanonicalBlock(
+        block, hashlib.sha256(text.encode()).hexdigest(), inputs, outputs, tuple(source.name for source in parameters)
+    )
 
 
-def canonical(node: Node, names: dict[str, str], claim: object, prefix: str) -> Node:
-    """The node under canonical names."""
+def canonical_node(node: Node, names: dict[str, str], claim: object, prefix: str) -> Node:
+    """A node with canonical names of its operands and results."""
     assert callable(claim)
-    read = rename(node, names)
+    read = rename_operands(node, names)
     module = relative(node.module, prefix)
     leaf = next((part for part in reversed(module.split(".")) if part and not part.isdigit()), "")
     stem = node.op.split(".")[1].lstrip("_")
@@ -238,7 +243,7 @@ def canonical(node: Node, names: dict[str, str], claim: object, prefix: str) -> 
 
 
 def relative(path: str, prefix: str) -> str:
-    """`path` below `prefix`; a path outside of it stays whole."""
+    """`path` relative to `prefix`; a path outside of it stays as it is."""
     if prefix and (path == prefix or path.startswith(f"{prefix}.")):
         return path[len(prefix) + 1 :]
     return path

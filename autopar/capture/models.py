@@ -119,7 +119,7 @@ def _encoder(width: int, ffn: int, layers: int, heads: int, **more: Any) -> dict
     )  # fmt: skip
 
 
-def bundled() -> dict[str, Bundled]:
+def bundled_models() -> dict[str, Bundled]:
     """Every bundled model by name. Sizes are those of the published configurations; dropout is off."""
     vit = dict(image_size=224, num_labels=1000)
     tiny = dict(image_size=16, patch_size=4, num_labels=CLASSES)
@@ -154,7 +154,7 @@ def load_model(
 
     `source` is a bundled name, the path of a Hugging Face ``config.json``, or ``file.py:factory``. Raises CaptureError.
     """
-    known = bundled()
+    known = bundled_models()
     wanted = getattr(torch, dtype) if dtype else torch.float32
     if batch is not None and batch < 1:
         raise CaptureError(f"a batch of {batch} is no batch: write 1 or more")

@@ -1,4 +1,4 @@
-"""What the model returns: its loss, the fields that were asked for, and the form of the whole."""
+"""The model's result: finds its loss and the requested outputs, and describes the form of the whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from autopar.ir.interface import Form
 
 
 def find_loss(output: Any) -> Tensor:
-    """The scalar: the output itself, its ``.loss``, its ``["loss"]``, or the first of a tuple. CaptureError otherwise."""
+    """The scalar loss: the output itself, its ``.loss``, its ``["loss"]``, or the first scalar of a tuple. CaptureError
+    otherwise."""
     candidate = output
     if isinstance(output, Mapping):
         candidate = output["loss"] if "loss" in output else first_scalar(output.values())
@@ -31,7 +32,7 @@ def find_loss(output: Any) -> Tensor:
 
 
 def is_scalar(tensor: Tensor) -> bool:
-    """One element, whatever the batch."""
+    """Whether a tensor has one element at every batch size."""
     return all(isinstance(size, int) and size == 1 for size in tensor.shape)
 
 
@@ -42,7 +43,7 @@ def first_scalar(items: Iterable[Any]) -> Tensor | None:
 
 @dataclass(slots=True)
 class Returned:
-    """The model's result, taken apart. `outputs` are the tensors that were asked for, by path."""
+    """The parts of the model's result. `outputs` are the requested tensors, by path; `left_out` the paths of all others."""
 
     loss: Tensor
     outputs: dict[str, Tensor]
@@ -51,7 +52,7 @@ class Returned:
 
 
 def take_apart(result: Any, asked: Sequence[str]) -> Returned:
-    """CaptureError where something was asked for that is not there."""
+    """The parts of a result; `asked` are the requested paths. CaptureError where the result lacks one."""
     loss = find_loss(result)
     taking = _Taking(loss, tuple(asked))
     form = taking.form(result, "")
@@ -71,7 +72,7 @@ class _Taking:
     seen: set[str] = field(default_factory=set)
 
     def form(self, item: Any, path: str) -> Form:
-        """Fills the tables on the way."""
+        """The form of an item; also fills `outputs`, `left_out` and `seen`."""
         if item is self.loss:
             self.seen |= {path} & set(self.asked)
             return ("loss",)
@@ -107,12 +108,12 @@ class _Taking:
 
 
 def _kind(item: Any) -> str:
-    """``tuple``, ``list`` or ``dict`` where it is exactly that."""
+    """``tuple``, ``list`` or ``dict`` for exactly these types, else ``class``."""
     return type(item).__name__ if type(item) in (tuple, list, dict) else "class"
 
 
 def _parts(item: Any) -> Iterator[tuple[str, Any]]:
-    """What it is made of, in order."""
+    """The named parts of a compound item, in order."""
     if dataclasses.is_dataclass(item):
         yield from ((each.name, getattr(item, each.name, None)) for each in dataclasses.fields(item))
     elif isinstance(item, Mapping):

@@ -1,4 +1,8 @@
-"""The command line. Errors of the user are one line on stderr; see `main` for exit statuses."""
+"""The command line. Start at `parser.py` (arguments), then `commands/` (one module per command) and `tables/` (what they print).
+
+Imports everything else of autopar, but only when a command runs. A user's error is one line on stderr; see `main` for the exit
+statuses.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ from autopar.cli.parser import build_parser
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. 0: done, 1: a bug (with its traceback), 2: the user's input, 3: infeasible."""
     arguments = build_parser().parse_args(argv)
-    gc.set_threshold(_COLLECT_AFTER, *gc.get_threshold()[1:])
+    gc.set_threshold(_GC_THRESHOLD, *gc.get_threshold()[1:])
 
-    from autopar.cli.output import Output
+    from autopar.cli.console import Console
     from autopar.errors import AutoparError, Infeasible
 
     try:
-        return int(arguments.run(arguments, Output(arguments.json)))
+        return int(arguments.run(arguments, Console(arguments.json)))
     except Exception as error:
         if not isinstance(error, (AutoparError, *_runtime_errors())):
             raise
@@ -35,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _runtime_errors() -> tuple[type[Exception], ...]:
-    """The runtime's own errors, where it was loaded: it knows no other part of autopar."""
+    """The runtime's own error class, if it was imported: the runtime does not import `autopar.errors`."""
     module = sys.modules.get("autopar.runtime.errors")
     return (module.RuntimeProblem,) if module else ()
 
 
-_COLLECT_AFTER = 200_000
-"""Objects until the next collection. Tables and imports make millions that stay, and looking at them again takes a fifth of the
-time of a plan."""
+_GC_THRESHOLD = 200_000
+"""Allocations until the next garbage collection. Tables and imports make millions of objects that stay alive; scanning them at
+the default threshold takes a fifth of the time of a plan."""

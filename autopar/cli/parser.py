@@ -13,7 +13,7 @@ CLUSTER_HELP = "preset:nodes (see `autopar clusters`), local:processes, or a YAM
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for a wrong argument."""
+    """Prints one line for a wrong argument, and exits with status 2."""
 
     def error(self, message: str) -> NoReturn:
         print(f"autopar: error: {message}; see `{self.prog} --help`", file=sys.stderr)
@@ -30,8 +30,8 @@ def positive(text: str) -> int:
 def _lazy(module: str) -> Callable[[argparse.Namespace, Any], int]:
     """The command's `run`, imported when it is called."""
 
-    def run(arguments: argparse.Namespace, output: Any) -> int:
-        return int(import_module(f"autopar.cli.{module}").run(arguments, output))
+    def run(arguments: argparse.Namespace, console: Any) -> int:
+        return int(import_module(f"autopar.cli.commands.{module}").run(arguments, console))
 
     return run
 
@@ -41,16 +41,20 @@ def _planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
     parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, for models that take tokens")
     parser.add_argument("--dtype", default=None, help="float32 (default), bf16 (bf16 compute over float32 masters) or float64")
-    degrees = "fix degrees: dp, tp, tp2, zero, zero_group (0: all data ranks), micro (examples of a micro-batch per data rank);"
-    whole = "or all of tp, pp, zero, micro_batches, recompute, zero_group, sequence_parallel, and nothing is searched"
-    parser.add_argument("--force", default="", metavar="tp=4,zero=3", help=f"{degrees} {whole}")
+    degrees = "fix degrees: dp, tp, tp2, zero, zero_group (0: all data ranks), micro (micro-batch size per data rank);"
+    fixed = (
+        "or a fixed configuration without search: all of tp, pp, zero, micro_batches, recompute, zero_group, sequence_parallel"
+    )
+    parser.add_argument("--force", default="", metavar="tp=4,zero=3", help=f"{degrees} {fixed}")
     parser.add_argument("--strict", action="store_true", help="an operation without a sharding rule is an error")
-    parser.add_argument("--no-cache", action="store_true", help="search afresh, and keep nothing in ~/.cache/autopar/plans")
+    parser.add_argument(
+        "--no-cache", action="store_true", help="search without reading or writing the cache, ~/.cache/autopar/plans"
+    )
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="of the search (default 60)")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser; `arguments.run(arguments, output)` runs the command."""
+    """The parser. ``arguments.run(arguments, console)`` runs the command."""
     parser = Parser(prog="autopar", description="Automatic parallelization of PyTorch models: plan, rewrite, run.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
 
@@ -66,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--optimizer", default="adamw", help="adamw (default), adam, sgd, ...: how much state each parameter has")
     plan.add_argument(
         "--expert-load", default="1.0", metavar="1.3",
-        help="busiest rank over the mean where experts are dealt out, or a JSON list of tokens per expert (default 1.0)",
+        help="load of the busiest expert-parallel rank over the mean, or a JSON list of tokens per expert (default 1.0)",
     )  # fmt: skip
     plan.add_argument("--batch-norm", default="global", help="global (default), or local: by each data rank")
     plan.add_argument("--outputs", default="", metavar="logits,...", help="fields of the model's result beside the loss")
@@ -77,21 +81,27 @@ def build_parser() -> argparse.ArgumentParser:
     views = inspect.add_mutually_exclusive_group()
     for view, text in (
         ("ops", "placements of every operation"),
-        ("memory", "bytes per device by kind"),
-        ("comm", "every collective"),
-        ("timeline", "the schedule of the pipeline with the predicted times, drawn"),
+        ("memory", "peak memory per device by kind"),
+        ("comm", "collectives of one step"),
+        ("timeline", "the pipeline schedule with the predicted times"),
         ("program", "the generated program"),
     ):
         views.add_argument(f"--{view}", dest="view", action="store_const", const=view, help=text)
 
-    explain = add("explain", "explain", "why this plan: what binds, what costs most, what others would take")
+    explain = add(
+        "explain", "explain", "why this plan: its bottlenecks, its costliest operations, and what alternatives would cost"
+    )
     explain.add_argument("plan", metavar="plan.json")
-    changed = "plan again with degrees forced, or with nodes=16, memory=160 (GiB) or batch=64, and show the difference"
+    changed = "plan again with fixed degrees, or with nodes=16, memory=160 (GiB) or batch=64, and show the difference"
     explain.add_argument("--what-if", metavar="tp=8", help=changed)
     explain.add_argument("--formulas", action="store_true", help="the formulas of what costs most, with their numbers")
     explain.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="of the new search (default 60)")
 
-    verify = add("verify", "verify", "run the plan on local processes beside one process, and compare loss, gradients and a step")
+    verify = add(
+        "verify",
+        "verify",
+        "run the plan on local processes and the model on one, and compare loss, gradients and an optimizer step",
+    )
     _planning(verify)
     verify.add_argument("--cluster", default="local:4", metavar="local:N", help="processes on this machine (default local:4)")
     verify.add_argument("--plan", metavar="plan.json", help="verify this plan instead of searching for one")
@@ -100,12 +110,14 @@ def build_parser() -> argparse.ArgumentParser:
     dryrun.add_argument("plan", metavar="plan.json")
     dryrun.add_argument("--rank", type=int, default=0, metavar="R", help="which rank of the cluster (default 0)")
 
-    validate = add("validate", "validate", "price published training runs with the cost models, and sum up the errors")
+    validate = add("validate", "validate", "price published training runs with the cost models, and summarise the errors")
     validate.add_argument("file", metavar="FILE.csv", nargs="?", help="a table of measurements (default: the bundled one)")
 
     export = add("export", "export", "write the program as a folder that needs nothing but torch")
     export.add_argument("plan", metavar="plan.json")
     export.add_argument("folder", metavar="DIR")
+    export.add_argument("--overwrite", action="store_true", help="replace the files of an earlier export in DIR, and only those")
+    export.add_argument("--trust", action="store_true", help="run the file.py:factory that the plan names, for initial weights")
 
     calibrate = add("calibrate", "calibrate", "measure this machine's devices and links, in under a minute")
     calibrate.add_argument("-o", "--output", required=True, metavar="cluster.yaml", help="where to write the cluster")

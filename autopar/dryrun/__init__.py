@@ -1,1 +1,5 @@
-"""One rank of any cluster on fake tensors: the peak memory and the collectives of the very program that would run there."""
+"""The dry run: one rank of any cluster on fake tensors, with its peak memory, its tensors at the peak, and its collectives.
+
+Start at `run.dry_run`. `compat` has the private torch interfaces, `host_memory` the host memory of offloaded tensors. Imports
+`program` and `runtime`.
+"""

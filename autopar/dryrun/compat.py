@@ -56,8 +56,8 @@ def fake_group(rank: int, size: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
-    """The most bytes that were live, after which operation of its step, and in which module's forward or backward."""
+class MeasuredPeak:
+    """The most live bytes, and the operation, the module and the line of the program after which they were live."""
 
     bytes: int
     operation: int
@@ -67,31 +67,33 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
-    """A storage at the peak: bytes, where it was made (a line of the program, or who else), and torch's word for its use."""
+class LiveStorage:
+    """A storage that is live at the peak: bytes, where it was allocated (a line of the program, or a part of torch), and torch's
+    word for its use."""
 
     storage: int
     bytes: int
-    made: str
+    allocated_at: str
     use: str
 
 
-class Watch(MemTracker):
-    """torch's own count of live storages, and beside it where its peak is and what lives there. `_update_peak_stats` is called
-    after each operation, `_update_snap` at each change; `_curr_mem_snap` holds bytes per device, `_WINFO` the live storages.
+class MemoryWatch(MemTracker):
+    """torch's tracker of live storages, which also records where its peak is and what is live there. `_update_peak_stats` is
+    called after each operation, `_update_snap` at each change; `_curr_mem_snap` holds bytes per device, `_WINFO` the live
+    storages.
 
-    DTensor works out shapes by running operations on tensors of the global size, under whatever fake mode there is; the
+    DTensor computes shapes by running operations on tensors of the global size, under whatever fake mode there is; the
     propagator's `_fake_mode_lock` is held then, which tells them from what really runs.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
-        self.peak = Peak(0, -1, "", "", "")
-        self.at: tuple[int, Callable[[], None]] | None = None
-        self.sent: dict[tuple[str, str], list[int]] = {}
+        self.peak = MeasuredPeak(0, -1, "", "", "")
+        self.at_operation: tuple[int, Callable[[], None]] | None = None
+        self.collectives: dict[tuple[str, str], list[int]] = {}
         self._running: Any = None
-        self._made: dict[int, str] = {}
+        self._allocated_at: dict[int, str] = {}
         self._propagating = 0
         self._mod_tracker = _Modules()  # type: ignore[no-untyped-call]
         self._patch = patch.object(ShardingPropagator, "_fake_mode_lock", _Lock(self))
@@ -123,35 +125,35 @@ class Watch(MemTracker):
         """In the place of torch's, which keeps a table for every module besides."""
         total = self.current_bytes()
         if total > self.peak.bytes:
-            self.peak = Peak(total, self.operations, str(self._running), self._module(), _line())
-        if self.at is not None and self.operations == self.at[0]:
-            self.at[1]()
+            self.peak = MeasuredPeak(total, self.operations, str(self._running), self._module(), _line())
+        if self.at_operation is not None and self.operations == self.at_operation[0]:
+            self.at_operation[1]()
         self.operations += 1
 
     def _update_snap(self, u_type: Any, winfo: Any, *rest: Any, **more: Any) -> None:
         if u_type.name == "ADD":
-            self._made[id(winfo)] = _line() or f"{self._running}"
+            self._allocated_at[id(winfo)] = _line() or f"{self._running}"
         super()._update_snap(u_type, winfo, *rest, **more)
 
     def current_bytes(self) -> int:
         """All that is live now."""
         return sum(int(snapshot["Total"]) for snapshot in self._curr_mem_snap.values())
 
-    def live(self) -> list[Live]:
+    def live(self) -> list[LiveStorage]:
         """Every storage that is live now."""
         return [
-            Live(storage._cdata, info.mem_consumed, self._made.get(id(info), ""), info.reftype.value)
+            LiveStorage(storage._cdata, info.mem_consumed, self._allocated_at.get(id(info), ""), info.reftype.value)
             for storage, (info, _) in self._WINFO.items()
             if info.mem_consumed
         ]
 
     def start_step(self, forget_peak: bool = False) -> None:
-        """Forgets modules (torch refuses a second step otherwise) and collectives."""
+        """Resets the modules (torch refuses a second step otherwise) and the collectives."""
         self.reset_mod_stats()
         if forget_peak:
-            self.peak = Peak(0, -1, "", "", "")
+            self.peak = MeasuredPeak(0, -1, "", "", "")
         self.operations = 0
-        self.sent = {}
+        self.collectives = {}
 
     def _module(self) -> str:
         names = [name.partition(".")[2] or name for name in self._mod_tracker.parents if name != "Global"]
@@ -163,13 +165,14 @@ class Watch(MemTracker):
         if kind is None:
             return
         tensors = [x for x in tree_leaves((arguments, result)) if isinstance(x, torch.Tensor)]
-        entry = self.sent.setdefault((kind, _group(arguments)), [0, 0])
+        entry = self.collectives.setdefault((kind, _group(arguments)), [0, 0])
         entry[0] += 1
         entry[1] += max((x.numel() * x.element_size() for x in tensors), default=0)
 
 
 class _Modules(ModTracker):
-    """torch's forgets the modules that run when a backward ends, also those around it: micro-batches run theirs in a forward."""
+    """torch's tracker drops the running modules when a backward ends, also those around it: micro-batches run their backward in a
+    forward."""
 
     def _get_pop_fn(self, w_mod: Any, name: str, is_bw: bool) -> Any:
         pop = super()._get_pop_fn(w_mod, name, is_bw)  # type: ignore[no-untyped-call]
@@ -178,9 +181,9 @@ class _Modules(ModTracker):
 
 @dataclass(frozen=True, slots=True)
 class _Lock:
-    """Held while DTensor works out shapes."""
+    """Held while DTensor computes shapes."""
 
-    watch: Watch
+    watch: MemoryWatch
 
     def __enter__(self) -> None:
         self.watch._propagating += 1
@@ -200,7 +203,7 @@ def _group(arguments: Any) -> str:
 
 
 def _line() -> str:
-    """The line of the program that runs, or which part of torch or of the runtime does; empty in the plain backward."""
+    """The line of the program that runs, or which part of torch or of the runtime does; empty in a plain backward."""
     frame: FrameType | None = sys._getframe(2)
     found = ""
     while frame is not None:

@@ -1,4 +1,4 @@
-"""The dry run: builds the program of a plan as `api.parallelize` does, on fake tensors, and takes steps under a watch."""
+"""The dry run: builds a plan's program as `api.parallelize` does, on fake tensors, and runs steps under a memory watch."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.dryrun.compat import FakeMode, Live, Watch, fake_group
-from autopar.dryrun.host import Elsewhere
+from autopar.dryrun.compat import FakeMode, LiveStorage, MemoryWatch, fake_group
+from autopar.dryrun.host_memory import FakeHostMemory
 from autopar.errors import AutoparError
 from autopar.ir import dims
-from autopar.ir.planfile import Plan
-from autopar.passes.pipeline import lower
-from autopar.program.build import load
-from autopar.program.source import render
-from autopar.runtime.inputs import ByName
-from autopar.runtime.mesh import MeshHandle
+from autopar.ir.plan_file.plan_file import Plan
+from autopar.program.build import build_program
+from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.parallel import Parallel
+from autopar.runtime.step.inputs import NamedBatch
 
 KINDS = ("parameters", "buffers", "optimizer", "gradients", "gathered", "reduced", "activations", "temporaries", "inputs")
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """Collectives of one kind on one mesh axis, in one step: how many, and their bytes (the larger side of each)."""
+class CollectiveTotal:
+    """The collectives of one kind on one mesh axis in one step: how many, and their bytes (the larger side of each)."""
 
     kind: str
     axis: str
@@ -33,19 +31,19 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
-    """Tensors of one kind that were made at one place."""
+class TensorGroup:
+    """Live tensors of one kind that were allocated at one place."""
 
     kind: str
-    made: str
+    allocated_at: str
     count: int
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """`peak_bytes` are live after `function` in `module` (at `line` of the program, in a forward), by kind and, largest first,
-    one by one. `host_bytes` are the most that waited on the host."""
+    """`peak_bytes` are live after `function` in `module` (at `line` of the program if it is in a forward); `memory` has them by
+    kind, `tensors` by place, largest first. `host_bytes`: the peak of offloaded bytes."""
 
     rank: int
     coordinates: tuple[tuple[str, int], ...]
@@ -54,48 +52,48 @@ class DryRun:
     module: str
     line: str
     memory: dict[str, int]
-    tensors: tuple[Tensors, ...]
-    collectives: tuple[Sent, ...]
+    tensors: tuple[TensorGroup, ...]
+    collectives: tuple[CollectiveTotal, ...]
     host_bytes: int = 0
 
 
 def dry_run(plan: Plan, rank: int = 0) -> DryRun:
-    """The program on one rank of the plan's cluster. AutoparError where the rank is not in the plan."""
+    """Runs the program on one rank of the plan's cluster. AutoparError if the plan has no such rank."""
     candidate = plan.candidate
     if not 0 <= rank < candidate.devices:
         raise AutoparError(f"rank {rank} is not in the plan, which has ranks 0 to {candidate.devices - 1}")
-    module = load(render(lower(plan.graph, candidate)))
+    module = build_program(plan.graph, candidate)
     foreach = plan.document.cluster.description.get("device", {}).get("kind") != "cpu"
     with fake_group(rank, candidate.devices):
         mesh = MeshHandle(module.Program.mesh_axes)
-        mesh.host = host = Elsewhere()
+        mesh.host_memory = host = FakeHostMemory()
         program = module.Program(mesh)
         roots = [root for stage in program.roots() for root in stage]
-        specs = {block.original[spec.path]: spec for root in roots for block in root.blocks() for spec in block.specs}
+        specs = {block.original_names[spec.path]: spec for root in roots for block in root.blocks() for spec in block.specs}
         with FakeMode():
             parallel = Parallel(program, lambda name: torch.empty(specs[name].shape, dtype=getattr(torch, specs[name].dtype)))
             for bucket in parallel.state.buckets.buckets:
-                bucket.reuse = not foreach  # as on the plan's devices, not on this CPU
+                bucket.reuse_flat = not foreach  # as on the plan's devices, not on this CPU
             batch = {
-                value.name: torch.empty(dims.values(value.shape, candidate.batch), dtype=getattr(torch, value.dtype))
+                value.name: torch.empty(dims.shape_at(value.shape, candidate.batch), dtype=getattr(torch, value.dtype))
                 for value in plan.graph.inputs
             }
             found = watch_steps(parallel, batch, make_optimizer(plan.document.optimizer, parallel, foreach), rank)
-            return replace(found, host_bytes=host.most)
+            return replace(found, host_bytes=host.peak_bytes)
 
 
 def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, rank: int) -> DryRun:
-    """Three steps: the first has no optimizer state, the second finds the peak, the third lists what lives there. Runs on real
-    tensors as well, on every rank at once."""
-    watch = Watch()
+    """Three steps: the first has no optimizer state, the second finds the peak, the third lists what is live there. Also runs on
+    real tensors, on every rank at once."""
+    watch = MemoryWatch()
     watch.track_external(parallel, *batch.values())
-    found: list[Tensors] = []
+    found: list[TensorGroup] = []
     with watch:
         for step in range(3):
             watch.start_step(forget_peak=step == 1)
             if step == 2:
-                watch.at = watch.peak.operation, lambda: found.extend(_sorted(watch.live(), parallel, optimizer, batch))
-            result = parallel(ByName(batch))
+                watch.at_operation = watch.peak.operation, lambda: found.extend(_sorted(watch.live(), parallel, optimizer, batch))
+            result = parallel(NamedBatch(batch))
             loss = result if isinstance(result, torch.Tensor) else result.loss
             loss.backward()
             optimizer.step()
@@ -103,15 +101,27 @@ def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: t
     mesh, peak = parallel.program.mesh, watch.peak
     axes = {str(mesh.group(name).group_name): name for name in (*mesh.axes, *mesh.state_axes)}
     axes |= {mesh.pp.group_name: mesh.pp.name} if mesh.pp.size > 1 else {}
-    sent = tuple(Sent(kind, axes.get(group, "all"), *numbers) for (kind, group), numbers in sorted(watch.sent.items()))
+    sent = tuple(
+        CollectiveTotal(kind, axes.get(group, "all"), *numbers) for (kind, group), numbers in sorted(watch.collectives.items())
+    )
     stage = ((mesh.pp.name, mesh.pp.coordinate),) if mesh.pp.size > 1 else ()
     where = (*stage, *((name, mesh.axis(name).coordinate) for name in mesh.axes))
     memory = {kind: sum(each.bytes for each in found if each.kind == kind) for kind in KINDS}
-    return DryRun(rank, where, peak.bytes, peak.function, peak.module, peak.line, memory, tuple(found), sent)
+    return DryRun(
+        rank=rank,
+        coordinates=where,
+        peak_bytes=peak.bytes,
+        function=peak.function,
+        module=peak.module,
+        line=peak.line,
+        memory=memory,
+        tensors=tuple(found),
+        collectives=sent,
+    )
 
 
 def make_optimizer(name: str, parallel: Parallel, foreach: bool) -> torch.optim.Optimizer:
-    """The optimizer that a plan names; AdamW where torch has none of that name, as it is priced."""
+    """The optimizer that a plan names; AdamW, as which it is priced, if torch has none of that name."""
     parameters = [parameter for parameter in parallel.parameters() if parameter.requires_grad]
     match name:
         case "sgd" | "momentum":
@@ -126,9 +136,9 @@ def make_optimizer(name: str, parallel: Parallel, foreach: bool) -> torch.optim.
 
 
 def _sorted(
-    live: list[Live], parallel: Parallel, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
-) -> list[Tensors]:
-    """What lives by kind and place, largest first."""
+    live: list[LiveStorage], parallel: Parallel, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
+) -> list[TensorGroup]:
+    """The live tensors by kind and place, largest first."""
     known: dict[int, str] = {}
     known.update((_storage(tensor), "inputs") for tensor in batch.values())
     known.update((_storage(tensor), "buffers") for tensor in parallel.state.buffers.values())
@@ -140,19 +150,19 @@ def _sorted(
     sums: dict[tuple[str, str], list[int]] = {}
     for each in live:
         kind = known.get(each.storage) or _kind(each)
-        entry = sums.setdefault((kind, each.made if kind not in known.values() else ""), [0, 0])
+        entry = sums.setdefault((kind, each.allocated_at if kind not in known.values() else ""), [0, 0])
         entry[0] += 1
         entry[1] += each.bytes
-    found = [Tensors(kind, made, count, bytes_) for (kind, made), (count, bytes_) in sums.items()]
+    found = [TensorGroup(kind, allocated_at, count, bytes_) for (kind, allocated_at), (count, bytes_) in sums.items()]
     return sorted(found, key=lambda each: -each.bytes)
 
 
-def _kind(live: Live) -> str:
-    if "fsdp" in live.made:
-        return "reduced" if "reduce" in live.made else "gathered"
-    if "optim" in live.made:
+def _kind(live: LiveStorage) -> str:
+    if "fsdp" in live.allocated_at:
+        return "reduced" if "reduce" in live.allocated_at else "gathered"
+    if "optim" in live.allocated_at:
         return "temporaries"
-    return "activations" if live.made and live.use == "Activation" else "temporaries"
+    return "activations" if live.allocated_at and live.use == "Activation" else "temporaries"
 
 
 def _storage(tensor: torch.Tensor) -> int:

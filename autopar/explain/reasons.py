@@ -1,29 +1,30 @@
-"""What a plan's step and memory are made of, in words, and what single changes of it would do."""
+"""What the step and the memory of a plan are made of, in sentences, and what single changes of the plan would cost."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autopar.cost_models.evaluate import Evaluation, evaluate
-from autopar.cost_models.hardware import Cluster, links_of_axis
-from autopar.cost_models.pipeline import part_of
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.mesh_links import links_of_axis
+from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.cost_models.step.stage_devices import stage_cluster
 from autopar.errors import PlanError
-from autopar.ir.describe import pipeline_words
+from autopar.ir.describe import describe_pipeline
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import Candidate
 
 _TIGHT = 0.9
-"""From this share of the device's memory on, memory is said to bind."""
+"""Share of the device's memory from which on memory is said to bind."""
 
-_WORTH_A_WORD = 0.005
+_SMALLEST_SHARE = 0.005
 _GIB = 2.0**30
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """The same plan with one thing changed, priced by the evaluator without solving anything again."""
+class EvaluatedChange:
+    """The plan with one thing changed, evaluated without solving again."""
 
     name: str
     step_seconds: float
@@ -34,22 +35,22 @@ class Change:
 def parts_of_step(evaluation: Evaluation) -> list[tuple[str, float]]:
     """(what, seconds), the largest first; they add up to the step."""
     known = [
-        ("computing", evaluation.compute_seconds),
-        ("waiting for collectives of the model axes", evaluation.exposed_seconds),
-        ("waiting for the data axis (weights, gradients)", evaluation.waited_seconds),
-        ("the optimizer", evaluation.optimizer_seconds),
+        ("compute", evaluation.compute_seconds),
+        ("exposed communication of the model axes", evaluation.exposed_seconds),
+        ("stalls on the data axis (weights, gradients)", evaluation.stall_seconds),
+        ("optimizer", evaluation.optimizer_seconds),
     ]
     rest = evaluation.step_seconds - sum(seconds for _, seconds in known)
-    known.append(("pipeline bubble and transfers between stages", rest))
+    known.append(("pipeline bubble and p2p between stages", rest))
     return sorted(((name, each) for name, each in known if each > 1e-6 * evaluation.step_seconds), key=lambda pair: -pair[1])
 
 
-def sentences(graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: Evaluation) -> Iterator[str]:
-    """Why the plan is as it is: what the time goes into, which link carries most, and whether memory binds."""
+def plan_reasons(graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: Evaluation) -> Iterator[str]:
+    """What the time goes into, which axis communicates most, and whether memory binds."""
     parts = parts_of_step(evaluation)
     shares = [(name, seconds / evaluation.step_seconds) for name, seconds in parts]
-    said = ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= _WORTH_A_WORD)
-    yield f"The step of {evaluation.step_seconds:.4g} s is {said}."
+    text = ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= _SMALLEST_SHARE)
+    yield f"The step of {evaluation.step_seconds:.4g} s is {text}."
     if candidate.pipeline.stages > 1:
         yield _stages(candidate, evaluation)
     yield _links(candidate, cluster, evaluation)
@@ -59,7 +60,7 @@ def sentences(graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: 
     binds = "memory binds" if share >= _TIGHT else "memory does not bind"
     yield (
         f"The peak takes {used / _GIB:.1f} of {capacity / _GIB:.1f} GiB ({share:.0%}), most of it {kind} "
-        f"({size / _GIB:.1f} GiB): {binds}{_saved(candidate)}."
+        f"({size / _GIB:.1f} GiB): {binds}{_memory_savings(candidate)}."
     )
     for axis, redundant in evaluation.redundant_share:
         if redundant > 0.001:
@@ -67,48 +68,49 @@ def sentences(graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: 
 
 
 def _stages(candidate: Candidate, evaluation: Evaluation) -> str:
-    """How evenly the stages work, and what they wait."""
+    """How balanced the stages are, and their bubble."""
     busy = [stage.busy_seconds for stage in evaluation.stages]
     calls = [len(stage.calls) for stage in evaluation.stages]
     longest = max(range(len(busy)), key=busy.__getitem__)
     return (
-        f"Its pipeline is {pipeline_words(candidate, evaluation.bubble_share)}: stages of {min(calls)} to {max(calls)} blocks "
-        f"work {min(busy):.4g} to {max(busy):.4g} s a step, stage {longest} longest."
+        f"Its pipeline is {describe_pipeline(candidate, evaluation.bubble_share)}: stages of {min(calls)} to {max(calls)} blocks "
+        f"are busy for {min(busy):.4g} to {max(busy):.4g} s a step; stage {longest} is the bottleneck."
     )
 
 
 def _links(candidate: Candidate, cluster: Cluster, evaluation: Evaluation) -> str:
     axes = {name: seconds for name, seconds in evaluation.axis_seconds if seconds > 0}
     if not axes:
-        return "Nothing is communicated."
+        return "The plan communicates nothing."
     name = max(axes, key=lambda axis: axes[axis])
     mesh = candidate.mesh
-    link = links_of_axis(part_of(cluster, candidate.pipeline.stages), mesh, mesh.index(name))
+    link = links_of_axis(stage_cluster(cluster, candidate.pipeline.stages), mesh, mesh.index(name))
     over = " and ".join(sorted(link.names)) or "no link"
     return (
         f"Most communication is on {name} ({mesh.size_of(name)} ranks over {over}): {axes[name]:.4g} s a step, "
-        f"of which the step waits for what does not hide behind computing."
+        f"overlapped or exposed."
     )
 
 
-def _saved(candidate: Candidate) -> str:
+def _memory_savings(candidate: Candidate) -> str:
     whole = [plan.block for plan in candidate.blocks if plan.recompute]
-    some = [f"{len(plan.again)} operations of {plan.block}" for plan in candidate.blocks if plan.again]
-    out = [f"{', '.join(whole + some)} run again in the backward to save memory"] if whole or some else []
-    hosts = [plan.block for plan in candidate.blocks if plan.offload]
-    out += [f"tensors of {', '.join(hosts)} wait on the host"] if hosts else []
+    some = [f"{len(plan.recompute_nodes)} operations of {plan.block}" for plan in candidate.blocks if plan.recompute_nodes]
+    out = [f"recomputed in the backward to save memory: {', '.join(whole + some)}"] if whole or some else []
+    offloaded = [plan.block for plan in candidate.blocks if plan.offload]
+    out += [f"tensors of {', '.join(offloaded)} are offloaded to host memory"] if offloaded else []
     return "".join(f"; {each}" for each in out)
 
 
-def changes(graph: Graph, candidate: Candidate, cluster: Cluster, optimizer: str) -> list[Change]:
-    """One change at a time: every state sharding, nothing recomputed, everything recomputed, half and twice the micro-batches."""
+def evaluate_changes(graph: Graph, candidate: Candidate, cluster: Cluster, optimizer: str) -> list[EvaluatedChange]:
+    """One change at a time: every ZeRO stage, nothing recomputed, all repeated blocks recomputed, half and twice the
+    micro-batches."""
     out = []
     for name, changed in _changed(graph, candidate):
         try:
-            priced = evaluate(graph, changed, cluster, optimizer)
-        except PlanError:  # a schedule that takes no such number of micro-batches
+            evaluation = evaluate(graph, changed, cluster, optimizer)
+        except PlanError:  # the schedule does not take this number of micro-batches
             continue
-        out.append(Change(name, priced.step_seconds, priced.peak_memory_bytes, priced.fits))
+        out.append(EvaluatedChange(name, evaluation.step_seconds, evaluation.peak_memory_bytes, evaluation.fits))
     return out
 
 
@@ -118,13 +120,13 @@ def _changed(graph: Graph, candidate: Candidate) -> Iterator[tuple[str, Candidat
         for zero in range(4):
             if any(plan.zero != zero for plan in plans):
                 yield f"ZeRO-{zero} for all blocks", replace(candidate, blocks=tuple(replace(p, zero=zero) for p in plans))
-    kept = tuple(replace(plan, recompute=False, again=(), again_arcs=(), offload=()) for plan in plans)
-    if kept != plans:
-        yield "nothing recomputed or offloaded", replace(candidate, blocks=kept)
-    again = tuple(replace(plan, recompute=graph.count(plan.block) > 1) for plan in kept)
-    if again != plans:
-        yield "repeated blocks recomputed whole", replace(candidate, blocks=again)
+    all_saved = tuple(replace(plan, recompute=False, recompute_nodes=(), recompute_conversions=(), offload=()) for plan in plans)
+    if all_saved != plans:
+        yield "nothing recomputed or offloaded", replace(candidate, blocks=all_saved)
+    recomputed = tuple(replace(plan, recompute=graph.count(plan.block) > 1) for plan in all_saved)
+    if recomputed != plans:
+        yield "repeated blocks recomputed whole", replace(candidate, blocks=recomputed)
     degree = candidate.mesh.size_of(DATA_AXIS)
-    for parts in (candidate.micro_batches // 2, candidate.micro_batches * 2):
-        if parts and candidate.batch % (degree * parts) == 0:
-            yield f"{parts} micro-batch{'es' if parts > 1 else ''} a step", replace(candidate, micro_batches=parts)
+    for number in (candidate.micro_batches // 2, candidate.micro_batches * 2):
+        if number and candidate.batch % (degree * number) == 0:
+            yield f"{number} micro-batch{'es' if number > 1 else ''} a step", replace(candidate, micro_batches=number)

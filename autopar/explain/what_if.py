@@ -1,66 +1,75 @@
-"""The same model planned again under a constraint, beside the plan that is there."""
+"""``--what-if``: the same model planned under another constraint, compared with the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-from autopar.cost_models.evaluate import Evaluation
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import Evaluation
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.solve.infeasible import enlarged
-from autopar.solve.options import SearchOptions
-from autopar.solve.search import SearchResult, search
+from autopar.solve.result import PlanResult
+from autopar.solve.search import search
+from autopar.solve.space.force import Force, parse_force
+from autopar.solve.space.options import SearchOptions
 
 _GIB = 2.0**30
 CLUSTER_KEYS = ("nodes", "memory")
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """`force` are degrees, as in ``tp=8,zero=3``; `nodes` and `memory_gib` change the cluster, `batch` the global batch (0: as it
-    is)."""
+class WhatIf:
+    """The changed constraints: `force` fixes degrees, as in ``tp=8,zero=3``; `nodes` and `memory_gib` change the cluster, `batch`
+    the global batch (0: as it is)."""
 
-    force: Mapping[str, int]
+    force: Force = field(default_factory=lambda: Force({}))
     nodes: int = 0
     memory_gib: float = 0.0
     batch: int = 0
 
 
-def parse_question(text: str, parse_force: Callable[[str], Mapping[str, int]]) -> Question:
+def parse_what_if(text: str) -> WhatIf:
     """``tp=8``, ``nodes=16``, ``memory=160`` (GiB per device), ``batch=64``, or several with commas. AutoparError otherwise."""
     given = dict(item.partition("=")[::2] for item in text.split(",") if item.strip())
-    own: dict[str, float] = {}
+    changes: dict[str, float] = {}
     for key in [key for key in given if key.strip() in (*CLUSTER_KEYS, "batch")]:
         value = given.pop(key).strip()
         try:
-            own[key.strip()] = float(value)
+            changes[key.strip()] = float(value)
         except ValueError:
-            raise AutoparError(f"what-if: {key}={value} is no number; write tp=8, nodes=16, memory=160 or batch=64") from None
-    if any(value <= 0 for value in own.values()):
+            raise AutoparError(f"what-if: {key}={value} is not a number; write tp=8, nodes=16, memory=160 or batch=64") from None
+    if any(value <= 0 for value in changes.values()):
         raise AutoparError("what-if: nodes, memory and batch must be above 0")
     force = parse_force(",".join(f"{key}={value}" for key, value in given.items()))
-    return Question(force, int(own.get("nodes", 0)), own.get("memory", 0.0), int(own.get("batch", 0)))
+    if force.is_configuration:
+        raise AutoparError("what-if: a whole configuration leaves nothing to plan; price it with `autopar plan --force`")
+    return WhatIf(force, int(changes.get("nodes", 0)), changes.get("memory", 0.0), int(changes.get("batch", 0)))
 
 
-def asked(
-    graph: Graph, cluster: Cluster, options: SearchOptions, question: Question, progress: Callable[[str], None] | None = None
-) -> tuple[Cluster, SearchResult]:
-    """Searches again under the question. Raises what `search` raises: Infeasible says why it cannot be."""
+def plan_what_if(
+    graph: Graph, cluster: Cluster, options: SearchOptions, question: WhatIf, progress: Callable[[str], None] | None = None
+) -> tuple[Cluster, PlanResult]:
+    """Searches under the changed constraints. Raises what `search` does (Infeasible)."""
     if question.nodes:
         cluster = enlarged(cluster, question.nodes)
     if question.memory_gib:
         cluster = replace(cluster, device=replace(cluster.device, memory_bytes=int(question.memory_gib * _GIB)))
-    options = replace(options, force={**options.force, **question.force}, batch=question.batch or options.batch)
+    options = replace(
+        options,
+        force={**options.force, **question.force.degrees},
+        schedule=question.force.schedule or options.schedule,
+        batch=question.batch or options.batch,
+    )
     return cluster, search(graph, cluster, options, progress)
 
 
-def differences(
+def compare_plans(
     before: tuple[Candidate, Evaluation], after: tuple[Candidate, Evaluation], devices: tuple[int, int]
 ) -> list[tuple[str, str, str]]:
-    """(what, before, after) of everything that differs, and of the figures that people compare."""
+    """(what, before, after): the figures of both plans, and where they differ in mesh, ZeRO and recomputation."""
     rows = []
     (old, a), (new, b) = before, after
     per = [each.step_seconds / plan.batch * count for (plan, each), count in zip((before, after), devices, strict=True)]
@@ -68,26 +77,27 @@ def differences(
     rows.append(("device-seconds per example", f"{per[0]:.4g}", f"{per[1]:.4g} ({per[1] / per[0] - 1:+.1%})"))
     rows.append(("peak memory", f"{a.peak_memory_bytes / _GIB:.1f} GiB", f"{b.peak_memory_bytes / _GIB:.1f} GiB"))
     rows.append(("MFU", f"{a.mfu:.1%}", f"{b.mfu:.1%}"))
-    for name in ("compute", "exposed", "waited", "optimizer"):
+    for name in ("compute", "exposed", "stall", "optimizer"):
         pair = [getattr(each, f"{name}_seconds") for each in (a, b)]
         if max(pair) > 1e-3 * a.step_seconds:
             rows.append((f"{name} seconds", f"{pair[0]:.4g}", f"{pair[1]:.4g}"))
     rows.append(("mesh", _mesh(old), _mesh(new)))
-    rows.append(("state sharding", _zeros(old), _zeros(new)))
-    rows.append(("recomputed", _again(old), _again(new)))
+    rows.append(("ZeRO", _zeros(old), _zeros(new)))
+    rows.append(("recomputed", _recomputed(old), _recomputed(new)))
     return rows
 
 
 def _mesh(candidate: Candidate) -> str:
     stages = candidate.pipeline.stages
-    parts = f", {candidate.micro_batches} micro-batches" if candidate.micro_batches > 1 else ""
-    return (f"pp={stages} x " if stages > 1 else "") + str(candidate.mesh) + parts
+    micro_batches = f", {candidate.micro_batches} micro-batches" if candidate.micro_batches > 1 else ""
+    return (f"pp={stages} x " if stages > 1 else "") + str(candidate.mesh) + micro_batches
 
 
 def _zeros(candidate: Candidate) -> str:
     return ", ".join(f"ZeRO-{zero}" for zero in sorted({plan.zero for plan in candidate.blocks}))
 
 
-def _again(candidate: Candidate) -> str:
+def _recomputed(candidate: Candidate) -> str:
     whole = [plan.block for plan in candidate.blocks if plan.recompute]
-    return ", ".join(whole + [f"{len(plan.again)} operations of {plan.block}" for plan in candidate.blocks if plan.again]) or "-"
+    some = [f"{len(plan.recompute_nodes)} operations of {plan.block}" for plan in candidate.blocks if plan.recompute_nodes]
+    return ", ".join(whole + some) or "-"

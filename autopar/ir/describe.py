@@ -1,32 +1,36 @@
-"""A plan in the words of the trade. Nothing reads these but people: the compiler knows placements only."""
+"""Names a plan by its degrees of parallelism (dp, tp, pp, cp, ep) and what each mesh axis shards. For people only: the compiler
+reads placements."""
 
 from __future__ import annotations
 
 from autopar.ir import dims
-from autopar.ir.document import Parallelism
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Shard
 from autopar.ir.plan import Candidate
+from autopar.ir.plan_file.document import Parallelism
 
-_PLACES = {
+_SHARDED_FUNCTIONS = {
     "embedding_sharded": ("v", "vocabulary-parallel embedding"),
     "cross_entropy_sharded": ("v", "vocabulary-parallel loss"),
     "attention_ring": ("s", "ring attention"),
     "attention_rows": ("s", "attention by queries"),
     "attention_heads": ("h", "query heads, key heads everywhere"),
-    "moe_experts_dispatched": ("e", "experts dealt out, tokens exchanged"),
-    "moe_experts_owned": ("e", "experts dealt out, tokens everywhere"),
+    "moe_experts_dispatched": ("e", "expert parallel, tokens exchanged"),
+    "moe_experts_owned": ("e", "expert parallel, tokens everywhere"),
 }
-"""By function: the factor that it cuts, and what people call it."""
+"""By named function: the factor that it shards, and how people call that."""
 _PRODUCTS = ("aten.linear", "ap.linear_float8", "ap.linear_kn")
 _ATTENTION = ("aten.scaled_dot_product_attention", "ap.attention")
 _LINEAR = {"n": "column", "k": "row"}
 
 
 def parallelism(graph: Graph, candidate: Candidate) -> Parallelism:
-    """Degrees per kind; `zero` is that of the blocks that hold most parameters. A model axis counts as the first of these that it
-    is: experts are dealt over it; a sequence is cut and no weight of a product is; else tensor parallelism."""
+    """The degrees by name; `zero` is the ZeRO stage of the blocks that hold most parameters.
+
+    A model axis is expert parallelism (ep) where experts are sharded over it; else context parallelism (cp) where a sequence is
+    sharded and no weight of a matrix product is; else tensor parallelism (tp).
+    """
     mesh = candidate.mesh
     degrees = {"ep": 1, "cp": 1, "tp": 1}
     for index, axis in enumerate(mesh.axes):
@@ -39,21 +43,19 @@ def parallelism(graph: Graph, candidate: Candidate) -> Parallelism:
         weight[plan.zero] = weight.get(plan.zero, 0) + held * graph.count(plan.block)
     zero = max(weight, key=lambda level: weight[level], default=0)
     pipeline = candidate.pipeline
-    return Parallelism(
-        dp=mesh.size_of(DATA_AXIS), pp=pipeline.stages, zero=zero, virtual_stages=pipeline.virtual, **degrees
-    )
+    return Parallelism(dp=mesh.size_of(DATA_AXIS), pp=pipeline.stages, zero=zero, virtual_stages=pipeline.virtual, **degrees)
 
 
 def _kind(graph: Graph, candidate: Candidate, axis: int) -> str:
-    """What a model axis is, in one word."""
-    said = axis_words(graph, candidate, axis)
-    if any(text.startswith("experts dealt out") for text in said):
+    """``ep``, ``cp`` or ``tp``, for a model axis."""
+    said = describe_axis(graph, candidate, axis)
+    if any(text.startswith("expert parallel") for text in said):
         return "ep"
     sequence = any(text in ("ring attention", "attention by queries", "sequence-sharded activations") for text in said)
     return "cp" if sequence and not any(text.endswith("parallel linears") for text in said) else "tp"
 
 
-def pipeline_words(candidate: Candidate, bubble_share: float | None = None) -> str:
+def describe_pipeline(candidate: Candidate, bubble_share: float | None = None) -> str:
     """``pp=4 (1f1b, 2 chunks, bubble 7 %)``."""
     pipeline = candidate.pipeline
     said = [pipeline.schedule] + [f"{pipeline.virtual} chunks"] * (pipeline.virtual > 1)
@@ -62,10 +64,10 @@ def pipeline_words(candidate: Candidate, bubble_share: float | None = None) -> s
     return f"pp={pipeline.stages} ({', '.join(said)})"
 
 
-def words(graph: Graph, candidate: Candidate, bubble_share: float | None = None) -> str:
+def describe(graph: Graph, candidate: Candidate, bubble_share: float | None = None) -> str:
     """One line: ``pp=2 (1f1b, bubble 7 %) x dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears), Layer recomputed``."""
     zero = parallelism(graph, candidate).zero
-    parts = [pipeline_words(candidate, bubble_share)] if candidate.pipeline.stages > 1 else []
+    parts = [describe_pipeline(candidate, bubble_share)] if candidate.pipeline.stages > 1 else []
     for index, axis in enumerate(candidate.mesh.axes):
         if axis.size == 1 and len(candidate.mesh.axes) > 1:
             continue
@@ -73,30 +75,30 @@ def words(graph: Graph, candidate: Candidate, bubble_share: float | None = None)
             kind = f"ZeRO-{zero}" if zero else "replicated state"
             parts.append(f"{axis.name}={axis.size}" + (f" ({kind})" if axis.size > 1 else ""))
         else:
-            parts.append(f"{axis.name}={axis.size} ({', '.join(axis_words(graph, candidate, index)) or 'nothing sharded'})")
-    again = [plan.block for plan in candidate.blocks if plan.recompute]
-    return " x ".join(parts) + (f", {', '.join(again)} recomputed" if again else "")
+            parts.append(f"{axis.name}={axis.size} ({', '.join(describe_axis(graph, candidate, index)) or 'nothing sharded'})")
+    recomputed = [plan.block for plan in candidate.blocks if plan.recompute]
+    return " x ".join(parts) + (f", {', '.join(recomputed)} recomputed" if recomputed else "")
 
 
-def axis_words(graph: Graph, candidate: Candidate, axis: int) -> tuple[str, ...]:
-    """What is sharded on one model axis, as names of parallelism."""
+def describe_axis(graph: Graph, candidate: Candidate, axis: int) -> tuple[str, ...]:
+    """What one model axis shards: ``column- and row-parallel linears``, ``attention heads``, ``ring attention``, ..."""
     linears: set[str] = set()
     found: dict[str, None] = {}
     for plan in candidate.blocks:
         block = graph.block(plan.block)
         nodes = {node.name: node for node in block.nodes}
         for each in plan.nodes:
-            op, label = nodes[each.node].op, each.label[axis] if axis < len(each.label) else ""
-            if op in _PRODUCTS and label in _LINEAR:
-                linears.add(_LINEAR[label])
+            op, sharded = nodes[each.node].op, each.factors[axis] if axis < len(each.factors) else ""
+            if op in _PRODUCTS and sharded in _LINEAR:
+                linears.add(_LINEAR[sharded])
             if op in _ATTENTION and isinstance(place := each.results[0][axis], Shard):
                 rank = len(nodes[each.node].outputs[0].shape)
                 found |= {"attention heads": None} if place.dim == rank - 3 else {}
                 found |= {"attention by queries": None} if place.dim == rank - 2 and not each.function else {}
-            if op == "ap.moe_experts" and label == "f":
-                found["cut inside experts"] = None
-            factor = label.partition(" ")[0]
-            found.update((text, None) for name, (of, text) in _PLACES.items() if name in each.function and of == factor)
+            if op == "ap.moe_experts" and sharded == "f":
+                found["tensor parallel inside experts"] = None
+            first = sharded.partition(" ")[0]
+            found.update((text, None) for name, (of, text) in _SHARDED_FUNCTIONS.items() if name in each.function and of == first)
     out = [f"{'- and '.join(sorted(linears))}-parallel linears"] if linears else []
     out += found
     out += _between_blocks(graph, candidate, axis)
@@ -104,7 +106,7 @@ def axis_words(graph: Graph, candidate: Candidate, axis: int) -> tuple[str, ...]
 
 
 def _between_blocks(graph: Graph, candidate: Candidate, axis: int) -> list[str]:
-    """How repeated blocks hand on their activations, ``[B, S, H]``."""
+    """How the activations ``[B, S, H]`` between repeated blocks are sharded."""
     found: dict[str, None] = {}
     for block in graph.blocks:
         values = block.values()

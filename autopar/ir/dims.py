@@ -1,7 +1,7 @@
 """Sizes that may depend on the batch: an int, or the text of an expression in ``B`` such as ``16*B``.
 
-``B`` stands for the size of the batch dimension of the inputs *at the place where it is read*: in a captured graph the
-global batch, in a rewritten one the batch of one data-parallel rank.
+``B`` is the size of the batch dimension of the inputs: in a captured graph that of the global batch, in a lowered one that of one
+data-parallel rank (and micro-batch).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from math import prod
 
 import sympy
 
+from autopar.ir.size_grammar import parse_size
+
 Dim = int | str
 Shape = tuple[Dim, ...]
 
@@ -20,22 +22,22 @@ BATCH = "B"
 
 @lru_cache(maxsize=4096)
 def _expression(dim: str) -> sympy.Expr:
-    return sympy.sympify(dim, locals={BATCH: sympy.Symbol(BATCH, integer=True, positive=True)})
+    return parse_size(dim)
 
 
-def simplify(expression: sympy.Expr | int) -> Dim:
+def as_dim(expression: sympy.Expr | int) -> Dim:
     """An int where the expression is one, else its text."""
     expression = sympy.sympify(expression)
     return int(expression) if expression.is_Integer else str(sympy.expand(expression))
 
 
-def expression(dim: Dim) -> sympy.Expr:
-    """The sympy form of a size."""
+def as_sympy(dim: Dim) -> sympy.Expr:
+    """A size as a sympy expression."""
     return sympy.Integer(dim) if isinstance(dim, int) else _expression(dim)
 
 
 @lru_cache(maxsize=65536)
-def value(dim: Dim, batch: int) -> int:
+def size_at(dim: Dim, batch: int) -> int:
     """The size at batch `batch`."""
     if isinstance(dim, int):
         return dim
@@ -45,14 +47,14 @@ def value(dim: Dim, batch: int) -> int:
     return int(result)
 
 
-def values(shape: Iterable[Dim], batch: int) -> tuple[int, ...]:
+def shape_at(shape: Iterable[Dim], batch: int) -> tuple[int, ...]:
     """A whole shape at batch `batch`."""
-    return tuple(value(dim, batch) for dim in shape)
+    return tuple(size_at(dim, batch) for dim in shape)
 
 
 def numel(shape: Iterable[Dim], batch: int) -> int:
     """The number of elements at batch `batch`."""
-    return prod(values(shape, batch))
+    return prod(shape_at(shape, batch))
 
 
 def has_batch(dim: Dim) -> bool:
@@ -73,4 +75,4 @@ def divide(dim: Dim, by: int) -> Dim:
         if dim % by:
             raise ValueError(f"a dimension of size {dim} does not divide by {by}")
         return dim // by
-    return simplify(_expression(dim) / by)
+    return as_dim(_expression(dim) / by)

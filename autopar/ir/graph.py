@@ -1,4 +1,4 @@
-"""The captured forward: distinct blocks of ATen operations, and the calls that string them together."""
+"""The captured forward as data: distinct blocks of ATen operations, and the sequence of calls of these blocks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from autopar.ir.interface import Interface, Output
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A use of a value by name (an SSA name, unique within its block)."""
+    """An argument that is a value, by its SSA name (unique within its block)."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A size in the batch (see `dims`) where an operation takes a number."""
+    """An argument that is a size depending on the batch (see `dims`)."""
 
     dim: Dim
 
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """A dtype as an argument: ``float32``, ``bfloat16``, ``int64``, ``bool`` ..."""
+    """An argument that is a dtype: ``float32``, ``bfloat16``, ``int64``, ``bool`` ..."""
 
     name: str
 
@@ -35,7 +35,7 @@ Arg = Ref | Symbol | DType | int | float | bool | str | None | tuple["Arg", ...]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor: its name, shape (global, before sharding), dtype, and whether a gradient flows through it."""
+    """A tensor: its name, global shape (before sharding), dtype, and whether a gradient flows through it."""
 
     name: str
     shape: Shape
@@ -45,10 +45,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation. `op` is ``aten.linear`` (default overload) or ``aten.add.Tensor``; autopar's own are ``ap.*``.
+    """One operation. `op` is ``aten.linear`` (default overload) or ``aten.add.Tensor``; autopar's own operations are ``ap.*``.
 
-    `operands()` are the tensors among the arguments, flattened in order (args, then kwargs): every per-operand tuple in
-    rules, plans and passes is in that order. `module` is the path relative to the block; `source` is ``file.py:line``.
+    `operands()` are the tensors among the arguments (args, then kwargs), flattened: whatever is listed per operand in rules,
+    plans and passes is in this order. `module` is the module path relative to the block; `source` is ``file.py:line``.
     """
 
     op: str
@@ -88,21 +88,22 @@ def draws_masks(node: Node) -> bool:
 class Parameter:
     """A parameter or buffer that a block reads. `path` is relative to the block's module (``self_attn.q_proj.weight``).
 
-    `cut`: expert weights, of which each of so many neighbouring data ranks holds a part of dimension 0 (expert parallelism).
+    `expert_parallel` is the number of neighbouring data ranks over which dimension 0 of expert weights is sharded outside of the
+    mesh (graphs of published runs only, see `autopar.validate`).
     """
 
     value: Value
     path: str
     trainable: bool = True
     buffer: bool = False
-    cut: int = 1
+    expert_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A distinct piece of the forward. `outputs` are names of node outputs (or of inputs passed through).
+    """A distinct part of the forward. `outputs` are names of node outputs (or of inputs that are handed on).
 
-    `updates` are buffer writes: (parameter value name, name of the new value), made after the forward in training mode.
+    `updates` are writes of buffers, (buffer's value name, name of the new value), which happen after the forward in training.
     """
 
     name: str
@@ -122,9 +123,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One use of a block. `inputs` and `outputs` name graph values; `parameters` are original fully qualified names.
+    """One call of a block. `inputs` and `outputs` name values of the graph; `parameters` are fully qualified names of the model.
 
-    `prefix` is the module path of this instance (``model.layers.3``), empty for the model's own glue.
+    `prefix` is the module path of this instance (``model.layers.3``); it is empty for what belongs to no repeated layer.
     """
 
     block: str
@@ -136,11 +137,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The whole forward. `inputs` are the tensors of the user's batch under their keyword names.
+    """The whole forward. `inputs` are the tensors of the user's batch by their keyword names.
 
-    The result is `loss`, a scalar, and beside it the `outputs` that were asked for. `interface` is how the user calls the model
-    (None in graphs that were written by hand: by the names of the inputs). `batch` is the batch size of the example; 0-th
-    dimensions that follow it are ``B``. `batch_is_symbolic` is false where capture had to specialise (then every size is an int).
+    The results are `loss`, a scalar, and the requested `outputs`. `interface` is how the user calls the model (None in graphs
+    that are written by hand: by the names of the inputs). `batch` is the batch size of the example; sizes that depend on it are
+    expressions in ``B``. `batch_is_symbolic` is false where capture had to specialise: then every size is an int.
     """
 
     name: str
@@ -164,7 +165,7 @@ class Graph:
         return next(block for block in self.blocks if block.name == name)
 
     def count(self, name: str) -> int:
-        """How often a block is called."""
+        """The number of calls of a block."""
         return sum(call.block == name for call in self.calls)
 
     def parameters(self) -> dict[str, Parameter]:

@@ -1,21 +1,22 @@
-"""How the user calls the model and what comes back: the leaves of its arguments, and the form of its result."""
+"""The interface of the user's model: the leaves of its arguments, and the form of its result."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 Form = str | int | float | bool | None | tuple["Form", ...]
-"""What the model returns, as words: ``("loss",)``; ``("output", path)``; ``("constant", value)``; ``("tuple", (form, ...))``;
+"""The form of the model's result: ``("loss",)``; ``("output", path)``; ``("constant", value)``; ``("tuple", (form, ...))``;
 ``("list", (form, ...))``; ``("dict", ((key, form), ...))``; ``("class", "module:name", ((field, form), ...))``; None for what is
 left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A leaf of what the model's forward takes. `path`: the argument, then keys of dicts and places in tuples (``pairs.0``).
+    """A leaf of the arguments of the model's forward. `path` is the argument, then keys of dicts and indices of tuples
+    (``pairs.0``).
 
-    `input` is the graph's input; empty for a constant, which `constant` describes (empty: any will do). `optional`: the constant
-    is the forward's own default, and may be left out.
+    `input` is the graph's input; it is empty for a constant, whose text is `constant` (empty: any value will do). `optional`: the
+    constant is the default of the forward and may be left out.
     """
 
     path: str
@@ -26,7 +27,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A field of the result that was asked for beside the loss, and the value of the graph that it is."""
+    """A field of the model's result that is returned beside the loss, and its value in the graph."""
 
     path: str
     value: str
@@ -34,8 +35,8 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """`positional` are the names of the forward's arguments in their order. `left_out` are the tensors of the result that nobody
-    asked for: they come back as None."""
+    """`positional` are the names of the forward's arguments in their order. `left_out` are the tensors of the result that were
+    not requested: they come back as None."""
 
     positional: tuple[str, ...] = ()
     arguments: tuple[Argument, ...] = ()
@@ -44,6 +45,6 @@ class Interface:
 
 
 def constant_text(value: object) -> str:
-    """A constant argument in words: its value where that is plain, else its type. `runtime.inputs` has the same rule."""
+    """The text of a constant argument: ``repr`` of plain values, else the type's name. `runtime.step.inputs` does the same."""
     plain = value is None or isinstance(value, bool | int | float | str) or type(value).__module__ == "torch"
     return repr(value) if plain else type(value).__name__

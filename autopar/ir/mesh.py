@@ -8,7 +8,7 @@ from math import prod
 DATA_AXIS = "dp"
 MODEL_AXES = ("tp", "tp2")
 EXPERT_AXIS = "ep"
-"""A model axis that may cut the batch too: experts are dealt over it, while the rest is data parallel on the same ranks."""
+"""A model axis that may shard the batch too: experts are sharded over it, and all else is data parallel on the same ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Axes, outermost first: the last axis joins neighbouring ranks. Axes of size 1 may be present.
+    """Axes, outermost first: ranks that differ on the last axis only are neighbours. Axes of size 1 may be present.
 
-    The data axis (`DATA_AXIS`) carries the batch and the state sharding (ZeRO); every other axis is a model axis.
+    The data axis (`DATA_AXIS`) shards the batch and, with ZeRO, the state; every other axis is a model axis.
     """
 
     axes: tuple[Axis, ...]
@@ -44,11 +44,11 @@ class Mesh:
         return self.names.index(name)
 
     def size_of(self, name: str) -> int:
-        """The size of the axis, 1 where the mesh has none of that name."""
+        """The size of the axis; 1 where the mesh has no axis of that name."""
         return next((axis.size for axis in self.axes if axis.name == name), 1)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """The place of `rank`, one coordinate per axis."""
+        """The coordinates of `rank`, one per axis."""
         out: list[int] = []
         for size in reversed(self.sizes):
             rank, coordinate = divmod(rank, size)

@@ -1,10 +1,10 @@
-"""Where a tensor is on one mesh axis: sharded, replicated, invariant or partial.
+"""Placements of a tensor on one mesh axis, as in DTensor: Shard, Replicate, Partial; and Invariant.
 
-`Replicate` and `Invariant` both mean "equal on every rank of the axis"; they differ in their gradients. The gradient of a
-`Replicate` value is `Partial` (each rank holds a summand), the gradient of an `Invariant` value is `Invariant` (each rank
-holds the whole). `Partial`'s gradient is `Replicate`-like (equal everywhere), `Shard`'s is `Shard`.
+`Replicate` and `Invariant` both mean that the values are equal on every rank of the axis; their gradients differ. The gradient of
+a `Replicate` value is `Partial` (each rank holds a summand), that of an `Invariant` value is `Invariant` (each rank holds all of
+it). The gradient of `Partial` is equal on all ranks, that of `Shard` is `Shard`.
 
-Values that carry no gradient (integers, masks) are never `Invariant`: for them `Replicate` is the one spelling.
+Values without gradient (integers, masks) are never `Invariant`; they are `Replicate`.
 
 Text forms: ``S(1)``, ``S(1,3)``, ``R``, ``I``, ``P``, ``P(max)``.
 """
@@ -20,11 +20,11 @@ from autopar.ir.dims import Dim, divide, divisible
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Dimension `dim` is cut over the axis.
+    """Dimension `dim` is sharded over the axis.
 
-    With `parts` > 1 the dimension is read as ``(parts, size / parts)``, row-major, and the *minor* part is cut: rank r holds
-    chunk r of each of the `parts` pieces. A fused query-key-value projection sharded by heads is ``S(0,3)``; a flattened
-    ``batch x sequence`` dimension sharded by sequence is ``S(0,B)`` in spirit (only integer parts are expressible).
+    With `parts` > 1 the dimension is viewed as ``(parts, size / parts)``, row-major, and the *minor* one is sharded: rank r holds
+    the r-th chunk of each part. A fused query-key-value projection sharded by heads is ``S(0,3)``. `parts` is a number: a
+    flattened ``batch x sequence`` dimension that is sharded by sequence would need ``S(0,B)``, which does not exist.
     """
 
     dim: int
@@ -36,7 +36,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Equal values; the gradient is a sum over the axis."""
+    """Equal values on all ranks; the gradient is a sum over the axis."""
 
     def __str__(self) -> str:
         return "R"
@@ -44,7 +44,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """Equal values whose gradients are equal too."""
+    """Equal values on all ranks, whose gradients are equal too."""
 
     def __str__(self) -> str:
         return "I"
@@ -52,7 +52,7 @@ class Invariant:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The value is the reduction over the axis of what the ranks hold. `op` is sum, max or min (no gradient through max, min)."""
+    """The value is the reduction (`op`: sum, max, min) over the axis of what the ranks hold. No gradient through max and min."""
 
     op: str = "sum"
 
@@ -69,7 +69,7 @@ _PARTIAL = re.compile(r"P(?:\((sum|max|min)\))?")
 
 
 def parse_placement(text: str) -> Placement:
-    """The inverse of ``str``. ValueError on anything else."""
+    """The placement of a text form (see above). ValueError on anything else."""
     if text == "R":
         return Replicate()
     if text == "I":
@@ -82,7 +82,7 @@ def parse_placement(text: str) -> Placement:
 
 
 def format_placements(placements: Placements) -> str:
-    """``S(0) R`` for one placement per axis, separated by blanks."""
+    """The text of one placement per axis, separated by blanks: ``S(0) R``."""
     return " ".join(map(str, placements))
 
 
@@ -92,7 +92,7 @@ def parse_placements(text: str) -> Placements:
 
 
 def local_shape(shape: Sequence[Dim], placements: Placements, axis_sizes: Sequence[int]) -> tuple[Dim, ...]:
-    """The shape of one rank's part. ValueError where a sharded dimension does not divide."""
+    """The shape of the local shard of one rank. ValueError where a sharded dimension does not divide."""
     out = list(shape)
     for placement, size in zip(placements, axis_sizes, strict=True):
         if isinstance(placement, Shard):
@@ -101,40 +101,36 @@ def local_shape(shape: Sequence[Dim], placements: Placements, axis_sizes: Sequen
 
 
 def can_shard(shape: Sequence[Dim], placements: Placements, axis_sizes: Sequence[int]) -> bool:
-    """Whether every sharded dimension divides, and every two shardings of one dimension nest.
+    """Whether every sharded dimension divides, and all shardings of one dimension nest.
 
-    Two axes may cut the same dimension when their `parts` are equal (the later axis cuts within the earlier one's chunk), or
-    when the one has ``parts == 1`` and comes first, cutting whole parts of the other (``other.parts % size == 0``).
+    Two axes may shard the same dimension when their `parts` are equal (the later axis shards the chunks of the earlier one), or
+    when the earlier one has ``parts == 1`` and takes whole parts of the other (``other.parts % size == 0``).
     """
-    seen: dict[int, list[tuple[int, int]]] = {}
+    shardings: dict[int, list[tuple[int, int]]] = {}
     for placement, size in zip(placements, axis_sizes, strict=True):
         if isinstance(placement, Shard):
-            seen.setdefault(placement.dim, []).append((placement.parts, size))
-    for dim, cuts in seen.items():
-        if not -len(shape) <= dim < len(shape):
-            return False
-        extent: Dim = shape[dim]
-        cut_of: dict[int, int] = {}
-        for parts, size in cuts:
-            cut_of[parts] = cut_of.get(parts, 1) * size
-        if len(cut_of) > 2 or (len(cut_of) == 2 and 1 not in cut_of):
-            return False
-        if len(cut_of) == 2:
-            if cuts[0][0] != 1 or [parts for parts, _ in cuts] != sorted(parts for parts, _ in cuts):
-                return False
-            minor = max(cut_of)
-            if minor % cut_of[1]:
-                return False
-        for parts, cut in cut_of.items():
-            if parts == 1 and len(cut_of) == 2:
-                continue
-            if not divisible(extent, parts * cut):
-                return False
-    return True
+            shardings.setdefault(placement.dim, []).append((placement.parts, size))
+    return all(-len(shape) <= dim < len(shape) and _shardings_nest(shape[dim], each) for dim, each in shardings.items())
+
+
+def _shardings_nest(extent: Dim, shardings: Sequence[tuple[int, int]]) -> bool:
+    """Whether a dimension of `extent` can be sharded by these (parts, axis size), in the order of the axes."""
+    ranks_of: dict[int, int] = {}
+    for parts, size in shardings:
+        ranks_of[parts] = ranks_of.get(parts, 1) * size
+    if len(ranks_of) == 1:
+        ((parts, ranks),) = ranks_of.items()
+        return divisible(extent, parts * ranks)
+    if len(ranks_of) > 2 or 1 not in ranks_of:
+        return False
+    in_order = [parts for parts, _ in shardings]
+    minor = max(ranks_of)
+    return in_order == sorted(in_order) and minor % ranks_of[1] == 0 and divisible(extent, minor * ranks_of[minor])
 
 
 def local_parts(placements: Placements, axis_sizes: Sequence[int], axis: int) -> int:
-    """How many parts axis `axis`'s sharding sees in the *local* tensor of the other axes: `parts` over cuts of whole parts."""
+    """The `parts` of the sharding on axis `axis` in the tensor that is local on all other axes: other axes that take whole parts
+    of the same dimension divide them."""
     mine = placements[axis]
     assert isinstance(mine, Shard)
     parts = mine.parts

@@ -1,10 +1,10 @@
-"""What the solver decided: placements per value, arcs per conversion, state sharding per block."""
+"""A parallelization plan as data: per operation the placements of operands and results, per value the placement conversions
+(redistribute), per block the ZeRO stage, recomputation and offload, and the pipeline."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 
@@ -13,20 +13,22 @@ from autopar.ir.placement import Placements
 class NodePlan:
     """One operation on the mesh. `operands` and `results` are placements in the order of `Node.operands()` and outputs.
 
-    `label` names, per axis, the factor that is sharded (``n``, ``k``), ``redundant``, or ``pass`` (a Partial handed on).
-    `function` is the named function that replaces the op (``ap.embedding_sharded``), empty where the op itself runs on shards.
+    `factors` names, per mesh axis, the factor that is sharded (``n``, ``k``), ``redundant`` (every rank computes the same), or
+    ``pass`` (a Partial goes in and a Partial comes out). `function` is the named function that replaces the operation
+    (``ap.embedding_sharded``); it is empty where the operation itself runs on local shards.
     """
 
     node: str
     operands: tuple[Placements, ...]
     results: tuple[Placements, ...]
-    label: tuple[str, ...]
+    factors: tuple[str, ...]
     function: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Arc:
-    """A conversion of one value that changes exactly one axis. The arcs of a value form a tree rooted where it is produced."""
+class Conversion:
+    """A placement conversion of one value, which changes exactly one mesh axis. The conversions of a value form a tree; its root
+    is the placement in which the value is produced."""
 
     value: str
     source: Placements
@@ -37,11 +39,13 @@ class Arc:
 class BlockPlan:
     """A distinct block. `inputs`, `parameters`, `outputs` are the placements at its boundary; parameters as they are stored.
 
-    A graph value has one placement between blocks: the producer converts to it, consumers convert from it, inside.
-    `zero` is the state sharding on the data axis: 0 replicated, 1 optimizer, 2 and gradients, 3 and parameters.
-    `recompute`: only the inputs are kept; the backward runs the forward once more. Finer, and not beside it: `again` names the
-    nodes and `again_arcs` the conversions that the backward runs once more; what they produce is not kept, and what they
-    need is. `offload` are the kept tensors that wait on the host, as (value, placements).
+    A value of the graph has one placement between blocks: the producing block converts to it, each consuming block from it.
+    `zero` is the ZeRO stage on the data axis: 0 everything replicated, 1 optimizer state sharded, 2 gradients too, 3 parameters
+    too (FSDP).
+    `recompute`: full activation checkpointing; only the block's inputs are saved, and the backward recomputes its forward.
+    Selective recomputation instead names single nodes (`recompute_nodes`) and conversions (`recompute_conversions`) that the
+    backward recomputes: their results are not saved, their operands are. `offload` are the saved tensors that are offloaded to
+    host memory, as (value, placements).
     """
 
     block: str
@@ -49,17 +53,17 @@ class BlockPlan:
     parameters: tuple[Placements, ...]
     outputs: tuple[Placements, ...]
     nodes: tuple[NodePlan, ...]
-    arcs: tuple[Arc, ...]
+    conversions: tuple[Conversion, ...]
     zero: int
     recompute: bool = False
-    again: tuple[str, ...] = ()
-    again_arcs: tuple[Arc, ...] = ()
+    recompute_nodes: tuple[str, ...] = ()
+    recompute_conversions: tuple[Conversion, ...] = ()
     offload: tuple[tuple[str, Placements], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """`compute` is the dtype of forward and backward, `master` of the stored parameters and gradients' reduction."""
+    """`compute` is the dtype of forward and backward, `master` that of the stored parameters and of gradient reduction."""
 
     compute: str = "float32"
     master: str = "float32"
@@ -67,12 +71,12 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """`stages` in a row, each of `virtual` chunks of consecutive calls; `schedule` as the field names it.
+    """A pipeline of `stages` ranks, each with `virtual` model chunks of consecutive calls; `schedule` is its name (``1f1b``).
 
-    `cuts` are the first calls of all chunks but the first one, or `layers` of each chunk in the model's order; without both,
-    layers are dealt evenly. `repeated` are graph values without gradient that every chunk makes for itself instead of receiving
-    them. `actions` is the text of a schedule that no builder makes by its name, a line for each stage. `weight_versions`: 2 if
-    gradients are those of the weights before the last update (PipeDream-2BW, arXiv 2006.09503).
+    `cuts` are the first calls of all chunks but the first one; or `layers` says how many layers each chunk has, in the model's
+    order; without both, layers are distributed evenly. `repeated` are values of the graph without gradient that every chunk
+    computes itself instead of receiving them. `actions` is the text of a schedule that has no builder of that name, one line per
+    stage. `weight_versions` is 2 where gradients belong to the weights before the last update (PipeDream-2BW, arXiv 2006.09503).
     """
 
     stages: int = 1
@@ -87,10 +91,11 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mesh and the block plans on it: what evaluator, passes and program read.
+    """A device mesh and the block plans on it: what the evaluator, the passes and the program read.
 
-    `batch` is the global one, taken in `micro_batches` parts. The mesh is that of one pipeline stage; all stages together are
-    the cluster. State is sharded over `zero_group` neighbours on the data axis (0: over all of it) and equal between such groups.
+    `batch` is the global batch, in `micro_batches` equal parts. The mesh is that of one pipeline stage; all stages together are
+    the cluster. State is sharded over groups of `zero_group` neighbours on the data axis (0: over the whole axis) and replicated
+    between the groups (hybrid sharding, HSDP).
     """
 
     mesh: Mesh
@@ -108,16 +113,8 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        """Of all stages."""
+        """The number of devices of all pipeline stages."""
         return self.mesh.size * self.pipeline.stages
 
     def block(self, name: str) -> BlockPlan:
         return next(block for block in self.blocks if block.block == name)
-
-
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """A candidate with its graph: all that is needed to build the program."""
-
-    graph: Graph
-    candidate: Candidate

@@ -1,4 +1,4 @@
-"""Schedules of a pipeline as data: an action is (chunk, kind, micro-batch), a schedule is a tuple of actions for each rank.
+"""Pipeline schedules as data: an action is (model chunk, kind, micro-batch), a schedule has a tuple of actions for each rank.
 
 The text of an action is that of ``torch.distributed.pipelining``: ``0F3``, ``1RECV_F0``, ``2UNSHARD``.
 """
@@ -19,11 +19,11 @@ _TEXT = pattern(rf"(\d+)(?:({'|'.join((*COMPUTE, *TRANSFERS))})(\d+)|({'|'.join(
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """`kind`: F forward, B whole backward, I gradient of the inputs, W gradients of the weights.
+    """`kind`: F forward, B full backward; a split backward is I (input gradients) and W (weight gradients).
 
-    Transfers: ``SEND_F`` of a chunk's results to the next chunk, ``RECV_F`` posts the receive of its inputs; ``SEND_B`` of the
-    gradients of its inputs to the chunk before, ``RECV_B`` posts the receive of those of its results. The state of the data axis:
-    ``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD`` (without micro-batch: -1).
+    p2p: ``SEND_F`` sends a chunk's outputs to the next chunk, ``RECV_F`` posts the receive of its inputs; ``SEND_B`` sends the
+    gradients of its inputs to the chunk before, ``RECV_B`` posts the receive of those of its outputs. FSDP state: ``UNSHARD``,
+    ``RESHARD``, ``REDUCE_GRAD`` (without micro-batch: -1).
     """
 
     chunk: int
@@ -35,7 +35,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """PlanError where `text` is none."""
+        """The action of a text like ``0F3``. PlanError where it is none."""
         found = _TEXT.fullmatch(text)
         if found is None:
             raise PlanError(f"{text!r} is no action: write chunk, kind and micro-batch like 0F0, 0B0, 0I0 or 0W0")
@@ -45,7 +45,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The order of the actions of each pipeline rank. ``str()`` is one line for each, which `parse` reads."""
+    """The actions of each pipeline rank, in order. ``str()`` is one line per rank, which `parse` reads."""
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
@@ -55,7 +55,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, name: str) -> Schedule:
-        """PlanError names the rank and the cell that cannot be read."""
+        """The schedule of a text with one line per rank. PlanError names the rank and the word that cannot be read."""
         ranks = []
         for rank, line in enumerate(text.strip().splitlines()):
             actions = []
@@ -73,12 +73,12 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """How many."""
+        """The number of model chunks."""
         return 1 + max((action.chunk for rank in self.ranks for action in rank), default=-1)
 
     @property
     def rank_of(self) -> tuple[int, ...]:
-        """The rank of every chunk. PlanError where one is on several ranks, or on none."""
+        """The pipeline rank of every chunk. PlanError where a chunk is on several ranks, or on none."""
         found: dict[int, int] = {}
         for rank, actions in enumerate(self.ranks):
             for chunk in dict.fromkeys(action.chunk for action in actions):
@@ -91,10 +91,10 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether any backward is in two parts."""
+        """Whether any backward is split into input and weight gradients."""
         return any(action.kind == WEIGHT for rank in self.ranks for action in rank)
 
     @property
     def compute(self) -> Schedule:
-        """Without transfers and state."""
+        """The schedule without p2p and state actions."""
         return Schedule(self.name, tuple(tuple(each for each in rank if each.kind in COMPUTE) for rank in self.ranks))

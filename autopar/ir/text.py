@@ -1,4 +1,4 @@
-"""Blocks as text, one operation a line, for dumps, golden tests and error messages."""
+"""Blocks as text, one operation per line, for dumps, golden tests and error messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.ir.placement import Placements, format_placements
 Where = Mapping[str, Placements]
 
 
-def print_arg(arg: Arg) -> str:
+def format_arg(arg: Arg) -> str:
     """``%x``, ``<16*B>``, ``float32``, ``1e-05``, ``(1, 2)``."""
     if isinstance(arg, Ref):
         return f"%{arg.name}"
@@ -20,40 +20,40 @@ def print_arg(arg: Arg) -> str:
     if isinstance(arg, DType):
         return arg.name
     if isinstance(arg, tuple):
-        return "(" + ", ".join(map(print_arg, arg)) + ")"
+        return "(" + ", ".join(map(format_arg, arg)) + ")"
     return repr(arg)
 
 
-def print_shape(shape: Shape) -> str:
+def format_shape(shape: Shape) -> str:
     """``[B, 16, 8]``."""
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def print_value(value: Value, where: Where | None = None) -> str:
+def format_value(value: Value, where: Where | None = None) -> str:
     """``%x: float32[B, 16] S(0) R``; a value with a gradient is marked ``'``."""
     placements = where.get(value.name) if where else None
     mark = "'" if value.differentiable else ""
-    return f"%{value.name}: {value.dtype}{mark}{print_shape(value.shape)}" + (
+    return f"%{value.name}: {value.dtype}{mark}{format_shape(value.shape)}" + (
         f" {format_placements(placements)}" if placements is not None else ""
     )
 
 
-def print_node(node: Node, where: Where | None = None) -> str:
+def format_node(node: Node, where: Where | None = None) -> str:
     """``%y: float32[B, 8] = aten.linear(%x, %w)``."""
-    outputs = ", ".join(print_value(value, where) for value in node.outputs)
-    args = ", ".join([*map(print_arg, node.args), *(f"{name}={print_arg(arg)}" for name, arg in node.kwargs)])
+    outputs = ", ".join(format_value(value, where) for value in node.outputs)
+    args = ", ".join([*map(format_arg, node.args), *(f"{name}={format_arg(arg)}" for name, arg in node.kwargs)])
     return f"{outputs} = {node.op}({args})" + ("  no_grad" if node.no_grad else "")
 
 
-def print_block(block: Block, where: Where | None = None) -> str:
-    """The whole block; `where` adds placements."""
+def format_block(block: Block, where: Where | None = None) -> str:
+    """The whole block; with the placements of `where`, if given."""
     lines = [f"block {block.name}("]
-    lines += [f"    {print_value(value, where)}," for value in block.inputs]
+    lines += [f"    {format_value(value, where)}," for value in block.inputs]
     for parameter in block.parameters:
         kind = "buffer" if parameter.buffer else "parameter" if parameter.trainable else "frozen"
-        lines.append(f"    {print_value(parameter.value, where)}  # {kind} {parameter.path}")
+        lines.append(f"    {format_value(parameter.value, where)}  # {kind} {parameter.path}")
     lines.append("):")
-    lines += [f"    {print_node(node, where)}" for node in block.nodes]
+    lines += [f"    {format_node(node, where)}" for node in block.nodes]
     lines += [f"    update %{buffer} = %{value}" for buffer, value in block.updates]
     lines.append("    return " + ", ".join(f"%{name}" for name in block.outputs))
     return "\n".join(lines) + "\n"

@@ -1,4 +1,7 @@
-"""Whether a candidate fits its graph: what evaluator, passes and runtime rely on, each naming the culprit."""
+"""Checks that a candidate fits its graph. The evaluator, the passes and the runtime rely on it; each error names what is wrong.
+
+Start with `verify_candidate`.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,22 @@ from collections.abc import Iterator
 
 from autopar.errors import PlanError
 from autopar.ir import dims
-from autopar.ir.batch_axis import totals_of
-from autopar.ir.chunks import check_schedule, chunk_calls, chunks_of_ranks
 from autopar.ir.graph import Block, Graph, Value
 from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.micro_batching import candidate_totals
+from autopar.ir.pipeline.chunk_calls import chunk_calls
+from autopar.ir.pipeline.stage_values import check_chunk_borders, repeatable_values
 from autopar.ir.placement import Invariant, Placements, can_shard, format_placements
-from autopar.ir.plan import BlockPlan, Candidate, NodePlan
-from autopar.ir.stages import check_cuts, repeatable
+from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan
 
 
-def _two_versions(candidate: Candidate) -> None:
-    """What runs with weights of two versions: whole state, everything kept, one chunk a stage."""
+def _verify_weight_versions(candidate: Candidate) -> None:
+    """Two weight versions (PipeDream-2BW) run with replicated state, without recomputation or offload, on one chunk per stage."""
     pipeline, sharded = candidate.pipeline, candidate.mesh.size_of(DATA_AXIS) > 1
     if pipeline.stages == 1:
         raise PlanError("two versions of weights are for a pipeline: take at least 2 stages")
     for plan in candidate.blocks:
-        if plan.recompute or plan.again or plan.again_arcs or plan.offload or (plan.zero and sharded):
+        if plan.recompute or plan.recompute_nodes or plan.recompute_conversions or plan.offload or (plan.zero and sharded):
             raise PlanError(f"{plan.block}: two versions of weights take whole state (zero=0), and no recomputation or offload")
     if pipeline.virtual > 1 or pipeline.schedule != "1f1b":
         raise PlanError(f"two versions of weights run on 1f1b with one chunk a stage, not {pipeline.schedule}: change one")
@@ -32,16 +35,16 @@ def _two_versions(candidate: Candidate) -> None:
 
 
 def verify_candidate(graph: Graph, candidate: Candidate, devices: int | None = None) -> None:
-    """PlanError, one line, at the first thing that does not fit. `devices` is the cluster's size, where it is known."""
+    """PlanError, one line, for the first thing that does not fit. `devices` is the size of the cluster, if known."""
     _verify_mesh(candidate, devices)
     degree = candidate.mesh.size_of(DATA_AXIS)
     if candidate.batch < 1 or candidate.batch % degree:
         raise PlanError(
             f"the global batch {candidate.batch} does not divide over the data axis dp={degree}: make it a multiple of {degree}"
         )
-    parts = candidate.micro_batches
-    if parts < 1 or candidate.batch % (degree * parts):
-        raise PlanError(f"{parts} micro-batches do not divide the {candidate.batch // degree} examples of each data rank")
+    count = candidate.micro_batches
+    if count < 1 or candidate.batch % (degree * count):
+        raise PlanError(f"{count} micro-batches do not divide the {candidate.batch // degree} examples of each data rank")
     if candidate.zero_group < 0 or (candidate.zero_group and degree % candidate.zero_group):
         raise PlanError(f"zero_group={candidate.zero_group} does not divide the data axis dp={degree}: write a divisor, or 0")
     planned, known = [plan.block for plan in candidate.blocks], [block.name for block in graph.blocks]
@@ -53,7 +56,7 @@ def verify_candidate(graph: Graph, candidate: Candidate, devices: int | None = N
     _verify_calls(graph, candidate)
     verify_pipeline(graph, candidate)
     if candidate.micro_batches > 1:
-        totals_of(graph, candidate)
+        candidate_totals(graph, candidate)
 
 
 def _verify_mesh(candidate: Candidate, devices: int | None) -> None:
@@ -78,7 +81,7 @@ def verify_pipeline(graph: Graph, candidate: Candidate) -> None:
     if pipeline.weight_versions not in (1, 2):
         raise PlanError(f"weight_versions={pipeline.weight_versions}: write 1, or 2 for gradients that are one update late")
     if pipeline.weight_versions > 1:
-        _two_versions(candidate)
+        _verify_weight_versions(candidate)
         if graph.outputs:
             raise PlanError(f"two versions of weights return the loss of the batch before, without {graph.outputs[0].path}")
     if pipeline.stages == 1:
@@ -88,18 +91,12 @@ def verify_pipeline(graph: Graph, candidate: Candidate) -> None:
             f"{graph.name} has {len(graph.calls)} blocks, {pipeline.stages} stages of {pipeline.virtual} chunks need "
             f"{pipeline.stages * pipeline.virtual}: take fewer stages"
         )
-    check_schedule(pipeline, candidate.micro_batches)
-    chunks, ranks = chunk_calls(graph, pipeline), chunks_of_ranks(pipeline)
-    placed = sorted(chunk for mine in ranks for chunk in mine)
-    if len(ranks) != pipeline.stages or placed != list(range(len(chunks))):
-        raise PlanError(
-            f"the schedule's text has {len(ranks)} ranks with chunks {placed}: {pipeline.stages} stages share out {len(chunks)}"
-        )
-    makers = repeatable(graph) if pipeline.repeated else {}
+    chunks = chunk_calls(graph, pipeline)
+    makers = repeatable_values(graph) if pipeline.repeated else {}
     for name in pipeline.repeated:
         if name not in makers:
             raise PlanError(f"{name} is repeated on every stage, but inputs of the batch do not determine it: leave it out")
-    check_cuts(graph, chunks)
+    check_chunk_borders(graph, chunks)
 
 
 def _same_length(what: str, expected: int, found: int) -> None:
@@ -114,7 +111,7 @@ def _verify_placements(where: str, value: Value, placements: Placements, candida
         raise PlanError(
             f"{where}: placements {text!r} of {value.name} have {len(placements)} axes, the mesh {mesh} has {len(mesh.axes)}"
         )
-    shape = dims.values(value.shape, candidate.micro_batch)
+    shape = dims.shape_at(value.shape, candidate.micro_batch)
     if not can_shard(shape, placements, mesh.sizes):
         raise PlanError(
             f"{where}: {value.name} of shape {list(shape)} cannot be {text!r} on {mesh}: a sharded dimension does not divide"
@@ -153,11 +150,11 @@ def _verify_block(block: Block, plan: BlockPlan, candidate: Candidate) -> None:
     for consumer, name, placements in needed:
         _verify_placements(f"{where}, {consumer}", values[name], placements, candidate)
     reached = _reached(where, plan, values, produced, candidate)
-    _verify_again(where, plan, produced, plans)
+    _verify_recompute(where, plan, produced, plans)
     for consumer, name, placements in needed:
         if placements not in reached[name]:
             raise PlanError(
-                f"{where}: {consumer} needs {name} as {format_placements(placements)!r}, but its arcs from "
+                f"{where}: {consumer} needs {name} as {format_placements(placements)!r}, but its conversions from "
                 f"{format_placements(produced[name])!r} do not reach that"
             )
 
@@ -165,42 +162,53 @@ def _verify_block(block: Block, plan: BlockPlan, candidate: Candidate) -> None:
 def _reached(
     where: str, plan: BlockPlan, values: dict[str, Value], produced: dict[str, Placements], candidate: Candidate
 ) -> dict[str, set[Placements]]:
-    """Per value the placements that it takes on: where it is produced, and the ends of its arcs, which must form a tree."""
-    targets: dict[str, list[Placements]] = {}
-    arcs: dict[str, list[tuple[Placements, Placements]]] = {}
-    for arc in plan.arcs:
-        if arc.value not in values:
-            raise PlanError(f"{where}: an arc names the value {arc.value!r}, which the block does not have")
-        text = f"{arc.value}: {format_placements(arc.source)} -> {format_placements(arc.target)}"
-        _verify_placements(f"{where}, arc", values[arc.value], arc.source, candidate)
-        _verify_placements(f"{where}, arc", values[arc.value], arc.target, candidate)
-        if sum(a != b for a, b in zip(arc.source, arc.target, strict=True)) != 1:
-            raise PlanError(f"{where}: arc {text} must change exactly one axis")
-        if arc.target == produced[arc.value] or arc.target in targets.get(arc.value, []):
-            raise PlanError(f"{where}: arc {text} leads to a placement that the value already has")
-        targets.setdefault(arc.value, []).append(arc.target)
-        arcs.setdefault(arc.value, []).append((arc.source, arc.target))
+    """The placements that each value takes on: where it is produced, and the targets of its conversions, which form a tree."""
+    conversions: dict[str, list[Conversion]] = {}
+    for conversion in plan.conversions:
+        _verify_conversion(where, conversion, values, produced, candidate)
+        others = conversions.setdefault(conversion.value, [])
+        if any(conversion.target == other.target for other in others):
+            raise PlanError(f"{where}: conversion {_text(conversion)} leads to a placement that the value already has")
+        others.append(conversion)
     reached = {name: {placements} for name, placements in produced.items()}
-    for name, pending in arcs.items():
-        while ready := [pair for pair in pending if pair[0] in reached[name]]:
-            reached[name].update(target for _, target in ready)
-            pending = [pair for pair in pending if pair not in ready]
+    for name, pending in conversions.items():
+        while ready := [each for each in pending if each.source in reached[name]]:
+            reached[name].update(each.target for each in ready)
+            pending = [each for each in pending if each not in ready]
         if pending:
-            raise PlanError(
-                f"{where}: the arc of {name} from {format_placements(pending[0][0])!r} starts where the value never is"
-            )
+            raise PlanError(f"{where}: conversion {_text(pending[0])} starts where the value never is")
     return reached
 
 
-def _verify_again(where: str, plan: BlockPlan, produced: dict[str, Placements], plans: dict[str, NodePlan]) -> None:
-    """What the backward runs again exists, and is not named beside a block that is recomputed whole."""
-    unknown = [name for name in plan.again if name not in plans] + [name for name, _ in plan.offload if name not in produced]
+def _verify_conversion(
+    where: str, conversion: Conversion, values: dict[str, Value], produced: dict[str, Placements], candidate: Candidate
+) -> None:
+    """One conversion changes one axis of a known value, to a placement in which the value is not produced."""
+    if conversion.value not in values:
+        raise PlanError(f"{where}: a conversion names the value {conversion.value!r}, which the block does not have")
+    for placements in (conversion.source, conversion.target):
+        _verify_placements(f"{where}, conversion", values[conversion.value], placements, candidate)
+    if sum(a != b for a, b in zip(conversion.source, conversion.target, strict=True)) != 1:
+        raise PlanError(f"{where}: conversion {_text(conversion)} must change exactly one axis")
+    if conversion.target == produced[conversion.value]:
+        raise PlanError(f"{where}: conversion {_text(conversion)} leads to a placement that the value already has")
+
+
+def _text(conversion: Conversion) -> str:
+    return f"{conversion.value}: {format_placements(conversion.source)} -> {format_placements(conversion.target)}"
+
+
+def _verify_recompute(where: str, plan: BlockPlan, produced: dict[str, Placements], plans: dict[str, NodePlan]) -> None:
+    """What is recomputed or offloaded exists, and a block that is recomputed as a whole names nothing of it."""
+    unknown = [name for name in plan.recompute_nodes if name not in plans] + [
+        name for name, _ in plan.offload if name not in produced
+    ]
     if unknown:
         raise PlanError(f"{where}: {unknown[0]} is to be recomputed or offloaded, but the block does not have it")
-    if set(plan.again_arcs) - set(plan.arcs):
-        raise PlanError(f"{where}: a conversion is to run again that does not run at all; again_arcs must be among arcs")
-    if plan.recompute and (plan.again or plan.again_arcs or plan.offload):
-        raise PlanError(f"{where}: recomputed whole, so `again` and `offload` must be empty")
+    if set(plan.recompute_conversions) - set(plan.conversions):
+        raise PlanError(f"{where}: recompute_conversions has a conversion that is not among conversions")
+    if plan.recompute and (plan.recompute_nodes or plan.recompute_conversions or plan.offload):
+        raise PlanError(f"{where}: recompute is true, so recompute_nodes, recompute_conversions and offload must be empty")
 
 
 def _boundary(graph: Graph, candidate: Candidate) -> Iterator[tuple[str, str, Placements]]:

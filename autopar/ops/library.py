@@ -1,4 +1,4 @@
-"""The operators as torch sees them while it traces: ``ap::moe_experts`` and ``ap::expert_capacity``, registered at first use."""
+"""The operators as torch sees them while tracing: ``ap::moe_experts`` and ``ap::expert_capacity``, registered at first use."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ Operator = Any
 
 @lru_cache(maxsize=1)
 def operators() -> tuple[Operator, Operator]:
-    """``moe_experts``, with a backward that computes the forward again, and ``expert_capacity``."""
-    from autopar.runtime import experts as runtime
+    """``moe_experts``, whose backward recomputes the forward, and ``expert_capacity``. Signatures are flat, as torch.library
+    wants."""
+    from autopar.runtime.ops import experts as runtime
 
     @torch.library.custom_op("ap::moe_experts", mutates_args=())
     def moe_experts(
@@ -28,7 +29,8 @@ def operators() -> tuple[Operator, Operator]:
         layout: str,
         capacity: float | None,
     ) -> torch.Tensor:
-        made: torch.Tensor = runtime.moe_experts(x, experts, weights, up, down, up_bias, down_bias, activation, layout, capacity)
+        operands = (x, experts, weights, up, down, up_bias, down_bias)
+        made: torch.Tensor = runtime.moe_experts(*operands, activation=activation, layout=layout, capacity=capacity)
         return made
 
     @moe_experts.register_fake
@@ -55,17 +57,17 @@ def operators() -> tuple[Operator, Operator]:
     def _(grad: torch.Tensor, x: torch.Tensor, experts: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
         return [torch.empty_like(each) for each in (x, *rest[:5]) if each is not None]
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.save_for_backward(*inputs[:7])
         ctx.rest = inputs[7:]
 
-    def pull(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def pull_back(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, experts, *others = ctx.saved_tensors
         found = iter(backward(grad, x, experts, *others, *ctx.rest))
         gradients = [None if each is None else next(found) for each in (x, *others)]
         return gradients[0], None, *gradients[1:], None, None, None
 
-    moe_experts.register_autograd(pull, setup_context=keep)
+    moe_experts.register_autograd(pull_back, setup_context=save)
 
     @torch.library.custom_op("ap::expert_capacity", mutates_args=())
     def expert_capacity(experts: torch.Tensor, number: int, factor: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The class of one distinct block as text."""
+"""The class of one distinct block as text: its parameter specs, and its forward with one line per operation."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from autopar.ir import dims
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Arg, Block, Node, Symbol, draws_masks
 from autopar.ir.placement import parse_placement
-from autopar.passes.lowered import Lowered, LoweredBlock, Spec
+from autopar.passes.lowered import Lowered, LoweredBlock, StoredParameter
+from autopar.program.expressions import expression, recomputed_expression
 from autopar.program.names import attribute_of, class_names
-from autopar.program.operations import called_again, expression
-from autopar.rules.conversions import conversion
+from autopar.rules.conversions import axis_conversion
 
 INDENT = "    "
 COMMENT_COLUMN = 84
-LONG = 110
-AGAIN = f"{'with Again(self.mesh.host) as again:':<{COMMENT_COLUMN - 8}}  # the backward runs once more what runs by it"
-LATER = {
-    "aten.linear": ("F.linear", "self.later.linear"),
-    "ap.linear_kn": ("C.linear_kn", "self.later.linear_kn"),
+MAX_CODE_WIDTH = 110
+RECOMPUTE = (
+    f"{'with Recompute(self.mesh.host_memory) as recompute:':<{COMMENT_COLUMN - 8}}  # the backward recomputes what runs by it"
+)
+SPLIT_BACKWARD_PRODUCTS = {
+    "aten.linear": ("F.linear", "self.split_backward.linear"),
+    "ap.linear_kn": ("C.linear_kn", "self.split_backward.linear_kn"),
 }
-"""Products as they are written, and where a schedule splits the backward."""
-TUPLES = ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "ap.convert_many")
-WORDS = {
+"""Matrix products, as they are written without and with a split backward (input gradient, then weight gradient)."""
+TUPLE_OPS = ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "ap.convert_many")
+COLLECTIVE_NAMES = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce",
@@ -34,36 +36,36 @@ WORDS = {
 }
 
 
-def class_lines(lowered: Lowered, block: LoweredBlock) -> list[str]:
-    """The whole class."""
-    calls = [call for call in lowered.every_call if call.block == block.block.name]
+def block_class_lines(lowered: Lowered, block: LoweredBlock) -> list[str]:
+    """The lines of the class."""
+    calls = [call for call in lowered.all_calls if call.block == block.block.name]
     prefixes = [call.prefix or "the model's own" for call in calls]
     where = prefixes[0] if len(prefixes) == 1 else f"{prefixes[0]} .. {prefixes[-1]}, {len(prefixes)} times"
     name = class_names([block.block.name])[block.block.name]
-    lines = [f"class {name}(Block):", f'{INDENT}"""{where}"""', "", f"{INDENT}zero = {block.zero}"]
+    lines = [f"class {name}(BlockModule):", f'{INDENT}"""{where}"""', "", f"{INDENT}zero = {block.zero}"]
     lines += [f"{INDENT}recompute = True"] * block.recompute
-    lines += [f"{INDENT}replays = True"] * block.replays
-    lines += [f"{INDENT}draws = True"] * (block.recompute and any(map(draws_masks, block.block.nodes)))
-    lines += [f"{INDENT}noise = True"] * any(node.op == "ap.random" for node in block.block.nodes)
+    lines += [f"{INDENT}selective_recompute = True"] * block.selective
+    lines += [f"{INDENT}uses_rng = True"] * (block.recompute and any(map(draws_masks, block.block.nodes)))
+    lines += [f"{INDENT}training_noise = True"] * any(node.op == "ap.random" for node in block.block.nodes)
     lines += [f"{INDENT}batch_statistics = True"] * bool(block.block.updates)
     lines += _spec_lines(block.specs)
     return [*lines, "", *_Forward(lowered, block).lines()]
 
 
-def _spec_lines(specs: Iterable[Spec]) -> list[str]:
+def _spec_lines(specs: Iterable[StoredParameter]) -> list[str]:
     written = [f"{INDENT * 2}{_spec(spec)}," for spec in specs]
     return [f"{INDENT}specs = (", *written, f"{INDENT})"] if written else [f"{INDENT}specs = ()"]
 
 
-def _spec(spec: Spec) -> str:
+def _spec(spec: StoredParameter) -> str:
     words = [f'"{spec.path}"', repr(spec.shape), f'"{spec.dtype}"']
     words.append("{" + ", ".join(f'"{axis}": "{where}"' for axis, where in spec.placements) + "}")
     words += ["trainable=False"] * (not spec.trainable) + ["buffer=True"] * spec.buffer
-    return f"Parameter({', '.join(words)})"
+    return f"ParameterSpec({', '.join(words)})"
 
 
 def shape_comment(shape: Shape) -> str:
-    """``B 2048 512``; nothing for a scalar."""
+    """``B 2048 512``, or ``()`` for a scalar."""
     return " ".join(str(dim).replace("*", "") if isinstance(dim, str) else str(dim) for dim in shape) or "()"
 
 
@@ -75,12 +77,12 @@ def _symbols(arg: Arg) -> Iterator[Symbol]:
             yield from _symbols(item)
 
 
-def batch_source(inputs: Iterable[tuple[str, Shape]]) -> str | None:
-    """How to read ``B`` from the shape of an input: ``x.shape[0]`` or ``x.shape[0] // 16``."""
+def batch_size_source(inputs: Iterable[tuple[str, Shape]]) -> str | None:
+    """The expression of ``B`` from the shape of an input: ``x.shape[0]`` or ``x.shape[0] // 16``; None where no shape tells."""
     symbol = sympy.Symbol(dims.BATCH, integer=True, positive=True)
     for name, shape in inputs:
         for index, dim in enumerate(shape):
-            ratio = dims.expression(dim) / symbol
+            ratio = dims.as_sympy(dim) / symbol
             if isinstance(dim, str) and ratio.is_number:
                 times, by = sympy.fraction(ratio)
                 read = f"{name}.shape[{index}]"
@@ -89,26 +91,26 @@ def batch_source(inputs: Iterable[tuple[str, Shape]]) -> str | None:
     return None
 
 
-def deferrable(block: Block) -> frozenset[str]:
-    """Products with trained weights (their first outputs): their gradient is of use to nobody before the optimizer's step."""
+def split_backward_nodes(block: Block) -> frozenset[str]:
+    """Products with trained weights, by first output: nothing in the backward reads their weight gradients, so these can wait."""
     weights = {parameter.value.name for parameter in block.parameters if parameter.trainable and not parameter.buffer}
     out = set()
     for node in block.nodes:
         operands = node.operands()
         if operands and weights.issuperset(operands):
             weights.update(value.name for value in node.outputs)
-        elif node.op in LATER and operands[1] in weights and not node.no_grad:
+        elif node.op in SPLIT_BACKWARD_PRODUCTS and operands[1] in weights and not node.no_grad:
             out.add(node.name)
     return frozenset(out)
 
 
 def _offload(name: str) -> str:
-    return f"again.offload({name})  # waits on the host"
+    return f"recompute.offload({name})  # saved in host memory"
 
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """Writes the forward of a block."""
+    """Writes the forward of one block."""
 
     lowered: Lowered
     lowered_block: LoweredBlock
@@ -125,14 +127,14 @@ class _Forward:
             *self._updates(),
             f"return {', '.join(self._name(name) for name in block.outputs)}",
         ]
-        if self.lowered_block.replays:
-            inputs = [value.name for value in block.inputs if value.name in self.lowered_block.offload]
-            inside = [AGAIN, *(INDENT + line for line in [*map(_offload, inputs), *inside])]
+        if self.lowered_block.selective:
+            inputs = [value.name for value in block.inputs if value.name in self.lowered_block.offloaded]
+            inside = [RECOMPUTE, *(INDENT + line for line in [*map(_offload, inputs), *inside])]
         body = [*self._header(), *inside]
         return [f"{INDENT}def forward(self{arguments}):", *(f"{INDENT * 2}{line}".rstrip() for line in body)]
 
     def _name(self, name: str) -> str:
-        """A parameter is read where it is used: FSDP2 puts the gathered one there."""
+        """The expression of a value. A parameter is an attribute at every use, since FSDP2 swaps in the all-gathered one."""
         for parameter, spec in zip(self.block.parameters, self.lowered_block.specs, strict=True):
             if parameter.value.name == name:
                 return f"self.{attribute_of(spec.path)}"
@@ -143,62 +145,62 @@ class _Forward:
         lines = [f"{axis} = self.mesh.{axis}" for axis in self.lowered.mesh.names if axis in used]
         symbols = [s for node in self.block.nodes for arg in (*node.args, *(v for _, v in node.kwargs)) for s in _symbols(arg)]
         if any(dims.has_batch(symbol.dim) for symbol in symbols):
-            read = batch_source((value.name, value.shape) for value in self.block.inputs)
-            lines.append(f"B = {read}" if read else f"B = {self.lowered.batch}  # of the plan: no input tells")
+            read = batch_size_source((value.name, value.shape) for value in self.block.inputs)
+            lines.append(f"B = {read}" if read else f"B = {self.lowered.batch}  # of the plan: no input has it")
         return lines
 
     def _body(self) -> Iterator[str]:
-        quiet = False
+        no_grad = False
         module = ""
         read = {name for node in self.block.nodes for name in node.operands()}
         read |= {*self.block.outputs, *(value for _, value in self.block.updates)}
         schedule = self.lowered.schedule
-        later = deferrable(self.block) if schedule is not None and schedule.splits_backward else frozenset[str]()
+        split = split_backward_nodes(self.block) if schedule is not None and schedule.splits_backward else frozenset[str]()
         for node in self.block.nodes:
             top = node.module.split(".")[0] if node.module else module
             if top != module:
                 module = top
                 yield f"# {module}"
-                quiet = False
-            if node.no_grad and not quiet:
+                no_grad = False
+            if node.no_grad and not no_grad:
                 yield "with torch.no_grad():"
-            quiet = node.no_grad
-            deep = 2 + quiet + self.lowered_block.replays
-            left = [_offload(value.name) for value in node.outputs if value.name in self.lowered_block.offload]
-            lines = [*self._statement(node, read, later, len(INDENT) * deep), *left]
-            yield from ((INDENT if quiet else "") + line for line in lines)
+            no_grad = node.no_grad
+            depth = 2 + no_grad + self.lowered_block.selective
+            offloads = [_offload(value.name) for value in node.outputs if value.name in self.lowered_block.offloaded]
+            lines = [*self._statement(node, read, split, len(INDENT) * depth), *offloads]
+            yield from ((INDENT if no_grad else "") + line for line in lines)
 
-    def _statement(self, node: Node, read: set[str], later: Set[str], indent: int) -> list[str]:
-        """One line, or two where a call of the runtime is long."""
+    def _statement(self, node: Node, read: set[str], split: Set[str], indent: int) -> list[str]:
+        """The line of a node, with its shape, collectives and source as a comment; two lines where the code is long."""
         targets = [value.name if value.name in read else "_" for value in node.outputs]
-        alone = len(targets) == 1 and ".".join(node.op.split(".")[:2]) in TUPLES
-        again = self.lowered_block.runs_again(node)
-        written = called_again(node, self._name) if again else expression(node, self._name)
-        if node.name in later:
-            plain, deferred = LATER[node.op]
+        trailing_comma = len(targets) == 1 and ".".join(node.op.split(".")[:2]) in TUPLE_OPS
+        recomputed = self.lowered_block.recomputes(node)
+        written = recomputed_expression(node, self._name) if recomputed else expression(node, self._name)
+        if node.name in split:
+            plain, deferred = SPLIT_BACKWARD_PRODUCTS[node.op]
             written = written.replace(plain, deferred, 1)
-        code = f"{', '.join(targets)}{',' if alone else ''} = {written}"
+        code = f"{', '.join(targets)}{',' if trailing_comma else ''} = {written}"
         comments = [shape_comment(node.outputs[0].shape)]
-        told = self._collectives(node)
-        comments += [told] if told else []
+        collectives = self._collectives(node)
+        comments += [collectives] if collectives else []
         comments += [node.source] if node.source else []
         rest = ""
-        if len(code) + indent > LONG and "(" in code:
+        if len(code) + indent > MAX_CODE_WIDTH and "(" in code:
             code, rest = code.split("(", 1)
             code += "("
         line = f"{code:<{COMMENT_COLUMN - indent}}  # {'   '.join(comments)}"
         return [line, INDENT + rest] if rest else [line]
 
     def _collectives(self, node: Node) -> str:
-        """``all-gather | backward reduce-scatter``."""
-        move = dict(node.kwargs).get("move")
-        if not isinstance(move, str):
+        """The collectives of a conversion: ``all-gather | backward reduce-scatter``."""
+        change = dict(node.kwargs).get("conversion")
+        if not isinstance(change, str):
             return ""
-        source, target = (parse_placement(text) for text in move.split(" -> "))
-        found = conversion(source, target, node.outputs[0].differentiable)
+        source, target = (parse_placement(text) for text in change.split(" -> "))
+        found = axis_conversion(source, target, node.outputs[0].differentiable)
         if found is None:
             return ""
-        forward, backward = (WORDS.get(kind or "", "") for kind in (found.forward, found.backward))
+        forward, backward = (COLLECTIVE_NAMES.get(kind or "", "") for kind in (found.forward, found.backward))
         return " | ".join([forward] * bool(forward) + [f"backward {backward}"] * bool(backward))
 
     def _updates(self) -> list[str]:

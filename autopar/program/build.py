@@ -1,26 +1,21 @@
-"""Compiles the program's text into a module whose tracebacks show its lines."""
+"""From a plan to a running program: the one place that lowers a candidate, renders its text and loads it."""
 
 from __future__ import annotations
 
-import hashlib
-import linecache
-import sys
 from types import ModuleType
 
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Candidate
+from autopar.passes.lower import lower
+from autopar.program.load import load_program
+from autopar.program.source import render
 
-def load(text: str) -> ModuleType:
-    """The module of a program's text, with the class ``Program``. The same text gives the same module."""
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    name, path = f"autopar_program_{digest}", f"<autopar program {digest}>"
-    if name in sys.modules:
-        return sys.modules[name]
-    module = ModuleType(name)
-    module.__file__ = path
-    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-    sys.modules[name] = module
-    try:
-        exec(compile(text, path, "exec"), module.__dict__)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+
+def program_text(graph: Graph, candidate: Candidate) -> str:
+    """The source of the program that trains `graph` as `candidate` says. PlanError where they do not fit each other."""
+    return render(lower(graph, candidate))
+
+
+def build_program(graph: Graph, candidate: Candidate) -> ModuleType:
+    """The program as a module: its class ``Program`` takes a `MeshHandle`."""
+    return load_program(program_text(graph, candidate))

@@ -1,4 +1,4 @@
-"""Calls of blocks as text: the attributes that hold the blocks, and the lines that call them, with loops over equal ones."""
+"""Calls of blocks as text: the attributes that hold the block modules, and the lines that call them, with loops over layers."""
 
 from __future__ import annotations
 
@@ -7,32 +7,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import Call
-from autopar.passes.base import fresh
+from autopar.passes.base import fresh_name
 from autopar.passes.lowered import Lowered
 from autopar.passes.readable_names import RESERVED, identifier
 from autopar.program.block_source import INDENT
-from autopar.program.loops import Loop, find_loops, last_uses
+from autopar.program.loops import Loop, last_uses, loops_of_calls
 from autopar.program.names import attribute_of, class_names
 
 NUMBER = re.compile(r"\d+")
 COUNTER = re.compile(r"[_\d]+$")
 
 
-def stem(text: str) -> str:
-    """A readable attribute name: ``LlamaDecoderLayer`` is ``llama_decoder_layer``."""
+def attribute_stem(text: str) -> str:
+    """The attribute name of a class: ``LlamaDecoderLayer`` is ``llama_decoder_layer``."""
     return identifier(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text.rsplit(".", 1)[-1]).lower())
 
 
-def variable(name: str, taken: set[str]) -> str:
-    """A new variable for a value of the graph: its name without the counter."""
-    return fresh(identifier(COUNTER.sub("", name) or name), taken)
+def fresh_variable(name: str, taken: set[str]) -> str:
+    """A new variable for a value of the graph: its name without the trailing number."""
+    return fresh_name(identifier(COUNTER.sub("", name) or name), taken)
 
 
 @dataclass(slots=True)
 class CallsWriter:
-    """Writes `calls`, of which somebody reads `results`. Names are handed out in the order of the calls.
+    """Writes `calls`, whose `results` are returned. Names are assigned in the order of the calls.
 
-    `names` gives what is known already (inputs) its variable. `made` are lines of ``__init__``, `body` those that call.
+    Attributes:
+        names: the variable of each value, at first those of the inputs.
+        attributes, variables: the names that are taken.
+        init_lines: lines of ``__init__``, which construct the block modules.
+        forward_lines: lines of the forward, which call them.
+        carried: for an input slot of a loop's body, the variable that is carried from one repetition to the next.
     """
 
     lowered: Lowered
@@ -41,8 +46,8 @@ class CallsWriter:
     names: dict[str, str]
     attributes: set[str] = field(default_factory=set)
     variables: set[str] = field(default_factory=set)
-    made: list[str] = field(default_factory=list)
-    body: list[str] = field(default_factory=list)
+    init_lines: list[str] = field(default_factory=list)
+    forward_lines: list[str] = field(default_factory=list)
     carried: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,55 +58,55 @@ class CallsWriter:
         return class_names(block.block.name for block in self.lowered.blocks)
 
     def write(self) -> None:
-        """All calls."""
-        for loop in find_loops(self.calls, self.results):
-            attributes = [self.make(self._calls(loop, offset)) for offset in range(len(loop.body))]
-            self._run(loop, attributes)
+        """Writes all calls."""
+        for loop in loops_of_calls(self.calls, self.results):
+            attributes = [self.add_attribute(self._calls_at(loop, offset)) for offset in range(len(loop.body))]
+            self._write_loop(loop, attributes)
 
-    def alone(self, call: Call) -> None:
-        """A call that is none of `calls`."""
-        self.body.append(self._line(call, f"self.{self.make([call])}", {}))
+    def write_call(self, call: Call) -> None:
+        """Writes a call that is not among `calls`."""
+        self.forward_lines.append(self._line(call, f"self.{self.add_attribute([call])}", {}))
 
-    def _calls(self, loop: Loop, offset: int) -> list[Call]:
-        """The calls that one place in the body stands for."""
-        return [self.calls[loop.start + number * len(loop.body) + offset] for number in range(loop.count)]
+    def _calls_at(self, loop: Loop, offset: int) -> list[Call]:
+        """The calls of all repetitions at one position of the body."""
+        return [self.calls[loop.start + number * len(loop.body) + offset] for number in range(loop.repetitions)]
 
     # -- __init__
 
-    def make(self, calls: list[Call]) -> str:
-        """The attribute that holds the block of these calls, and its line in ``__init__``."""
+    def add_attribute(self, calls: list[Call]) -> str:
+        """The attribute of the block module of these calls (of several: a ModuleList); adds its lines of ``__init__``."""
         first, many = calls[0], len(calls) > 1
         path = first.prefix.split(".")
         while many and len(path) > 1 and path[-1].isdigit():
             path.pop()
         while not many and len(path) > 1 and path[-1].isdigit():
             path = [*path[:-2], f"{path[-2]}_{path[-1]}"]
-        name = identifier(path[-1]) if first.prefix else stem(first.block)
-        attribute = fresh(attribute_of(name), self.attributes)
+        name = identifier(path[-1]) if first.prefix else attribute_stem(first.block)
+        attribute = fresh_name(attribute_of(name), self.attributes)
         if not many:
-            self.made.append(f"self.{attribute} = {self._construct(first)}")
+            self.init_lines.append(f"self.{attribute} = {self._constructor(first)}")
             return attribute
-        counted = self._counted(calls)
+        counted = self._comprehension(calls)
         if counted is not None:
-            self.made.append(f"self.{attribute} = nn.ModuleList({counted})")
+            self.init_lines.append(f"self.{attribute} = nn.ModuleList({counted})")
         else:
-            self.made.append(f"self.{attribute} = nn.ModuleList(")
-            self.made += [f"{INDENT}[", *(f"{INDENT * 2}{self._construct(call)}," for call in calls), f"{INDENT}]", ")"]
+            self.init_lines.append(f"self.{attribute} = nn.ModuleList(")
+            self.init_lines += [f"{INDENT}[", *(f"{INDENT * 2}{self._constructor(call)}," for call in calls), f"{INDENT}]", ")"]
         return attribute
 
     def _other_names(self, call: Call) -> dict[str, str]:
-        """Original names that are not prefix and path."""
+        """The original names of parameters that are not prefix + path."""
         dotted = f"{call.prefix}." if call.prefix else ""
         specs = self.lowered.block(call.block).specs
         pairs = zip(specs, call.parameters, strict=True)
         return {spec.path: name for spec, name in pairs if name != dotted + spec.path}
 
-    def _construct(self, call: Call) -> str:
+    def _constructor(self, call: Call) -> str:
         names = self._other_names(call)
         written = ", ".join(f'"{path}": "{name}"' for path, name in names.items())
         return f'{self.classes[call.block]}(mesh, "{call.prefix}"{f", {{{written}}}" if names else ""})'
 
-    def _counted(self, calls: list[Call]) -> str | None:
+    def _comprehension(self, calls: list[Call]) -> str | None:
         """A comprehension, where prefixes count in steps and names are regular."""
         numbers = [[int(n) for n in NUMBER.findall(call.prefix)] for call in calls]
         shapes = {NUMBER.sub("#", call.prefix) for call in calls}
@@ -121,40 +126,42 @@ class CallsWriter:
 
     # -- forward
 
-    def _run(self, loop: Loop, attributes: list[str]) -> None:
-        if loop.count == 1:
+    def _write_loop(self, loop: Loop, attributes: list[str]) -> None:
+        if loop.repetitions == 1:
             (call,) = loop.body
-            self.body.append(self._line(call, f"self.{attributes[0]}", {}))
+            self.forward_lines.append(self._line(call, f"self.{attributes[0]}", {}))
             return
-        carried = self._enter(loop)
+        carried = self._enter_loop(loop)
         singular = [attribute.removesuffix("s") if attribute.endswith("s") else "block" for attribute in attributes]
-        blocks = [fresh(name, self.variables) for name in singular]
+        blocks = [fresh_name(name, self.variables) for name in singular]
         lists = [f"self.{attribute}" for attribute in attributes]
         over = lists[0] if len(lists) == 1 else f"zip({', '.join(lists)}, strict=True)"
-        self.body.append(f"for {', '.join(blocks)} in {over}:")
+        self.forward_lines.append(f"for {', '.join(blocks)} in {over}:")
         for index, call in enumerate(loop.body):
             own = {slot: name for (i, slot), name in carried.items() if i == index}
-            self.body.append(INDENT + self._line(call, blocks[index], own))
+            self.forward_lines.append(INDENT + self._line(call, blocks[index], own))
         for first, last in zip(loop.body, loop.last, strict=True):
-            for inner, outer in zip(first.outputs, last.outputs, strict=True):
-                self.names[outer] = self.names[inner]
+            for in_body, after_loop in zip(first.outputs, last.outputs, strict=True):
+                self.names[after_loop] = self.names[in_body]
 
-    def _enter(self, loop: Loop) -> dict[tuple[int, int], str]:
-        """A variable for each carried output, holding its first value; a value that nobody else reads lends its own."""
+    def _enter_loop(self, loop: Loop) -> dict[tuple[int, int], str]:
+        """A variable for each carried output, initialised before the loop; reuses that of its initial value if possible."""
         uses = last_uses(self.calls, self.results)
         carried_slots = {slot for slot, _ in loop.carried}
         slots = [(i, k, name) for i, call in enumerate(loop.body) for k, name in enumerate(call.inputs)]
         constant = {name for i, k, name in slots if (i, k) not in carried_slots}
         out: dict[tuple[int, int], str] = {}
-        lent: set[str] = set()
+        reused: set[str] = set()
         for (i, k), source in loop.carried:
             initial = loop.body[i].inputs[k]
             if source not in out:
-                free = uses[initial] < loop.start + len(loop.body) and initial not in constant and initial not in lent
-                lent.add(initial)
-                out[source] = self.names[initial] if free else variable(loop.body[source[0]].outputs[source[1]], self.variables)
+                free = uses[initial] < loop.start + len(loop.body) and initial not in constant and initial not in reused
+                reused.add(initial)
+                out[source] = (
+                    self.names[initial] if free else fresh_variable(loop.body[source[0]].outputs[source[1]], self.variables)
+                )
                 if not free:
-                    self.body.append(f"{out[source]} = {self.names[initial]}")
+                    self.forward_lines.append(f"{out[source]} = {self.names[initial]}")
             self.carried[loop.start + i, k] = out[source]
         return out
 
@@ -162,5 +169,5 @@ class CallsWriter:
         position = next((index for index, each in enumerate(self.calls) if each is call), -1)
         inputs = [self.carried.get((position, k)) or self.names[name] for k, name in enumerate(call.inputs)]
         for slot, name in enumerate(call.outputs):
-            self.names[name] = own.get(slot) or variable(name, self.variables)
+            self.names[name] = own.get(slot) or fresh_variable(name, self.variables)
         return f"{', '.join(self.names[name] for name in call.outputs)} = {block}({', '.join(inputs)})"

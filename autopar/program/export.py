@@ -1,4 +1,4 @@
-"""Writes a folder that trains with nothing but torch: the program, a copy of the runtime, the plan, a script and a batch."""
+"""Exports a folder that trains with torch only: the program, a copy of the runtime, the plan, a training script and a batch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from autopar.ir import dims
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Shard, parse_placement
 from autopar.passes.lowered import Lowered
+from autopar.program.export_folder import export_folder
 from autopar.program.source import render
 from autopar.program.templates import README, TRAIN
 
@@ -20,7 +21,7 @@ EMBEDDINGS = ("aten.embedding", "ap.embedding_sharded")
 LOSSES = ("ap.cross_entropy_sum", "ap.cross_entropy_sharded")
 
 
-def export(
+def export_program(
     lowered: Lowered,
     plan_json: str,
     directory: str | Path,
@@ -28,42 +29,39 @@ def export(
     weights: Mapping[str, torch.Tensor] | None = None,
     batch: Mapping[str, torch.Tensor] | None = None,
     learning_rate: float = 3e-4,
+    overwrite: bool = False,
 ) -> Path:
-    """Writes the folder and gives its path. Files of an earlier export are replaced, others are left alone.
+    """Writes the folder and returns its path. FileError where the folder has files; those of an earlier export are replaced under
+    `overwrite`, files of the user in it are left alone.
 
     `weights` are full tensors by original name, buffers included; without them the script initialises parameters by name.
-    `batch` is a global batch by input name; without it one is drawn.
+    `batch` is a global batch by input name; without it a random one is written.
     """
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "program.py").write_text(render(lowered, "runtime"), encoding="utf-8")
-    (folder / "plan.json").write_text(plan_json, encoding="utf-8")
-    _copy_runtime(folder / "runtime")
     ranks = lowered.devices
-    (folder / "train.py").write_text(TRAIN.format(learning_rate=learning_rate, ranks=ranks), encoding="utf-8")
-    (folder / "README.md").write_text(README.format(name=lowered.name, mesh=lowered.whole_mesh, ranks=ranks), encoding="utf-8")
-    torch.save(dict(batch) if batch is not None else random_batch(lowered), folder / "batch.pt")
-    (folder / "weights.pt").unlink(missing_ok=True)
-    if weights is not None:
-        torch.save({name: tensor.detach().cpu().clone() for name, tensor in weights.items()}, folder / "weights.pt")
-    return folder
+    name, mesh = lowered.name, lowered.whole_mesh
+    with export_folder(directory, overwrite) as folder:
+        (folder / "program.py").write_text(render(lowered, "runtime"), encoding="utf-8")
+        (folder / "plan.json").write_text(plan_json, encoding="utf-8")
+        _copy_runtime(folder / "runtime")
+        (folder / "train.py").write_text(TRAIN.format(learning_rate=learning_rate, ranks=ranks), encoding="utf-8")
+        (folder / "README.md").write_text(README.format(name=name, mesh=mesh, ranks=ranks), encoding="utf-8")
+        torch.save(dict(batch) if batch is not None else random_batch(lowered), folder / "batch.pt")
+        if weights is not None:
+            torch.save({name: tensor.detach().cpu().clone() for name, tensor in weights.items()}, folder / "weights.pt")
+    return Path(directory)
 
 
 def _copy_runtime(target: Path) -> None:
-    if target.exists():
-        shutil.rmtree(target)
-    target.mkdir()
-    for item in resources.files("autopar.runtime").iterdir():
-        if item.name.endswith(".py"):
-            (target / item.name).write_text(item.read_text(encoding="utf-8"), encoding="utf-8")
+    with resources.as_file(resources.files("autopar.runtime")) as runtime:
+        shutil.copytree(runtime, target, ignore=lambda _, names: [name for name in names if name == "__pycache__"])
 
 
-def global_inputs(lowered: Lowered) -> dict[str, tuple[int, ...]]:
+def global_input_shapes(lowered: Lowered) -> dict[str, tuple[int, ...]]:
     """The shapes of the planned global batch by input name."""
     ranks = lowered.mesh.size_of(DATA_AXIS) * lowered.micro_batches
     out = {}
     for value, (name, texts) in zip(lowered.inputs, lowered.input_placements, strict=True):
-        shape = list(dims.values(value.shape, lowered.batch))
+        shape = list(dims.shape_at(value.shape, lowered.batch))
         where = parse_placement(dict(texts).get(DATA_AXIS, "R"))
         if isinstance(where, Shard):
             shape[where.dim] *= ranks
@@ -72,13 +70,13 @@ def global_inputs(lowered: Lowered) -> dict[str, tuple[int, ...]]:
 
 
 def random_batch(lowered: Lowered, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A global batch of the planned shapes: integers below the tables and classes that they index, other integers are 1."""
+    """A random global batch of the planned shapes. Integers that index an embedding or classes are in range, others are 1."""
     generator = torch.Generator().manual_seed(seed)
     bounds = dict[str, int]()
-    for name, bound in _bounds(lowered):
+    for name, bound in _index_bounds(lowered):
         bounds[name] = min(bound, bounds.get(name, bound))
     out = {}
-    shapes = global_inputs(lowered)
+    shapes = global_input_shapes(lowered)
     for value in lowered.inputs:
         dtype, shape = getattr(torch, value.dtype), shapes[value.name]
         if dtype.is_floating_point:
@@ -90,8 +88,8 @@ def random_batch(lowered: Lowered, seed: int = 0) -> dict[str, torch.Tensor]:
     return out
 
 
-def _bounds(lowered: Lowered) -> Iterator[tuple[str, int]]:
-    """Inputs of the batch that index something, and how much they may index."""
+def _index_bounds(lowered: Lowered) -> Iterator[tuple[str, int]]:
+    """(input, bound) for each integer input of the batch that indexes an embedding table or the classes of a loss."""
     inputs = {value.name for value in lowered.inputs}
     for call in lowered.calls:
         each = lowered.block(call.block)
@@ -106,11 +104,11 @@ def _bounds(lowered: Lowered) -> Iterator[tuple[str, int]]:
                 for name in operands:
                     rows = [specs[other].shape[0] for other in operands if other in specs]
                     rows = rows or [
-                        dims.value(values[other].shape[0], 1) for other in operands if values[other].dtype[:3] != "int"
+                        dims.size_at(values[other].shape[0], 1) for other in operands if values[other].dtype[:3] != "int"
                     ]
                     yield from ((root, rows[0]) for root in roots.get(name, set()))
             elif node.op in LOSSES:
                 axis = dict(node.kwargs).get("axis")
                 classes = values[operands[0]].shape[-1]
                 ranks = lowered.mesh.size_of(axis) if isinstance(axis, str) else 1
-                yield from ((root, dims.value(classes, 1) * ranks) for root in roots.get(operands[1], set()))
+                yield from ((root, dims.size_at(classes, 1) * ranks) for root in roots.get(operands[1], set()))

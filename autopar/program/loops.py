@@ -1,4 +1,4 @@
-"""Finds the loops in a chain of calls: equal blocks one after another, each fed by the one before."""
+"""Finds loops in a sequence of calls: equal blocks in a row, each of which reads the results of the one before (layers)."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ Slot = tuple[int, int]
 class Loop:
     """`count` repetitions of ``len(body)`` calls from `start`; `body` is the first repetition, `last` the last.
 
-    `carried` are (input slot, output slot): what the input takes from the repetition before. All other inputs are made in the
-    same repetition, or the same in all.
+    `carried` are (input slot, output slot) pairs: the input is that output of the previous repetition. Every other input is
+    computed in the same repetition, or is the same value in all of them.
     """
 
     start: int
-    count: int
+    repetitions: int
     body: tuple[Call, ...]
     last: tuple[Call, ...]
     carried: tuple[tuple[Slot, Slot], ...] = ()
 
     @property
     def end(self) -> int:
-        return self.start + self.count * len(self.body)
+        return self.start + self.repetitions * len(self.body)
 
 
-def find_loops(calls: Sequence[Call], results: Sequence[str]) -> Iterator[Loop]:
-    """The calls in order, as loops; one that stands alone has ``count == 1``."""
+def loops_of_calls(calls: Sequence[Call], results: Sequence[str]) -> Iterator[Loop]:
+    """The calls in order, as loops; a call that is not repeated is a loop with one repetition."""
     uses = last_uses(calls, results)
     position = 0
     while position < len(calls):
         alone = (calls[position],)
         best = Loop(position, 1, alone, alone)
         for length in range(1, min(LONGEST_BODY, (len(calls) - position) // 2) + 1):
-            found = _longest(calls, position, length, uses)
+            found = _longest_loop(calls, position, length, uses)
             if found is not None and found.end > best.end:
                 best = found
         yield best
@@ -52,8 +52,8 @@ def last_uses(calls: Sequence[Call], results: Sequence[str]) -> dict[str, int]:
     return out | dict.fromkeys(results, len(calls))
 
 
-def _longest(calls: Sequence[Call], start: int, length: int, uses: dict[str, int]) -> Loop | None:
-    """The longest loop with this body, if any."""
+def _longest_loop(calls: Sequence[Call], start: int, length: int, uses: dict[str, int]) -> Loop | None:
+    """The longest loop from `start` whose body has `length` calls, if there is one."""
 
     def repetition(number: int) -> tuple[Call, ...]:
         return tuple(calls[start + number * length : start + (number + 1) * length])
@@ -70,22 +70,22 @@ def _longest(calls: Sequence[Call], start: int, length: int, uses: dict[str, int
         if any(uses.get(name, -1) >= dead_by for call in before for name in call.outputs):
             break
         carried, count = found, count + 1
-    if carried is None or not _assignable(body, carried):
+    if carried is None or not _one_variable_each(body, carried):
         return None
     return Loop(start, count, body, repetition(count - 1), tuple(carried.items()))
 
 
 def _carried(body: Sequence[Call], before: Sequence[Call], after: Sequence[Call]) -> dict[Slot, Slot] | None:
-    """What `after` takes from `before`, where it is otherwise like `body`; None where it is not."""
-    made = {name: (i, slot) for i, call in enumerate(body) for slot, name in enumerate(call.outputs)}
+    """The inputs that `after` reads from `before`, where it equals `body` otherwise; None where it does not."""
+    produced = {name: (i, slot) for i, call in enumerate(body) for slot, name in enumerate(call.outputs)}
     previous = {name: (i, slot) for i, call in enumerate(before) for slot, name in enumerate(call.outputs)}
     carried: dict[Slot, Slot] = {}
     for i, (first, call) in enumerate(zip(body, after, strict=True)):
         if (first.block, len(first.inputs), len(first.outputs)) != (call.block, len(call.inputs), len(call.outputs)):
             return None
         for k, (old, new) in enumerate(zip(first.inputs, call.inputs, strict=True)):
-            if old in made:
-                j, slot = made[old]
+            if old in produced:
+                j, slot = produced[old]
                 if after[j].outputs[slot] != new:
                     return None
             elif new in previous:
@@ -95,8 +95,8 @@ def _carried(body: Sequence[Call], before: Sequence[Call], after: Sequence[Call]
     return carried
 
 
-def _assignable(body: Sequence[Call], carried: dict[Slot, Slot]) -> bool:
-    """Whether one variable can hold each carried value: it begins as one value, and is not written before it is read."""
+def _one_variable_each(body: Sequence[Call], carried: dict[Slot, Slot]) -> bool:
+    """Whether one variable can hold each carried value: with one initial value, and not overwritten before its last read."""
     begins: dict[Slot, str] = {}
     for (i, k), source in carried.items():
         initial = body[i].inputs[k]

@@ -1,28 +1,19 @@
-"""Operations as the torch code that a person would write; what the table lacks is called by its ATen name."""
+"""The table of operations: how each is written as the torch code that a person would write."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isinf, isnan
 
-from autopar.ir.graph import Arg, DType, Node, Ref, Symbol
-
-Names = Callable[[str], str]
-"""From a value's name to the expression that reads it."""
+from autopar.ir.graph import Node, Ref
 
 SLICE_END = 2**62
-CALL = re.compile(r"((?:F|C|torch(?:\.ops\.\w+)?)(?:\.\w+)+)\(((?:[^()]|\([^()]*\)|\(\([^()]*\)[^()]*\))*)\)")
-"""A call of a function of a module, whole: its name and its arguments."""
-METHOD = re.compile(r"([\w.]+)\.(\w+)\((.*)\)")
-"""A method of a tensor with a name: the tensor, the method and its arguments."""
-DIVISION = re.compile(r"(?<!/)/(?!/)")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A node's arguments as source text, with the arguments themselves."""
+class OperationCall:
+    """A node with its arguments as source text."""
 
     node: Node
     args: tuple[str, ...]
@@ -36,76 +27,19 @@ class Call:
         return len(self.args) > index and self.args[index] != "None"
 
     def listed(self, start: int = 0, stop: int | None = None) -> str:
-        """Arguments from `start` on, as they stand in a call."""
+        """The arguments of a call from `start` on, and the keyword arguments."""
         return ", ".join([*self.args[start:stop], *(f"{name}={text}" for name, text in self.kwargs.items())])
 
 
-Writer = Callable[[Call], str | None]
-"""The expression, or None where this form has none."""
-
-
-def source_of(arg: Arg, names: Names) -> str:
-    """An argument as Python."""
-    if isinstance(arg, Ref):
-        return names(arg.name)
-    if isinstance(arg, Symbol):
-        # Sizes are whole numbers by construction, so a quotient is a floor division.
-        return DIVISION.sub("//", str(arg.dim)).replace("*", " * ").replace(" *  * ", "**")
-    if isinstance(arg, DType):
-        return f"torch.{arg.name}"
-    if isinstance(arg, tuple):
-        items = [source_of(item, names) for item in arg]
-        return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
-    if isinstance(arg, float) and (isinf(arg) or isnan(arg)):
-        return f'float("{arg}")'
-    return repr(arg)
-
-
-def expression(node: Node, names: Names) -> str:
-    """The right-hand side of a node."""
-    call = Call(
-        node,
-        tuple(source_of(arg, names) for arg in node.args),
-        {name: source_of(arg, names) for name, arg in node.kwargs},
-    )
-    writer = WRITERS.get(node.op) or WRITERS.get(".".join(node.op.split(".")[:2]))
-    written = writer(call) if writer is not None else None
-    return written if written is not None else by_name(call)
-
-
-def called_again(node: Node, names: Names) -> str:
-    """The right-hand side of a node that the backward runs once more: ``again(F.silu, gate)``, ``again(Tensor.view, x, 2, 3)``,
-    ``again(torch.add, x, y)``, ``again(lambda x: x[:, 1:], x)``.
-
-    All tensors are arguments: what a closure held would be kept.
-    """
-    written = expression(node, names)
-    operands = tuple(dict.fromkeys(node.operands()))
-    plain = CALL.fullmatch(written)
-    if plain is not None:
-        return f"again({plain[1]}{', ' if plain[2] else ''}{plain[2]})"
-    method = METHOD.fullmatch(written)
-    if method is not None and operands and method[1] == names(operands[0]):
-        return f"again(Tensor.{method[2]}, {method[1]}{', ' if method[3] else ''}{method[3]})"
-    infix = INFIXED.fullmatch(written)
-    if infix is not None and infix[1] == names(operands[0]):
-        return f"again(torch.{OPERATORS[infix[2]]}, {infix[1]}, {infix[3]})"
-    inner = expression(node, lambda name: name)
-    given = "".join(f", {names(name)}" for name in operands)
-    return f"again(lambda{' ' if operands else ''}{', '.join(operands)}: {inner}{given})"
-
-
-def by_name(call: Call) -> str:
-    """``torch.ops.aten.name.overload(...)``."""
-    words = call.node.op.split(".")
-    return f"torch.ops.{'.'.join(words if len(words) > 2 else [*words, 'default'])}({call.listed()})"
+ExpressionWriter = Callable[[OperationCall], str | None]
+"""Writes the expression of a node; None where its arguments do not fit this form."""
 
 
 # -- shapes of writers
 
 
-def _infix(symbol: str) -> Writer:
-    def write(call: Call) -> str | None:
+def _infix(symbol: str) -> ExpressionWriter:
+    def write(call: OperationCall) -> str | None:
         scale = call.kwargs.get("alpha") or (call.args[2] if len(call.args) > 2 else "1")
         if len(call.args) < 2 or set(call.kwargs) - {"alpha"} or (scale != "1" and symbol not in "+-"):
             return None
@@ -121,27 +55,27 @@ def _atom(text: str) -> str:
     return text if simple else f"({text})"
 
 
-def _reversed(call: Call) -> str | None:
+def _reversed(call: OperationCall) -> str | None:
     return f"{_atom(call.args[1])} - {_atom(call.args[0])}" if len(call.args) == 2 and not call.kwargs else None
 
 
-def _method(name: str | None = None) -> Writer:
-    def write(call: Call) -> str | None:
+def _method(name: str | None = None) -> ExpressionWriter:
+    def write(call: OperationCall) -> str | None:
         return f"{_atom(call.args[0])}.{name or call.packet}({call.listed(1)})" if isinstance(call.node.args[0], Ref) else None
 
     return write
 
 
-def _function(prefix: str) -> Writer:
+def _function(prefix: str) -> ExpressionWriter:
     return lambda call: f"{prefix}.{call.packet}({call.listed()})"
 
 
-def _factory(call: Call) -> str:
+def _factory(call: OperationCall) -> str:
     kwargs = {"dtype": f"torch.{call.node.outputs[0].dtype}"} | call.kwargs | {"device": "self.mesh.device"}
     return f"torch.{call.packet}({', '.join([*call.args, *(f'{name}={text}' for name, text in kwargs.items())])})"
 
 
-def _new_factory(call: Call) -> str:
+def _new_factory(call: OperationCall) -> str:
     kwargs = {"dtype": f"torch.{call.node.outputs[0].dtype}"} | call.kwargs
     listed = ", ".join([*call.args[1:], *(f"{name}={text}" for name, text in kwargs.items())])
     return f"{_atom(call.args[0])}.{call.packet}({listed})"
@@ -150,11 +84,11 @@ def _new_factory(call: Call) -> str:
 # -- operations with a form of their own
 
 
-def _subscript(dim: int, inner: str) -> str:
-    return f"[{', '.join([':'] * dim + [inner])}]" if dim >= 0 else f"[..., {', '.join([inner] + [':'] * (-dim - 1))}]"
+def _subscript(dim: int, index: str) -> str:
+    return f"[{', '.join([':'] * dim + [index])}]" if dim >= 0 else f"[..., {', '.join([index] + [':'] * (-dim - 1))}]"
 
 
-def _slice(call: Call) -> str | None:
+def _slice(call: OperationCall) -> str | None:
     args = call.node.args
     dim = args[1] if len(args) > 1 else 0
     if call.kwargs or not isinstance(dim, int):
@@ -166,12 +100,12 @@ def _slice(call: Call) -> str | None:
     return f"{_atom(call.args[0])}{_subscript(dim, f'{start}:{stop}{step}')}"
 
 
-def _select(call: Call) -> str | None:
+def _select(call: OperationCall) -> str | None:
     dim = call.node.args[1]
     return None if call.kwargs or not isinstance(dim, int) else f"{_atom(call.args[0])}{_subscript(dim, call.args[2])}"
 
 
-def _index(call: Call) -> str | None:
+def _index(call: OperationCall) -> str | None:
     indices = call.node.args[1]
     if not isinstance(indices, tuple) or call.kwargs:
         return None
@@ -180,7 +114,7 @@ def _index(call: Call) -> str | None:
     return f"{_atom(call.args[0])}[{', '.join(words)}]"
 
 
-def _attention(call: Call) -> str:
+def _attention(call: OperationCall) -> str:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
     q, k, v = (given.pop(name) for name in names[:3])
@@ -192,15 +126,15 @@ def _attention(call: Call) -> str:
     return f"F.scaled_dot_product_attention({', '.join([q, k, v, *shown])})"
 
 
-def _layer_norm(call: Call) -> str | None:
+def _layer_norm(call: OperationCall) -> str | None:
     return None if call.kwargs else f"F.layer_norm({', '.join(call.args[:5])})"
 
 
-def _group_norm(call: Call) -> str | None:
+def _group_norm(call: OperationCall) -> str | None:
     return None if call.kwargs else f"F.group_norm({', '.join(call.args[:5])})"
 
 
-def _embedding(call: Call) -> str | None:
+def _embedding(call: OperationCall) -> str | None:
     padding = call.args[2] if len(call.args) > 2 else "-1"
     if set(call.kwargs) - {"padding_idx"}:
         return None
@@ -209,8 +143,8 @@ def _embedding(call: Call) -> str | None:
     return f"F.embedding({call.args[1]}, {call.args[0]}{tail})"
 
 
-def _softmax(name: str) -> Writer:
-    def write(call: Call) -> str | None:
+def _softmax(name: str) -> ExpressionWriter:
+    def write(call: OperationCall) -> str | None:
         if len(call.args) < 2 or call.kwargs:
             return None
         wide = ", dtype=torch.float32" if len(call.args) > 2 and call.args[2] == "True" else ""
@@ -219,7 +153,7 @@ def _softmax(name: str) -> Writer:
     return write
 
 
-def _convolution(call: Call) -> str | None:
+def _convolution(call: OperationCall) -> str | None:
     args = call.node.args
     if len(args) != 9 or call.kwargs or args[6] is not False or not isinstance(args[3], tuple):
         return None
@@ -227,34 +161,44 @@ def _convolution(call: Call) -> str | None:
     return f"F.conv{len(args[3])}d({', '.join(shown)})"
 
 
-def _div(call: Call) -> str | None:
+def _div(call: OperationCall) -> str | None:
     return None if call.kwargs else _infix("/")(call)
 
 
-def _runtime(call: Call) -> str:
-    """autopar's own: the function of that name in the runtime. A text argument `axis` is a mesh axis."""
+def _runtime(call: OperationCall) -> str:
+    """An operation of autopar: the function of that name in the runtime. Its `axis` is a mesh axis, a variable of the forward."""
     kwargs = dict(call.kwargs)
     if "axis" in kwargs:
         kwargs["axis"] = str(dict(call.node.kwargs)["axis"])
     return f"C.{call.packet}({', '.join([*call.args, *(f'{name}={text}' for name, text in kwargs.items())])})"
 
 
-def _move(call: Call) -> str:
-    axis, move = (str(dict(call.node.kwargs)[name]) for name in ("axis", "move"))
-    return f'C.{call.packet}({call.args[0]}, {axis}, "{move}")'
+def _experts(call: OperationCall) -> str:
+    """``C.moe_experts(x, experts, weights, up, down, activation="silu", layout="halves")``."""
+    names = ("activation", "layout", "capacity")
+    matrices = call.args[:5] if call.args[5:7] == ("None", "None") else call.args[:7]
+    options = {name: text for name, text in zip(names, call.args[7:], strict=False) if text != "None"} | call.kwargs
+    if "axis" in options:
+        options["axis"] = str(dict(call.node.kwargs)["axis"])
+    return f"C.{call.packet}({', '.join([*matrices, *(f'{name}={text}' for name, text in options.items())])})"
 
 
-def _dropout(call: Call) -> str:
+def _convert(call: OperationCall) -> str:
+    axis, change = (str(dict(call.node.kwargs)[name]) for name in ("axis", "conversion"))
+    return f'C.{call.packet}({call.args[0]}, {axis}, "{change}")'
+
+
+def _dropout(call: OperationCall) -> str:
     return f"C.dropout({call.args[0]}, {call.args[1]}, self.training, self.mesh, {call.kwargs.get('sharded_axes', '()')})"
 
 
-def _random(call: Call) -> str:
+def _random(call: OperationCall) -> str:
     drawn = ", ".join(call.args[1:])
     axes, dtype = call.kwargs.get("sharded_axes", "()"), call.node.outputs[0].dtype
     return f"C.random({call.args[0]}, {drawn}, torch.{dtype}, self.mesh, {axes})"
 
 
-def _shape_method(call: Call) -> str | None:
+def _shape_method(call: OperationCall) -> str | None:
     """``x.reshape(B, 16, 64)``."""
     sizes = call.args[1][1:-1].rstrip(",") if len(call.args) == 2 and isinstance(call.node.args[1], tuple) else ""
     return f"{_atom(call.args[0])}.{call.packet}({sizes})" if sizes and not call.kwargs else None
@@ -276,14 +220,7 @@ INFIX = {
     "aten.bitwise_and": "&", "aten.bitwise_or": "|", "aten.bitwise_xor": "^", "aten.__and__": "&", "aten.__or__": "|",
 }  # fmt: skip
 
-OPERATORS = {symbol: name.removeprefix("aten.").strip("_") for name, symbol in INFIX.items()} | {
-    "/": "div", "&": "bitwise_and", "|": "bitwise_or", "^": "bitwise_xor",
-}  # fmt: skip
-SYMBOLS = "|".join(map(re.escape, sorted(OPERATORS, key=len, reverse=True)))
-INFIXED = re.compile(rf"([\w.]+) ({SYMBOLS}) ([\w.]+|-?[\d.]+(?:e-?\d+)?)")
-"""A tensor with a name and a symbol; the other operand is a tensor or a number."""
-
-WRITERS: dict[str, Writer] = {
+EXPRESSION_WRITERS: dict[str, ExpressionWriter] = {
     **{f"aten.{name}": _method() for name in METHODS.split()},
     **{f"aten.{name}": _function("torch") for name in FUNCTIONS.split()},
     **{f"aten.{name}": _function("F") for name in FUNCTIONAL.split()},
@@ -291,12 +228,12 @@ WRITERS: dict[str, Writer] = {
     **{f"aten.{name}": _new_factory for name in ("new_zeros", "new_ones", "new_empty", "new_full")},
     **{f"aten.{name}": _shape_method for name in ("reshape", "permute", "expand", "repeat")},
     **{op: _infix(symbol) for op, symbol in INFIX.items()},
-    **{f"ap.{name}": _move for name in ("convert", "convert_many", "start")},
+    **{f"ap.{name}": _convert for name in ("convert", "convert_many", "start")},
     **{f"ap.{name}": _runtime for name in ("wait", "linear_kn", "count_valid", "cross_entropy_sum")},
     **{f"ap.{name}": _runtime for name in ("cross_entropy_sharded", "embedding_sharded")},
     **{f"ap.{name}": _runtime for name in ("attention", "attention_ring", "attention_rows", "attention_heads")},
-    **{f"ap.{name}": _runtime for name in ("moe_experts", "moe_experts_owned", "moe_experts_dispatched", "expert_capacity")},
-    **{f"ap.{name}": _runtime for name in ("moe_experts_start", "moe_experts_wait")},
+    **{f"ap.moe_experts{form}": _experts for form in ("", "_owned", "_dispatched", "_start")},
+    **{f"ap.{name}": _runtime for name in ("moe_experts_wait", "expert_capacity")},
     "aten.histc": lambda call: f"C.histogram({call.listed()})",
     "ap.dropout": _dropout,
     "ap.random": _random,
@@ -316,4 +253,4 @@ WRITERS: dict[str, Writer] = {
     "aten._log_softmax": _softmax("log_softmax"),
     "aten.convolution": _convolution,
 }
-"""By operation or packet; overloads of one packet share their form."""
+"""By operation, or by packet for all its overloads."""

@@ -1,4 +1,4 @@
-"""The classes of a pipeline as text: one for each chunk, and the program with what goes between them and in which order."""
+"""The classes of a pipeline as text: one per model chunk, and the program with boundary tensors and the schedule's actions."""
 
 from __future__ import annotations
 
@@ -9,83 +9,83 @@ from autopar.ir.graph import Value
 from autopar.ir.schedule import Schedule
 from autopar.passes.lowered import Lowered, LoweredChunk
 from autopar.passes.readable_names import RESERVED
-from autopar.program.block_source import INDENT, batch_source
-from autopar.program.calls_source import CallsWriter, variable
-from autopar.program.facts import facts, returned, totals_of
+from autopar.program.block_source import INDENT, batch_size_source
+from autopar.program.calls_source import CallsWriter, fresh_variable
+from autopar.program.program_attributes import program_attributes, return_values, write_totals
 
 WIDTH = 110
 
 
 def pipeline_classes(lowered: Lowered, schedule: Schedule) -> list[list[str]]:
-    """The chunks' classes and then the program's."""
+    """The lines of the classes of the model chunks, then of the program."""
     known = {value.name: value.name for value in lowered.inputs}
     writer = CallsWriter(lowered, (), (), known)
-    totals = totals_of(lowered, known, writer)
+    totals = write_totals(lowered, known, writer)
     taken = {*RESERVED, *known.values()}
-    sent = dict.fromkeys(value.name for chunk in lowered.chunks for value in chunk.receives)
-    between = {name: variable(name, taken) for name in sent}
-    chunks = [_chunk(lowered, number, chunk, known, between, schedule) for number, chunk in enumerate(lowered.chunks)]
+    received = dict.fromkeys(value.name for chunk in lowered.chunks for value in chunk.receives)
+    between = {name: fresh_variable(name, taken) for name in received}
+    chunks = [_chunk_class(lowered, number, chunk, known, between, schedule) for number, chunk in enumerate(lowered.chunks)]
     arguments = "".join(f", {value.name}" for value in lowered.inputs)
     stale = f"{INDENT}weight_versions = 2  # gradients are those of the weights before the last update"
     versions = [stale] if lowered.weight_versions > 1 else []
     program = [
         "class Program(Base):",
-        f'{INDENT}"""The whole step of one rank: its batch through its chunks, in the order of the schedule."""',
+        f'{INDENT}"""The whole step of one rank: its model chunks on its batch, in the order of the schedule."""',
         "",
-        *facts(lowered, totals),
+        *program_attributes(lowered, totals),
         f"{INDENT}chunks = ({', '.join(f'Chunk{number}' for number in range(len(chunks)))})",
-        f"{INDENT}boundaries = (  # from each chunk to the next",
-        *(line for chunk in lowered.chunks[1:] for line in _boundary(list(_boundaries(chunk.receives, between)))),
+        f"{INDENT}boundaries = (  # sent from each chunk to the next",
+        *(line for chunk in lowered.chunks[1:] for line in _boundary_tuple(list(_boundary_tensors(chunk.receives, between)))),
         f"{INDENT})",
-        f"{INDENT}schedule = (  # of each stage: {schedule.name}",
-        *(line for rank in schedule.ranks for line in _text([str(action) for action in rank])),
+        f"{INDENT}schedule = (  # actions of each stage: {schedule.name}",
+        *(line for rank in schedule.ranks for line in _schedule_lines([str(action) for action in rank])),
         f"{INDENT})",
         *versions,
         f'{INDENT}loss_dtype = "{lowered.chunks[-1].sends[0].dtype}"',
         "",
-        *_init(writer.made),
+        *_init_method(writer.init_lines),
         *totals.method(lowered),
-        f"{INDENT}def examples(self{arguments}):",
+        f"{INDENT}def micro_batch_size(self{arguments}):",
         f'{INDENT * 2}"""B, of one micro-batch."""',
-        f"{INDENT * 2}return {_examples(lowered)}",
+        f"{INDENT * 2}return {_micro_batch_size(lowered)}",
     ]
     return [*chunks, program]
 
 
-def _init(made: Sequence[str]) -> list[str]:
-    if not made:
+def _init_method(init_lines: Sequence[str]) -> list[str]:
+    if not init_lines:
         return []
     return [
         f"{INDENT}def __init__(self, mesh):",
         f"{INDENT * 2}super().__init__(mesh)",
-        *(f"{INDENT * 2}{line}" for line in made),
+        *(f"{INDENT * 2}{line}" for line in init_lines),
         "",
     ]
 
 
-def _examples(lowered: Lowered) -> str:
-    read = batch_source((value.name, value.shape) for value in lowered.inputs)
-    return read or f"{lowered.batch}  # of the plan: no input tells"
+def _micro_batch_size(lowered: Lowered) -> str:
+    read = batch_size_source((value.name, value.shape) for value in lowered.inputs)
+    return read or f"{lowered.batch}  # of the plan: no input has it"
 
 
-def _boundary(texts: Sequence[str]) -> list[str]:
-    """A tuple in one line, or a line for each of several."""
+def _boundary_tuple(texts: Sequence[str]) -> list[str]:
+    """A tuple of boundary tensors, in one line or in one line each."""
     if len(texts) < 2:
         return [f"{INDENT * 2}({''.join(texts)}),"]
     return [f"{INDENT * 2}(", *(f"{INDENT * 3}{text}" for text in texts), f"{INDENT * 2}),"]
 
 
-def _boundaries(values: Sequence[Value], names: dict[str, str]) -> Iterator[str]:
+def _boundary_tensors(values: Sequence[Value], names: dict[str, str]) -> Iterator[str]:
     for value in values:
         shape = ", ".join(dim.replace("/", "//") if isinstance(dim, str) else str(dim) for dim in value.shape)
         shape += "," if len(value.shape) == 1 else ""
         batch = "B" if any(map(dims.has_batch, value.shape)) else "_"
         gradient = "" if value.differentiable else ", gradient=False"
-        yield f'Boundary("{names[value.name]}", lambda {batch}: ({shape}), "{value.dtype}"{gradient}),'
+        yield f'BoundaryTensor("{names[value.name]}", lambda {batch}: ({shape}), "{value.dtype}"{gradient}),'
 
 
-def _text(words: Sequence[str]) -> Iterator[str]:
-    """One string of all words, in lines."""
+def _schedule_lines(words: Sequence[str]) -> Iterator[str]:
+    """All words as one string literal, in lines of at most `WIDTH`."""
     lines, current = [], ""
     for word in words:
         if len(current) + len(word) > WIDTH:
@@ -99,30 +99,30 @@ def _text(words: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _chunk(
+def _chunk_class(
     lowered: Lowered, number: int, chunk: LoweredChunk, known: dict[str, str], between: dict[str, str], schedule: Schedule
 ) -> list[str]:
     received = [value.name for value in chunk.receives]
     read = {name for call in chunk.calls for name in call.inputs} - set(received)
-    made = {name for call in chunk.calls for name in call.outputs}
-    takes = [name for name in known if name in read and name not in made]
-    names = {name: between[name] for name in received} | {name: known[name] for name in takes}
+    produced = {name for call in chunk.calls for name in call.outputs}
+    batch_inputs = [name for name in known if name in read and name not in produced]
+    names = {name: between[name] for name in received} | {name: known[name] for name in batch_inputs}
     results = [value.name for value in chunk.sends]
     writer = CallsWriter(lowered, chunk.calls, results, names)
     writer.write()
-    last = returned if number + 1 == len(lowered.chunks) else ", ".join
-    arguments = "".join(f", {names[name]}" for name in (*received, *takes))
-    taken = "".join(f'"{known[name]}", ' for name in takes)
+    last = return_values if number + 1 == len(lowered.chunks) else ", ".join
+    arguments = "".join(f", {names[name]}" for name in (*received, *batch_inputs))
+    taken = "".join(f'"{known[name]}", ' for name in batch_inputs)
     prefixes = list(dict.fromkeys(call.prefix or call.block for call in chunk.calls))
     where = ", ".join(prefixes) if len(prefixes) < 4 else f"{prefixes[0]}, {prefixes[1]} .. {prefixes[-1]}"
     return [
-        f"class Chunk{number}(Chunk):",
+        f"class Chunk{number}(ModelChunk):",
         f'{INDENT}"""On stage {schedule.rank_of[number]}: {where}"""',
         "",
-        f"{INDENT}takes = ({taken.strip() if len(takes) == 1 else taken.rstrip(', ')})",
+        f"{INDENT}batch_inputs = ({taken.strip() if len(batch_inputs) == 1 else taken.rstrip(', ')})",
         "",
-        *_init(writer.made),
+        *_init_method(writer.init_lines),
         f"{INDENT}def forward(self{arguments}):",
-        *(f"{INDENT * 2}{line}" for line in writer.body),
+        *(f"{INDENT * 2}{line}" for line in writer.forward_lines),
         f"{INDENT * 2}return {last(names[name] for name in results)}",
     ]

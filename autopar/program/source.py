@@ -1,39 +1,43 @@
-"""The program as Python text: what you inspect is what runs.
+"""The generated program as Python text, the same text that is imported and run.
 
-One class per distinct block, then the program with a loop over layers. The text is a function of the lowered program only.
+One class per distinct block, then the program, which calls them with a loop over layers. The text depends on the lowered program
+only.
 """
 
 from __future__ import annotations
 
 from autopar.passes.lowered import Lowered
-from autopar.program.block_source import INDENT, class_lines
+from autopar.program.block_source import INDENT, block_class_lines
 from autopar.program.calls_source import CallsWriter
-from autopar.program.facts import facts, returned, totals_of
 from autopar.program.pipeline_source import pipeline_classes
+from autopar.program.program_attributes import program_attributes, return_values, write_totals
 
 RUNTIME = "autopar.runtime"
 
 
 def render(lowered: Lowered, runtime: str = RUNTIME) -> str:
-    """The module's text. `runtime` is the package that it imports: an exported program has its own copy."""
-    again = any(block.replays for block in lowered.blocks)
+    """The text of the module. `runtime` is the package that it imports; an exported program has its own copy."""
+    recomputes = any(block.selective for block in lowered.blocks)
     imports = (
         "import torch",
         "import torch.nn.functional as F",
-        "from torch import Tensor, nn" if again else "from torch import nn",
+        "from torch import Tensor, nn" if recomputes else "from torch import nn",
         "",
         f"from {runtime} import collectives as C",
-        *([f"from {runtime}.again import Again"] if again else []),
-        f"from {runtime}.module import Block, Parameter",
+        *([f"from {runtime}.step.recompute import Recompute"] if recomputes else []),
+        f"from {runtime}.module import BlockModule, ParameterSpec",
         *(
             [f"from {runtime}.module import Program as Base"]
             if lowered.schedule is None
-            else [f"from {runtime}.pipeline import Boundary, Chunk", f"from {runtime}.pipeline import Pipeline as Base"]
+            else [
+                f"from {runtime}.pipeline.stage_modules import BoundaryTensor, ModelChunk",
+                f"from {runtime}.pipeline.stage_modules import PipelineProgram as Base",
+            ]
         ),
     )
-    used = {call.block for call in lowered.every_call}
-    classes = ["\n".join(class_lines(lowered, block)) for block in lowered.blocks if block.block.name in used]
-    programs = [_program(lowered)] if lowered.schedule is None else pipeline_classes(lowered, lowered.schedule)
+    used = {call.block for call in lowered.all_calls}
+    classes = ["\n".join(block_class_lines(lowered, block)) for block in lowered.blocks if block.block.name in used]
+    programs = [_program_class(lowered)] if lowered.schedule is None else pipeline_classes(lowered, lowered.schedule)
     parts = [f"{_docstring(lowered)}\n\n" + "\n".join(imports), *classes, *map("\n".join, programs)]
     return "\n\n\n".join(parts) + "\n"
 
@@ -52,11 +56,11 @@ def _docstring(lowered: Lowered) -> str:
     )
 
 
-def _program(lowered: Lowered) -> list[str]:
-    """The program's class."""
+def _program_class(lowered: Lowered) -> list[str]:
+    """The lines of the program's class."""
     names = {value.name: value.name for value in lowered.inputs}
     writer = CallsWriter(lowered, lowered.calls, lowered.results, names)
-    totals = totals_of(lowered, names, writer)
+    totals = write_totals(lowered, names, writer)
     writer.write()
     arguments = "".join(f", {value.name}" for value in lowered.inputs)
     more = " and the outputs" if lowered.outputs else ""
@@ -64,14 +68,14 @@ def _program(lowered: Lowered) -> list[str]:
         "class Program(Base):",
         f'{INDENT}"""The whole step of one rank: its batch to the loss{more}."""',
         "",
-        *facts(lowered, totals),
+        *program_attributes(lowered, totals),
         "",
         f"{INDENT}def __init__(self, mesh):",
         f"{INDENT * 2}super().__init__(mesh)",
-        *(f"{INDENT * 2}{line}" for line in writer.made),
+        *(f"{INDENT * 2}{line}" for line in writer.init_lines),
         "",
         *totals.method(lowered),
         f"{INDENT}def forward(self{arguments}{''.join(f', {name}' for name in totals.names)}):",
-        *(f"{INDENT * 2}{line}" for line in writer.body),
-        f"{INDENT * 2}return {returned(names[value] for value in lowered.results)}",
+        *(f"{INDENT * 2}{line}" for line in writer.forward_lines),
+        f"{INDENT * 2}return {return_values(names[value] for value in lowered.results)}",
     ]

@@ -1,4 +1,4 @@
-"""Texts of an exported folder."""
+"""Files of an exported folder: train.py and README.md."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from program import Program
 from runtime.errors import RuntimeProblem
-from runtime.inputs import ByName
-from runtime.mesh import MeshHandle, finish
+from runtime.step.inputs import NamedBatch
+from runtime.device.mesh import MeshHandle, shut_down
 from runtime.parallel import Parallel
 
 HERE = Path(__file__).parent
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 def initial(program):
     """Full tensors by name, the same on every rank: matrices at random, scales one, biases zero."""
     roots = [root for stage in program.roots() for root in stage]
-    specs = {{block.original[spec.path]: spec for root in roots for block in root.blocks() for spec in block.specs}}
+    specs = {{block.original_names[spec.path]: spec for root in roots for block in root.blocks() for spec in block.specs}}
 
     def tensor(name):
         spec = specs[name]
@@ -54,14 +54,14 @@ def main():
     batch = torch.load(HERE / "batch.pt", map_location="cpu", weights_only=True)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=options.lr)
     for step in range(options.steps):
-        result = parallel(ByName(batch))
+        result = parallel(NamedBatch(batch))
         loss = getattr(result, "loss", result)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:
             print(f"step {{step}} loss {{loss.item():.17g}}", flush=True)
-    finish()
+    shut_down()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whether every operation of a candidate is placed as its rule allows: a plan edited by hand must not compute something else."""
+"""Checks that every operation of a candidate is placed as its rule allows, so that a plan edited by hand computes the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.rules.registry import Registry
 
 
 def check_strategies(graph: Graph, candidate: Candidate, registry: Registry) -> None:
-    """PlanError at the first operation whose operands, results and function are no strategy of its rule on some axis."""
+    """PlanError for the first operation whose operands, results and function are not a strategy of its rule on every axis."""
     for block in graph.blocks:
         plans = {plan.node: plan for plan in candidate.block(block.name).nodes}
         allowed = [

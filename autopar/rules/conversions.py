@@ -1,4 +1,7 @@
-"""Conversions between placements (DESIGN section 3): what each costs forward and backward, and which are legal on a mesh."""
+"""Placement conversions (redistribute): what each communicates forward and backward, and which ones a mesh allows.
+
+The table is that of DTensor, with `Invariant` beside it (Megatron's f and g are Invariant -> Replicate and Partial -> Invariant).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from autopar.ir.placement import Invariant, Partial, Placement, Placements, Repl
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
-    """What a conversion does forward and backward on its axis.
+class AxisConversion:
+    """What a conversion does on its axis, forward and backward.
 
     ``all_gather reduce_scatter all_reduce all_to_all`` communicate; ``slice`` (keep this rank's chunk), ``pad`` (zeros around
     the chunk), ``mask`` (keep on coordinate 0, zeros elsewhere), ``scale`` (divide by the axis size) are local; None is free.
@@ -28,43 +31,43 @@ class Conversion:
 
 COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
 
-_SUM_TABLE: dict[tuple[type[Placement], type[Placement]], Conversion] = {
-    (Shard, Replicate): Conversion("all_gather", "reduce_scatter"),
-    (Shard, Invariant): Conversion("all_gather", "slice"),
-    (Shard, Shard): Conversion("all_to_all", "all_to_all"),
-    (Shard, Partial): Conversion("pad", "slice"),
-    (Partial, Replicate): Conversion("all_reduce", "all_reduce"),
-    (Partial, Invariant): Conversion("all_reduce", None),
-    (Partial, Shard): Conversion("reduce_scatter", "all_gather"),
-    (Invariant, Replicate): Conversion(None, "all_reduce"),
-    (Invariant, Shard): Conversion("slice", "all_gather"),
-    (Invariant, Partial): Conversion("mask", None),
-    (Replicate, Shard): Conversion("slice", "pad"),
-    (Replicate, Invariant): Conversion(None, "scale"),
-    (Replicate, Partial): Conversion("mask", "mask"),
+_SUM_TABLE: dict[tuple[type[Placement], type[Placement]], AxisConversion] = {
+    (Shard, Replicate): AxisConversion("all_gather", "reduce_scatter"),
+    (Shard, Invariant): AxisConversion("all_gather", "slice"),
+    (Shard, Shard): AxisConversion("all_to_all", "all_to_all"),
+    (Shard, Partial): AxisConversion("pad", "slice"),
+    (Partial, Replicate): AxisConversion("all_reduce", "all_reduce"),
+    (Partial, Invariant): AxisConversion("all_reduce", None),
+    (Partial, Shard): AxisConversion("reduce_scatter", "all_gather"),
+    (Invariant, Replicate): AxisConversion(None, "all_reduce"),
+    (Invariant, Shard): AxisConversion("slice", "all_gather"),
+    (Invariant, Partial): AxisConversion("mask", None),
+    (Replicate, Shard): AxisConversion("slice", "pad"),
+    (Replicate, Invariant): AxisConversion(None, "scale"),
+    (Replicate, Partial): AxisConversion("mask", "mask"),
 }
 
 
-def conversion(source: Placement, target: Placement, differentiable: bool) -> Conversion | None:
-    """The direct conversion on one axis; None where there is none (or nothing to do).
+def axis_conversion(source: Placement, target: Placement, differentiable: bool) -> AxisConversion | None:
+    """The direct conversion on one axis; None where there is none, or source and target are equal.
 
-    Without a gradient the backward is None and `Invariant` is not used. A maximum or minimum is reduced to `Replicate` only.
+    Without a gradient the backward is None and `Invariant` does not occur. A maximum or minimum is reduced to `Replicate` only.
     """
     if source == target:
         return None
     if not differentiable and Invariant() in (source, target):
         return None
     if any(isinstance(place, Partial) and place.op != "sum" for place in (source, target)):
-        return Conversion("all_reduce", None) if isinstance(source, Partial) and target == Replicate() else None
+        return AxisConversion("all_reduce", None) if isinstance(source, Partial) and target == Replicate() else None
     found = _SUM_TABLE.get((type(source), type(target)))
-    return found if found is None or differentiable else Conversion(found.forward, None)
+    return found if found is None or differentiable else AxisConversion(found.forward, None)
 
 
-def nests(source: Placements, target: Placements) -> bool:
-    """Whether the one axis that changes may change while the others stay.
+def may_convert(source: Placements, target: Placements) -> bool:
+    """Whether the axis that changes may change while the other axes stay as they are.
 
-    Where two axes cut one dimension with equal `parts`, the later axis cuts within the earlier one's chunks, so only the later
-    may be converted (from or to that cut) while both are there.
+    Where two axes shard one dimension with equal `parts`, the later axis shards the chunks of the earlier one; so only the later
+    one may be converted from or to that shard while the other has it.
     """
     axis = changed_axis(source, target)
     later = source[axis + 1 :]
@@ -76,15 +79,18 @@ def nests(source: Placements, target: Placements) -> bool:
 
 
 def changed_axis(source: Placements, target: Placements) -> int:
-    """The one axis in which two placements differ. ValueError where they differ in none or in several."""
+    """The index of the one axis in which two placements differ. ValueError where they differ in none or in several."""
     axes = [axis for axis, (a, b) in enumerate(zip(source, target, strict=True)) if a != b]
     if len(axes) != 1:
-        raise ValueError(f"an arc changes one axis, not {len(axes)}")
+        raise ValueError(f"a conversion changes one axis, not {len(axes)}")
     return axes[0]
 
 
-def states(shape: Shape, ends: Iterable[Placements], axis_sizes: Sequence[int], differentiable: bool) -> tuple[Placements, ...]:
-    """Every placement that a path between `ends` may visit: the product of what they use on each axis, where it divides."""
+def placement_states(
+    shape: Shape, ends: Iterable[Placements], axis_sizes: Sequence[int], differentiable: bool
+) -> tuple[Placements, ...]:
+    """The placements that a chain of conversions between `ends` may visit: all combinations of what `ends` have on each axis that
+    divide."""
     per_axis: list[dict[Placement, None]] = [{} for _ in axis_sizes]
     for placements in ends:
         for seen, placement in zip(per_axis, placements, strict=True):
@@ -96,17 +102,17 @@ def states(shape: Shape, ends: Iterable[Placements], axis_sizes: Sequence[int], 
     )
 
 
-def arcs(
+def single_axis_conversions(
     shape: Shape, among: Collection[Placements], axis_sizes: Sequence[int], differentiable: bool
 ) -> Iterator[tuple[Placements, Placements]]:
-    """Every legal single-axis arc between placements of a value of this global shape."""
+    """The edges of the conversion graph: the legal conversions of one axis between placements of a value of this global shape."""
     legal = {state: None for state in among if can_shard(shape, state, axis_sizes)}
     per_axis = [dict.fromkeys(state[axis] for state in legal) for axis in range(len(axis_sizes))]
     for source in legal:
         for axis, choices in enumerate(per_axis):
             for placement in choices:
                 target = (*source[:axis], placement, *source[axis + 1 :])
-                if target not in legal or conversion(source[axis], placement, differentiable) is None:
+                if target not in legal or axis_conversion(source[axis], placement, differentiable) is None:
                     continue
-                if nests(source, target):
+                if may_convert(source, target):
                     yield source, target

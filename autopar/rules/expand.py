@@ -1,4 +1,4 @@
-"""Rules x one mesh axis -> strategies of every node; and their product over the axes of a mesh."""
+"""Expands sharding rules into strategies: those of each node on one mesh axis, and their combinations over all axes of a mesh."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from autopar.ir.dims import Dim, Shape, has_batch
 from autopar.ir.graph import Block, DType, Node, Value
 from autopar.ir.placement import Invariant, Partial, Placement, Placements, Replicate, Shard, can_shard
 from autopar.ir.plan import NodePlan
-from autopar.rules.notation import Match, parse
-from autopar.rules.parts import Cut, Fitted, Shardable, cuts, majors, places, reads_in
+from autopar.rules.fused_shards import (
+    FactorShard,
+    FittedNode,
+    Shardable,
+    divides_evenly,
+    major_parts,
+    sharded_dims,
+    useful_shards,
+)
+from autopar.rules.notation.notation import FactorKind, FittedRule, parse_rule
 from autopar.rules.registry import Registry
-from autopar.rules.rule import Derive, Derived, NamedFunction, Rule, match
-from autopar.rules.rule import fitted as refit
+from autopar.rules.rule import Derive, DerivedLine, NamedFunction, Rule, match_rule
+from autopar.rules.rule import fit_to_node as refit
 from autopar.rules.strategy import PASS, REDUNDANT, AxisStrategy
 
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -24,10 +32,10 @@ _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 def block_strategies(
     block: Block, axis_size: int, *, batch_axis: bool, batch_is_symbolic: bool, registry: Registry, any_size: bool = False
 ) -> dict[str, tuple[AxisStrategy, ...]]:
-    """What every node of a block may do on one mesh axis, by node name.
+    """The strategies of every node of a block on one mesh axis, by node name.
 
-    The batch axis cuts sizes that hold ``B``, model axes the others; with `any_size` a model axis cuts both, and where the batch
-    is not symbolic, every axis does. Every node has at least its redundant strategies.
+    The batch axis shards sizes in ``B``, model axes the others; with `any_size` a model axis shards both, and where the batch is
+    not symbolic, every axis does. Every node has at least its redundant strategies.
     """
 
     def shardable(size: Dim, parts: int) -> bool:
@@ -35,11 +43,11 @@ def block_strategies(
             return False
         if batch_is_symbolic and not any_size and has_batch(size) != batch_axis:
             return False
-        return reads_in(size, parts) if has_batch(size) else size % (parts * axis_size) == 0 and size > 1  # type: ignore[operator]
+        return divides_evenly(size, parts) if has_batch(size) else size % (parts * axis_size) == 0 and size > 1  # type: ignore[operator]
 
     values = block.values()
     fitted = {item.node.name: item for node in block.nodes if (item := fit_node(node, values, registry)) is not None}
-    chosen = cuts(fitted.values(), shardable, keep_all=batch_axis)
+    chosen = useful_shards(fitted.values(), shardable, keep_all=batch_axis)
     out: dict[str, tuple[AxisStrategy, ...]] = {}
     for node in block.nodes:
         found: dict[tuple[object, ...], AxisStrategy] = {}
@@ -53,18 +61,19 @@ def block_strategies(
 
 
 def missing_rules(block: Block, registry: Registry) -> tuple[Node, ...]:
-    """The nodes that can only be computed redundantly, since no rule fits them."""
+    """The nodes that no rule fits: they are computed redundantly on every rank."""
     values = block.values()
     return tuple(node for node in block.nodes if fit_node(node, values, registry) is None)
 
 
-def fit_node(node: Node, values: Mapping[str, Value], registry: Registry) -> Fitted | None:
-    """The node's line, fitted to its global shapes; None where none covers it. UnsupportedOp where a user's does not fit."""
+def fit_node(node: Node, values: Mapping[str, Value], registry: Registry) -> FittedNode | None:
+    """The node with its rule fitted to its global shapes; None where no rule covers it. UnsupportedOp where a registered rule
+    does not fit."""
     rule = registry.rule(node.op)
     if rule is None:
         return None
     try:
-        found = match(rule, node, tuple(values[name].shape for name in node.operands()))
+        found = match_rule(rule, node, tuple(values[name].shape for name in node.operands()))
     except (ValueError, TypeError, IndexError) as error:
         if rule.registered:
             raise UnsupportedOp(
@@ -76,24 +85,24 @@ def fit_node(node: Node, values: Mapping[str, Value], registry: Registry) -> Fit
     return _fitted(node, *found)
 
 
-def _fitted(node: Node, match: Match, derived: Derived) -> Fitted:
+def _fitted(node: Node, match: FittedRule, derived: DerivedLine) -> FittedNode:
     sizes = {factor.name: factor.size for factor in match.factors}
-    marks = {factor.name: factor.mark for factor in match.factors}
-    return Fitted(node, match, derived.minors, sizes, marks, derived.addends)
+    kinds = {factor.name: factor.kind for factor in match.factors}
+    return FittedNode(node=node, match=match, minors=derived.minors, sizes=sizes, kinds=kinds, addends=derived.addends)
 
 
 def _strategies(
-    node: Node, values: Mapping[str, Value], fitted: Fitted | None, chosen: Sequence[Cut], rule: Rule | None
+    node: Node, values: Mapping[str, Value], fitted: FittedNode | None, chosen: Sequence[FactorShard], rule: Rule | None
 ) -> Iterator[AxisStrategy]:
     operands = [values[name] for name in node.operands()]
     flows = any(value.differentiable for value in node.outputs)
     free = not flows and any(value.differentiable for value in operands)
     if fitted is not None:
-        for cut in chosen:
-            strategy = factor_strategy(fitted, cut, operands, rule)
+        for shard in chosen:
+            strategy = factor_strategy(fitted, shard, operands, rule)
             if strategy is not None:
                 yield strategy
-                if free:  # no gradient comes back: an operand may as well be Invariant
+                if free:  # no gradient flows back: an operand may also be Invariant
                     yield _invariant_operands(strategy, operands)
     redundant = AxisStrategy((Replicate(),) * len(operands), (Replicate(),) * len(node.outputs), REDUNDANT)
     if flows:
@@ -108,32 +117,32 @@ def _strategies(
         yield from _passing(node, operands, rule)
 
 
-def factor_strategy(fitted: Fitted, cut: Cut, operands: Sequence[Value], rule: Rule | None) -> AxisStrategy | None:
-    """The strategy that cuts one factor: operands and results that have it are Shard there.
+def factor_strategy(fitted: FittedNode, shard: FactorShard, operands: Sequence[Value], rule: Rule | None) -> AxisStrategy | None:
+    """The strategy that shards one factor: operands and results are Shard in the dimensions that have it.
 
-    An operand without it is Replicate; but one of floating point beside a summed factor is an addend (a bias): Partial.
+    An operand without it is Replicate; but beside a summed factor, a floating-point operand is an addend (a bias) and Partial.
     """
-    factor, parts = cut
+    factor, parts = shard
     function = next((item for item in rule.functions if item.factor == factor and not _joint(item)), None) if rule else None
     if function is not None and not function.fits(fitted.node, _shapes(operands)):
         return None
-    if fitted.marks[factor] == "+" and parts > 1 and function is not None:
-        return None  # a function needs to know which part of the factor it has
-    return cut_strategy(fitted, (factor,), parts, operands, rule, function)
+    if fitted.kinds[factor] is FactorKind.SUMMED and parts > 1 and function is not None:
+        return None  # a function must know which part of the factor it has
+    return shard_strategy(fitted, (factor,), parts, operands, rule, function)
 
 
-def cut_strategy(
-    fitted: Fitted, factors: tuple[str, ...], parts: int, operands: Sequence[Value], rule: Rule | None,
+def shard_strategy(
+    fitted: FittedNode, factors: tuple[str, ...], parts: int, operands: Sequence[Value], rule: Rule | None,
     function: NamedFunction | None,
 ) -> AxisStrategy | None:  # fmt: skip
-    """The strategy that cuts all of `factors` together; None where one tensor would be cut in two dimensions."""
-    summed = all(fitted.marks[factor] == "+" for factor in factors)
+    """The strategy that shards all of `factors` together; None where it would shard one tensor in two dimensions."""
+    summed = all(fitted.kinds[factor] is FactorKind.SUMMED for factor in factors)
 
     def place(terms: tuple[tuple[str, ...], ...], otherwise: Placement) -> Placement:
         for dim, term in enumerate(terms):
             for factor in factors:
                 if factor in term:
-                    above = majors(fitted, term, factor)
+                    above = major_parts(fitted, term, factor)
                     assert above is not None
                     return Shard(dim, above * parts)
         return otherwise
@@ -153,8 +162,8 @@ def cut_strategy(
     return strategy if function is None else _with_function(strategy, function, fitted.node, operands)
 
 
-def _addends(fitted: Fitted, operands: Sequence[Value], rule: Rule | None) -> tuple[int, ...]:
-    """Operands that a sum over ranks may count once only."""
+def _addends(fitted: FittedNode, operands: Sequence[Value], rule: Rule | None) -> tuple[int, ...]:
+    """The operands that a sum over ranks must count once only."""
     if fitted.addends is not None:
         return fitted.addends
     floating = rule is None or rule.addends
@@ -166,34 +175,34 @@ def _joint(function: NamedFunction) -> bool:
 
 
 def joint_strategies(
-    node: Node, values: Mapping[str, Value], fitted: Fitted | None, rule: Rule, shardable: Shardable
+    node: Node, values: Mapping[str, Value], fitted: FittedNode | None, rule: Rule, shardable: Shardable
 ) -> Iterator[AxisStrategy]:
-    """What functions do that cut several factors at once, a factor that nothing else may cut, or read another line."""
+    """The strategies of named functions that shard several factors at once, or a factor of kind `WHOLE`, or have a line."""
     operands = [values[name] for name in node.operands()]
     shapes = _shapes(operands)
     for function in rule.functions:
         read = fitted if function.line is None else _read(function.line, node, shapes)
         if read is None or not function.fits(node, shapes):
             continue
-        if not _joint(function) and read.marks.get(function.factor) != "!":
-            continue  # it is one of the plain cuts
+        if not _joint(function) and read.kinds.get(function.factor) is not FactorKind.WHOLE:
+            continue  # `factor_strategy` has it
         named = (function.factor, *function.also)
         leading = [name for name in read.sizes if name.startswith("batch")] if "..." in named else [""]
         for batch in leading:
             factors = tuple(batch if name == "..." else name for name in named)
-            if all(name in read.sizes and shardable(read.sizes[name], 1) and places(read, (name, 1)) for name in factors):
-                strategy = cut_strategy(read, factors, 1, operands, rule, function)
+            if all(name in read.sizes and shardable(read.sizes[name], 1) and sharded_dims(read, (name, 1)) for name in factors):
+                strategy = shard_strategy(read, factors, 1, operands, rule, function)
                 if strategy is not None:
                     yield strategy
 
 
-def _read(line: Derive, node: Node, shapes: tuple[Shape, ...]) -> Fitted | None:
-    """The node as a function's own line reads it."""
+def _read(line: Derive, node: Node, shapes: tuple[Shape, ...]) -> FittedNode | None:
+    """The node fitted to a function's own line."""
     derived = line(node, shapes)
     if derived is None:
         return None
     try:
-        return _fitted(node, refit(parse(derived.line), derived, node, shapes), derived)
+        return _fitted(node, refit(parse_rule(derived.line), derived, node, shapes), derived)
     except ValueError:
         return None
 
@@ -204,7 +213,14 @@ def _shapes(operands: Sequence[Value]) -> tuple[Shape, ...]:
 
 def _with_function(strategy: AxisStrategy, function: NamedFunction, node: Node, operands: Sequence[Value]) -> AxisStrategy:
     told = function.collectives(node, _shapes(operands)) if function.collectives else ()
-    return AxisStrategy(strategy.operands, strategy.results, strategy.label, function.name, told, function.alone)
+    return AxisStrategy(
+        operands=strategy.operands,
+        results=strategy.results,
+        factor=strategy.factor,
+        function=function.name,
+        collectives=told,
+        exclusive=function.exclusive,
+    )
 
 
 def _invariant_operands(strategy: AxisStrategy, operands: Sequence[Value]) -> AxisStrategy:
@@ -216,7 +232,7 @@ def _invariant_operands(strategy: AxisStrategy, operands: Sequence[Value]) -> Ax
 
 
 def _may_pass(node: Node, operands: Sequence[Value]) -> bool:
-    """Sums may be cast to a type that holds them exactly, and not to a narrower one; a scalar beside a sum is not linear."""
+    """Whether the node is linear in Partial operands: a cast must not narrow, and ``sum + scalar`` is not linear."""
     if any(isinstance(arg, DType) for arg in node.args):
         source, target = operands[0].dtype, node.outputs[0].dtype
         return _WIDTH.get(target, 0) > _WIDTH.get(source, 9) or source == target
@@ -226,7 +242,7 @@ def _may_pass(node: Node, operands: Sequence[Value]) -> bool:
 
 
 def _passing(node: Node, operands: Sequence[Value], rule: Rule) -> Iterator[AxisStrategy]:
-    for group in rule.passes:
+    for group in rule.linear_in:
         chosen = range(len(operands)) if isinstance(group, str) else group
         if not all(index < len(operands) and operands[index].differentiable for index in chosen):
             continue
@@ -235,16 +251,16 @@ def _passing(node: Node, operands: Sequence[Value], rule: Rule) -> Iterator[Axis
 
 
 def _shared(strategy: AxisStrategy, chosen: Sequence[AxisStrategy]) -> bool:
-    """Whether another axis cuts a dimension that this strategy cuts."""
-    cut = [(index, place.dim) for index, place in enumerate(strategy.operands) if isinstance(place, Shard)]
+    """Whether another axis shards a dimension that this strategy shards."""
+    dims = [(index, place.dim) for index, place in enumerate(strategy.operands) if isinstance(place, Shard)]
     others = [item for item in chosen if item is not strategy]
-    return any(isinstance(place := item.operands[index], Shard) and place.dim == dim for item in others for index, dim in cut)
+    return any(isinstance(place := item.operands[index], Shard) and place.dim == dim for item in others for index, dim in dims)
 
 
-def combine(
+def combine_axes(
     per_axis: Sequence[Sequence[AxisStrategy]], node: Node, values: Mapping[str, Value], axis_sizes: Sequence[int]
 ) -> tuple[NodePlan, ...]:
-    """The product of one node's strategies over the axes of a mesh (outermost first), without those that do not divide or nest.
+    """The plans of one node on a mesh: all combinations of its strategies on the axes (outermost first) that divide and nest.
 
     At most one axis runs a named function. Equal plans appear once.
     """
@@ -261,13 +277,13 @@ def combine(
 
     for chosen in product(*per_axis):
         functions = [item.function for item in chosen if item.function]
-        if len(functions) > 1 or any(item.alone and _shared(item, chosen) for item in chosen):
+        if len(functions) > 1 or any(item.exclusive and _shared(item, chosen) for item in chosen):
             continue
         operands: tuple[Placements, ...] = tuple(zip(*(item.operands for item in chosen), strict=True))
         produced: tuple[Placements, ...] = tuple(zip(*(item.results for item in chosen), strict=True))
         sides = (*zip(shapes, operands, strict=True), *zip(results, produced, strict=True))
         if all(divides(shape, placements) for shape, placements in sides):
             function = functions[0] if functions else ""
-            plan = NodePlan(node.name, operands, produced, tuple(item.label for item in chosen), function)
+            plan = NodePlan(node.name, operands, produced, tuple(item.factor for item in chosen), function)
             out.setdefault((operands, produced, function), plan)
     return tuple(out.values())

@@ -1,4 +1,5 @@
-"""The one place that knows which arguments are sizes: turns an operation on global shapes into the one that a rank runs."""
+"""Localizes operations: turns an operation on global shapes into the one that a rank runs on its local shards. The only file that
+knows which arguments of an operation are sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import replace
 
 import sympy
 
-from autopar.ir.dims import BATCH, Dim, Shape, expression, simplify
+from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy
 from autopar.ir.graph import Arg, Node, Symbol
 
 _SIZES_AT = {
@@ -19,15 +20,15 @@ _GROUPS_AT = {
     "convolution": 8,
     "group_norm": 1,
 }
-"""Where an operation says in how many groups it takes the channels."""
+"""The position of the argument that is the number of groups of channels."""
 
 
 def localize_args(node: Node, result_shapes: Sequence[Shape], data_size: int = 1, parts: int = 1) -> Node:
-    """The node as one rank runs it: sizes in arguments, and the outputs' shapes, become local.
+    """The node that one rank runs: sizes in its arguments, and the shapes of its outputs, become local.
 
-    `result_shapes` are the local shapes of the outputs. `data_size` is what ``B`` shrinks by: with it, a local ``B`` is
-    the batch of one data-parallel rank, and numbers that stay global (a divisor ``B*S``) are written ``data_size*B*S``; with
-    `parts` micro-batches a local ``B`` is that of one of them, and such a number ``data_size*parts*B*S``.
+    `result_shapes` are the local shapes of the outputs. `data_size` is the size of the data axis: a local ``B`` is the batch of
+    one data-parallel rank, so numbers that stay global (a divisor ``B*S``) become ``data_size*B*S``; with `parts` micro-batches a
+    local ``B`` is that of one micro-batch, and such a number becomes ``data_size*parts*B*S``.
     """
     outputs = tuple(replace(value, shape=tuple(shape)) for value, shape in zip(node.outputs, result_shapes, strict=True))
     args = tuple(_whole(arg, data_size * parts) for arg in node.args)
@@ -41,7 +42,7 @@ def localize_args(node: Node, result_shapes: Sequence[Shape], data_size: int = 1
     elif packet in ("split", "split_with_sizes"):
         local = _split(node, result_shapes, data_size)
     elif packet == "repeat_interleave" and "output_size" in dict(node.kwargs):
-        local[len(args), "output_size"] = number(result_shapes[0][_dim(_argument(node, 2, "dim", 0) or 0)])  # type: ignore[index]
+        local[len(args), "output_size"] = size_argument(result_shapes[0][_dim(_argument(node, 2, "dim", 0) or 0)])  # type: ignore[index]
     elif packet in _GROUPS_AT:
         local = _groups(node, result_shapes[0], _GROUPS_AT[packet])
     args = tuple(next((new for (at, _), new in local.items() if at == index), arg) for index, arg in enumerate(args))
@@ -50,26 +51,26 @@ def localize_args(node: Node, result_shapes: Sequence[Shape], data_size: int = 1
     return replace(node, args=args, kwargs=kwargs, outputs=outputs)
 
 
-def number(dim: Dim) -> Arg:
+def size_argument(dim: Dim) -> Arg:
     """A size as an argument."""
     return Symbol(dim) if isinstance(dim, str) else dim
 
 
 def _numbers(shape: Shape) -> tuple[Arg, ...]:
-    return tuple(map(number, shape))
+    return tuple(map(size_argument, shape))
 
 
 def scale_batch(dim: Dim, data_size: int) -> Dim:
-    """A size in the global batch, written in the batch of one data-parallel rank."""
+    """A size in terms of the global batch, in terms of the batch of one data-parallel rank."""
     if isinstance(dim, int) or data_size == 1:
         return dim
     batch = sympy.Symbol(BATCH, integer=True, positive=True)
-    return simplify(expression(dim).subs(batch, data_size * batch))
+    return as_dim(as_sympy(dim).subs(batch, data_size * batch))
 
 
 def _whole(arg: Arg, data_size: int) -> Arg:
     if isinstance(arg, Symbol):
-        return number(scale_batch(arg.dim, data_size))
+        return size_argument(scale_batch(arg.dim, data_size))
     if isinstance(arg, tuple):
         return tuple(_whole(item, data_size) for item in arg)
     return arg
@@ -84,15 +85,15 @@ def _dim(arg: Arg) -> Dim:
 
 
 def _slice(node: Node, local: Shape, data_size: int) -> dict[tuple[int, str], Arg]:
-    """A cut dimension: start and end shrink like the result; otherwise they stay."""
+    """Start and end of a sharded dimension shrink with the result; otherwise they stay."""
     dim = _dim(_argument(node, 1, "dim", 0))
     assert isinstance(dim, int)
     whole, size = node.outputs[0].shape[dim], local[dim]
     if scale_batch(whole, data_size) == size:
         return {}
     start = _argument(node, 2, "start", 0)
-    begin = expression(_dim(start if start is not None else 0)) * expression(size) / expression(whole)
-    return {(2, "start"): number(simplify(begin)), (3, "end"): number(simplify(begin + expression(size)))}
+    begin = as_sympy(_dim(start if start is not None else 0)) * as_sympy(size) / as_sympy(whole)
+    return {(2, "start"): size_argument(as_dim(begin)), (3, "end"): size_argument(as_dim(begin + as_sympy(size)))}
 
 
 def _split(node: Node, local: Sequence[Shape], data_size: int) -> dict[tuple[int, str], Arg]:
@@ -103,11 +104,11 @@ def _split(node: Node, local: Sequence[Shape], data_size: int) -> dict[tuple[int
         return {}
     if isinstance(node.args[1], tuple):
         return {(1, "split_sizes"): _numbers(tuple(sizes))}
-    return {(1, "split_size"): number(sizes[0])}
+    return {(1, "split_size"): size_argument(sizes[0])}
 
 
 def _groups(node: Node, local: Shape, at: int) -> dict[tuple[int, str], Arg]:
-    """Groups of channels: a rank has as many as it has of the result's channels."""
+    """The groups of channels of one rank: in proportion to its channels of the result."""
     name = "num_groups" if at == 1 else "groups"
     groups, whole = _argument(node, at, name, 1), node.outputs[0].shape
     packet = node.op.split(".")[1]
@@ -115,4 +116,4 @@ def _groups(node: Node, local: Shape, at: int) -> dict[tuple[int, str], Arg]:
     channels = len(whole) - spatial - 1
     if groups == 1 or local[channels] == whole[channels]:
         return {}
-    return {(at, name): number(simplify(expression(_dim(groups)) * expression(local[channels]) / expression(whole[channels])))}
+    return {(at, name): size_argument(as_dim(as_sympy(_dim(groups)) * as_sympy(local[channels]) / as_sympy(whole[channels])))}

@@ -1,4 +1,4 @@
-"""The table of rules as one immutable value, to which a user may add."""
+"""The registry of sharding rules: an immutable table, which a user extends with `autopar.register_rule`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from autopar.rules.aten import table
-from autopar.rules.notation import parse
+from autopar.rules.notation.notation import parse_rule
 from autopar.rules.rule import Rule
+from autopar.rules.table.aten import table
 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """Rules by operation: ``aten.add.Tensor`` is looked up as such, then as ``aten.add``."""
+    """Rules by operation. ``aten.add.Tensor`` is looked up with its overload first, then as ``aten.add``."""
 
     rules: Mapping[str, Rule] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -21,8 +21,8 @@ class Registry:
         return self.rules.get(op) or self.rules.get(".".join(op.split(".")[:2]))
 
     def register(self, op: str, line: str) -> Registry:
-        """A registry with one more rule. `op` is ``ns::name`` or ``ns.name``. ValueError where the line is wrong."""
-        parse(line)
+        """This registry with one more rule. `op` is ``ns::name`` or ``ns.name``. ValueError where the line is wrong."""
+        parse_rule(line)
         return replace(self, rules=MappingProxyType({**self.rules, op.replace("::", "."): Rule(line, registered=True)}))
 
     def __reduce__(self) -> tuple[object, ...]:

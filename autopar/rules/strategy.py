@@ -1,4 +1,4 @@
-"""What one operation may do on one mesh axis."""
+"""A strategy: one way to run an operation on one mesh axis."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PASS = "pass"
 
 
 @dataclass(frozen=True, slots=True)
-class InnerCollective:
-    """What a named function communicates on its axis. `shape` is the global shape of the tensor that is communicated.
+class OperationCollective:
+    """A collective inside of a named function, on the function's axis. `shape` is the global shape of the tensor that it moves.
 
     `kind` is ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``; `backward`: it runs in the backward.
-    `group` is how many neighbours on the axis do it among themselves (0: all). Where `tokens` move, other axes that cut the
-    tokens take part: neighbours are then ranks of these axes too. `copies` of a token that go to members on one node travel once.
-    `operand` is the one that moves: another axis has a share of the bytes only where it cuts that (-1: where it cuts any work).
-    `behind`: it travels while the function computes what came before, block by block of the axis.
+    `group` is the number of neighbours on the axis that communicate with each other (0: all). With `tokens`, ranks of other axes
+    that shard the tokens are neighbours too. `copies` of a token to ranks of one node are sent once.
+    `operand` is the operand that it moves: other axes divide the bytes where they shard that operand (-1: where they shard any).
+    `overlapped`: it overlaps with the computation of the function, one block of the axis at a time (ring attention).
     """
 
     kind: str
@@ -29,25 +29,26 @@ class InnerCollective:
     group: int = 0
     tokens: bool = False
     copies: int = 1
-    behind: bool = False
+    overlapped: bool = False
     operand: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class AxisStrategy:
-    """Run the operation (or `function`) on local shards: where operands must be and where results then are, on one axis.
+    """Runs the operation (or `function`) on local shards: the placements of operands and results on one mesh axis.
 
-    `operands` are in the order of ``Node.operands()``. `label` is the sharded factor, ``redundant`` or ``pass``.
+    `operands` are in the order of ``Node.operands()``. `factor` is the sharded factor, ``redundant`` or ``pass`` (Partial in,
+    Partial out).
     """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
-    label: str
+    factor: str
     function: str = ""
-    collectives: tuple[InnerCollective, ...] = ()
-    alone: bool = False
-    """Whether no other axis may cut the dimensions that this one cuts."""
+    collectives: tuple[OperationCollective, ...] = ()
+    exclusive: bool = False
+    """Whether no other axis may shard the dimensions that this one shards."""
 
     def __str__(self) -> str:
         operands, results = (", ".join(map(str, side)) for side in (self.operands, self.results))
-        return f"{self.label}: {operands} -> {results}" + (f" by {self.function}" if self.function else "")
+        return f"{self.factor}: {operands} -> {results}" + (f" by {self.function}" if self.function else "")

@@ -1,1 +1,5 @@
-"""What a generated program runs on. Imports torch and the standard library only, so that `export` can copy the folder."""
+"""What a generated program runs on: collectives, state, pipeline schedules. It needs torch and the standard library only, so that
+`autopar export` can copy the folder beside the program.
+
+Start at `parallel` (the user's nn.Module) and `module` (base classes of the generated text); `collectives` is the namespace ``C``
+of that text. Rooms import in this order: `device`, `comm`, `ops`, `state`, `step`, `pipeline`; imports are relative."""

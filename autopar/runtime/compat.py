@@ -1,4 +1,5 @@
-"""Every private torch call of autopar, each with the torch version it was seen on. tests/runtime/test_compat.py tests each."""
+"""Every private torch call of the runtime, each with the version that it was tried on. tests/runtime/test_compat.py tests
+each."""
 
 from __future__ import annotations
 
@@ -16,8 +17,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# -- functional collectives: torch.ops._c10d_functional, seen on 2.13.0. They return before the data has arrived; `wait` waits.
+# -- functional collectives: torch.ops._c10d_functional, seen on 2.13.0. They return while in flight; `wait_tensor` waits.
 # On gloo 2.13.0 all of them work, bfloat16 sums, int64, bool gathers, reduce_scatter and all_to_all included.
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``; torch's own is untyped."""
+    return function.apply(*args)
 
 
 def all_reduce(flat: torch.Tensor, op: str, group: str) -> torch.Tensor:
@@ -52,13 +58,13 @@ def all_to_all_rows(rows: torch.Tensor, receive: list[int], send: list[int], gro
 
 
 def has_data(x: torch.Tensor) -> bool:
-    """Whether the tensor has values: those of a dry run and of meta tensors have only shapes. Seen on 2.13.0."""
+    """Whether the tensor has values: fake tensors (dry run) and meta tensors have only shapes. Seen on 2.13.0."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 @contextmanager
-def autograd_inside() -> Iterator[None]:
-    """Inside the kernel of an operator autograd does not look; in this context it does. Seen on 2.13.0."""
+def autograd_in_kernel() -> Iterator[None]:
+    """Enables autograd inside the kernel of a custom operator, where dispatch leaves it out. Seen on 2.13.0."""
     left_out = torch._C._dispatch_tls_local_exclude_set()
     for name in ("AutogradOther", "AutogradFunctionality", "ADInplaceOrView"):
         left_out = left_out.remove(getattr(torch._C.DispatchKey, name))
@@ -67,8 +73,8 @@ def autograd_inside() -> Iterator[None]:
         yield
 
 
-def wait(raw: torch.Tensor) -> torch.Tensor:
-    """The tensor, arrived."""
+def wait_tensor(raw: torch.Tensor) -> torch.Tensor:
+    """Waits for a functional collective; the tensor."""
     result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(raw)
     return result
 
@@ -76,8 +82,8 @@ def wait(raw: torch.Tensor) -> torch.Tensor:
 def alias(x: torch.Tensor) -> torch.Tensor:
     """A new tensor over the same data, for the result of an autograd.Function.
 
-    Compiled code that returns a view of something else that it returns makes the view anew outside, and so leaves out the
-    backward of the function. Seen on 2.13.0; what ``_unsafe_view`` makes has no base.
+    Compiled code that returns a view of another of its results rebuilds the view outside of the graph, which loses the function's
+    backward. Seen on 2.13.0; what ``_unsafe_view`` makes has no base.
     """
     if not torch.compiler.is_compiling():
         return x.view_as(x)
@@ -96,17 +102,17 @@ def in_backward() -> bool:
 
 
 def sole_holder(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor has this one's storage. Seen on 2.13.0: one count is the tensor's, one the look's own."""
+    """Whether no other tensor has this one's storage. Seen on 2.13.0: one count is the tensor's, one is `untyped_storage()`'s."""
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
 
 
 def storage_key(tensor: torch.Tensor) -> object:
-    """Equal for tensors of one storage, and for no others as long as the key lives. Seen on 2.13.0: a weak reference, which keeps
-    the address of a freed storage from being used again."""
+    """A key that is equal exactly for tensors of one storage, as long as the key lives. Seen on 2.13.0: a weak reference, which
+    keeps the address of a freed storage from being reused."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def forget_order(root: Any) -> None:
+def clear_forward_order(root: Any) -> None:
     """Clears the order of forwards by which FSDP2 prefetches in the backward. It does so itself only after a last backward
     (``set_is_last_backward``). Before the first forward there is none. Seen on 2.13.0."""
     order: list[Any] = getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", [])
@@ -115,10 +121,10 @@ def forget_order(root: Any) -> None:
     order.clear()
 
 
-def reduce_now(module: Any) -> None:
-    """What FSDP2 does with a module's gradients behind its backward, at once. Seen on 2.13.0 (2.11 has one group a module).
+def reduce_gradients(module: Any) -> None:
+    """Runs FSDP2's post-backward reduction of a module's gradients at once. Seen on 2.13.0 (2.11 has one group a module).
 
-    It refuses to reduce gradients of which only some were added up before, in the reduction's dtype: here all are in it.
+    FSDP2 refuses a reduction where only some gradients were accumulated before in the reduction's dtype; here all are made so.
     """
     for group in _param_groups(module._get_fsdp_state()):
         for parameter in group.fsdp_params:
@@ -134,13 +140,13 @@ def _param_groups(state: Any) -> list[Any]:
 
 
 def finish_backward(root: Any) -> None:
-    """What FSDP2 does at the end of a backward that began in `root`: `reduce_now` for each module that it was not done for, then
-    waits as ``set_is_last_backward`` says. Seen on 2.13.0."""
+    """Runs FSDP2's end of a backward of `root`: reduces the gradients of each module that were not reduced yet, then waits as
+    ``set_is_last_backward`` says. Seen on 2.13.0."""
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def strided_shard(dim: int, parts: int) -> Any:
-    """DTensor's placement that reads `dim` as (parts, rest) and cuts the rest. Seen on 2.13.0."""
+    """DTensor's placement that reads `dim` as (parts, rest) and shards the rest. Seen on 2.13.0."""
     return _StridedShard(dim, split_factor=parts)
 
 
@@ -150,7 +156,7 @@ def is_strided(placement: Any) -> bool:
 
 
 def own_store() -> Any:
-    """The store of the default group on a connection of its own, for another thread. Seen on 2.13.0."""
+    """The default group's store over a new connection, for another thread. Seen on 2.13.0."""
     store: Any = dist.distributed_c10d._get_default_store()
     return store.clone()
 
@@ -161,11 +167,11 @@ def group_name(device_mesh: Any, axis: str) -> str:
     return name
 
 
-def save_strided_pieces() -> None:
-    """Teaches torch.distributed.checkpoint that the local part of a DTensor may be several pieces of the whole.
+def save_strided_shards() -> None:
+    """Teaches torch.distributed.checkpoint that the local shard of a DTensor may be several separate boxes of the full tensor.
 
-    On 2.13.0 DTensor names one chunk (the first offset, the local size) even for `_StridedShard`, whose pieces lie apart: a fused
-    query-key-value matrix cut by heads would be saved at wrong places without an error. DTensors in one piece are untouched.
+    On 2.13.0 DTensor names one box (the first offset, the local size) even for `_StridedShard`, whose elements lie apart: a fused
+    query-key-value matrix sharded by heads would be saved at wrong offsets without an error. Shards of one box are untouched.
     """
     if getattr(DTensor.__create_chunk_list__, "autopar", False):
         return
@@ -175,24 +181,24 @@ def save_strided_pieces() -> None:
     shard_of = original.__get_tensor_shard__
 
     def create_chunk_list(self: Any) -> list[Any]:
-        pieces = _pieces(self)
-        return chunk_list(self) if len(pieces) == 1 else [ChunkStorageMetadata(p.offsets, p.sizes) for p in pieces]
+        boxes = _boxes(self)
+        return chunk_list(self) if len(boxes) == 1 else [ChunkStorageMetadata(p.offsets, p.sizes) for p in boxes]
 
     def create_write_items(self: Any, fqn: str, tensor: Any) -> list[Any]:
-        pieces = _pieces(self)
-        if len(pieces) == 1:
+        boxes = _boxes(self)
+        if len(boxes) == 1:
             return write_items(self, fqn, tensor)  # type: ignore[no-any-return]
         properties = TensorProperties.create_from_tensor(tensor.to_local())
-        chunks = [TensorWriteData(ChunkStorageMetadata(p.offsets, p.sizes), properties, tensor.size()) for p in pieces]
+        chunks = [TensorWriteData(ChunkStorageMetadata(p.offsets, p.sizes), properties, tensor.size()) for p in boxes]
         return [WriteItem(MetadataIndex(fqn, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data) for data in chunks]
 
     def get_tensor_shard(self: Any, index: Any) -> torch.Tensor:
-        pieces = _pieces(self)
-        if len(pieces) == 1:
+        boxes = _boxes(self)
+        if len(boxes) == 1:
             return shard_of(self, index)  # type: ignore[no-any-return]
-        piece = next(p for p in pieces if p.offsets == torch.Size(index.offset))
+        box = next(p for p in boxes if p.offsets == torch.Size(index.offset))
         local = self.to_local()
-        for dim, (start, size) in enumerate(zip(piece.starts, piece.sizes, strict=True)):
+        for dim, (start, size) in enumerate(zip(box.starts, box.sizes, strict=True)):
             local = local.narrow(dim, start, size)
         return local  # type: ignore[no-any-return]
 
@@ -203,28 +209,28 @@ def save_strided_pieces() -> None:
     patched.__get_tensor_shard__ = get_tensor_shard
 
 
-class _Piece(NamedTuple):
-    """`sizes` elements of the whole at `offsets`; they begin at `starts` in the local tensor."""
+class _Box(NamedTuple):
+    """A box of `sizes` elements of the full tensor at `offsets`, which lies at `starts` in the local tensor."""
 
     offsets: torch.Size
     sizes: torch.Size
     starts: tuple[int, ...]
 
 
-def _pieces(tensor: DTensor) -> list[_Piece]:
-    """The pieces of a DTensor's local part that are contiguous in the whole; one empty piece for an empty part."""
+def _boxes(tensor: DTensor) -> list[_Box]:
+    """The boxes of the full tensor that a DTensor's local shard consists of; one empty box for an empty shard."""
     runs = [_runs(tensor, dim) for dim in range(tensor.dim())]
     if not any(is_strided(placement) for placement in tensor.placements) or not all(runs):
         zeros = (0,) * tensor.dim()
-        return [_Piece(torch.Size(zeros), tensor._local_tensor.shape, zeros)]
+        return [_Box(torch.Size(zeros), tensor._local_tensor.shape, zeros)]
     return [
-        _Piece(torch.Size(offset for offset, _, _ in box), torch.Size(size for _, size, _ in box), tuple(at for _, _, at in box))
+        _Box(torch.Size(offset for offset, _, _ in box), torch.Size(size for _, size, _ in box), tuple(at for _, _, at in box))
         for box in product(*runs)
     ]
 
 
 def _runs(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
-    """(offset in the whole, length, start in the local tensor) of each run of consecutive indices along `dim`."""
+    """(offset in the full tensor, length, start in the local tensor) of each run of consecutive indices along `dim`."""
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
     indices = torch.arange(tensor.shape[dim])

@@ -1,10 +1,10 @@
-"""Errors of the runtime. `autopar.errors` holds the same ones for users of the package; an exported program has only these."""
+"""Errors of the runtime. `autopar.errors` has the same for users of the package; an exported program has only these."""
 
 from __future__ import annotations
 
 
 class RuntimeProblem(Exception):
-    """Base: one line that says what is wrong, where, and how to mend it."""
+    """Base of all: one line that says what is wrong, where, and how to mend it."""
 
     exit_status = 2
 

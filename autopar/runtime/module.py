@@ -1,4 +1,4 @@
-"""Bases of the generated classes."""
+"""Base classes of the generated program: a parameter's spec, a block, and the program of one rank."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .later import Later
-from .layout import local_shape
-from .mesh import MeshHandle
-from .rng import Draws, Repeated
+from .device.mesh import MeshHandle
+from .device.rng import RestoredRng, RngRecorder
+from .ops.split_backward import SplitBackward
+from .state.layout import local_shape
 
-OWN = frozenset(
-    ("mesh", "prefix", "original", "zero", "recompute", "replays", "draws", "batch_statistics", "specs", "training", "lent")
-    + ("blocks", "mesh_axes", "input_placements", "input_shapes", "precision", "micro_batches", "zero_group", "totals", "count")
-    + ("later", "chunks", "boundaries", "schedule", "examples", "takes", "loss_dtype", "weight_versions")
-    + ("roots", "position", "queue", "everything", "mine", "owners", "actions")
-    + ("outputs", "positional", "arguments", "constants", "defaults", "input_dtypes", "noise")
+RESERVED_ATTRIBUTES = frozenset(
+    ("mesh", "prefix", "original_names", "zero", "recompute", "selective_recompute", "uses_rng", "training_noise")
+    + ("batch_statistics", "specs", "training", "split_backward", "shared_parameters", "blocks", "roots", "position", "precision")
+    + ("mesh_axes", "micro_batches", "zero_group", "totals", "count", "loss_dtype", "weight_versions")
+    + ("input_placements", "input_shapes", "input_dtypes", "positional", "arguments", "constants", "defaults", "outputs")
+    + ("chunks", "boundaries", "schedule", "batch_inputs", "micro_batch_size", "weight_grads")
+    + ("all_chunks", "own_chunks", "chunk_stages", "actions")
 )
-"""Attributes of the classes below."""
+"""Attributes of the classes below; a parameter whose path makes one of these names gets another attribute."""
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A parameter or buffer of a block: its path in the block, global shape, master dtype, stored placement per model axis.
+class ParameterSpec:
+    """A parameter or buffer of a block: its path in the block, global shape, master dtype, and stored placement on each model
+    axis.
 
-    `placements` maps axis names to ``I``, ``S(dim)`` or ``S(dim,parts)``, parts of the global tensor; a missing axis is ``I``.
+    `placements` maps axis names to ``I``, ``S(dim)`` or ``S(dim,parts)``, with parts of the global tensor; a missing axis is
+    ``I``.
     """
 
     path: str
@@ -44,48 +47,48 @@ class Parameter:
 
     @property
     def attribute(self) -> str:
-        """The path with ``_`` for dots, made an identifier that hides nothing of nn.Module; generated text has the same rule."""
+        """The path with ``_`` for dots, made an identifier that hides nothing of nn.Module; `program.names` has the same rule."""
         name = re.sub(r"\W", "_", self.path)
         if name[0].isdigit():
             return f"p{name}"
-        return f"{name}_" if name in OWN or hasattr(nn.Module, name) else name
+        return f"{name}_" if name in RESERVED_ATTRIBUTES or hasattr(nn.Module, name) else name
 
 
-def _same_draws() -> tuple[Draws, Repeated]:
-    """What torch's checkpoint runs the forward and its repetition in."""
-    draws = Draws()
-    return draws, draws.repeated
+def _rng_contexts() -> tuple[RngRecorder, RestoredRng]:
+    """The contexts of torch's checkpoint: of the forward, and of its recomputation."""
+    recorder = RngRecorder()
+    return recorder, recorder.restored
 
 
-class Block(nn.Module):
-    """A piece of the program with its local parameters, on meta until `state.materialize` fills them.
+class BlockModule(nn.Module):
+    """A block of the model with its local parameters, on meta until `state.materialize` fills them.
 
-    `recompute`: the backward runs the forward once more, so that only the block's inputs are kept.
-    `replays`: it runs some operations once more, or keeps some tensors on the host (`again.Again`).
-    `draws`: its operations are random.
-    `noise`: random numbers that were captured as they are (stochastic depth, channel dropout), in training.
-    `batch_statistics`: written for training (batch norm), and wrong in evaluation.
+    `zero`: the ZeRO stage of its state, 0 to 3.
+    `recompute`: full recomputation: the backward runs the whole forward again, and only the block's inputs are saved.
+    `selective_recompute`: the backward recomputes some operations, or some saved tensors are offloaded (`step.recompute`).
+    `uses_rng`: it has random operations, whose numbers a full recomputation must repeat.
+    `training_noise`: it has random numbers of training that were captured as such (stochastic depth, channel dropout).
+    `batch_statistics`: it normalises by the batch's statistics as in training, which is wrong in evaluation.
+    `split_backward`: linear layers whose weight gradients may be computed in an action of their own.
 
-    `later`: linear maps whose weights' gradients may be computed in an action of their own.
-
-    `names` maps paths to original names where these are not prefix + path (tied parameters, the model's own glue).
+    `names` maps paths to original names where these are not prefix + path (tied parameters, parameters of the model itself).
     """
 
     zero: ClassVar[int] = 0
     recompute: ClassVar[bool] = False
-    replays: ClassVar[bool] = False
-    draws: ClassVar[bool] = False
+    selective_recompute: ClassVar[bool] = False
+    uses_rng: ClassVar[bool] = False
     batch_statistics: ClassVar[bool] = False
-    noise: ClassVar[bool] = False
-    specs: ClassVar[tuple[Parameter, ...]] = ()
-    later: Later = Later()
+    training_noise: ClassVar[bool] = False
+    specs: ClassVar[tuple[ParameterSpec, ...]] = ()
+    split_backward: SplitBackward = SplitBackward()
 
     def __init__(self, mesh: MeshHandle, prefix: str, names: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self.mesh = mesh
         self.prefix = prefix
         dotted = prefix + "." if prefix else ""
-        self.original = {spec.path: (names or {}).get(spec.path, dotted + spec.path) for spec in self.specs}
+        self.original_names = {spec.path: (names or {}).get(spec.path, dotted + spec.path) for spec in self.specs}
         for spec in self.specs:
             shape = local_shape(spec.shape, spec.placements, mesh)
             empty = torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta")
@@ -95,40 +98,40 @@ class Block(nn.Module):
                 self.register_parameter(spec.attribute, nn.Parameter(empty, requires_grad=spec.trainable))
         if self.recompute:
             run = partial(checkpoint, self.forward, use_reentrant=False, preserve_rng_state=False)
-            self.forward = partial(run, context_fn=_same_draws) if self.draws else run
+            self.forward = partial(run, context_fn=_rng_contexts) if self.uses_rng else run
 
 
-class Root(nn.Module):
-    """Blocks that share one order of gathers (FSDP2's root): the program, or a chunk of a pipeline.
+class RootModule(nn.Module):
+    """Blocks under one FSDP2 root: the program, or a model chunk of a pipeline.
 
-    `lent`: attributes of blocks that the root holds for several of them, as (own attribute, block, the block's attribute).
+    `shared_parameters`: parameters that the root holds for several blocks: (own attribute, block, the block's attribute).
     """
 
     precision: tuple[str, str] = ("float32", "float32")
     position: int = 0
-    """Its place in the model's order."""
+    """Its number in the model's order."""
 
     def __init__(self, mesh: MeshHandle) -> None:
         super().__init__()
         self.mesh = mesh
-        self.lent: tuple[tuple[str, Block, str], ...] = ()
+        self.shared_parameters: tuple[tuple[str, BlockModule, str], ...] = ()
 
-    def blocks(self) -> Iterator[Block]:
-        """All blocks in the order in which they were made."""
+    def blocks(self) -> Iterator[BlockModule]:
+        """All blocks in the order of their construction."""
         for module in self.modules():
-            if isinstance(module, Block):
+            if isinstance(module, BlockModule):
                 yield module
 
 
-class Program(Root):
-    """The whole step of one rank: `forward` takes this rank's batch and returns the loss, equal on all ranks, and behind it the
-    `outputs`, by path in the model's result and placement on each axis.
+class Program(RootModule):
+    """The forward of one rank: it takes this rank's batch and returns the loss, equal on all ranks, followed by the `outputs`,
+    which are listed by path in the model's result with their placement on each axis.
 
-    `positional` are the names of the model's arguments in order. `arguments` gives the inputs whose paths in the user's arguments
-    are not their names; `constants` and `defaults` describe arguments that are no tensors, these may be left out.
+    `positional`: the names of the model's arguments in order. `arguments`: for inputs whose path in the user's arguments is not
+    their name, that path. `constants` and `defaults`: arguments that are not tensors; the latter may be left out.
 
-    State is cut over `zero_group` neighbours of the data axis, and equal between such groups (0: cut over all of it).
-    With several `micro_batches` it takes one of them, and beside it the `totals`: what `count` gives, reduced over all of them.
+    State is sharded over `zero_group` neighbours of the data axis and replicated between such groups (0: over the whole axis).
+    With several `micro_batches` the forward takes one of them, and the `totals`: what `count` returns, reduced over all of them.
     """
 
     mesh_axes: ClassVar[dict[str, int]] = {}
@@ -147,12 +150,12 @@ class Program(Root):
 
     def __init__(self, mesh: MeshHandle) -> None:
         super().__init__(mesh)
-        mesh.share_state(self.zero_group)
+        mesh.group_state(self.zero_group)
 
     def count(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What of this micro-batch the loss needs of the whole batch."""
+        """Numbers of this micro-batch whose totals over the whole batch the loss needs (such as the valid targets)."""
         return {}
 
-    def roots(self) -> tuple[tuple[Root, ...], ...]:
-        """What state is shared out by, of each pipeline rank: the program, or chunks. Those of other ranks stay on meta."""
+    def roots(self) -> tuple[tuple[RootModule, ...], ...]:
+        """The FSDP2 roots of each stage: the program, or model chunks. Those of other stages stay on meta."""
         return ((self,),)

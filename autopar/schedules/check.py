@@ -1,4 +1,4 @@
-"""Whether a schedule can run: every action once, forwards before backwards, no deadlock, and how much its ranks hold."""
+"""Whether a schedule can run: every action once, forwards before backwards, no deadlock, and how much is in flight."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from autopar.errors import PlanError
 from autopar.ir.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
-from autopar.schedules.held import most_held
-from autopar.schedules.order import needed, ordered
+from autopar.schedules.in_flight import most_in_flight
+from autopar.schedules.order import dependency_of, topological_order
 
-_AROUND = 3
+_SHOWN_CELLS = 3
 """Cells that an error shows on each side."""
 
 
 def check(schedule: Schedule, limits: Sequence[int] = ()) -> tuple[int, ...]:
-    """The most (chunk, micro-batch) pairs that each rank holds, from F to B or W. PlanError marks the faulty cell: an action
-    twice or missing, one before what it needs, a chunk on two ranks, a rank that stands still, more than `limits` held."""
+    """The peak of (chunk, micro-batch) pairs in flight on each rank, from F to B or W. PlanError marks the faulty cell: an action
+    twice or missing, one before what it needs, a chunk on two ranks, a deadlock, more than `limits` in flight."""
     compute = schedule.compute
     if not all(compute.ranks):
         raise PlanError(f"schedule {schedule.name}: rank {compute.ranks.index(())} has nothing to do")
@@ -28,11 +28,11 @@ def check(schedule: Schedule, limits: Sequence[int] = ()) -> tuple[int, ...]:
         if missing:
             raise PlanError(f"schedule {schedule.name}, rank {rank}: no {Action(chunk, FORWARD, missing[0])}")
     _no_deadlock(compute)
-    most = tuple(most_held(actions) for actions in compute.ranks)
+    most = tuple(most_in_flight(actions) for actions in compute.ranks)
     for rank, (held, limit) in enumerate(zip(most, limits, strict=False)):
         if held > limit:
             cells = range(len(compute.ranks[rank]))
-            cell = next(cell for cell in cells if most_held(compute.ranks[rank][: cell + 1]) > limit)
+            cell = next(cell for cell in cells if most_in_flight(compute.ranks[rank][: cell + 1]) > limit)
             raise PlanError(f"{_at(compute, rank, cell)} is one more micro-batch than the {limit} that fit")
     return most
 
@@ -57,20 +57,20 @@ def _order(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
 
 
 def _no_deadlock(schedule: Schedule) -> None:
-    stuck = ordered(schedule).stuck
+    stuck = topological_order(schedule).stuck
     if not stuck:
         return
     said = []
     for rank, cell in stuck:
         action = schedule.ranks[rank][cell]
-        chunk, kind = needed(action.chunk, action.kind, schedule.chunks) or (action.chunk, action.kind)
+        chunk, kind = dependency_of(action.chunk, action.kind, schedule.chunks) or (action.chunk, action.kind)
         there = {str(each) for actions in schedule.ranks for each in actions}
         waits = next(
             (text for each in (kind, INPUT) if (text := f"{chunk}{each}{action.micro_batch}") in there),
             f"{chunk}{kind}{action.micro_batch}",
         )
         said.append(f"rank {rank} waits for {waits} ({_marked(schedule.ranks[rank], cell)})")
-    raise PlanError(f"schedule {schedule.name} stands still: {'; '.join(said)}")
+    raise PlanError(f"schedule {schedule.name} has a deadlock: {'; '.join(said)}")
 
 
 def _at(schedule: Schedule, rank: int, cell: int) -> str:
@@ -81,6 +81,6 @@ def _at(schedule: Schedule, rank: int, cell: int) -> str:
 
 def _marked(actions: Sequence[Action], cell: int) -> str:
     """``0F0 >>0B1<< 0F1``, with a few cells around it."""
-    first, last = max(0, cell - _AROUND), min(len(actions), cell + _AROUND + 1)
+    first, last = max(0, cell - _SHOWN_CELLS), min(len(actions), cell + _SHOWN_CELLS + 1)
     words = [f">>{actions[at]}<<" if at == cell else str(actions[at]) for at in range(first, last)]
     return " ".join([*["..."] * (first > 0), *words, *["..."] * (last < len(actions))])

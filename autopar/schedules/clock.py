@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar.errors import PlanError
 from autopar.ir.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
 from autopar.schedules.check import check
-from autopar.schedules.order import ordered
+from autopar.schedules.order import topological_order
 
 _SLOTS = (FORWARD, BACKWARD, INPUT, WEIGHT, "first forward", "last backward", "last weights")
 
@@ -60,7 +60,7 @@ class RankSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ActionSpan:
     """One action on the clock."""
 
     action: Action
@@ -69,7 +69,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class ScheduleClock:
     """A schedule that is ready to run with any times. Per action, in an order in which none waits for a later one: its rank and
     cell, its slot in the table of seconds, what it waits for, over which cut, the cut over which its result is sent, and the
     channel (of one rank to another one)."""
@@ -83,13 +83,13 @@ class Clock:
     """Per rank: (cut, how often)."""
 
     @classmethod
-    def of(cls, schedule: Schedule) -> Clock:
-        """PlanError where the schedule stands still."""
+    def of(cls, schedule: Schedule) -> ScheduleClock:
+        """PlanError where the schedule has a deadlock."""
         compute = schedule.compute
-        order = ordered(compute)
+        order = topological_order(compute)
         if order.stuck:
             check(compute)
-            raise PlanError(f"schedule {schedule.name} stands still")
+            raise PlanError(f"schedule {schedule.name} has a deadlock")
         many, slots = len(compute.ranks), _slots(compute)
         cuts, channels = [-1] * len(order.rank), [0] * len(order.rank)
         sent: list[Counter[int]] = [Counter() for _ in compute.ranks]
@@ -118,15 +118,15 @@ class Clock:
             ]
         return tuple(RankSeconds(spent, end) for spent, end in zip(busy, free, strict=True))
 
-    def spans(
+    def action_spans(
         self, chunks: Sequence[ChunkSeconds], transfer_seconds: Sequence[float] = (), blocking: bool = False
-    ) -> tuple[tuple[Span, ...], ...]:
-        """When each action of each rank begins and ends, as `run` has it. A send that blocks is behind its action's end."""
+    ) -> tuple[tuple[ActionSpan, ...], ...]:
+        """When each action of each rank begins and ends, as `run` has it. A send that blocks follows its action's end."""
         _, ends = self._walk(chunks, transfer_seconds, blocking)
         table = [seconds for chunk in chunks for seconds in chunk.slots]
-        out: list[list[Span]] = [[] for _ in self.schedule.ranks]
+        out: list[list[ActionSpan]] = [[] for _ in self.schedule.ranks]
         for (rank, slot, *_), cell, end in zip(self.steps, self.cells, ends, strict=True):
-            out[rank].append(Span(self.schedule.ranks[rank][cell], end - table[slot], end))
+            out[rank].append(ActionSpan(self.schedule.ranks[rank][cell], end - table[slot], end))
         return tuple(map(tuple, out))
 
     def _walk(

@@ -6,39 +6,39 @@ from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 
 from autopar.ir.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
-from autopar.schedules.order import Ordered, ordered
+from autopar.schedules.order import TopologicalOrder, topological_order
 
 
 def with_communication(schedule: Schedule, zero: Sequence[int] | None = None) -> Schedule:
     """`schedule` computes only, and can run (`check`).
 
-    A send is right behind the action that makes it. From one rank to another, what is received is received in the order in which
+    A send is right after the action that makes it. From one rank to another, what is received is received in the order in which
     it is sent, and a receive is posted at least one computing action before its consumer, or at the beginning. It is also posted
-    no later than in some order of all ranks in which each send comes behind its receive: even senders that wait for the
+    no later than in some order of all ranks in which each send comes after its receive: even senders that wait for the
     receive to be posted never wait in a circle.
 
-    `zero` is the state sharding per chunk, None where there is no data axis. ``REDUCE_GRAD`` is right behind a chunk's last
+    `zero` is the state sharding per chunk, None where there is no data axis. ``REDUCE_GRAD`` is right after a chunk's last
     action that makes gradients of weights. With 1 and 2, parameters are gathered once: ``UNSHARD`` is an action before the first
-    forward, ``RESHARD`` behind the reduction. With 3 each block gathers when it runs, and there is nothing to do for a chunk.
+    forward, ``RESHARD`` after the reduction. With 3 each block gathers when it runs, and there is nothing to do for a chunk.
     """
     rank_of, last = schedule.rank_of, schedule.chunks - 1
-    posted = _posted(schedule, rank_of)
+    posted = _posted_receives(schedule, rank_of)
     out: list[tuple[Action, ...]] = []
     for rank, actions in enumerate(schedule.ranks):
-        state_before, state_behind = _state(actions, zero)
+        state_before, state_after = _state_actions(actions, zero)
         line: list[Action] = []
         for place, action in enumerate(actions):
             line += [*state_before.get(place, ()), *posted.get((rank, place), ()), action]
             sent = _sent(action, rank_of, last)
             if sent is not None:
                 line.append(sent)
-            line += state_behind.get(place, ())
+            line += state_after.get(place, ())
         out.append(tuple(line))
     return Schedule(schedule.name, tuple(out))
 
 
 def _sent(action: Action, rank_of: Sequence[int], last: int) -> Action | None:
-    """The send behind an action, where its result goes to another rank."""
+    """The send after an action, where its result goes to another rank."""
     chunk = action.chunk
     if action.kind == FORWARD and chunk < last and rank_of[chunk + 1] != rank_of[chunk]:
         return Action(chunk, "SEND_F", action.micro_batch)
@@ -47,9 +47,9 @@ def _sent(action: Action, rank_of: Sequence[int], last: int) -> Action | None:
     return None
 
 
-def _posted(schedule: Schedule, rank_of: Sequence[int]) -> dict[tuple[int, int], list[Action]]:
+def _posted_receives(schedule: Schedule, rank_of: Sequence[int]) -> dict[tuple[int, int], list[Action]]:
     """(rank, cell) -> the receives that are posted before that cell."""
-    order = ordered(schedule)
+    order = topological_order(schedule)
     index = {pair: number for number, pair in enumerate(zip(order.rank, order.cell, strict=True))}
     consumer = {order.after[at]: at for at, cut in enumerate(order.cut) if cut >= 0}
     reached = _reached(schedule, order)
@@ -73,7 +73,7 @@ def _posted(schedule: Schedule, rank_of: Sequence[int]) -> dict[tuple[int, int],
     return places
 
 
-def _reached(schedule: Schedule, order: Ordered) -> Mapping[tuple[int, int], int]:
+def _reached(schedule: Schedule, order: TopologicalOrder) -> Mapping[tuple[int, int], int]:
     """(send's action, receiving rank) -> cells that this rank has ended when the action has ended, on a clock on which forwards
     take 1 and the rest of a backward as much."""
     many = len(schedule.ranks)
@@ -94,17 +94,19 @@ def _reached(schedule: Schedule, order: Ordered) -> Mapping[tuple[int, int], int
     return out
 
 
-def _state(actions: Sequence[Action], zero: Sequence[int] | None) -> tuple[dict[int, list[Action]], dict[int, list[Action]]]:
-    """Cell -> what comes before it and behind it."""
+def _state_actions(
+    actions: Sequence[Action], zero: Sequence[int] | None
+) -> tuple[dict[int, list[Action]], dict[int, list[Action]]]:
+    """Cell -> what comes before it and after it."""
     before: dict[int, list[Action]] = {}
-    behind: dict[int, list[Action]] = {}
+    after: dict[int, list[Action]] = {}
     if zero is None:
-        return before, behind
+        return before, after
     for chunk in dict.fromkeys(action.chunk for action in actions):
         first = next(place for place, action in enumerate(actions) if action.chunk == chunk)
         last = max(place for place, action in enumerate(actions) if action.chunk == chunk and action.kind in (BACKWARD, WEIGHT))
         once = zero[chunk] in (1, 2)
         if once:
             before.setdefault(max(0, first - 1), []).append(Action(chunk, "UNSHARD"))
-        behind[last] = [Action(chunk, "REDUCE_GRAD"), *[Action(chunk, "RESHARD")] * once]
-    return before, behind
+        after[last] = [Action(chunk, "REDUCE_GRAD"), *[Action(chunk, "RESHARD")] * once]
+    return before, after

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.schedules.clock import Span
+from autopar.schedules.clock import ActionSpan
 
 LEGEND = (
     "F forward, B backward, I gradient of the inputs, W of the weights, then the micro-batch; small letters: every second chunk"
@@ -25,7 +25,7 @@ class Drawing:
     left_out: tuple[float, float] | None
 
 
-def draw(ranks: Sequence[Sequence[Span]], width: int) -> Drawing:
+def draw(ranks: Sequence[Sequence[ActionSpan]], width: int) -> Drawing:
     """`width` columns at most, without the ranks' names. Where actions would get too narrow, the middle is left out."""
     spans = [span for rank in ranks for span in rank]
     end = max((span.end_seconds for span in spans), default=0.0)
@@ -46,13 +46,13 @@ def draw(ranks: Sequence[Sequence[Span]], width: int) -> Drawing:
     return Drawing(out, (first / columns_per_second, last / columns_per_second))
 
 
-def _line(rank: Sequence[Span], columns_per_second: float, whole: int, chunks: Sequence[int]) -> str:
+def _line(rank: Sequence[ActionSpan], columns_per_second: float, whole: int, chunks: Sequence[int]) -> str:
     line = [" "] * whole
     for span in rank:
         first, last = (int(at * columns_per_second + 0.5) for at in (span.start_seconds, span.end_seconds))
         action = span.action
         letter = action.kind.lower() if chunks.index(action.chunk) % 2 else action.kind
-        room, number = last - first, str(action.micro_batch)
-        digits = number if len(number) < room else number[-1:]
-        line[first:last] = (letter + digits).ljust(room, _FILL[action.kind])[:room]
+        columns, number = last - first, str(action.micro_batch)
+        digits = number if len(number) < columns else number[-1:]
+        line[first:last] = (letter + digits).ljust(columns, _FILL[action.kind])[:columns]
     return "".join(line)

@@ -8,7 +8,7 @@ from autopar.ir.schedule import BACKWARD, FORWARD, WEIGHT, Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Ordered:
+class TopologicalOrder:
     """Every computing action in such an order. Per action: its `rank` and `cell` there, and what it waits for (`after`, an index
     into this order; -1: nothing) over which cut (`cut`: c between chunks c and c + 1; -1 on one rank).
 
@@ -22,7 +22,7 @@ class Ordered:
     stuck: tuple[tuple[int, int], ...]
 
 
-def needed(chunk: int, kind: str, chunks: int) -> tuple[int, str] | None:
+def dependency_of(chunk: int, kind: str, chunks: int) -> tuple[int, str] | None:
     """(chunk, kind) of the same micro-batch that an action waits for. B stands for I too."""
     if kind == FORWARD:
         return (chunk - 1, FORWARD) if chunk else None
@@ -31,7 +31,7 @@ def needed(chunk: int, kind: str, chunks: int) -> tuple[int, str] | None:
     return (chunk + 1, BACKWARD) if chunk + 1 < chunks else (chunk, FORWARD)
 
 
-def ordered(schedule: Schedule) -> Ordered:
+def topological_order(schedule: Schedule) -> TopologicalOrder:
     """Runs each rank as far as it can, again and again. The schedule's chunks lie on one rank each."""
     rank_of, last, many = schedule.rank_of, schedule.chunks - 1, schedule.micro_batches
     done = [-1] * (2 * len(rank_of) * many)  # forwards, then backwards (I or B), by chunk and micro-batch
@@ -76,4 +76,4 @@ def ordered(schedule: Schedule) -> Ordered:
             cuts.append(min(before, chunk) if after >= 0 and rank_of[before] != rank else -1)
             places[rank] = place + 1
     stuck = tuple((rank, place) for rank, place in enumerate(places) if place < len(schedule.ranks[rank]))
-    return Ordered(tuple(ranks), tuple(cells), tuple(afters), tuple(cuts), stuck)
+    return TopologicalOrder(tuple(ranks), tuple(cells), tuple(afters), tuple(cuts), stuck)

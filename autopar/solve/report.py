@@ -1,43 +1,48 @@
-"""What the search found, as a plan file: the description and the figures that people compare."""
+"""From what planning found to a plan file: the description and the figures that people compare. Nothing is priced here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir import dims
 from autopar.ir.describe import parallelism
-from autopar.ir.document import Baseline, ClusterInfo, MeshResult, ModelInfo, Predicted, SearchInfo
 from autopar.ir.graph import Graph
-from autopar.ir.planfile import Plan, make_plan
-from autopar.solve.baselines import Priced, baselines
-from autopar.solve.ilp import Status
-from autopar.solve.search import SearchOptions, SearchResult
+from autopar.ir.plan_file.document import Baseline, ClusterInfo, MeshResult, ModelInfo, Predicted, SearchInfo
+from autopar.ir.plan_file.plan_file import Plan, assemble_plan
+from autopar.schedules.placement import chunks_of_stages
+from autopar.solve.fixed.baselines import PricedRecipe
+from autopar.solve.ilp.solver import Status
+from autopar.solve.result import PlanResult
 
 
-def make_report(
+def plan_of_result(
     graph: Graph,
     cluster: Cluster,
-    found: SearchResult,
-    options: SearchOptions,
+    found: PlanResult,
+    recipes: Sequence[PricedRecipe],
     *,
+    optimizer: str,
     name: str = "",
     source: str = "",
     seq: int | None = None,
     replicated_ops: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan with its predictions. PlanError where the candidate does not fit its graph: that would be a bug of the search."""
-    planned = replace(found.graph, batch=graph.batch) if found.graph is not None else graph
-    return make_plan(
+    """The plan with its predictions, beside those of `recipes`. PlanError where the candidate does not fit its graph: that would
+    be a bug of the search."""
+    planned = replace(found.graph, batch=graph.batch)
+    return assemble_plan(
         planned,
         found.candidate,
         model=ModelInfo(name or graph.name, graph.fingerprint, _parameter_count(graph), source),
         cluster=ClusterInfo(cluster.name, cluster.size, cluster.to_dict()),
         parallelism=parallelism(planned, found.candidate),
-        optimizer=options.optimizer,
+        optimizer=optimizer,
+        stage_chunks=chunks_of_stages(found.candidate.pipeline),
         seq=seq,
         predicted=_predicted(cluster, found, seq),
-        baselines={each.recipe.key: as_baseline(each) for each in baselines(graph, cluster, options)},
+        baselines={each.recipe.key: as_baseline(each) for each in recipes},
         search=_search(found),
         replicated_ops=replicated_ops,
         replicated_share=dict(found.evaluation.redundant_share),
@@ -48,7 +53,7 @@ def _parameter_count(graph: Graph) -> int:
     return sum(dims.numel(p.value.shape, 1) for p in graph.parameters().values() if not p.buffer)
 
 
-def _predicted(cluster: Cluster, found: SearchResult, seq: int | None) -> Predicted:
+def _predicted(cluster: Cluster, found: PlanResult, seq: int | None) -> Predicted:
     evaluation = found.evaluation
     seconds = evaluation.step_seconds
     return Predicted(
@@ -64,7 +69,7 @@ def _predicted(cluster: Cluster, found: SearchResult, seq: int | None) -> Predic
     )
 
 
-def as_baseline(priced: Priced) -> Baseline:
+def as_baseline(priced: PricedRecipe) -> Baseline:
     """For the file."""
     found = priced.evaluation
     return Baseline(
@@ -72,13 +77,13 @@ def as_baseline(priced: Priced) -> Baseline:
         int(found.peak_memory_bytes) if found else None,
         priced.fits,
         priced.recipe.title,
-        priced.words,
+        priced.description,
         priced.short_bytes,
         priced.problem,
     )
 
 
-def _search(found: SearchResult) -> SearchInfo:
+def _search(found: PlanResult) -> SearchInfo:
     meshes = tuple(
         MeshResult(
             mesh=str(each),
@@ -88,6 +93,6 @@ def _search(found: SearchResult) -> SearchInfo:
             peak_memory_bytes=each.evaluation.peak_memory_bytes if each.evaluation else None,
             seconds=each.seconds,
         )
-        for each in found.meshes
+        for each in found.solutions
     )
     return SearchInfo(found.seconds, len(meshes), str(found.status), meshes)

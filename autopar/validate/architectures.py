@@ -1,20 +1,24 @@
-"""What the model of a row looks like: the sizes that it prints, and the details that its family is known for."""
+"""The decoder of a published run: the sizes that the row states, and the details that are known of its model family and of the
+software stack that ran it.
+
+Start with `architecture_of`. The table `_FAMILIES` has what a model's name says, `_STACKS` what the software's name says.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from autopar.errors import AutoparError
 from autopar.validate.rows import Row
 
 
 class NotExpressed(AutoparError):
-    """A row that the model cannot express; the message is the reason."""
+    """A row that cannot be expressed as a graph and a candidate; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One decoder, but for its depth. Sizes are elements; flags say which operations its implementation launches."""
+    """A decoder, without its number of layers. Sizes are in elements; flags say which operations the implementation launches."""
 
     hidden: int
     ffn: int
@@ -56,78 +60,155 @@ class Latent:
     value_dim: int
 
 
-_MEGATRON = ("megatron", "nemo")
-_DROPOUT = ("megatron-lm-2021", "megatron-lm-2022", "megatron-core")
-"""Stacks whose runs are of the training script as it is: it drops a tenth (Megatron-LM ``--hidden-dropout``)."""
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the name of a model says. `known_size` is (hidden size, heads) of the one member of the family that is known."""
+
+    gelu: bool = True
+    rope: bool = False
+    norm_heads: bool = False
+    shared_expert: bool = False
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    head_dim: int = 0
+    latent: Latent | None = None
+    known_size: tuple[int, int] | None = None
+
+
+_NEMOTRON = Family(gelu=False, rope=True)
+"""Squared ReLU and rotary positions, without biases (arXiv 2402.16819)."""
+_DEEPSEEK = Family(
+    shared_expert=True,
+    dense_layers=3,
+    dense_ffn=18432,
+    head_dim=128,
+    latent=Latent(query_rank=1536, kv_rank=512, plain_dim=128, rope_dim=64, value_dim=128),
+    known_size=(7168, 128),
+)
+"""DeepSeek-V3 (arXiv 2412.19437, section 4.2): one shared expert, the first three layers dense, ranks and head sizes."""
+_LLAMA4 = Family(shared_expert=True)
+"""Its shared expert is as large as a routed one (model card)."""
+_QWEN3 = Family(norm_heads=True)
+_FAMILIES = {"nemotron": _NEMOTRON, "deepseek": _DEEPSEEK, "llama-4": _LLAMA4, "llama 4": _LLAMA4, "qwen3": _QWEN3}
+"""By a word of the model's name in lower case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """What the name of a software stack says about models without a gate (`dropout`, `bias`, `tied`) and about all. `tied` None:
+    as the model is."""
+
+    fused_projections: bool = False
+    float_logits: bool = True
+    loss_in_place: bool = False
+    bias: bool = True
+    dropout: float = 0.0
+    tied: bool | None = None
+
+
+_MEGATRON = Implementation(fused_projections=True, float_logits=False, loss_in_place=True)
+_MEGATRON_SCRIPT = replace(_MEGATRON, dropout=0.1)
+"""Runs of the training script as it is, which drops a tenth (Megatron-LM ``--hidden-dropout``)."""
+_MPT = Implementation(fused_projections=True, float_logits=False, bias=False, tied=True)
+"""llm-foundry's MPT has neither biases nor dropout, and ties its head."""
+_STACKS = {
+    "megatron-lm-2021": _MEGATRON_SCRIPT,
+    "megatron-lm-2022": _MEGATRON_SCRIPT,
+    "megatron-core": replace(_MEGATRON_SCRIPT, tied=False),
+    "nanotron": Implementation(tied=True),
+}
+"""By the whole name; BLOOM's runs train without dropout (bigscience tr11 scripts)."""
+_STACK_PREFIXES = {"llm-foundry": _MPT, "megatron": _MEGATRON, "nemo": _MEGATRON}
+
 _GPT2_VOCABULARY = 51200
 """50,257 tokens of GPT-2, padded as Megatron does in its published GPT runs (arXiv 2104.04473, section 5)."""
 
 
 def architecture_of(row: Row) -> Architecture:
-    """The decoder of a row. NotExpressed where a size is missing.
+    """The decoder of a row. NotExpressed where a size is missing or impossible.
 
-    Details by family, from their public code: MPT has neither biases nor dropout, and ties its head (llm-foundry); Megatron's GPT
-    has biases, and dropout in its papers' runs; Llama has RMS norms, a gate, rotary positions and its own head; Nemotron
-    squares its ReLU (arXiv 2402.16819). BLOOM's runs train without dropout (bigscience tr11 scripts).
+    A gate makes it a Llama: RMS norms, rotary positions, no biases, a head of its own. Without a gate it is a GPT: layer norms,
+    learned positions, biases, a tied head; unless its family or its stack says otherwise.
     """
-    for name, value in asdict(row).items():
-        if isinstance(value, int) and value < 0:
-            raise NotExpressed(f"{name} is {value}")
-    gated = row.gated_mlp == 1
-    stack, family = row.software_stack, row.model_family.lower()
-    mpt, megatron = stack.startswith("llm-foundry"), stack.startswith(_MEGATRON)
-    heads, hidden = _given(row, "heads"), _given(row, "hidden")
-    vocab = row.vocab if row.vocab is not None or "gpt" not in family else _GPT2_VOCABULARY
-    if vocab is None:
-        raise NotExpressed("the vocabulary is not stated")
-    if vocab < 1:
-        raise NotExpressed(f"vocab is {vocab}")
-    if row.kv_heads and heads % row.kv_heads:
-        raise NotExpressed(f"{row.kv_heads} key-value heads do not divide {heads} heads")
-    if row.n_experts and not 1 <= (row.top_k or 1) <= row.n_experts:
-        raise NotExpressed(f"top_k={row.top_k} of {row.n_experts} experts")
-    if row.n_experts and row.n_experts % (row.ep or 1):
-        raise NotExpressed(f"ep={row.ep} does not divide {row.n_experts} experts")
-    nemotron = "nemotron" in family
-    deepseek = "deepseek" in family
-    if deepseek and (hidden, heads) != (7168, 128):
-        raise NotExpressed("of DeepSeek's models only V3 is known")
-    if row.head_dim is None and not deepseek and hidden % heads:
-        raise NotExpressed(f"{heads} heads do not divide the hidden size {hidden}")
+    family, stack, gated = _family(row), _implementation(row), row.gated_mlp == 1
+    _check_sizes(row, family)
+    heads, ffn = stated(row, "heads"), stated(row, "ffn_hidden")
+    rope = gated or family.rope
     return Architecture(
-        hidden=hidden,
-        ffn=_given(row, "ffn_hidden"),
+        hidden=stated(row, "hidden"),
+        ffn=ffn,
         heads=heads,
         kv_heads=row.kv_heads or heads,
-        head_dim=row.head_dim or (128 if deepseek else hidden // heads),
-        vocab=vocab,
-        seq=_given(row, "seq_len"),
+        head_dim=row.head_dim or family.head_dim or stated(row, "hidden") // heads,
+        vocab=_vocabulary(row),
+        seq=stated(row, "seq_len"),
         gated=gated,
-        gelu=not nemotron,
+        gelu=family.gelu,
         rms_norm=gated,
-        rope=gated or nemotron,
-        learned_positions=not gated and not nemotron,
-        bias=not gated and not mpt and not nemotron,
-        tied=mpt or stack == "nanotron" or (not gated and not nemotron and stack != "megatron-core"),
+        rope=rope,
+        learned_positions=not rope,
+        bias=stack.bias and not rope,
+        tied=not rope if stack.tied is None else stack.tied,
         flash=row.attention != "naive",
-        dropout=0.1 if stack in _DROPOUT and not gated else 0.0,
-        fused_projections=mpt or megatron,
-        float_logits=not mpt and not megatron,
-        loss_in_place=megatron,
-        norm_heads="qwen3" in family,
+        dropout=0.0 if gated else stack.dropout,
+        fused_projections=stack.fused_projections,
+        float_logits=stack.float_logits,
+        loss_in_place=stack.loss_in_place,
+        norm_heads=family.norm_heads,
         experts=row.n_experts or 0,
-        top_k=_given(row, "top_k") if row.n_experts else 0,
-        # DeepSeek-V3 (arXiv 2412.19437, section 4.2): one shared expert, the first three layers dense, ranks and head sizes.
-        # Llama 4 (model card): a shared expert as large as a routed one.
-        shared_ffn=_given(row, "ffn_hidden") if row.n_experts and (deepseek or "llama-4" in family or "llama 4" in family) else 0,
-        dense_layers=3 if deepseek else 0,
-        dense_ffn=18432 if deepseek else 0,
-        latent=Latent(1536, 512, 128, 64, 128) if deepseek else None,
+        top_k=stated(row, "top_k") if row.n_experts else 0,
+        shared_ffn=ffn if row.n_experts and family.shared_expert else 0,
+        dense_layers=family.dense_layers,
+        dense_ffn=family.dense_ffn,
+        latent=family.latent,
     )
 
 
-def _given(row: Row, name: str) -> int:
+def _family(row: Row) -> Family:
+    name = row.model_family.lower()
+    return next((family for word, family in _FAMILIES.items() if word in name), Family())
+
+
+def _implementation(row: Row) -> Implementation:
+    name = row.software_stack
+    by_prefix = (stack for prefix, stack in _STACK_PREFIXES.items() if name.startswith(prefix))
+    return _STACKS.get(name) or next(by_prefix, Implementation())
+
+
+def _vocabulary(row: Row) -> int:
+    if row.vocab is None and "gpt" in row.model_family.lower():
+        return _GPT2_VOCABULARY
+    if row.vocab is None:
+        raise NotExpressed("the vocabulary is not stated")
+    return stated(row, "vocab")
+
+
+def _check_sizes(row: Row, family: Family) -> None:
+    """NotExpressed for the first size that is impossible."""
+    negative = [(name, value) for name, value in asdict(row).items() if isinstance(value, int) and value < 0]
+    if negative:
+        raise NotExpressed("{} is {}".format(*negative[0]))
+    heads, hidden = stated(row, "heads"), stated(row, "hidden")
+    _vocabulary(row)
+    kv_heads, experts, ep = row.kv_heads or heads, row.n_experts or 0, row.ep or 1
+    head_known = row.head_dim is not None or bool(family.head_dim)
+    impossible = (
+        (heads % kv_heads != 0, f"{kv_heads} key-value heads do not divide {heads} heads"),
+        (experts and not 1 <= (row.top_k or 1) <= experts, f"top_k={row.top_k} of {experts} experts"),
+        (experts % ep != 0, f"ep={ep} does not divide {experts} experts"),
+        (family.known_size not in (None, (hidden, heads)), "of DeepSeek's models only V3 is known"),
+        (not head_known and hidden % heads != 0, f"{heads} heads do not divide the hidden size {hidden}"),
+    )
+    for wrong, reason in impossible:
+        if wrong:
+            raise NotExpressed(reason)
+
+
+def stated(row: Row, name: str) -> int:
+    """A positive whole number of the row. NotExpressed where the source does not state it."""
     value = getattr(row, name)
-    if value is None or value < 1:
+    if value is None:
         raise NotExpressed(f"{name} is not stated")
+    if value < 1:
+        raise NotExpressed(f"{name} is {value}")
     return int(value)

@@ -1,14 +1,15 @@
-"""How a row was run: its cluster, and the configuration that is forced on the planner."""
+"""How a published run was parallelized: its cluster, and the fixed configuration that the planner prices."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 
-from autopar.cost_models.hardware import GIB, Cluster
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.cluster_file import GIB
 from autopar.ir.plan import Precision
-from autopar.solve.forced import Forced
-from autopar.validate.architectures import NotExpressed
+from autopar.solve.fixed.configuration import FixedConfiguration
+from autopar.validate.architectures import NotExpressed, stated
 from autopar.validate.rows import Row
 
 PRESETS = {
@@ -20,33 +21,23 @@ PRESETS = {
     "B200": ("dgx-b200", 400.0),
     "MI300X": ("mi300x", 400.0),
 }
-"""Per device name the bundled cluster, and the Gbit/s per device of the network that its data sheet has."""
+"""By device name: the bundled cluster, and the Gbit/s per device of the network in its data sheet."""
 
 VARIANTS = {"h100-96gb-2.4TBps-500W": (94.5 * GIB, 2.4e12)}
-"""Memory bytes and bandwidth of parts that differ from the preset (torchtitan benchmarks/llama3_h100_202412_torchtitan.md)."""
+"""Memory bytes and bandwidth of devices that differ from the preset (torchtitan benchmarks/llama3_h100_202412_torchtitan.md)."""
 
 COMPUTE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "mxfp8": "bfloat16", "fp32": "float32"}
-"""The dtype of activations. With fp8 the products of the layers are float8, everything else stays bfloat16."""
+"""The dtype of activations. With fp8 the matrix products of the layers are float8, everything else is bfloat16."""
 
 FLOAT8 = ("fp8", "mxfp8")
 
 
-def given(row: Row, name: str) -> int:
-    """A positive whole number of the row. NotExpressed where the source does not state it."""
-    value = getattr(row, name)
-    if value is None:
-        raise NotExpressed(f"{name} is not stated")
-    if value < 1:
-        raise NotExpressed(f"{name} is {value}")
-    return int(value)
-
-
 def cluster_of(row: Row) -> Cluster:
-    """The preset of the row's device, with so many devices, and the network and device variant that the row states."""
+    """The preset of the row's device, with the number of devices, the network and the device variant that the row states."""
     if row.gpu not in PRESETS:
         raise NotExpressed(f"no cluster for {row.gpu or 'an unnamed device'}: known are {', '.join(PRESETS)}")
     preset, sheet_gbit = PRESETS[row.gpu]
-    size = given(row, "n_gpus")
+    size = stated(row, "n_gpus")
     one = Cluster.parse(preset)
     links, device = one.links, one.device
     if row.nic_gbit_per_device == 0:
@@ -65,8 +56,8 @@ def cluster_of(row: Row) -> Cluster:
 ZERO = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 
 
-def forced_of(row: Row) -> Forced:
-    """The row's configuration. NotExpressed names what is not stated or not modelled."""
+def configuration_of(row: Row) -> FixedConfiguration:
+    """The fixed configuration of a row. NotExpressed names what is not stated, or not modelled."""
     tp, pp, cp = (getattr(row, name) or 1 for name in ("tp", "pp", "cp"))
     if cp > 1 and (row.seq_len or 0) % cp:
         raise NotExpressed(f"cp={cp} does not divide the sequence of {row.seq_len}")
@@ -74,7 +65,7 @@ def forced_of(row: Row) -> Forced:
         raise NotExpressed("the state sharding is not stated")
     if row.precision not in COMPUTE:
         raise NotExpressed(f"precision {row.precision or 'is not stated'}")
-    size, batch, micro = given(row, "n_gpus"), given(row, "global_batch"), given(row, "micro_batch")
+    size, batch, micro = stated(row, "n_gpus"), stated(row, "global_batch"), stated(row, "micro_batch")
     if size % (tp * pp * cp):
         raise NotExpressed(f"tp x pp x cp = {tp * pp * cp} does not divide {size} devices")
     data = size // (tp * pp * cp)
@@ -82,12 +73,12 @@ def forced_of(row: Row) -> Forced:
     if row.zero_stage_or_fsdp == "hsdp" and not group:
         group = 8
     ep = row.ep or 1
-    sliced = tp > 1 and not (ep > data * cp or row.software_stack.startswith(WHOLE_EXPERTS))
-    if ep > (data * cp if sliced else data * cp * tp):
+    sliced_experts = tp > 1 and not (ep > data * cp or row.software_stack.startswith(WHOLE_EXPERTS))
+    if ep > (data * cp if sliced_experts else data * cp * tp):
         raise NotExpressed(f"ep={ep} is more than the {data * cp} data ranks")
-    return Forced(
+    return FixedConfiguration(
         tp=tp,
-        sliced_experts=sliced,
+        sliced_experts=sliced_experts,
         sequence_parallel=bool(row.sequence_parallel) and tp > 1,
         pp=pp,
         virtual=(row.virtual_pp or 1) if pp > 1 else 1,
@@ -102,15 +93,15 @@ def forced_of(row: Row) -> Forced:
 
 
 WHOLE_EXPERTS = ("megatron-bridge", "megatron-core-moe", "automodel")
-"""Stacks that do not cut inside experts where tensor parallelism cuts everything else (expert tensor parallelism of 1)."""
+"""Stacks with an expert tensor parallelism of 1: the weights of an expert are not sharded where those of all else are."""
 
 REENTRANT = ("megatron", "nemo", "internevo")
-"""Stacks whose checkpoint runs a layer from end to end (their own ``CheckpointFunction``); torch's stops when it has enough."""
+"""Stacks whose own ``CheckpointFunction`` recomputes a layer to its end; torch's stops when it has all saved tensors."""
 
 
 def layers_of(row: Row) -> tuple[int, ...]:
-    """DeepSpeed fills one stage after the other where layers do not go up: 78 on 12 stages are eleven times 7, and 1 (BigScience,
-    tr11 chronicles-prequel, "Re-do"). Other stacks deal them evenly."""
+    """The layers of each stage where they are not distributed evenly: DeepSpeed fills one stage after the other if the layers do
+    not divide. 78 on 12 stages are eleven times 7, and 1 (BigScience, tr11 chronicles-prequel, "Re-do")."""
     layers, stages = row.layers or 0, row.pp or 1
     if "deepspeed" not in row.software_stack or not layers % stages or stages == 1:
         return ()
@@ -120,7 +111,7 @@ def layers_of(row: Row) -> tuple[int, ...]:
 
 
 def recompute_of(row: Row) -> str:
-    """The recomputation in `Forced`'s words. Where it is not stated, none."""
+    """The recomputation of a row, as a value of `FixedConfiguration.recompute`; ``none`` where it is not stated."""
     if row.act_ckpt in ("", "none"):
         return "none"
     if row.act_ckpt == "full" or layer_share(row) is not None:
@@ -128,14 +119,14 @@ def recompute_of(row: Row) -> str:
     if row.act_ckpt != "selective":
         raise NotExpressed(f"recomputation {row.act_ckpt}")
     if "norm" in row.notes and "recompute" in row.notes:
-        return "none"  # of norms and activations: little time, and not part of a plan for experts
+        return "none"  # of norms and activation functions only: little time, and no plan of experts expresses it
     return "products" if row.software_stack.startswith("torchtitan") else "selective"
 
 
 def layer_share(row: Row) -> float | None:
-    """Which share of the layers is recomputed, where that is what ``selective`` means: fms-fsdp and torchtitan's mode per layer.
+    """The share of the layers that is recomputed, where ``selective`` means that: fms-fsdp and torchtitan's mode per layer.
 
-    HFU counts recomputed FLOPs, MFU does not, and a forward is a third of a step: ``3 (HFU / MFU - 1)``; else every second one.
+    HFU counts recomputed FLOPs, MFU does not, and a forward is a third of a step: ``3 (HFU / MFU - 1)``. Without HFU: 0.5.
     """
     per_layer = row.software_stack.startswith("fms") or "ac per layer" in row.notes.lower()
     if row.act_ckpt != "selective" or not per_layer:
@@ -147,7 +138,7 @@ def layer_share(row: Row) -> float | None:
 
 
 def assumed_of(row: Row) -> tuple[str, ...]:
-    """What the source does not state, and what is taken instead."""
+    """What is assumed where the source does not state it."""
     out = []
     if not row.act_ckpt:
         out.append("no recomputation")
@@ -157,5 +148,5 @@ def assumed_of(row: Row) -> tuple[str, ...]:
 
 
 def sends_once(row: Row) -> bool:
-    """Whether tokens go to each node once: DeepEP, which the newest stacks use by default."""
+    """Whether a token is sent to each node once: DeepEP, which the newest stacks use by default."""
     return "deepep" in row.notes.lower() or row.software_stack.startswith(("megatron-bridge", "automodel"))

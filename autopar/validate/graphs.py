@@ -1,8 +1,8 @@
-"""Graphs of architectures: captured once per *kind* of decoder, at sizes that mark what they are, then set to size and depth.
+"""Graphs of architectures: each *kind* of decoder is captured once, with primes as sizes; then sizes and depth are replaced.
 
-Tracing takes a second, and a table has a hundred pairs of model and sequence length. The operations of a decoder do not depend on
-its sizes; so it is captured with a different large prime for every size, and each number of the graph that a prime divides is
-that size (times what is left). `tests/validate` proves that the result equals a capture of the model itself.
+A capture takes a second, and a table has a hundred pairs of model and sequence length. The operations of a decoder do not depend
+on its sizes; so it is captured with a different large prime for every size, and each number of the graph that a prime divides is
+that size (times the quotient). `tests/validate` proves that the result equals a capture of the model itself.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ _PRIMES = {
     **{"experts": 1039, "shared_ffn": 1049},
 }
 _TRACED_LAYERS = 3
-"""Equal ones; layers before them that are of another kind are traced besides."""
+"""The number of equal layers that are traced, beside the dense layers before them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """What a run does with the model beside sharding it. `float8`: products of the layers; `cast_again`: what is cast to float8
-    is kept as it was, and cast once more in the backward. `context`: a sequence is in so many parts. `ep`: experts are dealt out
-    over so many ranks; `once`: a token goes to each node once."""
+class RunOptions:
+    """What a run changes in the graph of the model. `float8`: matrix products of the layers are float8; `recompute_cast`: their
+    operands are saved uncast, and the backward recomputes the cast. `context`: degree of context parallelism. `ep`: degree of
+    expert parallelism; `once`: a token is sent to each node once."""
 
     float8: bool = False
-    cast_again: bool = False
+    recompute_cast: bool = False
     context: int = 1
     ep: int = 1
     once: bool = False
 
 
 @lru_cache(maxsize=512)
-def graph_of(architecture: Architecture, layers: int, dtype: str, manner: Manner) -> Graph:
-    """The forward of the whole model in the compute dtype.
+def graph_of(architecture: Architecture, layers: int, dtype: str, options: RunOptions) -> Graph:
+    """The graph of the whole model in the compute dtype.
 
-    With context parallelism the batch is of chunks: each sequence is so many consecutive rows, and attention reaches over them
-    (context parallelism shards those rows, as it shards examples).
+    With context parallelism a row of the batch is a chunk of a sequence: a sequence is `context` consecutive rows, and attention
+    reaches over them. Context parallelism then shards rows, as data parallelism does.
     """
-    architecture = replace(architecture, seq=architecture.seq // manner.context)
+    architecture = replace(architecture, seq=architecture.seq // options.context)
     graph = deepen(sized(_kind(architecture), architecture, dtype), layers)
     if architecture.experts:
-        graph = with_experts(graph, manner.ep, manner.once)
-    if manner.context > 1:
-        graph = with_context(graph, manner.context)
+        graph = with_experts(graph, options.ep, options.once)
+    if options.context > 1:
+        graph = with_context(graph, options.context)
     if architecture.loss_in_place:
         graph = renamed(graph, {"ap.cross_entropy_sum": "ap.cross_entropy_in_place"})
-    return with_float8(graph, manner.cast_again) if manner.float8 else graph
+    return with_float8(graph, options.recompute_cast) if options.float8 else graph
 
 
 def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
-    """Operations under other names."""
+    """The graph with other names of operations."""
     blocks = tuple(
         replace(block, nodes=tuple(replace(node, op=names.get(node.op, node.op)) for node in block.nodes))
         for block in graph.blocks
@@ -71,7 +71,7 @@ def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
 
 
 def with_context(graph: Graph, parts: int) -> Graph:
-    """Attention over groups of `parts` rows of the batch."""
+    """The graph whose attention reaches over groups of `parts` rows of the batch."""
 
     def node(item: Node) -> Node:
         if item.op != "aten.scaled_dot_product_attention":
@@ -82,25 +82,27 @@ def with_context(graph: Graph, parts: int) -> Graph:
     return replace(graph, blocks=blocks, fingerprint=_fingerprint(blocks, graph.calls))
 
 
-AGAIN = "Recomputed"
+RECOMPUTED = "Recomputed"
 
 
 def with_marked_layers(graph: Graph, share: float) -> Graph:
-    """So many of the repeated layers, evenly spread, call a block of another name: that with `AGAIN` at its end."""
+    """The graph in which a `share` of the repeated layers, evenly spread, calls a block of its own, whose name ends in
+    `RECOMPUTED`."""
     block = max(graph.blocks, key=lambda each: graph.count(each.name))
     places = [index for index, call in enumerate(graph.calls) if call.block == block.name]
     chosen = {place for number, place in enumerate(places) if int((number + 1) * share + 1e-9) > int(number * share + 1e-9)}
     if not chosen:
         return graph
-    name = block.name + AGAIN
+    name = block.name + RECOMPUTED
     calls = tuple(replace(call, block=name) if index in chosen else call for index, call in enumerate(graph.calls))
     blocks = tuple(each for each in (*graph.blocks, replace(block, name=name)) if any(call.block == each.name for call in calls))
     return replace(graph, blocks=blocks, calls=calls, fingerprint=_fingerprint(blocks, calls))
 
 
 def with_experts(graph: Graph, ep: int, once: bool) -> Graph:
-    """Experts are cut over `ep` neighbours: each holds ``E / ep`` of them. Their gradients are summed among the ranks that hold
-    the same ones, and over no other axis, so no gradient of them flows through a placement. `once`: a token goes to a node once.
+    """The graph whose experts are sharded over `ep` neighbouring ranks, ``E / ep`` experts each. Their gradients are summed among
+    the ranks that hold the same experts and over no mesh axis, so no gradient of them flows through a placement. `once`: a token
+    is sent to each node once.
     """
     weights: dict[str, set[str]] = {block.name: set() for block in graph.blocks}
 
@@ -113,7 +115,7 @@ def with_experts(graph: Graph, ep: int, once: bool) -> Graph:
     def parameter(block: str, item: Parameter) -> Parameter:
         if item.value.name not in weights[block]:
             return item
-        return replace(item, value=replace(item.value, differentiable=False), cut=ep)
+        return replace(item, value=replace(item.value, differentiable=False), expert_parallel=ep)
 
     blocks = []
     for block in graph.blocks:
@@ -122,15 +124,15 @@ def with_experts(graph: Graph, ep: int, once: bool) -> Graph:
     return replace(graph, blocks=tuple(blocks), fingerprint=_fingerprint(tuple(blocks), graph.calls))
 
 
-def with_float8(graph: Graph, cast_again: bool = False) -> Graph:
-    """The linears of repeated blocks become ``ap.linear_float8``: bfloat16 in and out, float8 inside. Embedding and head stay."""
+def with_float8(graph: Graph, recompute_cast: bool = False) -> Graph:
+    """The graph whose linears in repeated blocks are ``ap.linear_float8``: bfloat16 operands and results, float8 inside."""
 
     def node(item: Node) -> Node:
         if item.op == "ap.experts":
             return replace(item, op="ap.experts_float8")
         if item.op != "aten.linear":
             return item
-        kwargs = (*item.kwargs, ("cast_again", True)) if cast_again else item.kwargs
+        kwargs = (*item.kwargs, ("recompute_cast", True)) if recompute_cast else item.kwargs
         return replace(item, op="ap.linear_float8", kwargs=kwargs)
 
     blocks = tuple(
@@ -140,7 +142,7 @@ def with_float8(graph: Graph, cast_again: bool = False) -> Graph:
 
 
 def captured(architecture: Architecture, layers: int, dtype: str) -> Graph:
-    """The same, traced as it is."""
+    """The capture of the model itself, without primes."""
     with torch.device("meta"):
         model = Decoder(architecture, layers)
         tokens = torch.empty(2, architecture.seq, dtype=torch.long)
@@ -148,7 +150,7 @@ def captured(architecture: Architecture, layers: int, dtype: str) -> Graph:
 
 
 def _kind(architecture: Architecture) -> Architecture:
-    """The architecture at the marking sizes. One with latent attention has too many sizes: it marks itself."""
+    """The architecture with primes as sizes. One with latent attention has too many sizes and is its own kind."""
     if architecture.latent is not None:
         return architecture
     each = architecture.heads // architecture.kv_heads
@@ -184,12 +186,12 @@ def _substituted(number: int, sizes: Mapping[int, int]) -> int:
 
 
 def _mapped(graph: Graph, of: Callable[[int], int]) -> Graph:
-    """Every number of the graph through `of`."""
+    """The graph with `of` applied to every number."""
 
     def dim(size: dims.Dim) -> dims.Dim:
         if isinstance(size, int):
             return of(size)
-        return dims.simplify(dims.expression(re.sub(r"\d+", lambda found: str(of(int(found[0]))), size)))
+        return dims.as_dim(dims.as_sympy(re.sub(r"\d+", lambda found: str(of(int(found[0]))), size)))
 
     def arg(item: Arg) -> Arg:
         if isinstance(item, tuple):
@@ -214,7 +216,7 @@ def _mapped(graph: Graph, of: Callable[[int], int]) -> Graph:
 
 
 def deepen(graph: Graph, layers: int) -> Graph:
-    """`graph` with its run of equal layers made so long that there are `layers` in all."""
+    """`graph` with its repeated layer called more or less often, so that there are `layers` layers in all."""
     calls = [index for index, call in enumerate(graph.calls) if re.fullmatch(r".*\.\d+", call.prefix)]
     last = calls[-1]
     template, number = graph.calls[last], int(graph.calls[last].prefix.rpartition(".")[2])

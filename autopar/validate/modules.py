@@ -1,4 +1,4 @@
-"""Plain torch modules of the published models: what one device would compute, before anybody shards it."""
+"""Torch modules of the models of published runs, as written for one device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autopar.validate.architectures import Architecture
 
 
 class Attention(nn.Module):
-    """Self-attention, causal. One fused projection in the order of groups (Megatron), or three.
+    """Causal self-attention. One fused projection in the order of key-value groups (Megatron), or three projections.
 
-    Naive attention is the fused-softmax kernel of Megatron: scale and mask are inside the softmax, so the graph has
-    scores, softmax, dropout and context, as that implementation launches and keeps them.
+    Without flash attention it is Megatron's fused-softmax kernel: scale and mask are inside the softmax, so the graph has
+    scores, softmax, dropout and context, which are the kernels that it launches and the tensors that it saves.
     """
 
     def __init__(self, a: Architecture) -> None:
@@ -62,7 +62,8 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Queries, and keys with values, from compressed vectors; one rotated key for all heads (arXiv 2405.04434, section 2.1)."""
+    """Multi-head latent attention: queries, and keys with values, are projected from compressed vectors; all heads share one
+    rotated key (arXiv 2405.04434, section 2.1)."""
 
     def __init__(self, a: Architecture) -> None:
         super().__init__()
@@ -95,8 +96,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-right, left], -1) * sin
 
 
-class Mlp(nn.Module):
-    """Two matrices with GELU or squared ReLU, or three with a SiLU gate."""
+class FeedForward(nn.Module):
+    """The MLP of a layer: two matrices with GELU or squared ReLU, or three with a SiLU gate."""
 
     def __init__(self, a: Architecture, ffn: int) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ class Mlp(nn.Module):
 
 @lru_cache(maxsize=1)
 def experts_operator() -> Any:
-    """``ap::experts(x, scores, up, down, top_k)``: each token through its `top_k` best experts, weighted. Traced, never run here.
+    """``ap::experts(x, scores, up, down, top_k)``: each token through its `top_k` best experts, weighted. Only traced, never run.
 
     x [B, S, H], scores [B, S, E], up [E, F, H] ([E, 2 F, H] with gates), down [E, H, F]; gives [B, S, H].
     """
@@ -136,7 +137,7 @@ def experts_operator() -> Any:
 
 
 class Experts(nn.Module):
-    """A router, routed experts, and perhaps one that every token goes through."""
+    """A mixture of experts: a router, routed experts, and possibly a shared expert for every token."""
 
     def __init__(self, a: Architecture) -> None:
         super().__init__()
@@ -145,7 +146,7 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(a.experts, 2 * a.ffn if a.gated else a.ffn, a.hidden))
         self.down = nn.Parameter(torch.empty(a.experts, a.hidden, a.ffn))
         if a.shared_ffn:
-            self.shared = Mlp(a, a.shared_ffn)
+            self.shared = FeedForward(a, a.shared_ffn)
 
     def forward(self, x: Tensor) -> Tensor:
         scores = torch.softmax(self.router(x), -1)
@@ -154,18 +155,21 @@ class Experts(nn.Module):
 
 
 def norm(a: Architecture) -> nn.Module:
-    """RMS norm beside gates, layer norm else."""
+    """The norm of a decoder: RMS norm or layer norm."""
     return nn.RMSNorm(a.hidden) if a.rms_norm else nn.LayerNorm(a.hidden, bias=a.bias)
 
 
 class Layer(nn.Module):
-    """Norm before attention and before the MLP."""
+    """A pre-norm transformer layer; its MLP is a mixture of experts unless the layer is `dense`."""
 
     def __init__(self, a: Architecture, dense: bool) -> None:
         super().__init__()
         self.dropout = a.dropout
         self.norm1, self.attention = norm(a), LatentAttention(a) if a.latent else Attention(a)
-        self.norm2, self.mlp = norm(a), Experts(a) if a.experts and not dense else Mlp(a, a.dense_ffn if a.experts else a.ffn)
+        self.norm2, self.mlp = (
+            norm(a),
+            Experts(a) if a.experts and not dense else FeedForward(a, a.dense_ffn if a.experts else a.ffn),
+        )
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         x = x + F.dropout(self.attention(self.norm1(x), cos, sin), self.dropout, self.training)
@@ -173,7 +177,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens and labels, [B, S], to the mean cross entropy."""
+    """The whole decoder: from tokens and labels, [B, S], to the mean cross entropy."""
 
     def __init__(self, a: Architecture, layers: int) -> None:
         super().__init__()

@@ -1,21 +1,22 @@
-"""Prices rows with the planner's own code path: capture, forced placements, evaluator."""
+"""Prices published runs as the planner prices its plans: capture, the placements of a fixed configuration, the evaluator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.cost_models.evaluate import Evaluation, evaluate
-from autopar.cost_models.hardware import Cluster
-from autopar.cost_models.stacks import with_stack
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.software_stacks import with_stack
+from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
-from autopar.rules.priced import priced_registry
-from autopar.solve.forced import Placed, forced, place
-from autopar.validate.architectures import architecture_of
-from autopar.validate.configuration import FLOAT8, assumed_of, cluster_of, forced_of, given, layer_share, sends_once
-from autopar.validate.graphs import AGAIN, Manner, graph_of, with_marked_layers
+from autopar.rules.table.priced_only import priced_registry
+from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
+from autopar.solve.fixed.candidate import fixed_candidate
+from autopar.validate.architectures import architecture_of, stated
+from autopar.validate.configuration import FLOAT8, assumed_of, cluster_of, configuration_of, layer_share, sends_once
+from autopar.validate.graphs import RECOMPUTED, RunOptions, graph_of, with_marked_layers
 from autopar.validate.rows import Row
 
 Constants = Mapping[str, float] | None
@@ -23,7 +24,7 @@ Stack = Callable[[Cluster, Row, Constants], Cluster]
 
 
 def stack_of(cluster: Cluster, row: Row, constants: Constants) -> Cluster:
-    """The cluster as the row's software uses it: its constants (None: those of ``stacks.yaml``), and what this run hides."""
+    """The cluster with the constants of the row's software (None: ``software_stacks.yaml``), and what that software overlaps."""
     return with_stack(
         cluster,
         row.software_stack,
@@ -35,8 +36,8 @@ def stack_of(cluster: Cluster, row: Row, constants: Constants) -> Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What of a row does not depend on constants: the graph at its batch, the candidate, and the bare cluster."""
+class RowSetup:
+    """What does not depend on constants: the graph of the row at its batch, the candidate, and the cluster of the data sheets."""
 
     graph: Graph
     candidate: Candidate
@@ -45,8 +46,8 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
-    """A row with its prediction; `skipped` is the reason where there is none, `assumed` what the source does not state."""
+class PricedRow:
+    """A row with its predicted cost. `skipped` is the reason why there is none, `assumed` what the source does not state."""
 
     row: Row
     evaluation: Evaluation | None
@@ -57,7 +58,7 @@ class Priced:
 
     @property
     def error(self) -> float | None:
-        """``predicted / measured - 1`` of the step."""
+        """``predicted / measured - 1`` of the step time."""
         if self.evaluation is None or not self.row.step_seconds:
             return None
         return self.evaluation.step_seconds / self.row.step_seconds - 1
@@ -65,59 +66,61 @@ class Priced:
 
 @dataclass(slots=True)
 class Session:
-    """Keeps what rows share, and what does not depend on constants; price as often as you like."""
+    """Caches what rows share and what does not depend on constants, so that a table is priced again in little time."""
 
     stack: Stack = stack_of
-    _settings: dict[Row, Setting | str] = field(default_factory=dict)
-    _placed: dict[object, Placed] = field(default_factory=dict)
+    _setups: dict[Row, RowSetup | str] = field(default_factory=dict)
+    _placed: dict[object, BlockPlacements] = field(default_factory=dict)
 
-    def setting(self, row: Row) -> Setting:
-        """Raises AutoparError with the reason where the row cannot be expressed."""
-        if row not in self._settings:
+    def setup(self, row: Row) -> RowSetup:
+        """The setup of a row. AutoparError with the reason where the row cannot be expressed."""
+        if row not in self._setups:
             try:
-                self._settings[row] = self._make(row)
+                self._setups[row] = self._make(row)
             except AutoparError as error:
-                self._settings[row] = str(error)
-        found = self._settings[row]
+                self._setups[row] = str(error)
+        found = self._setups[row]
         if isinstance(found, str):
             raise AutoparError(found)
         return found
 
-    def _make(self, row: Row) -> Setting:
-        architecture, cluster, wanted = architecture_of(row), cluster_of(row), forced_of(row)
+    def _make(self, row: Row) -> RowSetup:
+        architecture, cluster, wanted = architecture_of(row), cluster_of(row), configuration_of(row)
         float8, context = row.precision in FLOAT8, row.cp or 1
-        manner = Manner(float8, float8 and wanted.recompute == "products", context, row.ep or 1, sends_once(row))
-        graph = graph_of(architecture, given(row, "layers"), wanted.precision.compute, manner)
-        graph = replace(graph, batch=given(row, "global_batch") * context)
+        options = RunOptions(float8, float8 and wanted.recompute == "products", context, row.ep or 1, sends_once(row))
+        graph = graph_of(architecture, stated(row, "layers"), wanted.precision.compute, options)
+        graph = replace(graph, batch=stated(row, "global_batch") * context)
         share = layer_share(row)
         if share is not None:
             graph = with_marked_layers(graph, share)
-            marked = tuple(block.name for block in graph.blocks if block.name.endswith(AGAIN))
+            marked = tuple(block.name for block in graph.blocks if block.name.endswith(RECOMPUTED))
             wanted = replace(wanted, recomputed_blocks=marked, recompute=wanted.recompute if marked else "none")
         key = (
-            *(tuple(block.name for block in graph.blocks), architecture, manner),
+            *(tuple(block.name for block in graph.blocks), architecture, options),
             *(wanted.sliced_experts, wanted.precision.compute, wanted.tp, wanted.sequence_parallel),
         )
         if key not in self._placed:
-            self._placed[key] = place(graph, wanted, priced_registry())
-        return Setting(graph, forced(graph, cluster, wanted, self._placed[key]), cluster, assumed_of(row))
+            self._placed[key] = place_blocks(graph, wanted, priced_registry())
+        return RowSetup(graph, fixed_candidate(graph, cluster, wanted, self._placed[key]), cluster, assumed_of(row))
 
-    def price(self, rows: Iterable[Row], constants: Constants = None) -> tuple[Priced, ...]:
-        """Every row, in order."""
+    def price(self, rows: Iterable[Row], constants: Constants = None) -> tuple[PricedRow, ...]:
+        """The rows with their predicted cost, in order."""
         return tuple(self._price(row, constants) for row in rows)
 
-    def _price(self, row: Row, constants: Constants) -> Priced:
+    def _price(self, row: Row, constants: Constants) -> PricedRow:
         try:
-            setting = self.setting(row)
+            setting = self.setup(row)
             cluster = self.stack(setting.cluster, row, constants)
             found = evaluate(setting.graph, setting.candidate, cluster, "adamw")
-            return Priced(row, found, "", setting.assumed, setting.candidate, cluster)
+            return PricedRow(
+                row=row, evaluation=found, skipped="", assumed=setting.assumed, candidate=setting.candidate, cluster=cluster
+            )
         except AutoparError as error:
-            return Priced(row, None, str(error))
-        except Exception as error:  # noqa: BLE001  one row's numbers must not take the prices of all others away
-            return Priced(row, None, f"unforeseen: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
+            return PricedRow(row, None, str(error))
+        except Exception as error:  # noqa: BLE001  the numbers of one row must not stop the pricing of all others
+            return PricedRow(row, None, f"unforeseen: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
 
 
-def price_rows(rows: Iterable[Row], constants: Constants = None, session: Session | None = None) -> tuple[Priced, ...]:
-    """Every row with its prediction, or with the reason why there is none. A `session` keeps captures and placements."""
+def price_rows(rows: Iterable[Row], constants: Constants = None, session: Session | None = None) -> tuple[PricedRow, ...]:
+    """The rows with their predicted cost, or with the reason why there is none. A `session` caches captures and placements."""
     return (session or Session()).price(rows, constants)

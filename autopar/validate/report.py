@@ -1,4 +1,4 @@
-"""All rows priced, and what they add up to: the one document behind ``autopar validate``."""
+"""The report of a validation: all rows with predicted and measured cost, and the summary that ``autopar validate`` prints."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.validate.configuration import FLOAT8
-from autopar.validate.measures import predicted_bytes
-from autopar.validate.price import Priced
-from autopar.validate.summary import Point, Times, memory, null_model, times
+from autopar.validate.memory_measures import predicted_bytes
+from autopar.validate.price import PricedRow
+from autopar.validate.summary import Comparison, TimeErrors, memory_errors, null_model, time_errors
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`null_utilisation` is the constant share of peak FLOP/s of the null model."""
+    """All rows and their errors. The null model predicts each step with one constant share of peak FLOP/s, `null_utilisation`."""
 
-    priced: tuple[Priced, ...]
-    points: tuple[Point, ...]
-    times: Times
+    priced: tuple[PricedRow, ...]
+    points: tuple[Comparison, ...]
+    times: TimeErrors
     memory: dict[str, Any]
-    null_times: Times
+    null_times: TimeErrors
     null_utilisation: float
 
     def document(self) -> dict[str, Any]:
@@ -31,7 +31,7 @@ class Report:
         return {"rows": [_row(each, point) for each, point in zip(self.priced, self.points, strict=True)], "summary": summary}
 
 
-def _row(each: Priced, point: Point) -> dict[str, Any]:
+def _row(each: PricedRow, point: Comparison) -> dict[str, Any]:
     row = each.row
     return {
         "id": row.id,
@@ -48,24 +48,26 @@ def _row(each: Priced, point: Point) -> dict[str, Any]:
     }
 
 
-def report(priced: Sequence[Priced]) -> Report:
-    """Sums up what `price_rows` returned."""
+def report(priced: Sequence[PricedRow]) -> Report:
+    """The report of rows that `price.price_rows` priced."""
     points = tuple(map(_point, priced))
     capacities = {each.row.id: float(each.evaluation.memory_capacity_bytes) for each in priced if each.evaluation}
     ideal = {each.row.id: seconds for each in priced if (seconds := _ideal_seconds(each))}
     share, guessed = null_model(points, ideal)
-    found = memory(points, lambda point: capacities[point.row.id])
-    return Report(tuple(priced), points, times(points), found, guessed, share)
+    found = memory_errors(points, lambda point: capacities[point.row.id])
+    return Report(
+        priced=tuple(priced), points=points, times=time_errors(points), memory=found, null_times=guessed, null_utilisation=share
+    )
 
 
-def _point(each: Priced) -> Point:
+def _point(each: PricedRow) -> Comparison:
     if each.evaluation is None:
-        return Point(each.row, None, None, each.skipped)
-    return Point(each.row, each.evaluation.step_seconds, predicted_bytes(each.row, each.evaluation))
+        return Comparison(each.row, None, None, each.skipped)
+    return Comparison(each.row, each.evaluation.step_seconds, predicted_bytes(each.row, each.evaluation))
 
 
-def _ideal_seconds(each: Priced) -> float | None:
-    """Model FLOPs at the data sheet's peak of the products' dtype."""
+def _ideal_seconds(each: PricedRow) -> float | None:
+    """The time of the model's FLOPs at the peak FLOP/s of the data sheet, for the dtype of the matrix products."""
     if each.evaluation is None or each.cluster is None or each.candidate is None:
         return None
     dtype = "float8" if each.row.precision in FLOAT8 else each.candidate.precision.compute

@@ -1,4 +1,4 @@
-"""A table of published runs: one frozen, typed `Row` per line."""
+"""Tables of published training runs: a CSV file with one `Row` per line."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from autopar.errors import AutoparError
 
 
 class TableError(AutoparError):
-    """A table of measurements that cannot be read."""
+    """A table of measurements is unreadable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One published run. Names are the columns of the table; None where the source does not say.
+    """One published run. The fields are the columns of the table; None where the source does not state them.
 
-    `dp` is ``n_gpus / (tp pp cp)``; expert-parallel groups are carved out of it. `peak_mem_gb` is in the unit that
-    `memory_unit` names. `step_seconds` is the time of one optimizer step.
+    `dp` is ``n_gpus / (tp pp cp)``; expert-parallel groups lie within it. `peak_mem_gb` is in the unit `memory_unit`.
+    `step_seconds` is the time of one optimizer step.
     """
 
     id: str
@@ -61,7 +61,6 @@ class Row:
     head_dim: int | None
     memory_unit: str
     memory_measure: str
-    config_complete: int | None
     software_stack: str
     compiled: int | None
     zero_group_size: int | None
@@ -73,7 +72,8 @@ class Row:
 
     @property
     def measured_memory_bytes(self) -> float | None:
-        """GiB where the source prints binary gigabytes (allocators and nvidia-smi count MiB), else 1e9 bytes."""
+        """The peak memory in bytes: a gigabyte is 1e9 bytes where `memory_unit` says so, else a GiB (as allocators and nvidia-smi
+        count)."""
         if self.peak_mem_gb is None:
             return None
         decimal = "1e9" in self.memory_unit
@@ -81,18 +81,18 @@ class Row:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the run did not fit: the notes say so, and nothing was measured."""
+        """Whether the run was out of memory: the notes say so, and no time was measured."""
         said = re.search(r"\bOOM\b|out[ -]of[ -]memory", self.notes, re.IGNORECASE) is not None
         return said and self.step_seconds is None
 
 
-def bundled() -> Path:
-    """The public table that comes with the package (``data/published_train.source.txt`` says whence)."""
+def bundled_table() -> Path:
+    """The path of the public table of this package (its sources are in ``data/published_train.source.txt``)."""
     return Path(str(files("autopar.validate") / "data" / "published_train.csv"))
 
 
-def read(path: Path) -> tuple[Row, ...]:
-    """Every line of the table. TableError names the file, the line and the column of what cannot be read."""
+def read_table(path: Path) -> tuple[Row, ...]:
+    """The rows of a table. TableError names the file, the line and the column that is unreadable."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             table = csv.DictReader(file)

@@ -1,4 +1,4 @@
-"""The measures of the validation: errors, order and regret within sweeps, memory by how it was measured, and a null model."""
+"""The measures of a validation: errors of time, order and regret within sweeps, errors of memory, and a null model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from autopar.validate.rows import Row
 
 DIFFERENT = 0.10
-"""A pair of runs counts for the order where their measured device-seconds per token differ by more."""
+"""A pair of runs counts for the order if their measured device-seconds per token differ by more than this share."""
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A row with a prediction (seconds and bytes), or with the reason why there is none."""
+class Comparison:
+    """A measured row beside its predicted time and memory, or the reason why there is no prediction."""
 
     row: Row
     predicted_seconds: float | None
@@ -25,7 +25,7 @@ class Point:
 
     @property
     def error(self) -> float | None:
-        """``predicted / measured - 1`` of the step."""
+        """``predicted / measured - 1`` of the step time."""
         if self.predicted_seconds is None or not self.row.step_seconds:
             return None
         return self.predicted_seconds / self.row.step_seconds - 1
@@ -42,8 +42,8 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """Shares, not percent; None where no row counts. `regrets` is the number of sweeps, `pairs` of pairs."""
+class TimeErrors:
+    """Errors of time, as shares; None where no row counts. `pairs` and `sweeps` are the numbers of those that count."""
 
     dense_median: float | None
     dense_p90: float | None
@@ -58,10 +58,10 @@ class Times:
     sweeps: int
 
 
-def times(points: Sequence[Point]) -> Times:
-    """All measures of time.
+def time_errors(points: Sequence[Comparison]) -> TimeErrors:
+    """The errors of time of all rows.
 
-    `dense_median` is the median over sources of the median error of a source's dense rows; `dense_p90` is over dense rows.
+    `dense_median` is the median over sources of the median error of a source's dense rows; `dense_p90` is over all dense rows.
     """
     dense = [point for point in points if point.error is not None and not point.is_moe]
     moe = [abs(point.error) for point in points if point.error is not None and point.is_moe]
@@ -70,23 +70,23 @@ def times(points: Sequence[Point]) -> Times:
         sources.setdefault(point.row.source, []).append(abs(point.error or 0.0))
     right = [pair for sweep in sweeps(points) for pair in ordered_pairs(sweep)]
     regrets = [regret(sweep) for sweep in sweeps(points) if len(sweep) >= 3]
-    return Times(
-        median(map(median, sources.values())) if sources else None,
-        percentile([abs(point.error or 0.0) for point in dense], 0.9),
-        median(moe) if moe else None,
-        sum(right) / len(right) if right else None,
-        sum(regrets) / len(regrets) if regrets else None,
-        max(regrets, default=None),
-        len(dense),
-        len(sources),
-        len(moe),
-        len(right),
-        len(regrets),
+    return TimeErrors(
+        dense_median=median(map(median, sources.values())) if sources else None,
+        dense_p90=percentile([abs(point.error or 0.0) for point in dense], 0.9),
+        moe_median=median(moe) if moe else None,
+        order_accuracy=sum(right) / len(right) if right else None,
+        regret_mean=sum(regrets) / len(regrets) if regrets else None,
+        regret_max=max(regrets, default=None),
+        dense_rows=len(dense),
+        dense_sources=len(sources),
+        moe_rows=len(moe),
+        pairs=len(right),
+        sweeps=len(regrets),
     )
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
-    """Linear between the two nearest ranks."""
+    """The percentile, interpolated linearly between the two nearest values; None without values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -96,9 +96,9 @@ def percentile(values: Iterable[float], share: float) -> float | None:
     return ordered[low] + (at - low) * (ordered[high] - ordered[low])
 
 
-def sweeps(points: Iterable[Point]) -> list[list[Point]]:
-    """Rows of one source, model, device, sequence length, precision and number of devices."""
-    found: dict[object, list[Point]] = {}
+def sweeps(points: Iterable[Comparison]) -> list[list[Comparison]]:
+    """Groups of several rows of one source, model, device, sequence length, precision and number of devices."""
+    found: dict[object, list[Comparison]] = {}
     for point in points:
         row = point.row
         if point.error is not None:
@@ -107,16 +107,16 @@ def sweeps(points: Iterable[Point]) -> list[list[Point]]:
     return [sweep for sweep in found.values() if len(sweep) > 1]
 
 
-def _costs(point: Point) -> tuple[float, float]:
+def _costs(point: Comparison) -> tuple[float, float]:
     """Device-seconds per token: measured, predicted."""
     row = point.row
     each = (row.n_gpus or 1) / (row.tokens_per_step or (row.global_batch or 1) * (row.seq_len or 1))
     return (row.step_seconds or 0.0) * each, (point.predicted_seconds or 0.0) * each
 
 
-def ordered_pairs(sweep: Sequence[Point]) -> list[float]:
-    """Of each pair that differs by more than `DIFFERENT`: 1 where the prediction has the same order, 0 where it has the other,
-    and a half where it is equal for both, which is what a coin would reach."""
+def ordered_pairs(sweep: Sequence[Comparison]) -> list[float]:
+    """For each pair that differs by more than `DIFFERENT`: 1 if the prediction has the same order, 0 if it has the opposite one,
+    and 0.5 if the predictions are equal (as a coin would score)."""
     out: list[float] = []
     for one, two in combinations(map(_costs, sweep), 2):
         slow, fast = max(one[0], two[0]), min(one[0], two[0])
@@ -126,8 +126,8 @@ def ordered_pairs(sweep: Sequence[Point]) -> list[float]:
     return out
 
 
-def regret(sweep: Sequence[Point]) -> float:
-    """By how much the row that is predicted fastest is slower than the fastest; of rows predicted equal the slowest."""
+def regret(sweep: Sequence[Comparison]) -> float:
+    """How much slower than the fastest row that one is which is predicted to be the fastest; of a tie, the slowest."""
     costs = [_costs(point) for point in sweep]
     chosen = min(predicted for _, predicted in costs)
     return max(measured for measured, predicted in costs if predicted == chosen) / min(measured for measured, _ in costs) - 1
@@ -137,8 +137,8 @@ def regret(sweep: Sequence[Point]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Errors of the rows of one measure, as shares."""
+class MemoryErrors:
+    """Errors of memory of the rows that were measured in one way, as shares."""
 
     rows: int
     median: float | None
@@ -147,7 +147,7 @@ class Memory:
 
 
 def measure_of(row: Row) -> str:
-    """``allocated``, ``reserved``, ``nvidia_smi`` or ``unstated``."""
+    """How the memory of a row was measured: ``allocated``, ``reserved``, ``nvidia_smi`` or ``unstated``."""
     text = row.memory_measure.lower()
     if "nvidia-smi" in text:
         return "nvidia_smi"
@@ -156,19 +156,20 @@ def measure_of(row: Row) -> str:
     return "reserved" if "reserved" in text else "allocated" if "allocated" in text else "unstated"
 
 
-def memory(points: Sequence[Point], capacity: Callable[[Point], float]) -> dict[str, Any]:
-    """Per measure, and for runs that did not fit whether that is predicted (`capacity` in bytes)."""
+def memory_errors(points: Sequence[Comparison], capacity: Callable[[Comparison], float]) -> dict[str, Any]:
+    """Errors of memory by way of measuring; and of the runs that were out of memory, how many are predicted to be (`capacity` in
+    bytes)."""
     found: dict[str, list[float]] = {"allocated": [], "reserved": [], "nvidia_smi": [], "unstated": []}
     for point in points:
         if point.memory_error is not None:
             found[measure_of(point.row)].append(abs(point.memory_error))
     out: dict[str, Any] = {
-        name: asdict(Memory(len(each), median(each) if each else None, percentile(each, 0.9), max(each, default=None)))
+        name: asdict(MemoryErrors(len(each), median(each) if each else None, percentile(each, 0.9), max(each, default=None)))
         for name, each in found.items()
     }
-    told = [p for p in points if p.predicted_bytes is not None]
-    failed = [p for p in told if p.row.out_of_memory]
-    ran = [p for p in told if p.row.step_seconds is not None]
+    predicted = [p for p in points if p.predicted_bytes is not None]
+    failed = [p for p in predicted if p.row.out_of_memory]
+    ran = [p for p in predicted if p.row.step_seconds is not None]
     out["out_of_memory"] = {
         "rows": len(failed),
         "told": sum((p.predicted_bytes or 0.0) > capacity(p) for p in failed),
@@ -178,12 +179,14 @@ def memory(points: Sequence[Point], capacity: Callable[[Point], float]) -> dict[
     return out
 
 
-def null_model(points: Sequence[Point], ideal_seconds: Mapping[str, float]) -> tuple[float, Times]:
-    """One constant utilisation for all rows, the best there is: the median of what was measured. `ideal_seconds` per row id is
-    the time at the data sheet's peak."""
+def null_model(points: Sequence[Comparison], ideal_seconds: Mapping[str, float]) -> tuple[float, TimeErrors]:
+    """The null model: one constant utilisation for all rows, the median of the measured ones, and its errors of time.
+
+    `ideal_seconds` by row id is the time at the peak FLOP/s of the data sheet.
+    """
     shares = [ideal_seconds[p.row.id] / p.row.step_seconds for p in points if p.row.id in ideal_seconds and p.row.step_seconds]
     share = median(shares) if shares else 1.0
     guessed = [
-        Point(p.row, ideal_seconds[p.row.id] / share if p.row.id in ideal_seconds else None) for p in points if not p.skipped
+        Comparison(p.row, ideal_seconds[p.row.id] / share if p.row.id in ideal_seconds else None) for p in points if not p.skipped
     ]
-    return share, times(guessed)
+    return share, time_errors(guessed)

@@ -1,9 +1,9 @@
 """Schedules beside each other, as a table: `python tests/benchmarks/bench_schedules.py [--stages 8] [--micro-batches 16]`.
 
-A stage of the even case takes 1 for a forward, 1.05 for the gradients of the inputs, 0.95 for those of the weights, keeps 1 of a
-micro-batch until the first, and half of it until the second. All schedules of a case have the same layers in the same room: that
-of 1F1B, p micro-batches of a whole stage, or half of that. With two chunks a rank each has half a stage. Sends take 0.05 and run
-beside the computing. What has no room is in brackets.
+A stage of the even case takes 1 for a forward, 1.05 for the gradients of the inputs, 0.95 for those of the weights, saves 1 of a
+micro-batch until the first, and half of it until the second. All schedules of a case have the same layers and the same memory
+limit: that of 1F1B, p micro-batches of a whole stage, or half of that. With two chunks a rank each has half a stage. Sends take
+0.05 and overlap with the computation. Schedules that exceed the limit are in brackets.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from dataclasses import dataclass
 
 from autopar.errors import AutoparError
 from autopar.ir.plan import Pipeline
-from autopar.schedules.build import rank_of_chunks, schedule_of
-from autopar.schedules.clock import ChunkSeconds, Clock
-from autopar.schedules.task import Room, Task
-from autopar.solve.synthesize import synthesize
+from autopar.schedules.clock import ChunkSeconds, ScheduleClock
+from autopar.schedules.pipeline_schedule import schedule_of
+from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.synthesis.task import MemoryLimits, Task
+from autopar.solve.pipeline.synthesize import synthesize
 
 FORWARD, INPUTS, WEIGHTS, SEND = 1.0, 1.05, 0.95, 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`first` and `last`: what the embedding and the head add to their stages (parts of one); `room`: micro-batches that fit."""
+    """`first`, `last`: what the embedding and the head add to their stages (parts of one); `memory_limit`: in micro-batches."""
 
     name: str
     first: float
     last: float
-    room: float
+    memory_limit: float
 
     def chunks(self, stages: int, virtual: int) -> list[ChunkSeconds]:
         sizes = [1 / virtual] * (stages * virtual)
@@ -40,9 +41,9 @@ class Case:
             for size in sizes
         ]
 
-    def room_of(self, stages: int, virtual: int) -> Room:
+    def limits(self, stages: int, virtual: int) -> MemoryLimits:
         many = stages * virtual
-        return Room((1 / virtual,) * many, (self.room,) * stages, (0.5 / virtual,) * many)
+        return MemoryLimits((1 / virtual,) * many, (self.memory_limit,) * stages, (0.5 / virtual,) * many)
 
 
 def cases(stages: int) -> tuple[Case, ...]:
@@ -51,8 +52,8 @@ def cases(stages: int) -> tuple[Case, ...]:
         Case("head", 0.0, 0.6, stages),
         Case("embedding", 0.5, 0.0, stages),
         Case("embedding and head", 0.2, 0.4, stages),
-        Case("even, half the room", 0.0, 0.0, stages / 2),
-        Case("head, half the room", 0.0, 0.6, stages / 2),
+        Case("even, half the memory", 0.0, 0.0, stages / 2),
+        Case("head, half the memory", 0.0, 0.6, stages / 2),
     )
 
 
@@ -63,9 +64,9 @@ def built(case: Case, pipeline: Pipeline, micro_batches: int) -> str:
         schedule = schedule_of(pipeline, micro_batches)
     except AutoparError:
         return "-"
-    ranks = Clock.of(schedule).run(chunks, [SEND] * (len(chunks) - 1))
+    ranks = ScheduleClock.of(schedule).run(chunks, [SEND] * (len(chunks) - 1))
     end, busy = max(rank.end_seconds for rank in ranks), sum(rank.busy_seconds for rank in ranks)
-    task = Task.of(chunks, schedule.rank_of, micro_batches, room=case.room_of(stages, virtual), split=schedule.splits_backward)
+    task = Task.of(chunks, schedule.rank_of, micro_batches, memory=case.limits(stages, virtual), split=schedule.splits_backward)
     said = f"{end:.1f}, {1 - busy / end / stages:.0%}"
     return said if all(task.fits(actions, rank) for rank, actions in enumerate(schedule.ranks)) else f"({said})"
 
@@ -76,14 +77,14 @@ def found(case: Case, pipeline: Pipeline, micro_batches: int, split: bool, secon
     began = time.monotonic()
     made = synthesize(
         chunks,
-        rank_of_chunks(pipeline),
+        stage_of_chunks(pipeline),
         micro_batches,
         [SEND] * (len(chunks) - 1),
-        room=case.room_of(stages, virtual),
+        memory=case.limits(stages, virtual),
         split_backward=split,
         time_limit_seconds=seconds,
     )
-    ranks = Clock.of(made.schedule).run(chunks, [SEND] * (len(chunks) - 1))
+    ranks = ScheduleClock.of(made.schedule).run(chunks, [SEND] * (len(chunks) - 1))
     busy = sum(rank.busy_seconds for rank in ranks)
     gap = "optimal" if made.status == "OPTIMAL" else f"gap {made.gap:.1%}"
     bubble, took = 1 - busy / made.makespan_seconds / stages, time.monotonic() - began

@@ -53,34 +53,34 @@ def build(model: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
 
 
-def program_text(model: str, force: dict[str, int]) -> str:
+def autopar_program(model: str, force: dict[str, int]) -> str:
     """What autopar makes of it."""
     from autopar.capture import capture
-    from autopar.cost_models.hardware import Cluster
-    from autopar.passes.pipeline import lower
-    from autopar.program.source import render
-    from autopar.solve.search import SearchOptions, search
+    from autopar.cost_models.hardware.cluster import Cluster
+    from autopar.program.build import program_text
+    from autopar.solve.search import search
+    from autopar.solve.space.options import SearchOptions
 
     module, batch = build(model)
     graph = capture(module, (), batch)
     result = search(graph, Cluster.parse(f"local:{WORLD}"), SearchOptions(batch=graph.batch, force=force))
-    return render(lower(graph, result.candidate))
+    return program_text(graph, result.candidate)
 
 
 def by_hand(kind: str, model: nn.Module) -> tuple[nn.Module, int]:
     """The expert's model, and over how many ranks it splits the batch."""
-    import experts
+    import handwritten_parallelism
     from torch.distributed.device_mesh import init_device_mesh
 
     layers = model.layers if hasattr(model, "layers") else model.transformer.h
     if kind == "ddp":
-        return experts.ddp(model), WORLD
+        return handwritten_parallelism.ddp(model), WORLD
     if kind == "fsdp":
-        return experts.fsdp(model, layers, init_device_mesh("cpu", (WORLD,))), WORLD
+        return handwritten_parallelism.fsdp(model, layers, init_device_mesh("cpu", (WORLD,))), WORLD
     if kind == "tp":
-        return experts.tensor_parallel(model, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))), 1
+        return handwritten_parallelism.tensor_parallel(model, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))), 1
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return experts.fsdp(experts.tensor_parallel(model, mesh["tp"]), layers, mesh["dp"]), 2
+    return handwritten_parallelism.fsdp(handwritten_parallelism.tensor_parallel(model, mesh["tp"]), layers, mesh["dp"]), 2
 
 
 def rank_main(rank: int, text: str, case: str, pairs: int, compile: str, folder: str) -> None:
@@ -88,13 +88,13 @@ def rank_main(rank: int, text: str, case: str, pairs: int, compile: str, folder:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    from autopar.program.build import load
-    from autopar.runtime.mesh import MeshHandle
+    from autopar.program.load import load_program
+    from autopar.runtime.device.mesh import MeshHandle
     from autopar.runtime.parallel import Parallel
 
     name, kind, _ = CASES[case]
     model, batch = build(name)
-    program = load(text).Program
+    program = load_program(text).Program
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     ours = Parallel(program(MeshHandle(program.mesh_axes)), {k: v.detach().clone() for k, v in tensors.items()}, compile=compile)
     expert, ways = by_hand(kind, model)
@@ -131,7 +131,7 @@ def rank_main(rank: int, text: str, case: str, pairs: int, compile: str, folder:
 def measure(case: str, pairs: int, compile: str) -> dict[str, list[float]]:
     """Times of both, by pair."""
     name, _, force = CASES[case]
-    text = program_text(name, force)
+    text = autopar_program(name, force)
     with tempfile.TemporaryDirectory() as folder:
         spawn(rank_main, args=(text, case, pairs, compile, folder), nprocs=WORLD)
         return torch.load(f"{folder}/times")  # type: ignore[no-any-return]

@@ -1,4 +1,5 @@
-"""Fits the constants of cost_models/stacks.yaml to published runs: `python tests/benchmarks/fit_stacks.py [FILE.csv]`.
+"""Fits the constants of cost_models/hardware/software_stacks.yaml to published runs:
+`python tests/benchmarks/fit_stacks.py [FILE.csv]`.
 
 Per (software stack, device generation): coordinate descent on the mean absolute logarithm of predicted over measured seconds,
 sources weighted by the root of their rows, with a small pull towards usual figures (stacks with few rows stay near them).
@@ -15,24 +16,23 @@ from collections.abc import Iterable, Mapping
 from math import exp, log
 from pathlib import Path
 
-from autopar.cost_models.evaluate import evaluate
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import AutoparError
-from autopar.validate.price import Session, Setting, stack_of
-from autopar.validate.rows import Row, bundled, read
+from autopar.validate.price import RowSetup, Session, stack_of
+from autopar.validate.rows import Row, bundled_table, read_table
 
 PULL = 0.01
-MOST = 0.4
-"""What an error counts at most: where a run is off by more, something else than a constant is amiss."""
+MAX_ERROR = 0.4
+"""Largest absolute logarithm that one run contributes: a run that is off by more has another cause than a constant."""
 
-Item = tuple[Row, Setting]
-START = {"products": 0.62, "streams": 0.6, "attention": 0.4, "network": 0.9}
+Item = tuple[Row, RowSetup]
+START = {"matmul": 0.62, "memory": 0.6, "attention": 0.4, "network": 0.9}
 
 
 def names_of(items: Iterable[Item]) -> tuple[str, ...]:
-    """Attention has a constant where it is one kernel; the network has one where collectives are waited for and attention is not
-    (one kernel)."""
+    """The constants of a stack: attention has one where it is one kernel (flash attention), else the network has one."""
     flash = any(row.attention != "naive" for row, _ in items)
-    return ("products", "streams", "attention") if flash else ("products", "streams", "network")
+    return ("matmul", "memory", "attention") if flash else ("matmul", "memory", "network")
 
 
 def errors(items: Iterable[Item], constants: Mapping[str, float]) -> list[float]:
@@ -44,7 +44,7 @@ def errors(items: Iterable[Item], constants: Mapping[str, float]) -> list[float]
 def loss(items: list[Item], constants: Mapping[str, float]) -> float:
     many = Counter(row.source for row, _ in items)
     weights = [many[row.source] ** -0.5 for row, _ in items]
-    found = sum(min(abs(e), MOST) * w for e, w in zip(errors(items, constants), weights, strict=True)) / sum(weights)
+    found = sum(min(abs(e), MAX_ERROR) * w for e, w in zip(errors(items, constants), weights, strict=True)) / sum(weights)
     return found + PULL * sum(log(value / START[name]) ** 2 for name, value in constants.items())
 
 
@@ -76,11 +76,11 @@ def main() -> None:
     parser.add_argument("--leave-out", action="store_true")
     arguments = parser.parse_args()
     session, groups = Session(), defaultdict(list)
-    for row in read(arguments.file or bundled()):
+    for row in read_table(arguments.file or bundled_table()):
         if not row.step_seconds or not any(name in row.software_stack for name in arguments.stack.split(",")):
             continue
         try:
-            setting = session.setting(row)
+            setting = session.setup(row)
             evaluate(setting.graph, setting.candidate, setting.cluster)
         except AutoparError as error:
             print(f"# without {row.id}: {error}", file=sys.stderr)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.seconds import processor_seconds
+from support.harness.processor_seconds import processor_seconds
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.capture.convert import convert
+from autopar.capture.convert import flatten_program
 from autopar.capture.fold import fold
 from autopar.capture.normalize import normalize
-from autopar.capture.trace import trace
-from autopar.cost_models.hardware import Cluster
-from autopar.passes.pipeline import lower
-from autopar.program.source import render
-from autopar.solve.search import SearchOptions, search
+from autopar.capture.tracing.trace import trace
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.program.build import program_text
+from autopar.solve.search import search
+from autopar.solve.space.options import SearchOptions
 
 HIDDEN = 32
 
@@ -71,7 +71,7 @@ def test_the_same_plan_as_a_capture_in_full(kinds: list[tuple[int, int]]) -> Non
     graphs = []
     for outlined in (True, False):
         traced = trace(model, (), inputs, None, (), outlined)
-        graphs.append(fold(model, normalize(convert(traced)), traced))
+        graphs.append(fold(model, normalize(flatten_program(traced)), traced))
     short, full = graphs
     assert short == full
     assert sorted(short.count(block.name) for block in short.blocks if block.name.startswith("Layer")) == sorted(
@@ -90,7 +90,7 @@ def seconds(layers: int) -> float:
     def whole() -> None:
         graph = capture(model, (), inputs)
         found = search(graph, Cluster.parse("dgx-h100:1"), SearchOptions())
-        render(lower(graph, found.candidate))
+        program_text(graph, found.candidate)
 
     return processor_seconds(whole)
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.endtoend import prepare
-from support.experts import RoutedMlp, by_loop, example, gradients, routed_batch
-from support.interpret import loss_and_gradients
-from support.models import routed_cases
+from support.harness.end_to_end import prepare
+from support.models.routed_mlp import RoutedMlp, routed_batch
+from support.models.small_models import routed_cases
+from support.oracles.experts_by_loop import by_loop, example, random_gradients
+from support.oracles.interpret_graph import loss_and_gradients
 from torch import Tensor, nn
 
 import autopar
@@ -169,7 +170,7 @@ def test_the_operator_is_plain_pytorch() -> None:
     found = autopar.ops.moe_experts(*given[:7], layout="interleaved transposed")
     expected = by_loop(other)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    for mine, theirs in zip(gradients(found, given), gradients(expected, other), strict=True):
+    for mine, theirs in zip(random_gradients(found, given), random_gradients(expected, other), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -235,7 +236,7 @@ def test_wrong_arguments_are_told(what: str) -> None:
 
 
 def test_wrong_arguments_in_a_model_name_the_line() -> None:
-    with pytest.raises(CaptureError, match=r"experts\.py:\d+.*: moe_experts: 5 experts of each token, but there are 4"):
+    with pytest.raises(CaptureError, match=r"routed_mlp\.py:\d+.*: moe_experts: 5 experts of each token, but there are 4"):
         capture(FewExperts(), (), routed_batch(4))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.interpret import loss_and_gradients
+from support.oracles.interpret_graph import loss_and_gradients
 from torch import Tensor, nn
 
 from autopar.capture import capture

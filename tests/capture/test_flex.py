@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.interpret import loss_and_gradients
+from support.oracles.interpret_graph import loss_and_gradients
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention

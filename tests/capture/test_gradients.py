@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.endtoend import prepare
-from support.interpret import loss_and_gradients
-from support.models import cases
+from support.harness.end_to_end import prepare
+from support.models.small_models import cases
+from support.oracles.interpret_graph import loss_and_gradients
 
 
 @pytest.mark.parametrize("name", list(cases()))

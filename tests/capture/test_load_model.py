@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.capture.models import bundled, load_model
+from autopar.capture.models import bundled_models, load_model
 from autopar.errors import CaptureError
 
 ISSUE = {"gpt2", "gpt2-xl", "llama3-8b", "llama3-70b", "llama3-405b", "qwen3-8b", "bert-large", "vit-huge", "mlp", "convnet"}
 
 
 def test_names() -> None:
-    assert set(bundled()) >= ISSUE
+    assert set(bundled_models()) >= ISSUE
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny", "qwen3-tiny", "bert-tiny", "vit-tiny", "mlp", "convnet"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.interpret import loss_and_gradients
+from support.oracles.interpret_graph import loss_and_gradients
 from torch import Tensor, nn
 
 from autopar.capture import capture

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.capture.convert import convert
+from autopar.capture.convert import flatten_program
 from autopar.capture.fold import fold
 from autopar.capture.models import load_model
 from autopar.capture.normalize import normalize
-from autopar.capture.outline import find_groups
-from autopar.capture.trace import trace
+from autopar.capture.tracing.outline import find_groups
+from autopar.capture.tracing.trace import trace
 from autopar.ir.graph import Graph
 
 
@@ -21,7 +21,7 @@ def captured(model: nn.Module, inputs: dict[str, Tensor], outlined: bool) -> tup
     traced = trace(model, (), inputs, None, (), outlined)
     keys = [str(node.args[-1]) for node in traced.program.graph.nodes if "autopar_capture.outlined" in str(node.target)]
     opaque = sum(len(key.split(" ")[1].split(",")) for key in keys)
-    return fold(model, normalize(convert(traced)), traced), opaque
+    return fold(model, normalize(flatten_program(traced)), traced), opaque
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def batch(size: int = 8) -> dict[str, torch.Tensor]:
 
 def test_plan_and_its_words() -> None:
     plan = autopar.plan(Net(), "local:4", batch(), force="tp=4")
-    assert plan.candidate.mesh.size_of("tp") == 4 and "tp=4" in plan.words()
+    assert plan.candidate.mesh.size_of("tp") == 4 and "tp=4" in plan.describe()
     assert autopar.Plan.from_json(plan.to_json()) == plan
 
 

@@ -12,19 +12,19 @@ import pytest
 import yaml
 
 from autopar.cli import main
-from autopar.cost_models import local
-from autopar.cost_models.hardware import Cluster
-from autopar.cost_models.measure import Measured, Seen
+from autopar.cost_models.calibrate import local_cluster as local
+from autopar.cost_models.calibrate.measure import CalibrationRun, Timing
+from autopar.cost_models.hardware.cluster import Cluster
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without the waiting."""
     names = ("gemm.float32.8x8x8", "gemm.float32.4x4x4", "attention.float32.8", "stream.add", "launch.chain")
-    operations = tuple(Measured(name, 64.0, 1e-6) for name in names)
-    sent = tuple(Measured(kind, size, 1e-4 + size * 1e-9) for kind in ("all_reduce", "all_gather") for size in (1e4, 1e7))
+    operations = tuple(Timing(name, 64.0, 1e-6) for name in names)
+    sent = tuple(Timing(kind, size, 1e-4 + size * 1e-9) for kind in ("all_reduce", "all_gather") for size in (1e4, 1e7))
     facts = {"kind": "cpu", "name": "toy", "memory_bytes": 2**30, "base_bytes": 2**20}
-    monkeypatch.setattr(local, "run_ranks", lambda processes, effort, progress: Seen(facts, operations, sent, 2.0))
+    monkeypatch.setattr(local, "measure_ranks", lambda processes, effort, progress: CalibrationRun(facts, operations, sent, 2.0))
 
 
 def test_writes_a_cluster(measured: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +56,7 @@ def test_really(processes: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autopar.cli", "calibrate", "-o", str(path), "--processes", str(processes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=320)
     assert done.returncode == 0, done.stderr
-    elapsed, busy = time.monotonic() - start, yaml.safe_load(path.read_text())["source"]["busy"]
+    elapsed, busy = time.monotonic() - start, yaml.safe_load(path.read_text())["source"]["slowdown"]
     assert elapsed / busy < 60
     cluster = Cluster.parse(str(path))
     assert cluster.size == processes and cluster.device.memory_bytes > 2**28

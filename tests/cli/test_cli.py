@@ -15,10 +15,11 @@ import yaml
 import autopar
 from autopar.capture.models import load_model
 from autopar.cli import main
-from autopar.cli.verify import tolerances
-from autopar.ir.document import ClusterInfo
+from autopar.cli.commands.verify import tolerances
 from autopar.ir.plan import Pipeline
-from autopar.ir.planfile import make_plan
+from autopar.ir.plan_file.document import ClusterInfo
+from autopar.ir.plan_file.plan_file import assemble_plan
+from autopar.schedules.placement import chunks_of_stages
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -50,7 +51,7 @@ def test_plan_prints_one_document(run: Run, tmp_path: Path) -> None:
     status, out, err = run("plan", "mlp", "--cluster", "local:2", "--batch", 8, "--force", "pp=1", "--no-cache", "--json")
     assert status == 0
     document = json.loads(out)
-    assert document["schema_version"] == 1 and document["model"]["source"] == "mlp"
+    assert document["schema_version"] == 2 and document["model"]["source"] == "mlp"
     assert document["batch"]["global"] == 8
     assert document["predicted"]["step_seconds"] > 0 and document["predicted"]["peak_memory_bytes"] > 0
     assert all(document["baselines"][name]["step_seconds"] > 0 for name in ("ddp", "fsdp"))
@@ -80,8 +81,14 @@ def test_inspect_memory_is_the_issues_table(run: Run, plan_file: Path) -> None:
     """Every kind by its name, the sum, and the operation at the peak; the numbers are those of the plan."""
     predicted = json.loads(plan_file.read_text())["predicted"]
     _, out, _ = run("inspect", plan_file, "--memory")
-    kinds = ["parameters", "gradients", "optimizer state", "saved activations of the micro-batches in flight", "gathered weights"]
-    kinds += ["temporaries", "collective buffers", "allocator slack", "framework base", "peak"]
+    kinds = [
+        "parameters",
+        "gradients",
+        "optimizer state",
+        "saved activations of the micro-batches in flight",
+        "all-gathered parameters",
+    ]
+    kinds += ["temporaries", "communication buffers", "allocator slack", "framework base", "peak"]
     rows = [line.strip() for line in out.splitlines()]
     assert all(any(row.startswith(kind) for row in rows) for kind in kinds)
     document = json.loads(run("inspect", plan_file, "--memory", "--json")[1])
@@ -102,9 +109,9 @@ def test_inspect_memory_of_a_pipeline_shows_every_stage(run: Run, tmp_path: Path
     document = plan.document
     path = tmp_path / "plan.json"
     for described in (document.cluster, ClusterInfo(document.cluster.name, document.cluster.devices)):
-        make_plan(
+        assemble_plan(
             plan.graph, candidate, model=document.model, cluster=described, parallelism=document.parallelism,
-            optimizer=document.optimizer, predicted=document.predicted,
+            optimizer=document.optimizer, stage_chunks=chunks_of_stages(candidate.pipeline), predicted=document.predicted,
         ).save(str(path))  # fmt: skip
         _, out, _ = run("inspect", path, "--memory")
         found = json.loads(run("inspect", path, "--memory", "--json")[1])
@@ -114,11 +121,10 @@ def test_inspect_memory_of_a_pipeline_shows_every_stage(run: Run, tmp_path: Path
 
 def test_inspect_comm_compares_with_parameter_servers(run: Run, plan_file: Path) -> None:
     """All of a device's gradients in one piece; one server is a bottleneck that the ring does not have."""
-    ways = {
-        each["way"].partition(",")[0]: each for each in json.loads(run("inspect", plan_file, "--comm", "--json")[1])["gradients"]
-    }
-    assert ways["all-reduce"]["times"] == 1 < ways["one parameter server"]["times"]
-    assert len({each["bytes"] for each in ways.values()}) == 1
+    gradients = json.loads(run("inspect", plan_file, "--comm", "--json")[1])["gradients"]
+    methods = {each["method"].partition(",")[0]: each for each in gradients}
+    assert methods["all-reduce"]["relative"] == 1 < methods["one parameter server"]["relative"]
+    assert len({each["bytes"] for each in methods.values()}) == 1
     _, out, _ = run("inspect", plan_file, "--comm")
     assert "one parameter server" in out
 

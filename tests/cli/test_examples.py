@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.launch import launch
-from support.ranks import Ranks
+from support.harness.launch import launch
+from support.harness.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -29,7 +29,7 @@ def falls(text: str) -> bool:
     return len(losses) == 5 and losses[-1] < losses[0]
 
 
-def test_quickstart(ranks: Ranks) -> None:
+def test_quickstart(ranks: RankPool) -> None:
     first, *others = launch(ranks, ROOT / "examples" / "quickstart.py", 4)
     assert not any(each.status for each in (first, *others)), first.stderr[-4000:]
     assert falls(first.stdout)
@@ -50,7 +50,7 @@ def test_the_demo_in_short() -> None:
     assert "relative difference" in done.stdout and "predicted" in done.stdout
 
 
-def test_the_wrong_number_of_processes_is_one_clear_line(ranks: Ranks) -> None:
+def test_the_wrong_number_of_processes_is_one_clear_line(ranks: RankPool) -> None:
     for ended in launch(ranks, ROOT / "examples" / "quickstart.py", 2):
         assert ended.status
         assert "local:4 has 4 devices but 2 processes were launched: use torchrun --nproc-per-node 4" in ended.stderr

@@ -7,21 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.blocks import gpt2_graph
+from support.models.handwritten_blocks import gpt2_graph
 
 from autopar.cli import main
-from autopar.cost_models.hardware import Cluster
-from autopar.ir.planfile import Plan
-from autopar.solve.options import SearchOptions
-from autopar.solve.report import make_report
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.ir.plan_file.plan_file import Plan
+from autopar.solve.fixed.baselines import baselines
+from autopar.solve.report import plan_of_result
 from autopar.solve.search import search
+from autopar.solve.space.options import SearchOptions
 
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
     graph = gpt2_graph(layers=2, hidden=128, heads=4, vocabulary=512, seq=64, batch=16)
     cluster, options = Cluster.parse("dgx-h100:1"), SearchOptions(force={"dp": 4, "tp": 2})
-    plan = make_report(graph, cluster, search(graph, cluster, options), options)
+    recipes = baselines(graph, cluster, options)
+    plan = plan_of_result(graph, cluster, search(graph, cluster, options), recipes, optimizer=options.optimizer)
     path = tmp_path_factory.mktemp("plans") / "plan.json"
     plan.save(path)
     return plan, path
@@ -46,7 +48,7 @@ def test_the_document_agrees_with_the_plan(planned: tuple[Plan, Path], capsys: p
 def test_tables_for_people(planned: tuple[Plan, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(planned[1])]) == 0
     text = capsys.readouterr().out
-    for words in ("The costliest operations", "The costliest collectives", "What people do by hand", "Megatron", "FSDP"):
+    for words in ("The costliest operations", "The costliest collectives", "Baselines", "Megatron", "FSDP"):
         assert words in text
 
 

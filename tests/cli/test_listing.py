@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autopar.cli import main
-from autopar.cost_models.hardware import Cluster, presets
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.cluster_file import presets
 
 
 def test_every_level_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,12 +12,13 @@ import pytest
 import autopar
 from autopar.capture.models import load_model
 from autopar.cli import main
-from autopar.cost_models.evaluate import evaluate
-from autopar.cost_models.hardware import Cluster
-from autopar.ir.document import ClusterInfo
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.plan import Pipeline
-from autopar.ir.planfile import Plan, make_plan
-from autopar.schedules.build import schedule_of
+from autopar.ir.plan_file.document import ClusterInfo
+from autopar.ir.plan_file.plan_file import Plan, assemble_plan
+from autopar.schedules.pipeline_schedule import schedule_of
+from autopar.schedules.placement import chunks_of_stages
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +33,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
         document = plan.document
         cluster = document.cluster if described else ClusterInfo(document.cluster.name, document.cluster.devices)
         candidate = replace(plan.candidate, mesh=mesh, micro_batches=micro_batches, pipeline=pipeline)
-        found = make_plan(
+        found = assemble_plan(
             plan.graph, candidate, model=document.model, cluster=cluster, parallelism=document.parallelism,
-            optimizer=document.optimizer, predicted=document.predicted,
+            optimizer=document.optimizer, stage_chunks=chunks_of_stages(candidate.pipeline), predicted=document.predicted,
         )  # fmt: skip
         path = folder / f"{pipeline.schedule}-{micro_batches}-{described}.json"
         found.save(str(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.ranks import Ranks
+from support.harness.rank_pool import RankPool
 
 
 def watched() -> dict[str, Any]:
@@ -13,7 +13,7 @@ def watched() -> dict[str, Any]:
     import torch.distributed as dist
     from torch import nn
 
-    from autopar.dryrun.compat import FakeMode, Watch, fake_group
+    from autopar.dryrun.compat import FakeMode, MemoryWatch, fake_group
     from autopar.errors import AutoparError
 
     class Doubled(nn.Module):
@@ -31,7 +31,7 @@ def watched() -> dict[str, Any]:
         with FakeMode():
             x = torch.empty(1 << 34, dtype=torch.uint8).float().requires_grad_()
             model = Doubled()
-            watch = Watch()
+            watch = MemoryWatch()
             watch.track_external(x)
             with watch:
                 for _ in range(2):
@@ -45,13 +45,13 @@ def watched() -> dict[str, Any]:
                 del y
             out["peak"], out["now"] = watch.peak.bytes, watch.current_bytes()
             out["function"], out["module"] = watch.peak.function, watch.peak.module
-            out["sent"] = [[kind, *numbers] for (kind, group), numbers in sorted(watch.sent.items())]
+            out["sent"] = [[kind, *numbers] for (kind, group), numbers in sorted(watch.collectives.items())]
     out["left"] = dist.is_initialized()
     return out
 
 
-def test_fake_tensors_fake_group_and_watch(ranks: Ranks) -> None:
-    out = ranks.apart(watched)
+def test_fake_tensors_fake_group_and_watch(ranks: RankPool) -> None:
+    out = ranks.run_alone(watched)
     whole = 4 << 34  # float32: more than this machine has
     assert (out["rank"], out["size"], out["left"]) == (3, 8, False) and "joined a group" in out["twice"]
     # x, the exponential (kept), the sum's gradient (a scalar, expanded), the gradient of the double, and that of x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -12,24 +13,24 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.ranks import Ranks
-from support.replays import with_kept
+from support.harness.rank_pool import RankPool
+from support.plans.drawn_recomputation import with_kept
 from torch import nn
 
 import autopar
 from autopar import planning
 from autopar.capture import capture
 from autopar.capture.models import LoadedModel, load_model
-from autopar.cost_models.block import BlockCosts
-from autopar.cost_models.evaluate import Evaluation, evaluate
-from autopar.cost_models.hardware import Cluster
-from autopar.cost_models.memory import OFFLOAD_WINDOW, block_memory
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.cost_models.step.block_memory import OFFLOAD_WINDOW, block_memory
+from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.ir import dims
 from autopar.ir.graph import Graph
-from autopar.ir.planfile import Plan, make_plan
-from autopar.passes.pipeline import lower
-from autopar.program.build import load
-from autopar.program.source import render
+from autopar.ir.plan_file.plan_file import Plan, assemble_plan
+from autopar.program.build import program_text
+from autopar.program.load import load_program
+from autopar.schedules.placement import chunks_of_stages
 
 Case = tuple[str, int | None, int, str, str, str, int, bool]
 """Model, sequence, batch, cluster, forced degrees, dtype, micro-batches, whole-block recomputation."""
@@ -77,15 +78,15 @@ def planned(case: Case) -> tuple[Plan, Evaluation]:
         plan = autopar.plan(
             loaded.model, cluster, loaded.example_inputs, force=force, precision=dtype, name=name, batch=batch
         )  # fmt: skip
-    bare = dict(again=(), again_arcs=(), offload=())
+    bare = dict(recompute_nodes=(), recompute_conversions=(), offload=())
     blocks = tuple(
         replace(block, recompute=recompute and plan.graph.count(block.block) > 1, **bare)  # type: ignore[arg-type]
         for block in plan.candidate.blocks
     )
     candidate, document = replace(plan.candidate, blocks=blocks, micro_batches=micro_batches), plan.document
-    plan = make_plan(
+    plan = assemble_plan(
         plan.graph, candidate, model=document.model, cluster=document.cluster, parallelism=document.parallelism,
-        optimizer=document.optimizer,
+        optimizer=document.optimizer, stage_chunks=chunks_of_stages(candidate.pipeline),
     )  # fmt: skip
     return plan, evaluate(plan.graph, candidate, Cluster.parse(cluster))
 
@@ -110,9 +111,9 @@ def planned_again(drawn: Drawn) -> tuple[Plan, Evaluation]:
     candidate = replace(plan.candidate, zero_group=group)
     candidate = with_kept(plan.graph, candidate, cluster, seed, share, offload)
     document = plan.document
-    plan = make_plan(
+    plan = assemble_plan(
         plan.graph, candidate, model=document.model, cluster=document.cluster, parallelism=document.parallelism,
-        optimizer=document.optimizer,
+        optimizer=document.optimizer, stage_chunks=chunks_of_stages(candidate.pipeline),
     )  # fmt: skip
     return plan, evaluate(plan.graph, candidate, cluster)
 
@@ -125,26 +126,27 @@ def predicted(evaluation: Evaluation) -> int:
 def watched(paths: Sequence[str], rank: int) -> list[dict[str, Any]]:
     """In a process of its own: what dry runs of plans say."""
     from autopar.dryrun.run import dry_run
-    from autopar.ir.planfile import load as load_plan
+    from autopar.ir.plan_file.plan_file import load_plan as load_plan
 
     logging.disable(logging.WARNING)
     return [asdict(dry_run(load_plan(path), rank)) for path in paths]
 
 
-def dry_all(ranks: Ranks, plans: Sequence[Plan], folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+def dry_all(ranks: RankPool, plans: Sequence[Plan], folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     paths = [str(folder / f"{number}.json") for number in range(len(plans))]
     for plan, path in zip(plans, paths, strict=True):
         plan.save(path)
-    found: list[dict[str, Any]] = ranks.apart(watched, paths, rank, timeout=600)
-    return found
+    with ThreadPoolExecutor(2) as halves:  # in two processes at once
+        found = list(halves.map(lambda part: ranks.run_alone(watched, part, rank, timeout=600), (paths[::2], paths[1::2])))
+    return [found[number % 2][number // 2] for number in range(len(paths))]
 
 
-def dry(ranks: Ranks, cases: tuple[Case, ...], folder: Path, rank: int = 0) -> dict[Case, dict[str, Any]]:
+def dry(ranks: RankPool, cases: tuple[Case, ...], folder: Path, rank: int = 0) -> dict[Case, dict[str, Any]]:
     return dict(zip(cases, dry_all(ranks, [planned(case)[0] for case in cases], folder, rank), strict=True))
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> dict[Case, dict[str, Any]]:
+def small(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> dict[Case, dict[str, Any]]:
     return dry(ranks, SMALL, tmp_path_factory.mktemp("small"))
 
 
@@ -160,7 +162,7 @@ def test_prediction_is_what_the_program_holds(case: Case, small: dict[Case, dict
 
 
 @pytest.mark.slow
-def test_what_runs_again_is_not_there(tmp_path: Path, ranks: Ranks) -> None:
+def test_what_runs_again_is_not_there(tmp_path: Path, ranks: RankPool) -> None:
     """Parts of the forward run again, tensors wait on the host, state lies in groups. On the host's account the prediction may
     only be too large: a GPU holds what is being copied, a dry run lets it go at once."""
     found = dry_all(ranks, [planned_again(each)[0] for each in DRAWN], tmp_path)
@@ -174,7 +176,7 @@ def test_what_runs_again_is_not_there(tmp_path: Path, ranks: Ranks) -> None:
             block.name: BlockCosts(block, plan.candidate.mesh, plan.candidate.batch, Cluster.parse(each[0][3]), each[4])
             for block in plan.graph.blocks
         }
-        hosts = [block_memory(costs[call.block], plan.candidate.block(call.block)).host for call in plan.graph.calls]
+        hosts = [block_memory(costs[call.block], plan.candidate.block(call.block)).offloaded_bytes for call in plan.graph.calls]
         assert real["host_bytes"] == pytest.approx(sum(hosts), rel=0.01)
         window = OFFLOAD_WINDOW * max(hosts)
         assert 0.98 * real["peak_bytes"] <= predicted(evaluation) <= 1.05 * real["peak_bytes"] + window
@@ -195,7 +197,7 @@ def test_collectives_are_counted(small: dict[Case, dict[str, Any]]) -> None:
     assert any(axis == "tp" for _, axis in sent)
 
 
-def test_any_rank(tmp_path: Path, ranks: Ranks) -> None:
+def test_any_rank(tmp_path: Path, ranks: RankPool) -> None:
     case = SMALL[1]
     found = dry(ranks, (case,), tmp_path, rank=3)[case]
     assert found["coordinates"] == (("dp", 1), ("tp", 1))
@@ -203,13 +205,13 @@ def test_any_rank(tmp_path: Path, ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-def test_a_joint_plan_under_memory_pressure(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_joint_plan_under_memory_pressure(tmp_path: Path, ranks: RankPool) -> None:
     """Llama-3-8B with 4 sequences a rank: what the planner chose itself, which recomputes and offloads."""
     loaded = load_model("llama3-8b", 32, 8192)
     plan = autopar.plan(
         loaded.model, "dgx-h100:1", loaded.example_inputs, force="dp=8,zero=3,micro=4", precision="bf16", name="llama3-8b"
     )
-    assert any(block.again for block in plan.candidate.blocks)
+    assert any(block.recompute_nodes for block in plan.candidate.blocks)
     (found,) = dry_all(ranks, [plan], tmp_path)
     evaluation = evaluate(plan.graph, plan.candidate, Cluster.parse("dgx-h100:1"))
     assert predicted(evaluation) == pytest.approx(found["peak_bytes"], rel=0.05)
@@ -217,19 +219,19 @@ def test_a_joint_plan_under_memory_pressure(tmp_path: Path, ranks: Ranks) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LARGE, ids=label)
-def test_large_models(case: Case, tmp_path: Path, ranks: Ranks) -> None:
+def test_large_models(case: Case, tmp_path: Path, ranks: RankPool) -> None:
     assert predicted(planned(case)[1]) == pytest.approx(dry(ranks, (case,), tmp_path)[case]["peak_bytes"], rel=0.05)
 
 
 def measured(text: str, shapes: dict[str, tuple[tuple[int, ...], str]]) -> int:
     """What live tensors take at the peak of three real steps of one rank, as torch's MemTracker counts it."""
     from autopar.dryrun.run import watch_steps
-    from autopar.runtime.mesh import MeshHandle
+    from autopar.runtime.device.mesh import MeshHandle
     from autopar.runtime.parallel import Parallel
 
-    program = load(text).Program
+    program = load_program(text).Program
     made = program(MeshHandle(program.mesh_axes))
-    specs = {block.original[spec.path]: spec for block in made.blocks() for spec in block.specs}
+    specs = {block.original_names[spec.path]: spec for block in made.blocks() for spec in block.specs}
     parallel = Parallel(made, lambda name: torch.full(specs[name].shape, 0.01, dtype=getattr(torch, specs[name].dtype)))
     batch = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()}
     optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], foreach=False)
@@ -237,8 +239,8 @@ def measured(text: str, shapes: dict[str, tuple[tuple[int, ...], str]]) -> int:
 
 
 @pytest.mark.parametrize("case", [*SMALL[:-1], *(pytest.param(case, marks=pytest.mark.slow) for case in LARGE[:2])], ids=label)
-def test_prediction_is_what_four_processes_hold(case: Case, ranks: Ranks) -> None:
+def test_prediction_is_what_four_processes_hold(case: Case, ranks: RankPool) -> None:
     plan, evaluation = planned(case)
-    shapes = {value.name: (dims.values(value.shape, plan.candidate.batch), value.dtype) for value in plan.graph.inputs}
-    for peak in ranks.run(measured, render(lower(plan.graph, plan.candidate)), shapes):
+    shapes = {value.name: (dims.shape_at(value.shape, plan.candidate.batch), value.dtype) for value in plan.graph.inputs}
+    for peak in ranks.run(measured, program_text(plan.graph, plan.candidate), shapes):
         assert predicted(evaluation) == pytest.approx(peak, rel=0.1)

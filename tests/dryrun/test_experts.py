@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.experts import RoutedMlp
-from support.ranks import Ranks
+from support.harness.rank_pool import RankPool
+from support.models.routed_mlp import RoutedMlp
 
 import autopar
-from autopar.cost_models.evaluate import evaluate
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.plan import Precision
-from autopar.ir.planfile import Plan, make_plan
-from autopar.passes.pipeline import lower
-from autopar.program.source import render
-from autopar.solve.search import SearchOptions, search
+from autopar.ir.plan_file.plan_file import Plan, assemble_plan
+from autopar.program.build import program_text
+from autopar.schedules.placement import chunks_of_stages
+from autopar.solve.search import search
+from autopar.solve.space.options import SearchOptions
 
 WIDTH, INNER, EXPERTS, BATCH, SEQUENCE = 64, 128, 8, 32, 32
 
@@ -26,10 +27,10 @@ WIDTH, INNER, EXPERTS, BATCH, SEQUENCE = 64, 128, 8, 32, 32
 def watched(paths: list[str], rank: int) -> list[dict[str, Any]]:
     """In a process of its own: what dry runs of plans say."""
     from autopar.dryrun.run import dry_run
-    from autopar.ir.planfile import load
+    from autopar.ir.plan_file.plan_file import load_plan
 
     logging.disable(logging.WARNING)
-    return [asdict(dry_run(load(path), rank)) for path in paths]
+    return [asdict(dry_run(load_plan(path), rank)) for path in paths]
 
 
 def dispatching(plan: Plan) -> Plan:
@@ -41,13 +42,13 @@ def dispatching(plan: Plan) -> Plan:
         pins={"up": "S(0)", "moe_experts": "S(0)"},
     )
     found, document = search(plan.graph, Cluster.parse("local:4"), options), plan.document
-    return make_plan(
+    return assemble_plan(
         plan.graph, found.candidate, model=document.model, cluster=document.cluster, parallelism=document.parallelism,
-        optimizer=document.optimizer,
+        optimizer=document.optimizer, stage_chunks=chunks_of_stages(found.candidate.pipeline),
     )  # fmt: skip
 
 
-def test_prediction_is_what_the_program_holds(tmp_path: Path, ranks: Ranks) -> None:
+def test_prediction_is_what_the_program_holds(tmp_path: Path, ranks: RankPool) -> None:
     batch = {"x": torch.randn(BATCH, SEQUENCE, WIDTH), "labels": torch.randint(0, 8, (BATCH, SEQUENCE))}
     forms = {"dp=4": "C.moe_experts(", "tp=4": "C.moe_experts", "ep=4": "C.moe_experts_start("}
     plans, paths = [], []
@@ -55,11 +56,11 @@ def test_prediction_is_what_the_program_holds(tmp_path: Path, ranks: Ranks) -> N
         model = RoutedMlp(width=WIDTH, inner=INNER, number=EXPERTS)
         plan = autopar.plan(model, "local:4", example_inputs=batch, force=force)
         plan = dispatching(plan) if force == "ep=4" else plan
-        assert call in render(lower(plan.graph, plan.candidate)), force
+        assert call in program_text(plan.graph, plan.candidate), force
         plans.append(plan)
         paths.append(str(tmp_path / f"{force}.json"))
         plan.save(paths[-1])
-    for force, plan, found in zip(forms, plans, ranks.apart(watched, paths, 1, timeout=300), strict=True):
+    for force, plan, found in zip(forms, plans, ranks.run_alone(watched, paths, 1, timeout=300), strict=True):
         evaluation = evaluate(plan.graph, plan.candidate, Cluster.parse("local:4"))
         table = dict(evaluation.memory)
         predicted = evaluation.peak_memory_bytes - table["base"] - table["slack"]

@@ -10,8 +10,8 @@ import pytest
 
 import autopar
 from autopar.capture.models import load_model
-from autopar.cost_models.evaluate import evaluate
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import evaluate
 
 COMPLETE = "zero_group=0,sequence_parallel=0"
 SLOW = partial(pytest.param, marks=pytest.mark.slow)

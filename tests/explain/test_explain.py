@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.solving import llama_graph
+from support.models.solver_graphs import llama_graph
 
-from autopar.api import parse_force
-from autopar.cost_models.evaluate import evaluate
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import AutoparError, Infeasible
-from autopar.explain.ranking import block_costs, collectives, module_path, operations
-from autopar.explain.reasons import changes, parts_of_step, sentences
-from autopar.explain.what_if import Question, asked, differences, parse_question
-from autopar.solve.options import SearchOptions
+from autopar.explain.ranking import collective_rows, module_path, operation_rows
+from autopar.explain.reasons import evaluate_changes, parts_of_step, plan_reasons
+from autopar.explain.what_if import WhatIf, compare_plans, parse_what_if, plan_what_if
 from autopar.solve.search import search
+from autopar.solve.space.force import Force
+from autopar.solve.space.options import SearchOptions
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +28,13 @@ def planned():
 
 def test_operations_add_up_to_the_computing_time(planned) -> None:
     graph, cluster, found = planned
-    costs = block_costs(graph, found.candidate, cluster)
-    ranked = operations(graph, found.candidate, costs)
+    breakdown = cost_breakdown(graph, found.candidate, cluster, "adamw")
+    costs, ranked = breakdown.costs, operation_rows(graph, breakdown)
     local = sum(
         graph.count(block.name) * (cost.forward_local_seconds + cost.backward_local_seconds)
         for block in graph.blocks
-        for arc in found.candidate.block(block.name).arcs
-        for cost in [costs[block.name].arc(arc.value, arc.source, arc.target)]
+        for each in found.candidate.block(block.name).conversions
+        for cost in [costs[block.name].conversion(each.value, each.source, each.target)]
     )
     assert sum(cost.seconds for cost in ranked) + local == pytest.approx(found.evaluation.compute_seconds, rel=1e-9)
     assert [cost.seconds for cost in ranked] == sorted((cost.seconds for cost in ranked), reverse=True)
@@ -41,7 +42,7 @@ def test_operations_add_up_to_the_computing_time(planned) -> None:
 
 def test_collectives_add_up_to_the_time_of_each_model_axis(planned) -> None:
     graph, cluster, found = planned
-    ranked = collectives(graph, found.candidate, block_costs(graph, found.candidate, cluster), found.evaluation)
+    ranked = collective_rows(graph, cost_breakdown(graph, found.candidate, cluster, "adamw"))
     by_axis = {name: sum(cost.seconds for cost in ranked if cost.axis == name) for name in found.candidate.mesh.names}
     assert by_axis["tp"] == pytest.approx(dict(found.evaluation.axis_seconds)["tp"], rel=1e-9)
     assert any("layers.*" in cost.where for cost in ranked)
@@ -54,14 +55,15 @@ def test_parts_add_up_to_the_step(planned) -> None:
 
 def test_memory_is_said_to_bind_only_where_it_does(planned) -> None:
     graph, cluster, found = planned
-    assert "does not bind" in " ".join(sentences(graph, found.candidate, cluster, found.evaluation))
-    tight = replace(found.evaluation, memory_capacity_bytes=found.evaluation.peak_memory_bytes + 1)
-    assert "memory binds" in " ".join(sentences(graph, found.candidate, cluster, tight))
+    assert "does not bind" in " ".join(plan_reasons(graph, found.candidate, cluster, found.evaluation))
+    stage = replace(found.evaluation.fullest_stage, capacity_bytes=found.evaluation.peak_memory_bytes + 1)
+    tight = replace(found.evaluation, stage_memory=(stage,))
+    assert "memory binds" in " ".join(plan_reasons(graph, found.candidate, cluster, tight))
 
 
 def test_changes_are_priced_by_the_evaluator(planned) -> None:
     graph, cluster, found = planned
-    by_name = {change.name: change for change in changes(graph, found.candidate, cluster, "adamw")}
+    by_name = {change.name: change for change in evaluate_changes(graph, found.candidate, cluster, "adamw")}
     plain = replace(found.candidate, blocks=tuple(replace(plan, zero=0) for plan in found.candidate.blocks))
     assert by_name["ZeRO-0 for all blocks"].step_seconds == evaluate(graph, plain, cluster).step_seconds
     whole = by_name["repeated blocks recomputed whole"]
@@ -70,21 +72,21 @@ def test_changes_are_priced_by_the_evaluator(planned) -> None:
 
 def test_a_question_is_planned_again(planned) -> None:
     graph, cluster, found = planned
-    changed, answer = asked(graph, cluster, SearchOptions(), parse_question("tp=2,batch=16", parse_force))
+    changed, answer = plan_what_if(graph, cluster, SearchOptions(), parse_what_if("tp=2,batch=16"))
     assert answer.candidate.mesh.size_of("tp") == 2 and answer.candidate.batch == 16 and changed == cluster
-    larger, wide = asked(graph, cluster, SearchOptions(), Question({"tp": 2, "pp": 1}, nodes=2, batch=16))
+    larger, wide = plan_what_if(graph, cluster, SearchOptions(), WhatIf(Force({"tp": 2, "pp": 1}), nodes=2, batch=16))
     assert larger.size == 16 == wide.candidate.devices == wide.candidate.mesh.size
     plans = (found.candidate, found.evaluation), (wide.candidate, wide.evaluation)
-    rows = {what: (before, after) for what, before, after in differences(*plans, (8, 16))}
+    rows = {what: (before, after) for what, before, after in compare_plans(*plans, (8, 16))}
     assert rows["mesh"] == (str(found.candidate.mesh), str(wide.candidate.mesh))
     with pytest.raises(Infeasible):
-        asked(graph, cluster, SearchOptions(), Question({}, memory_gib=0.001))
+        plan_what_if(graph, cluster, SearchOptions(), WhatIf(memory_gib=0.001))
 
 
 @pytest.mark.parametrize("text", ["tp=two", "memory=much", "nodes=0", "speed=9"])
 def test_a_question_that_is_none(text: str) -> None:
     with pytest.raises(AutoparError, match="what-if|force"):
-        parse_question(text, parse_force)
+        parse_what_if(text)
 
 
 def test_places_of_equal_layers_share_one_path(planned) -> None:

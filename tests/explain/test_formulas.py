@@ -1,17 +1,17 @@
-"""The number at the end of each printed formula is the evaluator's price of that operation or collective."""
+"""The number at the end of each printed formula is the evaluator's cost of that operation or collective."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from support.solving import llama_graph
+from support.models.solver_graphs import llama_graph
 
-from autopar.cost_models.evaluate import evaluate
-from autopar.cost_models.hardware import Cluster
-from autopar.explain.formulas import formulas_of
-from autopar.explain.ranking import block_costs, collectives, operations
-from autopar.solve.forced import Forced, forced
+from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.explain.ranking import collective_rows, operation_rows, row_formulas
+from autopar.solve.fixed.candidate import fixed_candidate
+from autopar.solve.fixed.configuration import FixedConfiguration
 
 
 def printed(text: str) -> float:
@@ -22,17 +22,17 @@ def printed(text: str) -> float:
 def priced(request):
     graph = llama_graph(layers=3, batch=16, seq=256, hidden=512, heads=8, kv_heads=4, ffn=1024)
     cluster = Cluster.parse(request.param)
-    wanted = Forced(tp=2, sequence_parallel=True, zero=3, micro_batches=2)
-    candidate = forced(graph, cluster, wanted)
-    return graph, candidate, block_costs(graph, candidate, cluster), evaluate(graph, candidate, cluster)
+    wanted = FixedConfiguration(tp=2, sequence_parallel=True, zero=3, micro_batches=2)
+    candidate = fixed_candidate(graph, cluster, wanted)
+    return graph, cost_breakdown(graph, candidate, cluster, "adamw")
 
 
 def test_operations(priced) -> None:
-    graph, candidate, costs, _ = priced
+    graph, breakdown = priced
     products = 0
-    for cost in operations(graph, candidate, costs):
-        lines = {name: (number, text) for name, number, text in formulas_of(cost, costs)}
-        found = costs[cost.block].node(cost.plan)
+    for row in operation_rows(graph, breakdown):
+        lines = {name: (number, text) for name, number, text in row_formulas(row, breakdown)}
+        found = breakdown.costs[row.cost.block].node(row.cost.plan)
         for name, seconds in (("forward", found.forward_seconds), ("backward", found.backward_seconds)):
             assert lines.get(name, (0.0, ""))[0] == pytest.approx(seconds, rel=1e-9)
             assert not seconds or printed(lines[name][1]) == pytest.approx(seconds, rel=1e-5)
@@ -45,12 +45,12 @@ def test_operations(priced) -> None:
 
 
 def test_collectives(priced) -> None:
-    graph, candidate, costs, evaluation = priced
-    ranked = collectives(graph, candidate, costs, evaluation)
-    assert {cost.axis for cost in ranked} == {"dp", "tp"}
-    for cost in ranked:
-        lines = list(formulas_of(cost, costs))
-        assert lines or cost.what.startswith("inside ")
+    graph, breakdown = priced
+    rows = collective_rows(graph, breakdown)
+    assert {row.axis for row in rows} == {"dp", "tp"}
+    for row in rows:
+        lines = list(row_formulas(row, breakdown))
+        assert lines or row.what.startswith("inside ")
         if lines:
-            assert sum(number for _, number, _ in lines) * cost.times == pytest.approx(cost.seconds, rel=1e-9)
+            assert sum(number for _, number, _ in lines) * row.times == pytest.approx(row.seconds, rel=1e-9)
             assert all(printed(text) == pytest.approx(number, rel=1e-5) for _, number, text in lines)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.runtime import collectives as C
-from autopar.runtime.attention_kernels import attend, attend_backward, plain_backward
+from autopar.runtime.ops.attention_kernels import attend, attend_backward, plain_backward
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 
@@ -20,14 +20,14 @@ def test_part_of_a_row(dtype: torch.dtype, causal: bool, heads: tuple[int, int])
     shapes = [(2, heads[0], 256, 64), (2, heads[1], 256, 64), (2, heads[1], 256, 64), (2, heads[0], 256, 64)]
     q, k, v, grad = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
     tolerance = 1e-4 if dtype is torch.float32 else 3e-2
-    out, lse = attend(q, k, v, None, causal, 0.125)
+    out, lse = attend(q, k, v, bias=None, causal=causal, scale=0.125)
     exact = [x.double() for x in (q, k, v)]
-    wanted, wanted_lse = attend(*exact, None, causal, 0.125)
+    wanted, wanted_lse = attend(*exact, bias=None, causal=causal, scale=0.125)
     torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-3, atol=1e-3)
     more = wanted_lse + 0.5
-    found = attend_backward(grad, q, k, v, out, more.float(), None, causal, 0.125)
-    right = plain_backward(grad.double(), *exact, wanted, more, None, causal, 0.125)
+    found = attend_backward(grad, q, k, v, out, more.float(), bias=None, causal=causal, scale=0.125)
+    right = plain_backward(grad.double(), *exact, wanted, more, bias=None, causal=causal, scale=0.125)
     for a, b in zip(found, right[:3], strict=True):
         torch.testing.assert_close(a.double(), b, rtol=4 * tolerance, atol=4 * tolerance)
 

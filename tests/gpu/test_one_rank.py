@@ -19,11 +19,11 @@ import torch
 
 import autopar
 from autopar.capture.models import load_model
-from autopar.cost_models.evaluate import evaluate
-from autopar.cost_models.hardware import Cluster
-from autopar.ir.planfile import Plan
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import evaluate
+from autopar.ir.plan_file.plan_file import Plan
 
-SCRIPT = Path(__file__).parents[1] / "support" / "one_rank.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "harness" / "one_rank_step.py"
 PRESETS = {
     "V100": "dgx-v100:1",
     "A100-SXM4-40": "dgx-a100-40:1",

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import PlanError
-from autopar.ir import planfile
-from autopar.ir.codec import decode_arg, decode_graph, encode_arg, encode_graph
-from autopar.ir.document import ClusterInfo, ModelInfo, Parallelism
 from autopar.ir.graph import Block, Call, DType, Graph, Node, Parameter, Ref, Symbol, Value
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.placement import Invariant, Partial, Placements, Replicate, Shard
-from autopar.ir.plan import Arc, BlockPlan, Candidate, NodePlan, Precision
+from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan, Precision
+from autopar.ir.plan_file import plan_file as planfile
+from autopar.ir.plan_file.codec import decode_arg, decode_graph, encode_arg, encode_graph
+from autopar.ir.plan_file.document import ClusterInfo, ModelInfo, Parallelism
 
 R, I, P = Replicate(), Invariant(), Partial()  # noqa: E741
 
@@ -39,13 +39,21 @@ def small_candidate() -> Candidate:
     x: Placements = (Shard(0), R)
     linear = NodePlan("y", (x, (R, Shard(0))), ((Shard(0), Shard(1)),), ("b", "n"))
     total = NodePlan("loss", ((Shard(0), Shard(1)),), ((P, P),), ("b", "n"))
-    arcs = (Arc("loss", (P, P), (P, I)), Arc("loss", (P, I), (I, I)))
-    plan = BlockPlan("Net", (x,), ((R, Shard(0)),), ((I, I),), (linear, total), arcs, 3)
+    conversions = (Conversion("loss", (P, P), (P, I)), Conversion("loss", (P, I), (I, I)))
+    plan = BlockPlan(
+        block="Net",
+        inputs=(x,),
+        parameters=((R, Shard(0)),),
+        outputs=((I, I),),
+        nodes=(linear, total),
+        conversions=conversions,
+        zero=3,
+    )
     return Candidate(Mesh((Axis("dp", 2), Axis("tp", 2))), (plan,), 4, Precision("bfloat16", "float32"))
 
 
 def small_plan() -> planfile.Plan:
-    return planfile.make_plan(
+    return planfile.assemble_plan(
         small_graph(),
         small_candidate(),
         model=ModelInfo("net", "f00d", 32),
@@ -57,9 +65,9 @@ def small_plan() -> planfile.Plan:
 
 def test_round_trip_is_exact() -> None:
     plan = small_plan()
-    again = planfile.decode(plan.to_json())
-    assert again == plan
-    assert again.to_json() == plan.to_json()
+    decoded = planfile.decode_plan(plan.to_json())
+    assert decoded == plan
+    assert decoded.to_json() == plan.to_json()
 
 
 def test_keys_of_the_contract() -> None:
@@ -142,6 +150,7 @@ def edit(path: str, value: Any) -> str:
         ("[1]", "schema_version"),
         ("{}", "schema_version"),
         (edit("schema_version", 99), "schema version 99"),
+        (edit("schema_version", True), "has no schema_version"),
         (edit("mesh", None), "mesh"),
         (edit("ops", None), "ops"),
         (edit("mesh.axes.0.size", 3), "3"),
@@ -157,10 +166,10 @@ def edit(path: str, value: Any) -> str:
         (edit("ops.0.operands.1", "R S(1)"), "do not reach"),
         (edit("ops.0.operands", ["R S(0)"]), "expected 2 entries"),
         (edit("blocks.0.parameters.0", "R S(0,3)"), "does not divide"),
-        (edit("blocks.0.arcs.0.value", "zzz"), "zzz"),
-        (edit("blocks.0.arcs.0.target", "I I"), "exactly one axis"),
-        (edit("blocks.0.arcs.1", None), "do not reach"),
-        (edit("blocks.0.arcs.0", None), "starts where"),
+        (edit("blocks.0.conversions.0.value", "zzz"), "zzz"),
+        (edit("blocks.0.conversions.0.target", "I I"), "exactly one axis"),
+        (edit("blocks.0.conversions.1", None), "do not reach"),
+        (edit("blocks.0.conversions.0", None), "starts where"),
         (edit("blocks.0.zero", 7), "zero=7"),
         (edit("blocks.0.outputs.0", "P P"), "loss"),
         (edit("blocks.0.block", "Other"), "Net"),
@@ -171,11 +180,20 @@ def edit(path: str, value: Any) -> str:
 )
 def test_a_bad_file_is_one_clear_line(text: str, words: str) -> None:
     with pytest.raises(PlanError) as caught:
-        planfile.decode(text, "plan.json")
+        planfile.decode_plan(text, "plan.json")
     message = str(caught.value)
     assert words in message and "plan.json" in message and "\n" not in message
 
 
+@pytest.mark.parametrize("version", [0, 1, None])
+def test_an_old_file_is_refused_with_the_command_that_plans_again(version: int | None) -> None:
+    """Also where everything else has the keys of today."""
+    with pytest.raises(PlanError) as caught:
+        planfile.decode_plan(edit("schema_version", version), "plan.json")
+    message = str(caught.value)
+    assert "plan.json" in message and "`autopar plan MODEL --cluster CLUSTER -o plan.json`" in message and "\n" not in message
+
+
 def test_a_missing_file_is_one_clear_line(tmp_path: Any) -> None:
     with pytest.raises(PlanError, match="No such file"):
-        planfile.load(tmp_path / "none.json")
+        planfile.load_plan(tmp_path / "none.json")

@@ -11,15 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.blocks import gpt2_graph
-from support.candidates import drawn_candidate, mesh_of
-from support.interpret import make_state, run_graph
-from support.launch import launch
-from support.ranks import Ranks
-from support.replays import with_replays
+from support.harness.launch import launch
+from support.harness.rank_pool import RankPool
+from support.models.handwritten_blocks import gpt2_graph
+from support.models.mesh import mesh_of
+from support.oracles.interpret_graph import make_state, run_graph
+from support.plans.drawn_candidates import drawn_candidate
+from support.plans.drawn_recomputation import with_replays
 
-from autopar.passes.pipeline import lower
-from autopar.program.export import export, global_inputs, random_batch
+from autopar.errors import FileError
+from autopar.ir.graph import Graph
+from autopar.passes.lower import lower
+from autopar.passes.lowered import Lowered
+from autopar.program.export import export_program, global_input_shapes, random_batch
+from autopar.program.export_folder import MARKER
 from autopar.program.source import render
 
 BLOCKED = "import sys\nclass No:\n    def find_spec(self, name, path=None, target=None):\n"
@@ -43,7 +48,7 @@ def torchrun(folder: Path, ranks: int, *args: str) -> list[float]:
     return losses(done.stdout)
 
 
-def forked(ranks: Ranks, folder: Path, size: int, *args: str) -> list[float]:
+def forked(ranks: RankPool, folder: Path, size: int, *args: str) -> list[float]:
     ended = launch(ranks, folder / "train.py", size, *args, without="autopar")
     assert not any(each.status for each in ended), ended
     return losses(ended[0].stdout)
@@ -69,8 +74,8 @@ def reference(graph, state, batch, steps: int, lr: float) -> list[float]:  # typ
 @pytest.mark.parametrize(
     ("everything", "real"), [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.slow)]
 )
-def test_exported_folder_trains_without_autopar(everything: bool, real: bool, tmp_path: Path, ranks: Ranks) -> None:
-    """Also in micro-batches, with parts that run again and others on the host, and the state on pairs; torchrun is slow."""
+def test_exported_folder_trains_without_autopar(everything: bool, real: bool, tmp_path: Path, ranks: RankPool) -> None:
+    """Also with micro-batches, recomputation and offload, and state sharded over pairs; torchrun is slow."""
     graph = gpt2_graph(2, 16, 4, 32, 8, 8, dtype="float64")
     candidate = drawn_candidate(graph, mesh_of(dp=2, tp=2), 1, zero=3, wild=0.2)
     if everything:
@@ -80,9 +85,9 @@ def test_exported_folder_trains_without_autopar(everything: bool, real: bool, tm
     batch = random_batch(lowered)
     assert {tensor.shape[0] for tensor in batch.values()} == {graph.batch}
     state = make_state(graph)
-    words = ("zero_group = 2", "again.offload(", "again(F.", "micro_batches = 2")
+    words = ("zero_group = 2", "recompute.offload(", "recompute(F.", "micro_batches = 2")
     assert all((word in render(lowered)) == everything for word in words)
-    folder = export(lowered, "{}", tmp_path / "out", weights=state, batch=batch, learning_rate=1e-2)
+    folder = export_program(lowered, "{}", tmp_path / "out", weights=state, batch=batch, learning_rate=1e-2)
     found = (torchrun if real else partial(forked, ranks))(folder, 4, "--steps", "3")
     assert found == pytest.approx(reference(graph, state, batch, 3, 1e-2), rel=1e-9)
 
@@ -90,18 +95,54 @@ def test_exported_folder_trains_without_autopar(everything: bool, real: bool, tm
 def test_random_batch_fits_the_tables() -> None:
     graph = gpt2_graph(1, 16, 4, 32, 8, 8)
     lowered = lower(graph, drawn_candidate(graph, mesh_of(dp=2, tp=2), 1))
-    assert global_inputs(lowered) == {"input_ids": (8, 8), "labels": (8, 8)}
+    assert global_input_shapes(lowered) == {"input_ids": (8, 8), "labels": (8, 8)}
     batch = random_batch(lowered)
     assert set(batch) == {"input_ids", "labels"}
     assert all(int(tensor.min()) >= 0 and 16 < int(tensor.max()) < 32 for tensor in batch.values())
 
 
-def test_export_replaces_an_earlier_one(tmp_path: Path) -> None:
+def small_program() -> tuple[Graph, Lowered]:
     graph = gpt2_graph(1, 16, 4, 32, 8, 8)
-    lowered = lower(graph, drawn_candidate(graph, mesh_of(dp=2), 0, wild=0))
-    export(lowered, "{}", tmp_path, weights=make_state(graph))
-    (tmp_path / "mine.txt").write_text("kept")
-    export(lowered, "{}", tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"program.py", "plan.json", "runtime", "train.py", "README.md", "batch.pt", "mine.txt"}
+    return graph, lower(graph, drawn_candidate(graph, mesh_of(dp=2), 0, wild=0))
+
+
+NAMES = {"program.py", "plan.json", "runtime", "train.py", "README.md", "batch.pt", MARKER}
+
+
+def test_export_replaces_an_earlier_one_where_told_to(tmp_path: Path) -> None:
+    graph, lowered = small_program()
+    export_program(lowered, "{}", tmp_path, weights=make_state(graph))
+    (tmp_path / "mine.txt").write_text("left alone")
+    (tmp_path / "runtime" / "mine.py").write_text("left alone")
+    with pytest.raises(FileError, match="earlier export: write --overwrite"):
+        export_program(lowered, "{}", tmp_path)
+    export_program(lowered, "[]", tmp_path, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == NAMES | {"mine.txt"}
+    assert (tmp_path / "plan.json").read_text() == "[]" and (tmp_path / "runtime" / "mine.py").read_text() == "left alone"
     assert "autopar.runtime" not in (tmp_path / "program.py").read_text()
+    assert [path.name for path in tmp_path.parent.iterdir() if tmp_path.name in path.name] == [tmp_path.name]
+
+
+def test_export_refuses_a_folder_of_the_user(tmp_path: Path) -> None:
+    """Its ``runtime`` folder was deleted once."""
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime" / "mine.py").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(FileError, match="files that no export wrote"):
+            export_program(small_program()[1], "{}", tmp_path, overwrite=overwrite)
+    assert (tmp_path / "runtime" / "mine.py").read_text() == "mine"
+
+
+def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, lowered = small_program()
+    export_program(lowered, "{}", tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("autopar.program.export.torch.save", full)
+    with pytest.raises(FileError, match="No space left on device; what was there before is unchanged"):
+        export_program(lowered, "[]", tmp_path, overwrite=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert [path.name for path in tmp_path.parent.iterdir() if tmp_path.name in path.name] == [tmp_path.name]

@@ -6,17 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.blocks import gpt2_graph
-from support.candidates import drawn_candidate, mesh_of
-from support.interpret import buffers_after, loss_and_gradients, make_batch, make_state
-from support.mixtures import mixed_graph
+from support.models.handwritten_blocks import gpt2_graph
+from support.models.mesh import mesh_of
+from support.models.mixed_graph import mixed_graph
+from support.oracles.expected_collectives import collectives
+from support.oracles.interpret_graph import buffers_after, loss_and_gradients, make_batch, make_state
+from support.plans.drawn_candidates import drawn_candidate
 
 from autopar.ir.graph import Graph
-from autopar.passes.count import collectives
-from autopar.passes.pipeline import lower
-from autopar.program.build import load
+from autopar.passes.lower import lower
+from autopar.program.load import load_program
 from autopar.program.source import render
-from autopar.runtime.axis import AxisHandle
+from autopar.runtime.device.axis import AxisHandle
 
 
 @pytest.mark.parametrize("graph", [gpt2_graph(2, 16, 4, 32, 8, 8, dtype="float64"), mixed_graph()], ids=["gpt2", "mixed"])
@@ -26,14 +27,14 @@ def test_one_rank_computes_the_graph(graph: Graph, batch_size: int) -> None:
     assert not collectives(lowered)
     axes = {name: AxisHandle(name) for name in ("dp", "tp", "tp2")}
     mesh = SimpleNamespace(device=torch.device("cpu"), axes={"dp": 1, "tp": 1}, model_axes=(axes["tp"],), axis=axes.get, **axes)
-    mesh.share_state = lambda neighbours: None
-    program = load(render(lowered)).Program(mesh)
+    mesh.group_state = lambda neighbours: None
+    program = load_program(render(lowered)).Program(mesh)
     state, batch = make_state(graph), make_batch(graph, 32)
     batch = {name: tensor[:batch_size] for name, tensor in batch.items()}
     leaves: dict[str, torch.Tensor] = {}
     for block in program.blocks():
         for spec in block.specs:
-            name = block.original[spec.path]
+            name = block.original_names[spec.path]
             if name not in leaves:
                 leaves[name] = state[name].clone() if spec.buffer else torch.nn.Parameter(state[name].clone(), spec.trainable)
             setattr(block, spec.attribute, leaves[name])

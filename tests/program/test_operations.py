@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cases import build, cases
-from support.simulate import run
+from support.models.operation_examples import build, single_operations
+from support.oracles.simulate_ranks import run_node
 
 from autopar.ir.graph import DType, Node, Ref, Symbol, Value
-from autopar.program.operations import expression
+from autopar.program.expressions import expression
 from autopar.runtime import collectives as C
-from autopar.runtime.axis import AxisHandle
+from autopar.runtime.device.axis import AxisHandle
 
-CASES = list(cases())
+CASES = list(single_operations())
 SELF = SimpleNamespace(mesh=SimpleNamespace(device="cpu", seed=0, axis=AxisHandle), training=False)
 
 
@@ -35,7 +35,7 @@ def test_text_computes_what_aten_computes(op: str, args: Any, kwargs: Any) -> No
         return  # random numbers of the runtime's own, or a mean over what a rank has
     leaves = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in tensors.items()}
     text = expression(node, str)
-    found, expected = evaluate(node, leaves, text), run(node, leaves, 8)
+    found, expected = evaluate(node, leaves, text), run_node(node, leaves, 8)
     assert len(found) == len(expected), text
     for a, b in zip(found, expected, strict=True):
         assert (a.shape, a.requires_grad) == (b.shape, b.requires_grad), text
@@ -75,8 +75,8 @@ X, Y = Ref("x"), Ref("y")
             "F.scaled_dot_product_attention(x, x, y, is_causal=True)",
         ),
         (node_of("aten.embedding", X, Y, -1), "F.embedding(y, x)"),
-        (node_of("ap.convert", X, axis="tp", move="S(1) -> R"), 'C.convert(x, tp, "S(1) -> R")'),
-        (node_of("ap.convert_many", (X, Y), axis="tp", move="I -> R"), 'C.convert_many((x, y), tp, "I -> R")'),
+        (node_of("ap.convert", X, axis="tp", conversion="S(1) -> R"), 'C.convert(x, tp, "S(1) -> R")'),
+        (node_of("ap.convert_many", (X, Y), axis="tp", conversion="I -> R"), 'C.convert_many((x, y), tp, "I -> R")'),
         (node_of("ap.dropout", X, 0.1, sharded_axes=("dp",)), 'C.dropout(x, 0.1, self.training, self.mesh, (\'dp\',))'),
         (node_of("aten.roll", X, (1,), (0,)), "x.roll((1,), (0,))"),
         (node_of("aten.foo.bar", X, 1), "torch.ops.aten.foo.bar(x, 1)"),

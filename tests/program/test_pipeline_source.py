@@ -1,4 +1,4 @@
-"""The text of a pipeline: it parses, names agree between chunks and boundaries, and only what a schedule needs is written."""
+"""The text of a pipeline: it parses, model chunks and boundary tensors agree, and only what the schedule needs is written."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ast
 from functools import cache
 
 import pytest
-from support.endtoend import Prepared, prepare
-from support.pipelines import parted, piped, text_of
+from support.harness.end_to_end import Prepared, prepare
+from support.plans.pipeline_plans import candidate_text, pipeline_candidate, with_split_block
 
 from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import Schedule
@@ -16,7 +16,7 @@ from autopar.schedules.check import check
 
 @cache
 def prepared(name: str) -> Prepared:
-    return parted(prepare("convnet"), "Main", (2, 3, 6)) if name == "convnet" else prepare(name)
+    return with_split_block(prepare("convnet"), "Main", (2, 3, 6)) if name == "convnet" else prepare(name)
 
 
 def classes(text: str) -> dict[str, ast.ClassDef]:
@@ -40,7 +40,7 @@ def test_chunks_and_boundaries_agree(name: str, pipeline: Pipeline) -> None:
     case = prepared(name)
     if name == "convnet" and pipeline.stages == 2 and pipeline.virtual == 1:
         pipeline = Pipeline(2, cuts=(2,))
-    text = text_of(case, piped(case, {}, pipeline, 4))
+    text = candidate_text(case, pipeline_candidate(case, {}, pipeline, 4))
     made = classes(text)
     program = fields(made["Program"])
     boundaries = program["boundaries"]
@@ -50,9 +50,9 @@ def test_chunks_and_boundaries_agree(name: str, pipeline: Pipeline) -> None:
     assert len(received) == count - 1
     for number in range(count):
         chunk = made[f"Chunk{number}"]
-        takes = [each.value for each in fields(chunk)["takes"].elts]  # type: ignore[attr-defined]
+        batch_inputs = [each.value for each in fields(chunk)["batch_inputs"].elts]  # type: ignore[attr-defined]
         arguments = [each.arg for each in forward(chunk).args.args[1:]]
-        assert arguments == [*(received[number - 1] if number else []), *takes]
+        assert arguments == [*(received[number - 1] if number else []), *batch_inputs]
         end = forward(chunk).body[-1]
         assert isinstance(end, ast.Return)
         results = end.value.elts if isinstance(end.value, ast.Tuple) else [end.value]
@@ -70,14 +70,14 @@ def test_chunks_and_boundaries_agree(name: str, pipeline: Pipeline) -> None:
 
 def test_the_split_backward_is_written_where_it_is_used() -> None:
     case = prepared("gpt2")
-    assert "self.later" not in text_of(case, piped(case, {}, Pipeline(2), 4))
-    split = text_of(case, piped(case, {}, Pipeline(2, 1, "zb-h1"), 4))
-    assert split.count("self.later.linear_kn(") == 4 and split.count("self.later.linear(") == 1
+    assert "self.split_backward" not in candidate_text(case, pipeline_candidate(case, {}, Pipeline(2), 4))
+    split = candidate_text(case, pipeline_candidate(case, {}, Pipeline(2, 1, "zb-h1"), 4))
+    assert split.count("self.split_backward.linear_kn(") == 4 and split.count("self.split_backward.linear(") == 1
 
 
 def test_text_is_a_function_of_the_plan() -> None:
     case = prepared("llama")
-    candidate = piped(case, {"dp": 2}, Pipeline(2), 4)
-    assert text_of(case, candidate) == text_of(case, candidate)
-    assert 'mesh_axes = {"pp": 2, "dp": 2}' in text_of(case, candidate)
-    assert "PrologueTables" in text_of(case, candidate)
+    candidate = pipeline_candidate(case, {"dp": 2}, Pipeline(2), 4)
+    assert candidate_text(case, candidate) == candidate_text(case, candidate)
+    assert 'mesh_axes = {"pp": 2, "dp": 2}' in candidate_text(case, candidate)
+    assert "PrologueRepeated" in candidate_text(case, candidate)

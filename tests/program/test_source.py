@@ -7,24 +7,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.blocks import gpt2_graph
-from support.candidates import drawn_candidate, mesh_of
-from support.mixtures import mixed_graph
+from support.models.handwritten_blocks import gpt2_graph
+from support.models.mesh import mesh_of
+from support.models.mixed_graph import mixed_graph
+from support.plans.drawn_candidates import drawn_candidate
 
 from autopar.ir.graph import Call
-from autopar.passes.pipeline import lower
-from autopar.program.block_source import batch_source, shape_comment
-from autopar.program.build import load
-from autopar.program.loops import find_loops
-from autopar.program.names import OWN, attribute_of
-from autopar.program.source import render
+from autopar.program.block_source import batch_size_source, shape_comment
+from autopar.program.build import program_text
+from autopar.program.load import load_program
+from autopar.program.loops import loops_of_calls
+from autopar.program.names import RESERVED_ATTRIBUTES, attribute_of
 from autopar.runtime import module
-from autopar.runtime.module import Parameter
+from autopar.runtime.module import ParameterSpec
 
 
 def text_of(graph_name: str = "gpt2") -> str:
     graph = mixed_graph(3) if graph_name == "mixed" else gpt2_graph(3, 16, 4, 32, 8, 8)
-    return render(lower(graph, drawn_candidate(graph, mesh_of(dp=2, tp=2), 0, zero=3, wild=0.0)))
+    return program_text(graph, drawn_candidate(graph, mesh_of(dp=2, tp=2), 0, zero=3, wild=0.0))
 
 
 def test_the_text_is_deterministic() -> None:
@@ -33,7 +33,7 @@ def test_the_text_is_deterministic() -> None:
 
 def test_one_class_per_block_and_a_loop_over_layers() -> None:
     text = text_of()
-    assert text.count("class GPT2Block(Block):") == 1
+    assert text.count("class GPT2Block(BlockModule):") == 1
     assert 'self.h = nn.ModuleList(GPT2Block(mesh, f"transformer.h.{i}") for i in range(3))' in text
     assert "        h = self.prologue(input_ids)\n        for block in self.h:\n            h = block(h)\n" in text
     assert '"wte.weight": "transformer.wte.weight"' in text
@@ -50,29 +50,29 @@ def test_alternating_layers_are_one_loop() -> None:
 
 def test_the_module_is_loaded_once_and_shows_its_source() -> None:
     text = text_of()
-    loaded = load(text)
-    assert load(text) is loaded
+    loaded = load_program(text)
+    assert load_program(text) is loaded
     with pytest.raises(AttributeError) as caught:
         loaded.Program.forward(None, None, None)
     assert "h = self.prologue(input_ids)" in "".join(traceback.format_tb(caught.value.__traceback__))
     with pytest.raises(SyntaxError):
-        load("def")
+        load_program("def")
 
 
 @pytest.mark.parametrize("path", ["a.weight", "0.weight", "type", "original", "x-y.w", "weight", "float", "mesh"])
 def test_attributes_of_parameters_agree_with_the_runtime(path: str) -> None:
-    assert attribute_of(path) == Parameter(path, (1,), "float32").attribute
-    assert OWN == module.OWN
+    assert attribute_of(path) == ParameterSpec(path, (1,), "float32").attribute
+    assert RESERVED_ATTRIBUTES == module.RESERVED_ATTRIBUTES
     assert attribute_of(path).isidentifier() and not hasattr(torch.nn.Module, attribute_of(path))
 
 
-def test_a_block_may_be_called_block() -> None:
+def test_a_block_may_have_the_name_of_an_import() -> None:
     graph = gpt2_graph(2, 16, 4, 32, 8, 8)
-    blocks = tuple(replace(block, name="Block") if block.name == "GPT2Block" else block for block in graph.blocks)
-    calls = tuple(replace(call, block="Block") if call.block == "GPT2Block" else call for call in graph.calls)
+    blocks = tuple(replace(block, name="BlockModule") if block.name == "GPT2Block" else block for block in graph.blocks)
+    calls = tuple(replace(call, block="BlockModule") if call.block == "GPT2Block" else call for call in graph.calls)
     graph = replace(graph, blocks=blocks, calls=calls)
-    text = render(lower(graph, drawn_candidate(graph, mesh_of(dp=2), 0)))
-    assert "class ModelBlock(Block):" in text and "nn.ModuleList(ModelBlock(mesh," in text
+    text = program_text(graph, drawn_candidate(graph, mesh_of(dp=2), 0))
+    assert "class ModelBlockModule(BlockModule):" in text and "nn.ModuleList(ModelBlockModule(mesh," in text
 
 
 def call(block: str, inputs: str, outputs: str) -> Call:
@@ -92,11 +92,11 @@ def call(block: str, inputs: str, outputs: str) -> Call:
     ],
 )
 def test_loops(calls: list[Call], expected: list[tuple[int, int]]) -> None:
-    assert [(loop.start, loop.count) for loop in find_loops(calls, calls[-1].outputs[:1])] == expected
+    assert [(loop.start, loop.repetitions) for loop in loops_of_calls(calls, calls[-1].outputs[:1])] == expected
 
 
 def test_sizes_in_comments_and_where_the_batch_comes_from() -> None:
     assert shape_comment(("2*B", 16)) == "2B 16" and shape_comment(()) == "()"
-    assert batch_source([("cos", (1, 16)), ("x", (16, "4*B"))]) == "x.shape[1] // 4"
-    assert batch_source([("x", ("B/2",))]) == "x.shape[0] * 2"
-    assert batch_source([("x", (3,))]) is None
+    assert batch_size_source([("cos", (1, 16)), ("x", (16, "4*B"))]) == "x.shape[1] // 4"
+    assert batch_size_source([("x", ("B/2",))]) == "x.shape[0] * 2"
+    assert batch_size_source([("x", (3,))]) is None

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.blocks import gpt2_graph
-from support.candidates import drawn_candidate, mesh_of
-from support.interpret import buffers_after, loss_and_gradients, make_batch, make_state
-from support.mixtures import mixed_graph
-from support.ranks import Ranks
-from support.run_program import train_steps
+from support.harness.rank_pool import RankPool
+from support.harness.run_program import train_steps
+from support.models.handwritten_blocks import gpt2_graph
+from support.models.mesh import mesh_of
+from support.models.mixed_graph import mixed_graph
+from support.oracles.interpret_graph import buffers_after, loss_and_gradients, make_batch, make_state
+from support.plans.drawn_candidates import drawn_candidate
 
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
-from autopar.passes.pipeline import lower
-from autopar.program.source import render
+from autopar.program.build import program_text
 
 MESHES = {"dp": {"dp": 4}, "tp": {"dp": 1, "tp": 4}, "both": {"dp": 2, "tp": 2}, "two": {"dp": 1, "tp": 2, "tp2": 2}}
 CLASSES = 32
@@ -40,11 +40,11 @@ def compare(found: Any, graph: Graph, state: Any, batch: Any, tolerance: float, 
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("model", GRAPHS)
-def test_drawn_candidates_train_like_one_process(model: str, mesh: str, ranks: Ranks) -> None:
+def test_drawn_candidates_train_like_one_process(model: str, mesh: str, ranks: RankPool) -> None:
     graph = GRAPHS[model]()
     state, batch = make_state(graph), make_batch(graph, CLASSES)
     texts = [
-        render(lower(graph, drawn_candidate(graph, mesh_of(**MESHES[mesh]), seed, zero=seed % 4, wild=0.2 * seed)))
+        program_text(graph, drawn_candidate(graph, mesh_of(**MESHES[mesh]), seed, zero=seed % 4, wild=0.2 * seed))
         for seed in range(4)
     ]
     results = ranks.run(train_steps, [(text, state, batch) for text in texts])
@@ -54,33 +54,33 @@ def test_drawn_candidates_train_like_one_process(model: str, mesh: str, ranks: R
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-def test_recomputed_blocks_train_like_one_process(zero: int, ranks: Ranks) -> None:
+def test_recomputed_blocks_train_like_one_process(zero: int, ranks: RankPool) -> None:
     graph = GRAPHS["gpt2"]()
     state, batch = make_state(graph), make_batch(graph, CLASSES)
     candidate = drawn_candidate(graph, mesh_of(dp=2, tp=2), 2, zero=zero, wild=0.3)
     plans = tuple(replace(plan, recompute=plan.block == "GPT2Block") for plan in candidate.blocks)
-    text = render(lower(graph, replace(candidate, blocks=plans)))
+    text = program_text(graph, replace(candidate, blocks=plans))
     assert text.count("recompute = True") == 1
     (found,) = ranks.run(train_steps, [(text, state, batch)])[1]
     compare(found, graph, state, batch, 1e-9, text)
 
 
 @pytest.mark.slow
-def test_blocks_compile(ranks: Ranks) -> None:
+def test_blocks_compile(ranks: RankPool) -> None:
     graph = GRAPHS["gpt2"]()
     state, batch = make_state(graph), make_batch(graph, CLASSES)
-    text = render(lower(graph, drawn_candidate(graph, mesh_of(dp=2, tp=2), 1, zero=3, wild=0.1)))
+    text = program_text(graph, drawn_candidate(graph, mesh_of(dp=2, tp=2), 1, zero=3, wild=0.1))
     (found,) = ranks.run(train_steps, [(text, state, batch, "aot_eager")], timeout=120)[0]
     compare(found, graph, state, batch, 1e-9, text)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-def test_mixed_precision_keeps_gradients_in_the_master_dtype(zero: int, ranks: Ranks) -> None:
+def test_mixed_precision_keeps_gradients_in_the_master_dtype(zero: int, ranks: RankPool) -> None:
     graph = gpt2_graph(2, 16, 4, CLASSES, 8, 8, dtype="bfloat16")
     state = {name: tensor.float() for name, tensor in make_state(graph).items()}
     batch = make_batch(graph, CLASSES)
     precision = Precision("bfloat16", "float32")
-    text = render(lower(graph, drawn_candidate(graph, mesh_of(dp=2, tp=2), 1, zero=zero, wild=0.0, precision=precision)))
+    text = program_text(graph, drawn_candidate(graph, mesh_of(dp=2, tp=2), 1, zero=zero, wild=0.0, precision=precision))
     (found,) = ranks.run(train_steps, [(text, state, batch)])[0]
     assert all(gradient.dtype is torch.float32 for gradient in found[1].values())
     full = gpt2_graph(2, 16, 4, CLASSES, 8, 8, dtype="float32")

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.cases import T, build, m, t
+from support.models.operation_examples import TensorSpec, build, m, t
 
 from autopar.ir.graph import Block
 from autopar.ir.placement import Shard
-from autopar.rules.attention import is_mirrored, last_rows
-from autopar.rules.expand import block_strategies, combine
+from autopar.rules.expand import block_strategies, combine_axes
 from autopar.rules.registry import default_registry
 from autopar.rules.strategy import AxisStrategy
+from autopar.rules.table.attention import is_mirrored, last_rank_imbalance
 
 SDPA = "aten.scaled_dot_product_attention"
 
 
 def block_of(
-    s: int = 16, k: int = 0, heads: tuple[int, int] = (4, 4), mask: T | None = None, dropout: float = 0.0, causal: bool = False,
-    window: tuple[int, int] | None = None,
+    s: int = 16, k: int = 0, heads: tuple[int, int] = (4, 4), mask: TensorSpec | None = None, dropout: float = 0.0,
+    causal: bool = False, window: tuple[int, int] | None = None,
 ) -> Block:  # fmt: skip
     """Attention of 16 queries."""
     keys = t(2, heads[1], k or s, 4)
@@ -36,9 +36,9 @@ def strategies(block: Block, size: int) -> tuple[AxisStrategy, ...]:
 def ways(block: Block, size: int) -> set[str]:
     """Of the sequence and the heads: label, and the function's name."""
     return {
-        f"{each.label} {each.function.removeprefix('ap.attention_')}".strip()
+        f"{each.factor} {each.function.removeprefix('ap.attention_')}".strip()
         for each in strategies(block, size)
-        if each.label not in ("redundant", "batch0")
+        if each.factor not in ("redundant", "batch0")
     }
 
 
@@ -74,7 +74,7 @@ def test_a_function_has_its_dimensions_alone() -> None:
     block = block_of(heads=(16, 4))
     values, node = block.values(), block.nodes[0]
     axis = strategies(block, 2)
-    plans = combine([axis, axis], node, values, (2, 2))
+    plans = combine_axes([axis, axis], node, values, (2, 2))
     assert plans
     for plan in plans:
         cut = [sum(at[axis] == Shard(dim) for axis in (0, 1)) for dim, at in ((1, plan.operands[0]), (2, plan.operands[0]))]
@@ -91,6 +91,6 @@ def test_where_work_is_even() -> None:
     assert all(is_mirrored(block.nodes[0], shapes) for block in even.values())
     assert not any(is_mirrored(block.nodes[0], (*shapes, (2, 1, 16, 16))) for block in uneven.values())
     assert (
-        last_rows(even["causal"].nodes[0], shapes, 4) == 2 - 1 / 4
+        last_rank_imbalance(even["causal"].nodes[0], shapes, 4) == 2 - 1 / 4
     )  # rows 12 to 15 of 16: 7/16 of the area, a quarter would be 1/4
-    assert last_rows(uneven["narrow"].nodes[0], shapes, 4) == 1.0
+    assert last_rank_imbalance(uneven["narrow"].nodes[0], shapes, 4) == 1.0

@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 import torch
-from support.simulate import assemble, close, cut, dual, paste, shard
-from support.whole import convert, move
+from support.oracles.simulate_blocks import apply_collective, convert_on_ranks
+from support.oracles.simulate_ranks import assemble, close, dual, shard, shard_axis, unshard_axis
 
 from autopar.ir.graph import Value
 from autopar.ir.placement import Invariant, Partial, Placement, Replicate, Shard, can_shard, format_placements, local_parts
-from autopar.rules.conversions import arcs, changed_axis, conversion, nests, states
+from autopar.rules.conversions import axis_conversion, changed_axis, may_convert, placement_states, single_axis_conversions
 
 PLACES: list[Placement] = [Shard(0), Shard(1), Shard(0, 2), Shard(0, 4), Replicate(), Invariant(), Partial()]
 
@@ -24,63 +24,67 @@ def parts(placement: Placement) -> int:
 def test_forward_and_backward_are_exact(source: Placement, target: Placement) -> None:
     torch.manual_seed(0)
     x, grad, size = torch.randn(16, 8, dtype=torch.float64), torch.randn(16, 8, dtype=torch.float64), 2
-    how = conversion(source, target, True)
+    how = axis_conversion(source, target, True)
     assert how is not None, "every pair has a direct conversion"
-    moved = move(how.forward, cut(x, source, parts(source), size), source, target, (parts(source), parts(target)))
-    close(paste(moved, target, parts(target)), x, 1e-12)
+    moved = apply_collective(
+        how.forward, shard_axis(x, source, parts(source), size), source, target, (parts(source), parts(target))
+    )
+    close(unshard_axis(moved, target, parts(target)), x, 1e-12)
     (after,), (before,) = dual((target,)), dual((source,))
-    back = move(how.backward, cut(grad, after, parts(after), size), after, before, (parts(after), parts(before)))
-    close(paste(back, before, parts(before)), grad, 1e-12)
+    back = apply_collective(
+        how.backward, shard_axis(grad, after, parts(after), size), after, before, (parts(after), parts(before))
+    )
+    close(unshard_axis(back, before, parts(before)), grad, 1e-12)
 
 
 def test_invariant_needs_a_gradient() -> None:
-    assert conversion(Replicate(), Invariant(), False) is None
-    assert conversion(Invariant(), Shard(0), False) is None
-    assert conversion(Shard(0), Replicate(), False).backward is None  # type: ignore[union-attr]
-    assert conversion(Replicate(), Replicate(), True) is None
+    assert axis_conversion(Replicate(), Invariant(), False) is None
+    assert axis_conversion(Invariant(), Shard(0), False) is None
+    assert axis_conversion(Shard(0), Replicate(), False).backward is None  # type: ignore[union-attr]
+    assert axis_conversion(Replicate(), Replicate(), True) is None
 
 
 def test_a_maximum_is_only_reduced() -> None:
-    assert conversion(Partial("max"), Replicate(), False).forward == "all_reduce"  # type: ignore[union-attr]
-    assert conversion(Partial("max"), Shard(0), False) is None
-    assert conversion(Replicate(), Partial("max"), False) is None
+    assert axis_conversion(Partial("max"), Replicate(), False).forward == "all_reduce"  # type: ignore[union-attr]
+    assert axis_conversion(Partial("max"), Shard(0), False) is None
+    assert axis_conversion(Replicate(), Partial("max"), False) is None
 
 
 AXES = [Shard(0), Shard(0, 2), Shard(0, 4), Shard(1), Replicate(), Partial()]
 SIZES, SHAPE = (2, 2), (16, 8)
 
 
-def test_every_legal_arc_on_two_axes_is_exact() -> None:
+def test_every_legal_conversion_on_two_axes_is_exact() -> None:
     torch.manual_seed(0)
     x = torch.randn(SHAPE, dtype=torch.float64)
     value = Value("x", SHAPE, "float64", True)
     among = [state for state in product(AXES, AXES) if can_shard(SHAPE, state, SIZES)]
-    legal = list(arcs(SHAPE, among, SIZES, True))
+    legal = list(single_axis_conversions(SHAPE, among, SIZES, True))
     assert len(legal) > 100
     for source, target in legal:
-        moved = convert(shard(x, source, SIZES), value, source, target, SIZES)
+        moved = convert_on_ranks(shard(x, source, SIZES), value, source, target, SIZES)
         try:
             close(assemble(moved, target, SIZES), x, 1e-12)
         except AssertionError as error:
             raise AssertionError(f"{format_placements(source)} -> {format_placements(target)}") from error
 
 
-def test_the_refused_arcs_are_inexact() -> None:
+def test_the_refused_conversions_are_inexact() -> None:
     x, value = torch.arange(128.0).reshape(SHAPE), Value("x", SHAPE, "float32", True)
     among = [state for state in product(AXES, AXES) if can_shard(SHAPE, state, SIZES)]
     refused = [
-        (a, b) for a, b in product(among, among) if sum(i != j for i, j in zip(a, b, strict=True)) == 1 and not nests(a, b)
+        (a, b) for a, b in product(among, among) if sum(i != j for i, j in zip(a, b, strict=True)) == 1 and not may_convert(a, b)
     ]
     assert refused
     for source, target in refused:
         assert changed_axis(source, target) == 0 and isinstance(source[1], Shard)
-        moved = assemble(convert(shard(x, source, SIZES), value, source, target, SIZES), target, SIZES)
+        moved = assemble(convert_on_ranks(shard(x, source, SIZES), value, source, target, SIZES), target, SIZES)
         assert not torch.equal(moved, x), f"{format_placements(source)} -> {format_placements(target)}"
 
 
 def test_states_are_the_product_of_what_divides() -> None:
     ends = [(Replicate(), Replicate()), (Shard(0), Shard(0)), (Invariant(), Replicate())]
-    assert set(states((4, 3), ends, (2, 4), False)) == {
+    assert set(placement_states((4, 3), ends, (2, 4), False)) == {
         (Replicate(), Replicate()),
         (Replicate(), Shard(0)),
         (Shard(0), Replicate()),

@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 import torch
-from support.cases import build, cases
-from support.dtensor_rules import Placed, every_answer
-from support.ranks import Ranks
-from support.simulate import prove
+from support.harness.rank_pool import RankPool
+from support.models.operation_examples import build, single_operations
+from support.oracles.dtensor_rules import Placed, every_answer
+from support.oracles.simulate_ranks import assert_sharded_equals_whole
 
 from autopar.ir.placement import Placement, parse_placement
 from autopar.rules.expand import block_strategies
@@ -45,7 +45,7 @@ OURS = {
 def examples() -> tuple[tuple[str, int, object, object], ...]:
     seen: dict[str, int] = {}
     out = []
-    for op, args, kwargs in cases():
+    for op, args, kwargs in single_operations():
         out.append((op, seen.get(op, 0), args, kwargs))
         seen[op] = seen.get(op, 0) + 1
     return tuple(out)
@@ -72,15 +72,15 @@ def is_wrong(op: str, args: object, kwargs: object, placed: Placed) -> bool:
     block, tensors = build(op, args, kwargs)  # type: ignore[arg-type]
     operands, results = ([(parse_placement(text),) for text in side] for side in placed)
     try:
-        prove(block.nodes[0], tensors, operands, results, (2,), "")
+        assert_sharded_equals_whole(block.nodes[0], tensors, operands, results, (2,), "")
     except (AssertionError, RuntimeError, ValueError):
         return True
     return False
 
 
 @pytest.mark.slow
-def test_differences_are_named(ranks: Ranks) -> None:
-    theirs = ranks.apart(every_answer, timeout=200)
+def test_differences_are_named(ranks: RankPool) -> None:
+    theirs = ranks.run_alone(every_answer, timeout=200)
     compared, wrong, unnamed, used = 0, [], [], set()
     for op, index, args, kwargs in examples():
         answers = set(theirs[op][index])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from support.blocks import Builder, embedding_block, gpt2_block, llama_block, loss_block
-from support.cases import build, i, t
-from support.simulate import prove
+from support.models.handwritten_blocks import Builder, embedding_block, gpt2_block, llama_block, loss_block
+from support.models.operation_examples import build, i, t
+from support.oracles.simulate_ranks import assert_sharded_equals_whole
 
 from autopar.errors import UnsupportedOp
 from autopar.ir.graph import Block
 from autopar.ir.placement import Partial
-from autopar.rules.expand import block_strategies, combine, missing_rules
+from autopar.rules.expand import block_strategies, combine_axes, missing_rules
 from autopar.rules.registry import Registry, default_registry
 from autopar.rules.strategy import AxisStrategy
 
@@ -39,14 +39,14 @@ def test_megatron_is_among_the_strategies() -> None:
     assert "n: R, S(0) -> S(2)" in text(found["q_proj"])
     assert "g: S(1), S(1), S(1) -> S(1)" in text(found["sdpa"])
     assert "k: S(2), S(1) -> P" in text(found["o_proj"])
-    assert "batch1" not in {strategy.label for strategy in found["sdpa"]}, "queries of causal attention are not cut"
+    assert "batch1" not in {strategy.factor for strategy in found["sdpa"]}, "queries of causal attention are not cut"
 
 
 def test_query_heads_in_a_group_take_a_second_axis() -> None:
     block = llama_block()
     node = next(node for node in block.nodes if node.name == "sdpa")
     axes = [strategies(block, size)["sdpa"] for size in (8, 4)]
-    labels = {plan.label for plan in combine(axes, node, block.values(), (8, 4))}
+    labels = {plan.factors for plan in combine_axes(axes, node, block.values(), (8, 4))}
     assert ("g", "r") in labels and ("g", "g") not in labels
 
 
@@ -86,7 +86,7 @@ def test_the_number_of_strategies_stays_low() -> None:
     one = strategies(block, 8)
     assert sum(map(len, one.values())) / len(one) <= 6
     both = {
-        node.name: combine([one[node.name], strategies(block, 4)[node.name]], node, block.values(), (8, 4))
+        node.name: combine_axes([one[node.name], strategies(block, 4)[node.name]], node, block.values(), (8, 4))
         for node in block.nodes
     }
     assert sum(map(len, both.values())) / len(both) <= 32
@@ -145,9 +145,9 @@ def test_a_proof_catches_a_wrong_line(op: str, args: tuple[object, ...], line: s
     block, tensors = build(op, args, {})
     node = block.nodes[0]
     found = block_strategies(block, 2, batch_axis=False, batch_is_symbolic=False, registry=REGISTRY.register(op, line))
-    strategy = next(strategy for strategy in found[node.name] if strategy.label == label)
+    strategy = next(strategy for strategy in found[node.name] if strategy.factor == label)
     with pytest.raises((AssertionError, RuntimeError)):
-        prove(node, tensors, [(p,) for p in strategy.operands], [(p,) for p in strategy.results], (2,))
+        assert_sharded_equals_whole(node, tensors, [(p,) for p in strategy.operands], [(p,) for p in strategy.results], (2,))
 
 
 def test_a_proof_catches_wrong_gradients() -> None:
@@ -156,7 +156,7 @@ def test_a_proof_catches_wrong_gradients() -> None:
 
     for operands, results in ((("I", "S(0)", "S(0)"), "S(1)"), (("S(1)", "S(1)", "R"), "P"), (("S(0)", "I", "R"), "S(0)")):
         with pytest.raises(AssertionError):
-            prove(block.nodes[0], tensors, [(p(item),) for item in operands], [(p(results),)], (2,))
+            assert_sharded_equals_whole(block.nodes[0], tensors, [(p(item),) for item in operands], [(p(results),)], (2,))
 
 
 def test_a_counter_is_counted_once() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.rules.factors import common_factors
-from autopar.rules.notation import fit, parse
+from autopar.rules.notation.common_factors import common_factors
+from autopar.rules.notation.notation import fit_rule, parse_rule
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ from autopar.rules.notation import fit, parse
     ],
 )
 def test_lines_round_trip(text: str) -> None:
-    assert str(parse(text)) == text
-    assert parse(str(parse(text))) == parse(text)
+    assert str(parse_rule(text)) == text
+    assert parse_rule(str(parse_rule(text))) == parse_rule(text)
 
 
 @pytest.mark.parametrize(
@@ -39,18 +39,18 @@ def test_lines_round_trip(text: str) -> None:
 )
 def test_a_wrong_line_is_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match="rule") as error:
-        parse(text)
+        parse_rule(text)
     assert says in str(error.value)
 
 
 def test_fit_expands_batch_dimensions_from_the_right() -> None:
-    found = fit(parse("... m k+, ... k+ n -> ... m n"), [("B", 1, 4, 8), (6, 8, 2)], [("B", 6, 4, 2)])
+    found = fit_rule(parse_rule("... m k+, ... k+ n -> ... m n"), [("B", 1, 4, 8), (6, 8, 2)], [("B", 6, 4, 2)])
     assert found.operands == ((("batch0",), (), ("m",), ("k",)), (("batch1",), ("k",), ("n",)))
     assert found.size("batch1") == 6
 
 
 def test_fit_solves_compounds() -> None:
-    found = fit(parse("b (g r), b g -> b (g r)"), [("B", 32), ("B", 8)], [("B", 32)])
+    found = fit_rule(parse_rule("b (g r), b g -> b (g r)"), [("B", 32), ("B", 8)], [("B", 32)])
     assert (found.size("g"), found.size("r")) == (8, 4)
 
 
@@ -60,7 +60,7 @@ def test_fit_solves_compounds() -> None:
 )
 def test_fit_refuses(line: str, operands: list[tuple[int, ...]], results: list[tuple[int, ...]]) -> None:
     with pytest.raises(ValueError, match="rule"):
-        fit(parse(line), operands, results)
+        fit_rule(parse_rule(line), operands, results)
 
 
 @pytest.mark.parametrize(

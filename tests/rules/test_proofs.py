@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import build, cases
-from support.simulate import LABELS, prove
+from support.models.operation_examples import build, single_operations
+from support.oracles.simulate_ranks import LABELS, assert_sharded_equals_whole
 
 from autopar.ir.dims import Dim
 from autopar.ir.graph import Block
-from autopar.rules.expand import block_strategies, combine, factor_strategy, fit_node, missing_rules
-from autopar.rules.parts import legal
+from autopar.rules.expand import block_strategies, combine_axes, factor_strategy, fit_node, missing_rules
+from autopar.rules.fused_shards import is_legal
 from autopar.rules.registry import Registry, default_registry
 from autopar.rules.strategy import AxisStrategy
 
 REGISTRY = default_registry()
-CASES = list(cases())
+CASES = list(single_operations())
 UNDEFINED = ("aten.empty", "aten.new_empty")  # results without defined values: shapes only
 WHOLE = {"aten.arange", "aten.scalar_tensor"}
 
@@ -37,7 +37,7 @@ def every_cut(block: Block, size: int) -> Iterator[AxisStrategy]:
     operands = [values[name] for name in node.operands()]
     for factor in fitted.sizes:
         for parts in (1, 2, 3):
-            if legal(fitted, (factor, parts), shardable):
+            if is_legal(fitted, (factor, parts), shardable):
                 strategy = factor_strategy(fitted, (factor, parts), operands, REGISTRY.rule(node.op))
                 if strategy is not None:
                     yield strategy
@@ -66,7 +66,7 @@ def test_line_is_exact(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             operands = [(placement,) for placement in strategy.operands]
             results = [(placement,) for placement in strategy.results]
             try:
-                prove(node, tensors, operands, results, (size,), strategy.function)
+                assert_sharded_equals_whole(node, tensors, operands, results, (size,), strategy.function)
             except Exception as error:
                 raise AssertionError(f"{node.op} over {size}, {strategy}") from error
 
@@ -75,11 +75,11 @@ def test_every_entry_has_a_proof() -> None:
     proven: dict[str, int] = {}
     for op, args, kwargs in CASES:
         block, _ = build(op, args, kwargs)
-        strategies = [s for s in offered(block, 2) if s.label not in ("redundant", "pass")]
+        strategies = [s for s in offered(block, 2) if s.factor not in ("redundant", "pass")]
         for key in (op, ".".join(op.split(".")[:2])):
             proven[key] = proven.get(key, 0) + len(strategies)
     without = [op for op in REGISTRY.rules if op not in WHOLE and not proven.get(op)]
-    assert not without, f"no sharded case in tests/support/cases.py for {without}"
+    assert not without, f"no sharded case in tests/support/models/operation_examples.py for {without}"
 
 
 TWO_AXES = [
@@ -100,12 +100,12 @@ def test_two_axes_are_exact(index: int) -> None:
     sizes = (2, 2)
     axis = dict.fromkeys(offered(block, 2)) | dict.fromkeys(every_cut(block, 2))
     labelled = [tuple(axis), tuple(axis)]
-    for plan in combine(labelled, node, block.values(), sizes):
+    for plan in combine_axes(labelled, node, block.values(), sizes):
         function_axis = 0
         if plan.function:
             word = LABELS[plan.function]
-            function_axis = next(axis for axis, label in enumerate(plan.label) if label == word or label[:-1] == word)
+            function_axis = next(axis for axis, label in enumerate(plan.factors) if label == word or label[:-1] == word)
         try:
-            prove(node, tensors, plan.operands, plan.results, sizes, plan.function, function_axis)
+            assert_sharded_equals_whole(node, tensors, plan.operands, plan.results, sizes, plan.function, function_axis)
         except Exception as error:
             raise AssertionError(f"{node.op}: {plan}") from error

@@ -7,14 +7,14 @@ from itertools import product
 
 import pytest
 import torch
-from support.blocks import embedding_block, gpt2_block, llama_block, loss_block
-from support.simulate import close
-from support.whole import run_block
+from support.models.handwritten_blocks import embedding_block, gpt2_block, llama_block, loss_block
+from support.oracles.simulate_blocks import run_block
+from support.oracles.simulate_ranks import close
 
-from autopar.ir.dims import value as size_at
+from autopar.ir.dims import size_at as size_at
 from autopar.ir.graph import Block
 from autopar.ir.placement import Invariant, Placement, Replicate, Shard
-from autopar.rules.expand import block_strategies, combine
+from autopar.rules.expand import block_strategies, combine_axes
 from autopar.rules.registry import default_registry
 
 BATCH, SEQ = 4, 8
@@ -72,7 +72,9 @@ def test_random_plans_are_exact(name: str, mesh: str, seed: int) -> None:
         block_strategies(block, size, batch_axis=batch, batch_is_symbolic=True, registry=registry)
         for size, batch in zip(sizes, batch_axes, strict=True)
     ]
-    plans = {node.name: chance.choice(combine([axis[node.name] for axis in axes], node, values, sizes)) for node in block.nodes}
+    plans = {
+        node.name: chance.choice(combine_axes([axis[node.name] for axis in axes], node, values, sizes)) for node in block.nodes
+    }
 
     def start(value_name: str, batch: bool) -> Placement:
         value = values[value_name]
@@ -84,8 +86,8 @@ def test_random_plans_are_exact(name: str, mesh: str, seed: int) -> None:
     placed = {source: tuple(start(source, batch) for batch in batch_axes) for source in sources}
     tensors = whole_tensors(block)
     alone = {source: (placements[0],) for source, placements in placed.items()}
-    redundant = {node.name: next(s for s in axes[0][node.name] if s.label == "redundant") for node in block.nodes}
-    single = {node.name: combine([[redundant[node.name]]], node, values, (1,))[0] for node in block.nodes}
+    redundant = {node.name: next(s for s in axes[0][node.name] if s.factor == "redundant") for node in block.nodes}
+    single = {node.name: combine_axes([[redundant[node.name]]], node, values, (1,))[0] for node in block.nodes}
     expected = gradients(block, single, alone, tensors, (1,))
     found = gradients(block, plans, placed, tensors, sizes)
     assert len({key.split(" ")[0] for key in found}) == len(expected)

@@ -10,30 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.launch import launch
-from support.ranks import Ranks
+from support.harness.launch import launch
+from support.harness.rank_pool import RankPool
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autopar.runtime
 from autopar.runtime import compat
-from autopar.runtime.mesh import MeshHandle
+from autopar.runtime.device.mesh import MeshHandle
 
 
 def functional(axes: dict[str, int]) -> dict[str, list[float]]:
     tp = MeshHandle(axes).tp
     x, group, size = torch.arange(8.0) + tp.coordinate, tp.group_name, tp.size
     return {
-        "sum": compat.wait(compat.all_reduce(x, "sum", group)).tolist(),
-        "max": compat.wait(compat.all_reduce(x, "max", group)).tolist(),
-        "min": compat.wait(compat.all_reduce(x, "min", group)).tolist(),
-        "gather": compat.wait(compat.all_gather(x[:1], size, group)).tolist(),
-        "scatter": compat.wait(compat.reduce_scatter(x, "sum", size, group)).tolist(),
-        "all_to_all": compat.wait(compat.all_to_all(x, size, group)).tolist(),
+        "sum": compat.wait_tensor(compat.all_reduce(x, "sum", group)).tolist(),
+        "max": compat.wait_tensor(compat.all_reduce(x, "max", group)).tolist(),
+        "min": compat.wait_tensor(compat.all_reduce(x, "min", group)).tolist(),
+        "gather": compat.wait_tensor(compat.all_gather(x[:1], size, group)).tolist(),
+        "scatter": compat.wait_tensor(compat.reduce_scatter(x, "sum", size, group)).tolist(),
+        "all_to_all": compat.wait_tensor(compat.all_to_all(x, size, group)).tolist(),
         "x": x.tolist(),
     }
 
 
-def test_functional_collectives(ranks: Ranks) -> None:
+def test_functional_collectives(ranks: RankPool) -> None:
     for rank, out in enumerate(ranks.run(functional, {"tp": 4})):
         assert out["x"] == [float(i + rank) for i in range(8)]  # inputs are left alone
         assert out["sum"] == [4.0 * i + 6 for i in range(8)]
@@ -49,10 +49,10 @@ def rows(axes: dict[str, int]) -> list[list[float]]:
     counts = [[0 if r == s else r + s for s in range(tp.size)] for r in range(tp.size)]
     send, receive = counts[tp.coordinate], [counts[r][tp.coordinate] for r in range(tp.size)]
     x = torch.tensor([[tp.coordinate, float(s)] for s in range(tp.size) for _ in range(send[s])])
-    return compat.wait(compat.all_to_all_rows(x, receive, send, tp.group_name)).tolist()  # type: ignore[no-any-return]
+    return compat.wait_tensor(compat.all_to_all_rows(x, receive, send, tp.group_name)).tolist()  # type: ignore[no-any-return]
 
 
-def test_rows_to_each_rank(ranks: Ranks) -> None:
+def test_rows_to_each_rank(ranks: RankPool) -> None:
     for rank, found in enumerate(ranks.run(rows, {"tp": 4})):
         assert found == [[source, rank] for source in range(4) if source != rank for _ in range(source + rank)]
 
@@ -65,7 +65,7 @@ def test_what_has_data() -> None:
 
 def test_autograd_inside_of_an_operator() -> None:
     def sine_gradient(x: torch.Tensor) -> torch.Tensor:
-        with compat.autograd_inside():
+        with compat.autograd_in_kernel():
             leaf = x.detach().requires_grad_()
             return torch.autograd.grad(leaf.view(-1).sin().sum(), leaf)[0]
 
@@ -98,17 +98,17 @@ def test_strided_shard_cuts_the_minor_part() -> None:
 
 def test_every_public_function_of_compat_is_used() -> None:
     folder = Path(inspect.getfile(autopar.runtime)).parent
-    text = "".join(path.read_text() for path in folder.glob("*.py"))
+    text = "".join(path.read_text() for path in folder.rglob("*.py"))
     names = [name for name, value in vars(compat).items() if inspect.isfunction(value) and value.__module__ == compat.__name__]
     assert all(text.count(name) > 1 for name in names)
 
 
 def test_the_runtime_imports_torch_and_itself_only() -> None:
     folder = Path(inspect.getfile(autopar.runtime)).parent
-    for path in folder.glob("*.py"):
+    for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
-                assert node.level == 1 or (node.module or "").split(".")[0] in {"torch", *sys.stdlib_module_names}, path
+                assert node.level or (node.module or "").split(".")[0] in {"torch", *sys.stdlib_module_names}, path
             elif isinstance(node, ast.Import):
                 assert all(name.name.split(".")[0] in {"torch", *sys.stdlib_module_names} for name in node.names), path
 
@@ -116,9 +116,9 @@ def test_the_runtime_imports_torch_and_itself_only() -> None:
 SCRIPT = """
 import sys; sys.path[:0] = {paths!r}
 import torch
-from support.tiny_program import Model, Tiny, V
+from support.models.handwritten_program import Model, Tiny, V
 from autopar.runtime.errors import LaunchProblem
-from autopar.runtime.mesh import MeshHandle, finish
+from autopar.runtime.device.mesh import MeshHandle, shut_down
 from autopar.runtime.parallel import Parallel
 torch.manual_seed(0)
 try:
@@ -128,7 +128,7 @@ except LaunchProblem as problem:
 ids = torch.arange(40).view(8, 5) % V
 parallel(ids=ids, labels=ids).backward()
 print("done", len(parallel.full_gradients()), flush=True)
-finish()
+shut_down()
 """
 
 
@@ -147,7 +147,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.stdout.count("done") == 2
 
 
-def test_the_wrong_number_of_processes_is_one_line(tmp_path: Path, ranks: Ranks) -> None:
+def test_the_wrong_number_of_processes_is_one_line(tmp_path: Path, ranks: RankPool) -> None:
     for ended in launch(ranks, script(tmp_path, {"tp": 4}), 2):
         assert ended.status == 1
         (line,) = [line for line in ended.stderr.splitlines() if "processes" in line]
@@ -199,7 +199,7 @@ def own_stores() -> bool:
     return bool(compat.own_store().check(["compat"]))
 
 
-def test_an_own_store_is_the_same_store(ranks: Ranks) -> None:
+def test_an_own_store_is_the_same_store(ranks: RankPool) -> None:
     assert ranks.run(own_stores, world=2) == [True, True]
 
 
@@ -228,19 +228,19 @@ def reductions() -> Any:
     for _ in range(2):
         two(torch.ones(4)).backward()
     before = len(two._get_fsdp_state()._comm_ctx.post_forward_order)  # type: ignore[no-untyped-call]
-    compat.forget_order(two)
+    compat.clear_forward_order(two)
     groups = two._get_fsdp_state()._fsdp_param_groups
     indices = [group._post_forward_indices for group in groups]
     two.b.backward(torch.full((4,), 3.0, dtype=two.b.dtype))
     two.set_requires_gradient_sync(True)
     two.set_reshard_after_backward(True)
     two.set_is_last_backward(True)
-    compat.reduce_now(two)
+    compat.reduce_gradients(two)
     compat.finish_backward(two)
     return before, indices, {name: parameters[name].grad.full_tensor().tolist() for name in ("a", "b")}  # type: ignore[union-attr]
 
 
-def test_gradients_are_reduced_when_asked(ranks: Ranks) -> None:
+def test_gradients_are_reduced_when_asked(ranks: RankPool) -> None:
     for before, indices, gradients in ranks.run(reductions, world=2):
         assert before == 2 and indices == [[]]
         assert gradients == {"a": [4.0] * 4, "b": [6.0] * 4}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import Ranks
+from support.harness.rank_pool import RankPool
 
 from autopar.runtime import collectives as C
-from autopar.runtime.mesh import MeshHandle
+from autopar.runtime.device.mesh import MeshHandle
 
 SHAPE = (8, 12, 8)
 CONVERSIONS = [
@@ -65,7 +65,7 @@ def on_rank(axes: dict[str, int], axis: str, cases: list[tuple[str, list[Any], l
     return results
 
 
-def exercise(ranks: Ranks, how: str, texts: list[str], axes: dict[str, int] | None = None, axis: str = "tp") -> None:
+def exercise(ranks: RankPool, how: str, texts: list[str], axes: dict[str, int] | None = None, axis: str = "tp") -> None:
     axes = axes or {"tp": 4}
     size, world = axes[axis], torch.tensor(list(axes.values())).prod().item()
     shape = tuple(extent * 2 for extent in SHAPE)
@@ -87,12 +87,12 @@ def exercise(ranks: Ranks, how: str, texts: list[str], axes: dict[str, int] | No
 
 
 @pytest.mark.parametrize("how", ["convert", "start", "many"])
-def test_every_conversion(ranks: Ranks, how: str) -> None:
+def test_every_conversion(ranks: RankPool, how: str) -> None:
     exercise(ranks, how, CONVERSIONS)
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp"])
-def test_on_each_axis_of_two(ranks: Ranks, axis: str) -> None:
+def test_on_each_axis_of_two(ranks: RankPool, axis: str) -> None:
     exercise(ranks, "convert", CONVERSIONS, {"dp": 2, "tp": 2}, axis)
 
 
@@ -122,7 +122,7 @@ def compiled(axes: dict[str, int], backend: str) -> float:
 
 
 @pytest.mark.parametrize(("backend", "size"), [("aot_eager", 4), pytest.param("inductor", 2, marks=pytest.mark.slow)])
-def test_compiles_without_graph_breaks(ranks: Ranks, backend: str, size: int) -> None:
+def test_compiles_without_graph_breaks(ranks: RankPool, backend: str, size: int) -> None:
     assert max(ranks.run(compiled, {"tp": size}, backend, world=size, timeout=240)) < 1e-12
 
 
@@ -142,7 +142,7 @@ def integers(axes: dict[str, int]) -> list[torch.Tensor]:
     ]
 
 
-def test_without_gradients(ranks: Ranks) -> None:
+def test_without_gradients(ranks: RankPool) -> None:
     for rank, (total, top, low, part, mask, high, half) in enumerate(ranks.run(integers, {"tp": 4})):
         assert (int(total), int(top), int(low), float(high)) == (46, 13, 10, 13.0)
         assert part.tolist() == [[rank], [4 + rank]]
@@ -157,7 +157,7 @@ def mixed_bucket(axes: dict[str, int]) -> Any:
     return x.detach(), y.detach(), a.grad, b.grad
 
 
-def test_a_bucket_of_unlike_conversions(ranks: Ranks) -> None:
+def test_a_bucket_of_unlike_conversions(ranks: RankPool) -> None:
     for x, y, a, b in ranks.run(mixed_bucket, {"tp": 4}):
         assert x.shape == (8, 3) and y.eq(4).all() and a.eq(10).all() and b.eq(1).all()
 
@@ -177,14 +177,14 @@ def overlap(axes: dict[str, int]) -> list[str]:
     return [event.name.split("::")[1] for event in events]
 
 
-def test_start_and_wait_leave_room_between(ranks: Ranks) -> None:
+def test_start_and_wait_leave_room_between(ranks: RankPool) -> None:
     forward = ["all_gather_into_tensor", "mm", "wait_tensor"]
     assert ranks.run(overlap, {"tp": 4})[0] == [*forward, "reduce_scatter_tensor", "mm", "mm", "wait_tensor"]
 
 
 @pytest.mark.parametrize("text", ["S(0)", "S(0) -> Q", "P -> P(max)", "R -> P(max)", "I -> X(1)"])
 def test_nonsense_is_refused(text: str) -> None:
-    from autopar.runtime.moves import parse
+    from autopar.runtime.comm.conversions import parse_conversion
 
     with pytest.raises(ValueError, match="conversion|placement"):
-        parse(text)
+        parse_conversion(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -9,28 +10,33 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.experts import GATES, Example, bounded, by_loop, example, gradients
-from support.ranks import Ranks
+from support.harness.rank_pool import RankPool
+from support.oracles.experts_by_loop import GATES, Example, by_loop, example, limited_experts, random_gradients
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.runtime import collectives as C
-from autopar.runtime.activations import Inside
-from autopar.runtime.again import Again
-from autopar.runtime.experts import expert_capacity, moe_experts
-from autopar.runtime.host import Host
-from autopar.runtime.load import gather, noting
-from autopar.runtime.mesh import MeshHandle
+from autopar.runtime.device.mesh import MeshHandle
+from autopar.runtime.device.offload import HostMemory
+from autopar.runtime.ops.expert_activations import ExpertActivation
+from autopar.runtime.ops.expert_load import gather_expert_load, recording_copies
+from autopar.runtime.ops.experts import expert_capacity, moe_experts
+from autopar.runtime.step.recompute import Recompute
 
 LAYOUTS = ["halves", "interleaved", "plain", "halves transposed", "interleaved transposed", "plain transposed"]
+
+
+def run(function: Any, given: Example, **options: Any) -> Any:
+    """The operator on an example."""
+    return function(*given[:7], activation=given.activation, layout=given.layout, **options)
 
 
 def check(given: Example, tolerance: float = 1e-12) -> None:
     """The operator is the loop, and so are its gradients."""
     one, two = given.leaves(), given.leaves()
-    expected, found = by_loop(one), moe_experts(*two)
+    expected, found = by_loop(one), run(moe_experts, two)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    for mine, theirs in zip(gradients(found, two), gradients(expected, one), strict=True):
+    for mine, theirs in zip(random_gradients(found, two), random_gradients(expected, one), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
@@ -52,8 +58,10 @@ def test_one_kernel_for_all_products(dtype: torch.dtype) -> None:
     for experts in (plain.experts.where(plain.experts != 1, 3), torch.full_like(plain.experts, 2)):
         given = plain._replace(experts=experts).leaves()
         exact = Example(*(None if each is None else each.double() for each in given[:7]))._replace(experts=experts).leaves()
-        found, expected = moe_experts(*given), by_loop(exact)
-        for mine, theirs in zip((found, *gradients(found, given)), (expected, *gradients(expected, exact)), strict=True):
+        found, expected = run(moe_experts, given), by_loop(exact)
+        for mine, theirs in zip(
+            (found, *random_gradients(found, given)), (expected, *random_gradients(expected, exact)), strict=True
+        ):
             assert (mine.double() - theirs).norm() <= (1e-6 if dtype is torch.float32 else 2e-2) * theirs.norm()
 
 
@@ -74,27 +82,27 @@ def test_capacity_takes_the_first(data: st.DataObject) -> None:
     k, factor = data.draw(st.integers(1, number)), data.draw(st.sampled_from([0.3, 0.5, 1.0, 1.25, 4.0]))
     ids = data.draw(st.lists(st.integers(0, number), min_size=groups * tokens * k, max_size=groups * tokens * k))
     experts = torch.tensor(ids).view(groups, tokens, k)
-    expected = bounded(experts, number, ceil(factor * tokens * k / number))
+    expected = limited_experts(experts, number, ceil(factor * tokens * k / number))
     assert expert_capacity(experts, number, factor).equal(expected)
 
 
 def test_capacity_of_the_operator() -> None:
     given = example((2, 6), bias=False)
-    kept = bounded(given.experts, 4, ceil(0.5 * 6 * 2 / 4))
-    assert (kept == 4).any()
-    assert moe_experts(*given, 0.5).equal(moe_experts(*given._replace(experts=kept)))
+    limited = limited_experts(given.experts, 4, ceil(0.5 * 6 * 2 / 4))
+    assert (limited == 4).any()
+    assert run(moe_experts, given, capacity=0.5).equal(run(moe_experts, given._replace(experts=limited)))
 
 
 @pytest.mark.parametrize("activation", ["softmax", "silu(2)", "silu_clamped", "swiglu", "swiglu_clamped(1)", ""])
 def test_unknown_activation(activation: str) -> None:
     with pytest.raises(ValueError, match="unknown activation"):
-        Inside.of(activation, "halves")
+        ExpertActivation.of(activation, "halves")
 
 
 @pytest.mark.parametrize("layout", ["thirds", "halves plain", "transposed transposed"])
 def test_unknown_layout(layout: str) -> None:
     with pytest.raises(ValueError, match="unknown layout"):
-        Inside.of("silu", layout)
+        ExpertActivation.of("silu", layout)
 
 
 # -- over an axis
@@ -115,20 +123,20 @@ def on_rank(given: Example, form: str, world: int, mode: str = "") -> tuple[Tens
     dispatched = form == "dispatched"
     mine = cut(given, axis.size, axis.coordinate, dispatched)
     function = C.moe_experts_dispatched if dispatched else C.moe_experts_owned
-    with noting() as noted:
-        if mode == "again":
-            with Again(Host(torch.device("cpu"))) as again:
-                result = again(function, *mine, None, axis=axis)
+    with recording_copies() as recorded:
+        if mode == "recompute":
+            with Recompute(HostMemory(torch.device("cpu"))) as recompute:
+                result = run(partial(recompute, function), mine, axis=axis)
                 seen = result.sin()
         elif mode == "checkpoint":
             seen = torch.utils.checkpoint.checkpoint(
-                lambda *args: function(*args, None, axis=axis).sin(), *mine, use_reentrant=False
+                lambda *args: run(function, Example(*args), axis=axis).sin(), *mine, use_reentrant=False
             )
             result = seen
         else:
-            result = function(*mine, None, axis=axis)
+            result = run(function, mine, axis=axis)
             seen = result.sin() if dispatched else C.convert(result, axis, "P -> I").sin()
-    load = gather(noted, "cpu")
+    load = gather_expert_load(recorded, "cpu")
     weight = torch.arange(seen.numel(), dtype=seen.dtype).view(seen.shape) + (axis.coordinate * seen.numel() if dispatched else 0)
     found = torch.autograd.grad((seen * weight).sum(), mine.tensors)
     return seen.detach(), [each.detach() for each in found], load
@@ -157,7 +165,7 @@ def routed(route: str) -> Example:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("route", ROUTES)
-def test_dispatched(ranks: Ranks, route: str, world: int) -> None:
+def test_dispatched(ranks: RankPool, route: str, world: int) -> None:
     given = routed(route)
     expected, grads = whole(given)
     answers = ranks.run(on_rank, given, "dispatched", world, world=world)
@@ -173,7 +181,7 @@ def test_dispatched(ranks: Ranks, route: str, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("route", ROUTES)
-def test_owned(ranks: Ranks, route: str, world: int) -> None:
+def test_owned(ranks: RankPool, route: str, world: int) -> None:
     given = routed(route)
     expected, grads = whole(given)
     answers = ranks.run(on_rank, given, "owned", world, world=world)
@@ -185,8 +193,8 @@ def test_owned(ranks: Ranks, route: str, world: int) -> None:
         torch.testing.assert_close(found, grad, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("mode", ["again", "checkpoint"])
-def test_dispatched_again_in_the_backward(ranks: Ranks, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["recompute", "checkpoint"])
+def test_dispatched_again_in_the_backward(ranks: RankPool, mode: str) -> None:
     given = routed("random")
     expected, grads = whole(given)
     answers = ranks.run(on_rank, given, "dispatched", 2, mode, world=2)
@@ -199,7 +207,7 @@ def test_shapes_without_data() -> None:
     """A dry run: as if every expert had equally many copies."""
     with FakeTensorMode():
         given = example((4, 3)).leaves()
-        result = moe_experts(*given)
+        result = run(moe_experts, given)
         assert result.shape == given.x.shape
         assert [each.shape for each in gradients_without_data(result, given)] == [each.shape for each in given.tensors]
 

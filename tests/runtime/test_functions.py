@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.ranks import Ranks
+from support.harness.rank_pool import RankPool
 
 from autopar.runtime import collectives as C
-from autopar.runtime.mesh import MeshHandle
+from autopar.runtime.device.mesh import MeshHandle
 
 V = 24
 
@@ -38,7 +38,7 @@ def loss_on_rank(
 @pytest.mark.parametrize(
     ("backend", "smoothing"), [("", 0.0), ("", 0.1), pytest.param("aot_eager", 0.0, marks=pytest.mark.slow), ("aot_eager", 0.1)]
 )
-def test_cross_entropy_with_uneven_valid_tokens(ranks: Ranks, axes: dict[str, int], smoothing: float, backend: str) -> None:
+def test_cross_entropy_with_uneven_valid_tokens(ranks: RankPool, axes: dict[str, int], smoothing: float, backend: str) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(8, 5, V, dtype=torch.float64) * 30).requires_grad_()
     target = torch.randint(V, (8, 5))
@@ -54,7 +54,7 @@ def test_cross_entropy_with_uneven_valid_tokens(ranks: Ranks, axes: dict[str, in
         torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-13)
 
 
-def test_all_tokens_ignored_gives_zero_gradients(ranks: Ranks) -> None:
+def test_all_tokens_ignored_gives_zero_gradients(ranks: RankPool) -> None:
     logits, target = torch.randn(4, V, dtype=torch.float64), torch.full((4,), 7)
     for loss, gradient in ranks.run(loss_on_rank, {"tp": 4}, logits, target, 7, 0.0):
         assert loss.isnan() and gradient.isnan().all() or gradient.eq(0).all()
@@ -69,7 +69,7 @@ def lookup(axes: dict[str, int], ids: torch.Tensor, table: torch.Tensor, padding
 
 
 @pytest.mark.parametrize("padding", [None, 3])
-def test_embedding(ranks: Ranks, padding: int | None) -> None:
+def test_embedding(ranks: RankPool, padding: int | None) -> None:
     ids, table = torch.tensor([[0, 3, 23, 11], [11, 3, 6, 17]]), torch.randn(V, 5, dtype=torch.float64, requires_grad=True)
     y = F.embedding(ids, table, padding)
     (y * torch.arange(y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
@@ -111,7 +111,7 @@ def masks(axes: dict[str, int], seed: int, backend: str = "") -> list[torch.Tens
 
 
 @pytest.mark.parametrize("backend", ["", "aot_eager"])
-def test_dropout_masks(ranks: Ranks, backend: str) -> None:
+def test_dropout_masks(ranks: RankPool, backend: str) -> None:
     first, again, other = (ranks.run(masks, {"dp": 2, "tp": 2}, seed, backend) for seed in (1, 1, 2))
     for one, two in zip(first, again, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.ranks import RankError, Ranks
+from support.harness.rank_pool import RankError, RankPool
 
+from autopar.runtime.comm.heartbeat import Heartbeat
 from autopar.runtime.errors import BatchProblem, PeerProblem
-from autopar.runtime.heartbeat import Heartbeat
 
 CULPRIT = 2
 
@@ -23,16 +23,16 @@ CULPRIT = 2
 def node(rank: int, how: str, folder: str) -> None:
     """A process of four that takes one good step and one in which the culprit strikes. What it prints is in a file."""
     import torch
-    from support.staged import batch, built, model, text
+    from support.models.handwritten_pipeline import batch, built_schedule, model, pipeline_text
 
-    from autopar.program.build import load
-    from autopar.runtime.mesh import MeshHandle
+    from autopar.program.load import load_program
+    from autopar.runtime.device.mesh import MeshHandle
     from autopar.runtime.parallel import Parallel
 
     os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
     Path(folder, f"pid{rank}").write_text(str(os.getpid()))
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 4), rank=rank, world_size=4)
-    made = load(text(built("1f1b", 4, 4), 4)).Program
+    made = load_program(pipeline_text(built_schedule("1f1b", 4, 4), 4)).Program
     parallel = Parallel(made(MeshHandle(made.mesh_axes)), model().state_dict(), patience_seconds=12)
     parallel(**batch()).backward()
     calls: list[torch.nn.Module] = []
@@ -54,12 +54,12 @@ def node(rank: int, how: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "words"), [("dies", "died"), ("stops", "is stopped"), ("raises", "2F1: ValueError: on purpose")])
-def test_the_others_end_and_name_it(how: str, words: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_the_others_end_and_name_it(how: str, words: str, ranks: RankPool, tmp_path: Path) -> None:
     told = [""] * 4
 
     def run(rank: int) -> None:
         try:
-            ranks.apart(node, rank, how, str(tmp_path), timeout=60)
+            ranks.run_alone(node, rank, how, str(tmp_path), timeout=60)
         except RankError as error:
             told[rank] = f"{error}\n{(tmp_path / str(rank)).read_text()}"
 

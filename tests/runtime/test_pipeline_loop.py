@@ -10,23 +10,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.endtoend import differences, reference
-from support.ranks import RankError, Ranks
-from support.staged import Model, batch, built, model, text
+from support.harness.comparison import differences
+from support.harness.end_to_end import reference
+from support.harness.rank_pool import RankError, RankPool
+from support.harness.training_loop import parallel_model, train
+from support.models.handwritten_pipeline import Model, batch, built_schedule, model, pipeline_text
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from autopar.program.build import load
+from autopar.program.load import load_program
 from autopar.runtime.errors import BatchProblem, LaunchProblem, RuntimeProblem, StateProblem
-from autopar.runtime.mesh import MeshHandle
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.source import FirstRank, Source
+from autopar.runtime.state.weight_source import BroadcastSource, WeightSource
 
-PLANS = [(text(built("1f1b", 2, 2), 2, dp=2), "two stages"), (text(built("zbv", 2, 2, 2, 3), 2, zero=3, dp=2), "V, ZeRO-3")]
+PLANS = [
+    (pipeline_text(built_schedule("1f1b", 2, 2), 2, dp=2), "two stages"),
+    (pipeline_text(built_schedule("zbv", 2, 2, 2, 3), 2, zero=3, dp=2), "V, ZeRO-3"),
+]
 
 
-def made(program: str, source: Source, **options: Any) -> Parallel:
-    module = load(program).Program
-    return Parallel(module(MeshHandle(module.mesh_axes)), source, **options)
+def made(program: str, source: WeightSource, **options: Any) -> Parallel:
+    return parallel_model(program, source, **options)
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -80,7 +83,7 @@ def loop(program: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("program", [program for program, _ in PLANS], ids=[name for _, name in PLANS])
-def test_the_loop_is_the_users(program: str, ranks: Ranks) -> None:
+def test_the_loop_is_the_users(program: str, ranks: RankPool) -> None:
     loss, expected, *_ = reference(model(), batch(), False)
     one = model()
     one(**batch()).backward()
@@ -90,7 +93,7 @@ def test_the_loop_is_the_users(program: str, ranks: Ranks) -> None:
     top = max(gradient.abs().max().item() for gradient in expected.values()) * 0.1 / (norm + 1e-6)
     found = ranks.run(loop, program)
     for rank, out in enumerate(found):
-        lines = load(program).Program.schedule
+        lines = load_program(program).Program.schedule
         forwards = tuple(word for word in lines[rank // 2].split() if "F" in word and "_" not in word)
         assert out["look"] == (pytest.approx(loss, rel=1e-12), False, 0, forwards)
         assert out["before backward"] == 0
@@ -110,7 +113,7 @@ class Counting:
 
     def __call__(self, name: str) -> torch.Tensor:
         self.asked.append(name)
-        return FirstRank(self.tensors)(name)
+        return BroadcastSource(self.tensors)(name)
 
 
 def sources(program: str) -> Any:
@@ -135,7 +138,7 @@ def sources(program: str) -> Any:
 
 
 @pytest.mark.parametrize("program", [program for program, _ in PLANS], ids=[name for _, name in PLANS])
-def test_state_goes_in_and_out(program: str, ranks: Ranks) -> None:
+def test_state_goes_in_and_out(program: str, ranks: RankPool) -> None:
     one = model()
     one.load_state_dict({name: tensor + 1 for name, tensor in one.state_dict().items()})
     loss = one(**batch()).item()
@@ -155,10 +158,7 @@ def test_state_goes_in_and_out(program: str, ranks: Ranks) -> None:
 
 
 def steps(parallel: Parallel, optimizer: torch.optim.Optimizer, seeds: range) -> float:
-    for seed in seeds:
-        optimizer.zero_grad()
-        parallel(**batch(seed)).backward()
-        optimizer.step()
+    train(parallel, [batch(seed) for seed in seeds], optimizer)
     return parallel(**batch(9)).item()
 
 
@@ -185,10 +185,10 @@ def resume(program: str, path: str) -> float:
 
 
 @pytest.mark.slow
-def test_checkpoints_move_between_stages(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoints_move_between_stages(ranks: RankPool, tmp_path: Path) -> None:
     """Also to other cuts, to another placement, and to one stage."""
-    one = text(built("1f1b", 1, 2), 2, zero=1, dp=4)
-    plans = [PLANS[0][0], PLANS[1][0], one, text(built("1f1b", 4, 4), 4)]
+    one = pipeline_text(built_schedule("1f1b", 1, 2), 2, zero=1, dp=4)
+    plans = [PLANS[0][0], PLANS[1][0], one, pipeline_text(built_schedule("1f1b", 4, 4), 4)]
     for before, after in zip(plans, plans[1:], strict=False):
         folder = tmp_path / str(plans.index(before))
         saved = ranks.run(save, before, str(folder))
@@ -196,8 +196,8 @@ def test_checkpoints_move_between_stages(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def misfits() -> list[str]:
-    lines = built("1f1b", 2, 2)
-    good = text(lines, 2, dp=2)
+    lines = built_schedule("1f1b", 2, 2)
+    good = pipeline_text(lines, 2, dp=2)
     cases = [
         good.replace('"pp": 2', '"pp": 1').replace("'pp': 2", "'pp': 1").replace("'dp': 2", "'dp': 4"),
         good.replace("0SEND_F0", "0SEND_X0"),
@@ -213,7 +213,7 @@ def misfits() -> list[str]:
     return out
 
 
-def test_bad_programs_are_one_clear_line(ranks: Ranks) -> None:
+def test_bad_programs_are_one_clear_line(ranks: RankPool) -> None:
     told = ("schedule is for 2 ranks", "'0SEND_X0' is not an action", "runs chunks [0]")
     for lines in ranks.run(misfits):
         for line, words in zip(lines, told, strict=True):
@@ -221,11 +221,11 @@ def test_bad_programs_are_one_clear_line(ranks: Ranks) -> None:
 
 
 def misfit() -> None:
-    good = text(built("1f1b", 2, 2), 2, dp=2)
+    good = pipeline_text(built_schedule("1f1b", 2, 2), 2, dp=2)
     made(good.replace('lambda B: (B, S, H), "float64"', 'lambda B: (B, S, H + 1), "float64"', 1), state())(**batch())
 
 
-def test_what_does_not_fit_the_boundary(ranks: Ranks) -> None:
+def test_what_does_not_fit_the_boundary(ranks: RankPool) -> None:
     """The stage that makes it says so; nothing wrong is sent."""
     with pytest.raises(RankError, match=r"rank 0: (.|\n)*chunk 0 makes \(4, 6, 8\) torch.float64"):
         ranks.run(misfit)
@@ -235,34 +235,34 @@ def lives(program: str) -> list[bool]:
     """Per micro-batch, whether what the first chunk sent still lives when its backward begins."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from autopar.runtime.executor import Step
+    from autopar.runtime.pipeline.executor import StepState
 
     parallel, sent, found = made(program, state()), list[StorageWeakRef](), list[bool]()
     if parallel.program.mesh.pp.coordinate == 0:
         first = parallel.program.get_submodule("chunk_0")
         first.register_forward_hook(lambda _, given, results: sent.append(StorageWeakRef(results[0].untyped_storage())))
-    given = Step._given
+    given = StepState._result_gradients
 
-    def look(self: Step, key: tuple[int, int], count: int) -> Any:
+    def look(self: StepState, key: tuple[int, int], count: int) -> Any:
         values = given(self, key, count)
         if sent:
             found.append(not sent[key[1]].expired())
         return values
 
-    Step._given = look  # type: ignore[method-assign]
+    StepState._result_gradients = look  # type: ignore[method-assign]
     try:
         parallel(**batch()).backward()
     finally:
-        Step._given = given  # type: ignore[method-assign]
+        StepState._result_gradients = given  # type: ignore[method-assign]
     return found
 
 
-def test_what_is_sent_does_not_wait_for_the_backward(ranks: Ranks) -> None:
+def test_what_is_sent_does_not_wait_for_the_backward(ranks: RankPool) -> None:
     """The last result of the first chunk is a sum, which nothing keeps."""
-    assert ranks.run(lives, text(built("1f1b", 2, 4), 4), world=2) == [[False] * 4, []]
+    assert ranks.run(lives, pipeline_text(built_schedule("1f1b", 2, 4), 4), world=2) == [[False] * 4, []]
 
 
-def test_a_copy_is_refused(ranks: Ranks) -> None:
+def test_a_copy_is_refused(ranks: RankPool) -> None:
     assert all("cannot be copied" in line for line in ranks.run(copied))
 
 

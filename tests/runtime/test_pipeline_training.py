@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.endtoend import Outcome, reference
-from support.ranks import Ranks
-from support.staged import all_forward, batch, built, model, text, trained, wrong
+from support.harness.comparison import Outcome
+from support.harness.end_to_end import reference
+from support.harness.rank_pool import RankPool
+from support.harness.run_program import train_pipelines
+from support.models.handwritten_pipeline import batch, built_schedule, gpipe_schedule, model, pipeline_differences, pipeline_text
 
 V_SHAPED = ((0, 3), (1, 2))
 
@@ -22,43 +24,43 @@ def expected() -> tuple[dict[str, torch.Tensor], Outcome]:
     return state, reference(one, batch(), lift=False)
 
 
-def check(ranks: Ranks, programs: dict[str, str], world: int, compile: str = "", timeout: float = 120.0) -> None:
+def check(ranks: RankPool, programs: dict[str, str], world: int, compile: str = "", timeout: float = 120.0) -> None:
     """All cases with one start of the processes."""
     state, outcome = expected()
     cases = [(program, state, batch()) for program in programs.values()]
-    found = ranks.run(trained, cases, compile, world=world, timeout=timeout)
-    bad = {name: wrong(found, program, index, outcome) for index, (name, program) in enumerate(programs.items())}
+    found = ranks.run(train_pipelines, cases, compile=compile, world=world, timeout=timeout)
+    bad = {name: pipeline_differences(found, program, index, outcome) for index, (name, program) in enumerate(programs.items())}
     assert not any(bad.values()), {name: lines[:4] for name, lines in bad.items() if lines}
 
 
-def test_two_stages(ranks: Ranks) -> None:
+def test_two_stages(ranks: RankPool) -> None:
     """Each builder, V-shapes with chunks that hand over on one rank among them, and chunks of one rank alone."""
     names = [("naive", 1), ("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zbv", 2), ("dualpipev", 2)]
-    programs = {f"{name} {virtual}": text(built(name, 2, 4, virtual), 4) for name, virtual in names}
-    programs["a V in any order"] = text(all_forward(V_SHAPED, 2), 2)
-    programs["one rank"] = text(all_forward(((0, 1),), 2, split=True), 2, dp=2)
-    programs["recomputed"] = text(built("zbv", 2, 4, 2), 4, recompute=True)
-    programs["one micro-batch"] = text(built("1f1b", 2, 1), 1)
+    programs = {f"{name} {virtual}": pipeline_text(built_schedule(name, 2, 4, virtual), 4) for name, virtual in names}
+    programs["a V in any order"] = pipeline_text(gpipe_schedule(V_SHAPED, 2), 2)
+    programs["one rank"] = pipeline_text(gpipe_schedule(((0, 1),), 2, split=True), 2, dp=2)
+    programs["recomputed"] = pipeline_text(built_schedule("zbv", 2, 4, 2), 4, recompute=True)
+    programs["one micro-batch"] = pipeline_text(built_schedule("1f1b", 2, 1), 1)
     check(ranks, programs, 2)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_state_of_a_stage(zero: int, ranks: Ranks) -> None:
+def test_state_of_a_stage(zero: int, ranks: RankPool) -> None:
     """On the data axis, with and without what the schedule says of it, and with halves of backwards."""
     programs = {}
     for name, virtual in [("1f1b", 1), ("1f1b", 2), ("zbv", 2)]:
-        programs[name, virtual, "told"] = text(built(name, 2, 2, virtual, zero), 2, zero=zero, dp=2)
-    programs["untold"] = text(built("zb-h1", 2, 4), 4, zero=zero, dp=2)
-    programs["recomputed"] = text(built("zb-h1", 2, 2, 1, zero), 2, zero=zero, dp=2, recompute=True)
+        programs[name, virtual, "told"] = pipeline_text(built_schedule(name, 2, 2, virtual, zero), 2, zero=zero, dp=2)
+    programs["untold"] = pipeline_text(built_schedule("zb-h1", 2, 4), 4, zero=zero, dp=2)
+    programs["recomputed"] = pipeline_text(built_schedule("zb-h1", 2, 2, 1, zero), 2, zero=zero, dp=2, recompute=True)
     check(ranks, {str(name): program for name, program in programs.items()}, 4)
 
 
-def test_four_stages_and_a_tensor_axis(ranks: Ranks) -> None:
+def test_four_stages_and_a_tensor_axis(ranks: RankPool) -> None:
     programs = {
-        "four": text(built("1f1b", 4, 4), 4),
-        "four, halves": text(built("zb-h1", 4, 4), 4),
-        "tensor": text(built("1f1b", 2, 4), 4, tp=2),
-        "tensor, halves": text(built("zbv", 2, 4, 2), 4, tp=2),
+        "four": pipeline_text(built_schedule("1f1b", 4, 4), 4),
+        "four, halves": pipeline_text(built_schedule("zb-h1", 4, 4), 4),
+        "tensor": pipeline_text(built_schedule("1f1b", 2, 4), 4, tp=2),
+        "tensor, halves": pipeline_text(built_schedule("zbv", 2, 4, 2), 4, tp=2),
     }
     check(ranks, programs, 4)
 
@@ -66,25 +68,25 @@ def test_four_stages_and_a_tensor_axis(ranks: Ranks) -> None:
 def three_axes() -> dict[str, str]:
     programs: dict[Any, str] = {}
     for zero in (0, 1, 3):
-        programs["3-D", zero] = text(built("zbv", 2, 2, 2, zero), 2, zero=zero, dp=2, tp=2)
-        programs["3-D, 1f1b", zero] = text(built("1f1b", 2, 4, 1, zero), 4, zero=zero, dp=2, tp=2)
-        programs["copies", zero] = text(built("zb-h1", 2, 2, 1, zero), 2, zero=zero, group=2, dp=4)
+        programs["3-D", zero] = pipeline_text(built_schedule("zbv", 2, 2, 2, zero), 2, zero=zero, dp=2, tp=2)
+        programs["3-D, 1f1b", zero] = pipeline_text(built_schedule("1f1b", 2, 4, 1, zero), 4, zero=zero, dp=2, tp=2)
+        programs["copies", zero] = pipeline_text(built_schedule("zb-h1", 2, 2, 1, zero), 2, zero=zero, group=2, dp=4)
     return {str(name): program for name, program in programs.items()}
 
 
 @pytest.mark.slow
-def test_three_axes(ranks: Ranks) -> None:
+def test_three_axes(ranks: RankPool) -> None:
     every = three_axes()
     check(ranks, {name: every[name] for name in ("('3-D', 3)", "('copies', 3)", "('3-D, 1f1b', 1)")}, 8)
 
 
 @pytest.mark.slow
-def test_the_whole_matrix(ranks: Ranks) -> None:
+def test_the_whole_matrix(ranks: RankPool) -> None:
     check(ranks, three_axes(), 8, timeout=300)
     programs = {}
     for zero in (0, 1, 2, 3):
         for name, virtual in [("naive", 1), ("gpipe", 1), ("zb-h1", 2), ("dualpipev", 2)]:
             for recompute in (False, True):
-                lines = built(name, 2, 4, virtual, zero)
-                programs[f"{name} {virtual} {zero} {recompute}"] = text(lines, 4, zero=zero, dp=2, recompute=recompute)
+                lines = built_schedule(name, 2, 4, virtual, zero)
+                programs[f"{name} {virtual} {zero} {recompute}"] = pipeline_text(lines, 4, zero=zero, dp=2, recompute=recompute)
     check(ranks, programs, 4, timeout=300)

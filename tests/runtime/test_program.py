@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import Ranks
-from support.tiny_program import Model, V, make
+from support.harness import training_loop
+from support.harness.rank_pool import RankPool
+from support.harness.training_loop import adamw, clip_gradients
+from support.models.handwritten_program import Model, V, make
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.parallel import Parallel
@@ -40,22 +42,15 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor:
 def steps(module: Any, data: list[dict[str, torch.Tensor]], accumulate: int = 1, max_norm: float | None = None) -> dict[str, Any]:
     """Losses, gradients of the first step, norms, and parameters after all steps."""
     value = full if isinstance(module, Parallel) else (lambda t: t.detach().clone())
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    out: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}}
-    for index in range(0, len(data), accumulate):
-        for batch in data[index : index + accumulate]:
-            loss = module(**batch)
-            (loss / accumulate).backward()
-            out["losses"].append(loss.item())
+    out: dict[str, Any] = {"norms": [], "gradients": {}}
+
+    def note(_: int) -> None:
         if not out["gradients"]:
             out["gradients"] = {n: value(p.grad) for n, p in module.named_parameters() if p.grad is not None}
         if max_norm is not None:
-            if isinstance(module, Parallel):
-                out["norms"].append(module.clip_grad_norm_(max_norm).item())
-            else:
-                out["norms"].append(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
+            out["norms"].append(clip_gradients(module, max_norm).item())
+
+    out["losses"] = training_loop.train(module, data, adamw(1e-2), accumulate=accumulate, after_backward=note).losses
     out["parameters"] = {n: value(p) for n, p in module.named_parameters()}
     out["buffers"] = {n: b.clone() for n, b in module.named_buffers()}
     return out
@@ -86,7 +81,7 @@ def same(got: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-9)
             assert error < tolerance, (kind, name, float(error))
 
 
-def compare(ranks: Ranks, axes: dict[str, int], zero: int, **options: Any) -> list[dict[str, Any]]:
+def compare(ranks: RankPool, axes: dict[str, int], zero: int, **options: Any) -> list[dict[str, Any]]:
     reference, data = model(), batches(4)
     state = copy.deepcopy(reference.state_dict())
     answers = ranks.run(train, axes, zero, state, data, timeout=180, **options)
@@ -101,22 +96,22 @@ def compare(ranks: Ranks, axes: dict[str, int], zero: int, **options: Any) -> li
 
 
 @pytest.mark.parametrize(("axes", "zero"), PLANS)
-def test_training_equals_one_process(ranks: Ranks, axes: dict[str, int], zero: int) -> None:
+def test_training_equals_one_process(ranks: RankPool, axes: dict[str, int], zero: int) -> None:
     compare(ranks, axes, zero)
 
 
 @pytest.mark.parametrize(("axes", "zero"), [({"dp": 4}, 0), ({"dp": 2, "tp": 2}, 3)])
-def test_accumulation_over_backwards_and_clipping(ranks: Ranks, axes: dict[str, int], zero: int) -> None:
+def test_accumulation_over_backwards_and_clipping(ranks: RankPool, axes: dict[str, int], zero: int) -> None:
     compare(ranks, axes, zero, accumulate=2, max_norm=0.05)
 
 
 @pytest.mark.parametrize(("axes", "zero"), [({"tp": 4}, 0), ({"dp": 4}, 3)])
-def test_clipping(ranks: Ranks, axes: dict[str, int], zero: int) -> None:
+def test_clipping(ranks: RankPool, axes: dict[str, int], zero: int) -> None:
     compare(ranks, axes, zero, max_norm=0.05)
 
 
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_compiled(ranks: Ranks, zero: int) -> None:
+def test_compiled(ranks: RankPool, zero: int) -> None:
     """Three distinct blocks, four in all: while the model trains, each distinct one is compiled once."""
     for found in compare(ranks, {"dp": 2, "tp": 2}, zero, compile="aot_eager"):
         assert found["compilations"] == 3

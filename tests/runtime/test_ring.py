@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.ranks import Ranks
+from support.harness.rank_pool import RankPool
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from autopar.ir.graph import Node, Ref, Value
-from autopar.rules.attention import ring_collectives
+from autopar.rules.table.attention import ring_collectives
 from autopar.runtime import collectives as C
-from autopar.runtime.again import Again
-from autopar.runtime.attention import at_once, band_of, scale_of
-from autopar.runtime.attention_merge import Block
-from autopar.runtime.mesh import MeshHandle
+from autopar.runtime.device.mesh import MeshHandle
+from autopar.runtime.ops.attention import attention_masked, band_of, scale_of
+from autopar.runtime.ops.attention_merge import AttentionTile
+from autopar.runtime.step.recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def outcome(function: Any, operands: list[Tensor], mask: Tensor | None, weight: 
     if again == "checkpoint":
         out = checkpoint(function, *leaves, use_reentrant=False)
     elif again:
-        with Again(MeshHandle({"tp": torch.distributed.get_world_size()}).host) as run:
+        with Recompute(MeshHandle({"tp": torch.distributed.get_world_size()}).host_memory) as run:
             middle = run(torch.mul, leaves[0], 1.0)
             out = run(torch.mul, run(function, middle, *leaves[1:]), 1.0)
     else:
@@ -152,7 +152,7 @@ CASES = {
 }
 
 
-def compare(ranks: Ranks, name: str, cases: dict[str, Case], world: int, tolerance: float = 1e-12) -> None:
+def compare(ranks: RankPool, name: str, cases: dict[str, Case], world: int, tolerance: float = 1e-12) -> None:
     answers = ranks.run(on_rank, name, [asdict(case) for case in cases.values()], world, world=world)
     for index, (title, case) in enumerate(cases.items()):
         right = expected(case)
@@ -168,7 +168,7 @@ def compare(ranks: Ranks, name: str, cases: dict[str, Case], world: int, toleran
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", ["attention_ring", "attention_rows"])
-def test_equals_one_process(ranks: Ranks, name: str, world: int) -> None:
+def test_equals_one_process(ranks: RankPool, name: str, world: int) -> None:
     compare(ranks, name, CASES, world)
 
 
@@ -190,13 +190,13 @@ def compiled(causal: bool, window: tuple[int, int] | None) -> list[float]:
     return [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]
 
 
-def test_traces_without_a_break(ranks: Ranks) -> None:
+def test_traces_without_a_break(ranks: RankPool) -> None:
     assert ranks.run(compiled, True, (6, -1), world=2, timeout=120) == [[0.0, 0.0]] * 2
 
 
 def sent(causal: bool, window: tuple[int, int] | None) -> list[int]:
     """Elements that this rank sends in a forward and in its backward."""
-    from autopar.runtime import attention_ring
+    from autopar.runtime.ops import ring_attention as attention_ring
 
     axis = MeshHandle({"tp": 4}).tp
     counts: list[int] = []
@@ -218,7 +218,7 @@ def sent(causal: bool, window: tuple[int, int] | None) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "window"])
-def test_what_travels_is_what_the_rule_says(ranks: Ranks, kind: str) -> None:
+def test_what_travels_is_what_the_rule_says(ranks: RankPool, kind: str) -> None:
     """Of n ranks each gets n - 1 parts of a gather, gives as many to a scatter; half of what is mirrored moves. A window that
     reaches one part takes one from the rank before."""
     causal, window = kind != "full", (5, -1) if kind == "window" else None
@@ -240,16 +240,16 @@ def test_all_scores_at_once(name: str) -> None:
     case = CASES[name]
     q, k, v, _, mask = case.tensors()
     assert q is not None and k is not None and v is not None and mask is not None
-    block = Block(((0, q.shape[2]),), ((0, k.shape[2]),), band_of(case.causal, case.window), scale_of(q, None), mask)
-    torch.testing.assert_close(at_once(block, q, k, v), C.attention(q, k, v, mask, 0.0, case.causal, window=case.window))
+    block = AttentionTile(((0, q.shape[2]),), ((0, k.shape[2]),), band_of(case.causal, case.window), scale_of(q, None), mask)
+    torch.testing.assert_close(attention_masked(block, q, k, v), C.attention(q, k, v, mask, 0.0, case.causal, window=case.window))
 
 
-def test_eight_ranks(ranks: Ranks) -> None:
+def test_eight_ranks(ranks: RankPool) -> None:
     chosen = ("full", "causal", "window over parts", "window beside causal", "both sides", "bool mask", "padding, causal")
     compare(ranks, "attention_ring", {name: CASES[name] for name in chosen}, 8)
 
 
-def test_fewer_key_heads_than_ranks(ranks: Ranks) -> None:
+def test_fewer_key_heads_than_ranks(ranks: RankPool) -> None:
     cases = {
         f"{heads} {case}": replace(CASES[case], heads=heads)
         for heads in ((4, 2), (8, 2), (12, 6), (12, 3), (4, 1))
@@ -259,7 +259,7 @@ def test_fewer_key_heads_than_ranks(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("name", ["attention_ring", "attention_rows"])
-def test_half_precision_is_added_up_in_float32(ranks: Ranks, name: str) -> None:
+def test_half_precision_is_added_up_in_float32(ranks: RankPool, name: str) -> None:
     """Nothing but what comes in and goes out is rounded to 8 bits: as near to the exact result as the single process is."""
     chosen = ("full", "causal", "window over parts", "padding, causal", "grouped")
     cases = {title: replace(CASES[title], dtype=torch.bfloat16, lengths=(64, 64)) for title in chosen}

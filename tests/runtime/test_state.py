@@ -10,16 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.ranks import RankError, Ranks
-from support.tiny_program import Model, make
+from support.harness.rank_pool import RankError, RankPool
+from support.harness.training_loop import sgd, train
+from support.models.handwritten_program import Model, make
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
+from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.errors import BatchProblem, LaunchProblem, StateProblem
-from autopar.runtime.layout import data_dim, data_part, dtensor_placements, local_part
-from autopar.runtime.layout import whole as undo
-from autopar.runtime.mesh import MeshHandle
-from autopar.runtime.module import Block, Parameter, Program
+from autopar.runtime.module import BlockModule, ParameterSpec, Program
 from autopar.runtime.parallel import Parallel
+from autopar.runtime.state.layout import dtensor_placements, model_shard, zero_dim, zero_shard
+from autopar.runtime.state.layout import gather_full as undo
 
 PLANS = [({"dp": 4}, 0), ({"dp": 4}, 3), ({"tp": 4}, 0), ({"dp": 2, "tp": 2}, 3), ({"dp": 2, "tp": 2}, 0)]
 GROUPED = [({"dp": 4, "state": 2}, 3), ({"dp": 4, "state": 2}, 1), ({"dp": 4, "state": 1}, 2)]
@@ -48,7 +49,7 @@ def views(axes: dict[str, int], zero: int, state: dict[str, torch.Tensor]) -> An
 
 
 @pytest.mark.parametrize(("axes", "zero"), PLANS + GROUPED)
-def test_state_dict_is_the_models(ranks: Ranks, axes: dict[str, int], zero: int) -> None:
+def test_state_dict_is_the_models(ranks: RankPool, axes: dict[str, int], zero: int) -> None:
     reference = model()
     state = {name: value.clone() for name, value in reference.state_dict().items() if name != "head.weight"}
     reference.load_state_dict({name: value + 1 for name, value in reference.state_dict().items()})
@@ -60,7 +61,7 @@ def test_state_dict_is_the_models(ranks: Ranks, axes: dict[str, int], zero: int)
         assert loss == pytest.approx(expected, rel=1e-12)
 
 
-def test_what_each_rank_stores(ranks: Ranks) -> None:
+def test_what_each_rank_stores(ranks: RankPool) -> None:
     _, stored, *_ = ranks.run(views, {"dp": 2, "tp": 2}, 3, model().state_dict())[0]
     assert stored["layers.0.fused.weight"][0] == 24 * 8 // 4
     assert stored["embed.weight"][0] == 24 * 8 // 2
@@ -74,10 +75,7 @@ def test_what_each_rank_stores(ranks: Ranks) -> None:
 def save(axes: dict[str, int], zero: int, state: dict[str, torch.Tensor], path: str) -> float:
     parallel = Parallel(make(axes, zero), state)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
-    for seed in range(2):
-        parallel(**batch(seed)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(parallel, [batch(seed) for seed in range(2)], optimizer)
     model_state, optimizer_state = get_state_dict(parallel, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     return further(parallel, optimizer)
@@ -94,9 +92,7 @@ def resume(axes: dict[str, int], zero: int, state: dict[str, torch.Tensor], path
 
 def further(parallel: Parallel, optimizer: torch.optim.Optimizer) -> float:
     """The loss after one more step, which needs parameters, buffers and moments."""
-    parallel(**batch(7)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train(parallel, [batch(7)], optimizer)
     return parallel(**batch(8)).item()
 
 
@@ -104,7 +100,7 @@ MOVES = [(1, 3), (3, 2), (2, 1)]
 
 
 @pytest.mark.parametrize(("before", "after"), [(PLANS[a], PLANS[b]) for a, b in MOVES] + [(PLANS[3], GROUPED[0]), GROUPED[:2]])
-def test_checkpoint_moves_to_another_plan(ranks: Ranks, tmp_path: Path, before: Any, after: Any) -> None:
+def test_checkpoint_moves_to_another_plan(ranks: RankPool, tmp_path: Path, before: Any, after: Any) -> None:
     state = copy.deepcopy(model().state_dict())
     saved = ranks.run(save, *before, state, str(tmp_path))
     resumed = ranks.run(resume, *after, state, str(tmp_path))
@@ -113,29 +109,15 @@ def test_checkpoint_moves_to_another_plan(ranks: Ranks, tmp_path: Path, before: 
 
 def half(axes: dict[str, int], zero: int, state: dict[str, torch.Tensor]) -> Any:
     parallel = Parallel(make(axes, zero, ("bfloat16", "float64")), state)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        loss = parallel(**batch(0))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(parallel, [batch(0)] * 3, sgd(0.1)).losses
     return losses, {str(parameter.dtype) for parameter in parallel.parameters()}
 
 
 @pytest.mark.parametrize(("axes", "zero"), [({"dp": 4}, 0), ({"dp": 4}, 3), ({"dp": 2, "tp": 2}, 3)])
-def test_half_precision_compute_keeps_master_parameters(ranks: Ranks, axes: dict[str, int], zero: int) -> None:
+def test_half_precision_compute_keeps_master_parameters(ranks: RankPool, axes: dict[str, int], zero: int) -> None:
     reference = model()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    expected = []
     state = copy.deepcopy(reference.state_dict())
-    for _ in range(3):
-        loss = reference(**batch(0))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected = train(reference, [batch(0)] * 3, sgd(0.1)).losses
     for losses, dtypes in ranks.run(half, axes, zero, state):
         assert dtypes == {"torch.float64"}
         assert losses == pytest.approx(expected, rel=3e-2) and losses != pytest.approx(expected, rel=1e-9)
@@ -149,7 +131,7 @@ def local(axes: dict[str, int], state: dict[str, torch.Tensor]) -> Any:
     return parallel(parallel.local_batch(**mine)).item(), parallel(*whole.values()).item(), picked
 
 
-def test_local_batches_and_sampler(ranks: Ranks) -> None:
+def test_local_batches_and_sampler(ranks: RankPool) -> None:
     answers = ranks.run(local, {"dp": 2, "tp": 2}, model().state_dict())
     assert all(mine == pytest.approx(whole, rel=1e-12) for mine, whole, _ in answers)
     assert [picked for *_, picked in answers] == [[0, 2, 4, 6]] * 2 + [[1, 3, 5, 7]] * 2
@@ -178,7 +160,7 @@ def complaints(state: dict[str, torch.Tensor]) -> list[str]:
     return out
 
 
-def test_bad_input_is_one_clear_line(ranks: Ranks) -> None:
+def test_bad_input_is_one_clear_line(ranks: RankPool) -> None:
     for lines in ranks.run(complaints, model().state_dict()):
         assert [line for line in lines if "\n" in line or line == "nothing raised"] == []
         told = ["multiple of 4", "misses labels", "unplanned mask", "device and dtypes"]
@@ -187,16 +169,16 @@ def test_bad_input_is_one_clear_line(ranks: Ranks) -> None:
             assert words in line
 
 
-class Odd(Block):
+class Odd(BlockModule):
     """Things that FSDP2 refuses: two dtypes, a 0-d parameter, a first dimension that does not divide."""
 
     specs = (
-        Parameter("a", (6, 5), "float64"),
-        Parameter("b", (5,), "float32"),
-        Parameter("c", (), "float64"),
-        Parameter("d", (3,), "float64"),
-        Parameter("e", (7, 3), "float64", trainable=False),
-        Parameter("unused", (4,), "float64"),
+        ParameterSpec("a", (6, 5), "float64"),
+        ParameterSpec("b", (5,), "float32"),
+        ParameterSpec("c", (), "float64"),
+        ParameterSpec("d", (3,), "float64"),
+        ParameterSpec("e", (7, 3), "float64", trainable=False),
+        ParameterSpec("unused", (4,), "float64"),
     )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -228,7 +210,7 @@ def odd(zero: int) -> Any:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_leftovers(ranks: Ranks, zero: int) -> None:
+def test_leftovers(ranks: RankPool, zero: int) -> None:
     x = torch.arange(48.0, dtype=torch.float64).view(8, 6)
     for gradients in ranks.run(odd, zero):
         torch.testing.assert_close(gradients["odd.a"], 2 * x.sum(0).unsqueeze(1).expand(6, 5))
@@ -252,15 +234,15 @@ def layouts(axes: dict[str, int], zero: bool) -> list[str]:
     """Stored pieces that do not come back as the whole through DTensor, or through a checkpoint's chunks."""
     from torch.distributed.tensor import DTensor
 
-    from autopar.runtime.compat import save_strided_pieces
+    from autopar.runtime.compat import save_strided_shards
 
-    save_strided_pieces()
+    save_strided_shards()
     mesh, bad = MeshHandle(axes), []
     whole = torch.arange(24.0 * 12).view(24, 12)
     for stored in STORED:
-        dim = data_dim(whole.shape, stored, mesh) if zero else None
-        piece = local_part(whole, stored, mesh)
-        piece = data_part(piece, dim, mesh)
+        dim = zero_dim(whole.shape, stored, mesh) if zero else None
+        piece = model_shard(whole, stored, mesh)
+        piece = zero_shard(piece, dim, mesh)
         placements = dtensor_placements(whole.shape, stored, mesh, dim)
         tensor = DTensor.from_local(piece.contiguous(), mesh.device_mesh, placements, shape=whole.shape, stride=whole.stride())
         if not torch.equal(undo(piece, whole.shape, stored, mesh, dim), whole):
@@ -281,7 +263,7 @@ def layouts(axes: dict[str, int], zero: bool) -> list[str]:
 
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("axes", LAYOUTS)
-def test_every_layout_is_a_dtensor(ranks: Ranks, axes: dict[str, int], zero: bool) -> None:
+def test_every_layout_is_a_dtensor(ranks: RankPool, axes: dict[str, int], zero: bool) -> None:
     world = axes["dp"] * axes["tp"] * axes.get("tp2", 1)
     assert ranks.run(layouts, axes, zero, world=world) == [[]] * world
 
@@ -293,7 +275,7 @@ def crash(rank_that_fails: int) -> int:
     return dist.get_rank()
 
 
-def test_the_pool_survives_a_failing_rank(ranks: Ranks) -> None:
+def test_the_pool_survives_a_failing_rank(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"rank 1: (.|\n)*on purpose"):
         ranks.run(crash, 1, world=2)
     assert ranks.run(crash, 9, world=2) == [0, 1]

@@ -10,9 +10,11 @@ import pytest
 from autopar.errors import PlanError
 from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import Schedule
-from autopar.schedules.build import NAMES, V_SHAPED, rank_of_chunks, schedule_of
 from autopar.schedules.check import check
-from autopar.schedules.clock import ChunkSeconds, Clock
+from autopar.schedules.clock import ChunkSeconds, ScheduleClock
+from autopar.schedules.named_schedules import builder_named, schedule_names
+from autopar.schedules.pipeline_schedule import schedule_of
+from autopar.schedules.placement import stage_of_chunks
 
 
 def torchs(name: str, stages: int, virtual: int, micro_batches: int) -> str:
@@ -45,17 +47,17 @@ def groups_go_up(stages: int, micro_batches: int) -> bool:
 @pytest.mark.parametrize("micro", [1, 2, 3, 4, 6, 8, 10, 15, 16, 24])
 @pytest.mark.parametrize("virtual", [1, 2, 3])
 def test_tables_are_torchs(stages: int, micro: int, virtual: int) -> None:
-    def mine(name: str) -> str:
+    def built(name: str) -> str:
         return str(schedule_of(Pipeline(stages, virtual, name), micro))
 
     if groups_go_up(stages, micro):
         if virtual > 1:
-            assert mine("1f1b") == torchs("ScheduleInterleaved1F1B", stages, virtual, micro)
-        assert mine("zb-h1") == torchs("ScheduleInterleavedZeroBubble", stages, virtual, micro)
+            assert built("1f1b") == torchs("ScheduleInterleaved1F1B", stages, virtual, micro)
+        assert built("zb-h1") == torchs("ScheduleInterleavedZeroBubble", stages, virtual, micro)
     if virtual == 2:
-        assert mine("zbv") == torchs("ScheduleZBVZeroBubble", stages, virtual, micro)
+        assert built("zbv") == torchs("ScheduleZBVZeroBubble", stages, virtual, micro)
         if micro >= 2 * stages:
-            assert mine("dualpipev") == torchs("ScheduleDualPipeV", stages, virtual, micro)
+            assert built("dualpipev") == torchs("ScheduleDualPipeV", stages, virtual, micro)
 
 
 def test_plain_1f1b_is_the_papers() -> None:
@@ -68,7 +70,7 @@ def test_plain_1f1b_is_the_papers() -> None:
 
 
 def pipelines(stages: int) -> list[Pipeline]:
-    return [Pipeline(stages, v, name) for name in NAMES for v in ((2,) if name in V_SHAPED else (1, 2, 3))]
+    return [Pipeline(stages, v, name) for name in schedule_names() for v in ((2,) if builder_named(name).v_shaped else (1, 2, 3))]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
@@ -76,22 +78,22 @@ def test_every_schedule_runs(stages: int) -> None:
     for pipeline in pipelines(stages):
         for micro in range(1, 4 * stages + 3):
             if pipeline.schedule == "dualpipev" and micro < 2 * stages:
-                with pytest.raises(PlanError, match=f"takes {2 * stages} micro-batches"):
+                with pytest.raises(PlanError, match=f"takes at least {2 * stages} micro-batches"):
                     schedule_of(pipeline, micro)
                 continue
             schedule = schedule_of(pipeline, micro)
             check(schedule)
-            assert schedule.rank_of == rank_of_chunks(pipeline)
+            assert schedule.rank_of == stage_of_chunks(pipeline)
             assert (schedule.micro_batches, schedule.chunks) == (micro, stages * pipeline.virtual)
             assert schedule.splits_backward == (pipeline.schedule in ("zb-h1", "zbv", "dualpipev"))
             again = Schedule.parse(str(schedule), schedule.name)
             assert again == schedule
             told = Pipeline(stages, pipeline.virtual, "told", actions=str(schedule))
-            assert schedule_of(told, micro).ranks == schedule.ranks and rank_of_chunks(told) == rank_of_chunks(pipeline)
+            assert schedule_of(told, micro).ranks == schedule.ranks and stage_of_chunks(told) == stage_of_chunks(pipeline)
 
 
 def makespan(pipeline: Pipeline, micro: int, chunk: ChunkSeconds) -> float:
-    clock = Clock.of(schedule_of(pipeline, micro))
+    clock = ScheduleClock.of(schedule_of(pipeline, micro))
     return max(rank.end_seconds for rank in clock.run([chunk] * (pipeline.stages * pipeline.virtual)))
 
 
@@ -122,8 +124,8 @@ def test_held_is_the_papers(stages: int) -> None:
 def test_what_there_is_not() -> None:
     for pipeline, micro, said in [
         (Pipeline(4, 1, "zigzag"), 8, "no schedule 'zigzag': write naive, gpipe, "),
-        (Pipeline(4, 1, "zbv"), 8, "two chunks a stage, not 1"),
-        (Pipeline(4, 3, "dualpipev"), 8, "two chunks a stage, not 3"),
+        (Pipeline(4, 1, "zbv"), 8, "2 chunks a stage, not 1"),
+        (Pipeline(4, 3, "dualpipev"), 8, "2 chunks a stage, not 3"),
         (Pipeline(4), 0, "each is 1 or more"),
         (Pipeline(2, 1, "told", actions="0F0 0B0\n1F0 1B0"), 2, "2 ranks, 2 chunks and 1 micro-batches, the pipeline 2, 2 and 2"),
     ]:

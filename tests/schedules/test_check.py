@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from autopar.errors import PlanError
 from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import Action, Schedule
-from autopar.schedules.build import schedule_of
 from autopar.schedules.check import check
-from autopar.schedules.clock import Clock
+from autopar.schedules.clock import ScheduleClock
+from autopar.schedules.pipeline_schedule import schedule_of
 
 FAULTS = [
     ("0F0 0B0\n1B0 1F0", "rank 1, cell 0: >>1B0<< 1F0: 1B0 comes before 1F0"),
@@ -29,7 +29,7 @@ FAULTS = [
     ("0F0 0B0\n\n1F0 1B0", "rank 1 has nothing to do"),
     (
         "0F0 0B0 0F1 0B1\n1F1 1F0 1B0 1B1",
-        "stands still: rank 0 waits for 1B0 (0F0 >>0B0<< 0F1 0B1); rank 1 waits for 0F1 (>>1F1<< 1F0 1B0 1B1)",
+        "has a deadlock: rank 0 waits for 1B0 (0F0 >>0B0<< 0F1 0B1); rank 1 waits for 0F1 (>>1F1<< 1F0 1B0 1B1)",
     ),
     (
         "0F0 0I0 0W0 0F1 0I1 0W1\n1F0 1F1 1I0 1W0 1I1 1W1",
@@ -99,8 +99,8 @@ def test_what_is_accepted_is_what_runs(stages: int, virtual: int, micro: int, ra
         with pytest.raises(PlanError):
             check(schedule)
         with pytest.raises(PlanError):
-            Clock.of(schedule)
+            ScheduleClock.of(schedule)
     else:
         held = check(schedule)
         assert all(1 <= each <= virtual * micro for each in held)
-        Clock.of(schedule)
+        ScheduleClock.of(schedule)

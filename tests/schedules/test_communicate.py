@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import COMPUTE, Action, Schedule
-from autopar.schedules.build import NAMES, V_SHAPED, schedule_of
 from autopar.schedules.communicate import with_communication
+from autopar.schedules.named_schedules import builder_named, schedule_names
+from autopar.schedules.pipeline_schedule import schedule_of
 
 PEER = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}
 
@@ -74,8 +75,8 @@ def left_over(schedule: Schedule, capacity: int, random: Random) -> list[str]:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    stages, name = draw(st.integers(1, 6)), draw(st.sampled_from(NAMES))
-    virtual = 2 if name in V_SHAPED else draw(st.integers(1, 3))
+    stages, name = draw(st.integers(1, 6)), draw(st.sampled_from(schedule_names()))
+    virtual = 2 if builder_named(name).v_shaped else draw(st.integers(1, 3))
     least = 2 * stages if name == "dualpipev" else 1
     return schedule_of(Pipeline(stages, virtual, name), draw(st.integers(least, least + 14)))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from autopar.ir.plan import Pipeline
-from autopar.schedules.build import schedule_of
-from autopar.schedules.clock import ChunkSeconds, Clock, Span
+from autopar.schedules.clock import ActionSpan, ChunkSeconds, ScheduleClock
 from autopar.schedules.draw import draw
+from autopar.schedules.pipeline_schedule import schedule_of
 
 
-def spans(pipeline: Pipeline, micro: int, backward: float = 2.0) -> tuple[tuple[Span, ...], ...]:
-    return Clock.of(schedule_of(pipeline, micro)).spans([ChunkSeconds(1.0, backward)] * (pipeline.stages * pipeline.virtual))
+def spans(pipeline: Pipeline, micro: int, backward: float = 2.0) -> tuple[tuple[ActionSpan, ...], ...]:
+    return ScheduleClock.of(schedule_of(pipeline, micro)).action_spans(
+        [ChunkSeconds(1.0, backward)] * (pipeline.stages * pipeline.virtual)
+    )
 
 
 def test_a_short_schedule_is_drawn_to_scale() -> None:

@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 from autopar.errors import Infeasible, PlanError
 from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import Action, Schedule
-from autopar.schedules.bound import lower_bound
-from autopar.schedules.build import NAMES, rank_of_chunks, schedule_of
 from autopar.schedules.check import check
-from autopar.schedules.clock import ChunkSeconds, Clock
-from autopar.schedules.greedy import first_rules, run
-from autopar.schedules.held import held
-from autopar.schedules.merge import merged
-from autopar.schedules.task import Room, Task
-from autopar.solve.ilp import Status
-from autopar.solve.synthesize import Synthesis, synthesize
+from autopar.schedules.clock import ChunkSeconds, ScheduleClock
+from autopar.schedules.in_flight import peak_in_flight
+from autopar.schedules.named_schedules import schedule_names
+from autopar.schedules.pipeline_schedule import schedule_of
+from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.synthesis.greedy import initial_rules, simulate_rules
+from autopar.schedules.synthesis.makespan_bound import makespan_lower_bound
+from autopar.schedules.synthesis.merge_backward import with_merged_backwards
+from autopar.schedules.synthesis.task import MemoryLimits, Task
+from autopar.solve.ilp.solver import Status
+from autopar.solve.pipeline.synthesize import Synthesis, synthesize
 
 Key = tuple[int, int, int]
 
@@ -33,7 +35,7 @@ def best_of_all(task: Task) -> float:
     chunks, many = len(task.rank_of), task.micro_batches
     total = chunks * many * len(kinds)
     best = float("inf")
-    remaining = [task.work(rank) for rank in range(task.ranks)]
+    remaining = [task.busy_seconds(rank) for rank in range(task.ranks)]
 
     def need(key: Key) -> tuple[Key, float] | None:
         chunk, kind, micro = key
@@ -59,11 +61,11 @@ def best_of_all(task: Task) -> float:
                     if key in ends or (wanted and wanted[0] not in ends):
                         continue
                     grown = {
-                        0: task.kept[chunk],
-                        1: -task.kept[chunk] + (task.late[chunk] if task.split else 0),
-                        2: -task.late[chunk],
+                        0: task.saved[chunk],
+                        1: -task.saved[chunk] + (task.deferred[chunk] if task.split else 0),
+                        2: -task.deferred[chunk],
                     }
-                    if kind == 0 and used[rank] + task.kept[chunk] > task.limit[rank] + 1e-9:
+                    if kind == 0 and used[rank] + task.saved[chunk] > task.limit[rank] + 1e-9:
                         continue
                     start = max(free[rank], ends[wanted[0]] + wanted[1] if wanted else 0.0)
                     if start < floor - 1e-9:
@@ -104,13 +106,13 @@ def test_nothing_is_better_than_what_is_proven(data: st.DataObject) -> None:
     own = [rank_of.count(rank) for rank in range(max(rank_of) + 1)]
     limits = tuple(float(data.draw(st.integers(few, few * micro))) for few in own)
     late = tuple(data.draw(st.sampled_from([0.0, 0.5, 1.0])) for _ in chunks)
-    room = Room((1.0,) * len(chunks), limits, late)
-    task = Task.of(chunks, rank_of, micro, lags, room=room, split=split)
+    room = MemoryLimits((1.0,) * len(chunks), limits, late)
+    task = Task.of(chunks, rank_of, micro, lags, memory=room, split=split)
     exact = best_of_all(task)
-    assert lower_bound(task) <= exact + 1e-9
-    for rules in first_rules(task)[:8]:
-        assert run(task, rules)[0] >= exact - 1e-9
-    found = synthesize(chunks, rank_of, micro, lags, room=room, split_backward=split, time_limit_seconds=5.0)
+    assert makespan_lower_bound(task) <= exact + 1e-9
+    for rules in initial_rules(task)[:8]:
+        assert simulate_rules(task, rules)[0] >= exact - 1e-9
+    found = synthesize(chunks, rank_of, micro, lags, memory=room, split_backward=split, time_limit_seconds=5.0)
     shortest = min(min(task.seconds[chunk][:2]) for chunk in range(len(rank_of)))
     if max(task.lags, default=0.0) <= shortest:
         assert found.status is Status.OPTIMAL and found.makespan_seconds == pytest.approx(exact, rel=1e-3)
@@ -121,22 +123,22 @@ def test_nothing_is_better_than_what_is_proven(data: st.DataObject) -> None:
     fits(found.schedule, rank_of, room, split)
 
 
-def fits(schedule: Schedule, rank_of: Sequence[int], room: Room, split: bool) -> None:
+def fits(schedule: Schedule, rank_of: Sequence[int], room: MemoryLimits, split: bool) -> None:
     """What is held, counted as the cost models do it."""
     check(schedule)
     assert schedule.rank_of == tuple(rank_of)
     for rank, actions in enumerate(schedule.ranks):
         mine = [chunk for chunk, where in enumerate(rank_of) if where == rank]
-        kept = [room.kept_bytes[chunk] for chunk in mine]
-        late = [(room.late_bytes or room.kept_bytes)[chunk] or 1e-30 for chunk in mine]
-        most = held(actions, mine, kept, late)
-        total = sum(each.whole * k + each.late * w for each, k, w in zip(most, kept, late, strict=True))
+        kept = [room.saved_bytes[chunk] for chunk in mine]
+        late = [(room.deferred_bytes or room.saved_bytes)[chunk] or 1e-30 for chunk in mine]
+        most = peak_in_flight(actions, mine, kept, late)
+        total = sum(each.whole * k + each.deferred * w for each, k, w in zip(most, kept, late, strict=True))
         assert total <= room.limit_bytes[rank] * (1 + 1e-6)
 
 
 def makespan(name: str, virtual: int, chunks: list[ChunkSeconds], micro: int, transfers: Sequence[float] = ()) -> float:
     pipeline = Pipeline(len(chunks) // virtual, virtual, name)
-    return max(rank.end_seconds for rank in Clock.of(schedule_of(pipeline, micro)).run(chunks, transfers))
+    return max(rank.end_seconds for rank in ScheduleClock.of(schedule_of(pipeline, micro)).run(chunks, transfers))
 
 
 def parts(forward: float, inputs: float, weights: float) -> ChunkSeconds:
@@ -155,9 +157,9 @@ def test_uneven_stages_beat_one_forward_one_backward(stages: int) -> None:
     """With the room of 1F1B, and with that of interleaved 1F1B."""
     micro, transfers = 2 * stages, [0.05] * (2 * stages - 1)
     chunks = like_a_model(stages, 1)
-    room = Room((1.0,) * stages, (float(stages),) * stages)
+    room = MemoryLimits((1.0,) * stages, (float(stages),) * stages)
     found = synthesize(
-        chunks, range(stages), micro, transfers[: stages - 1], room=room, split_backward=True, time_limit_seconds=5
+        chunks, range(stages), micro, transfers[: stages - 1], memory=room, split_backward=True, time_limit_seconds=5
     )
     assert found.makespan_seconds < 0.99 * makespan("1f1b", 1, chunks, micro, transfers[: stages - 1])
     assert found.makespan_seconds <= makespan("zb-h1", 1, chunks, micro, transfers[: stages - 1]) + 1e-9
@@ -166,9 +168,9 @@ def test_uneven_stages_beat_one_forward_one_backward(stages: int) -> None:
     halves = like_a_model(stages, 2)
     pipeline = Pipeline(stages, 2)
     most = check(schedule_of(pipeline, micro))
-    room = Room((1.0,) * 2 * stages, tuple(map(float, most)))
-    where = rank_of_chunks(pipeline)
-    found = synthesize(halves, where, micro, transfers, room=room, split_backward=True, time_limit_seconds=2)
+    room = MemoryLimits((1.0,) * 2 * stages, tuple(map(float, most)))
+    where = stage_of_chunks(pipeline)
+    found = synthesize(halves, where, micro, transfers, memory=room, split_backward=True, time_limit_seconds=2)
     assert found.makespan_seconds < 0.99 * makespan("1f1b", 2, halves, micro, transfers)
     fits(found.schedule, where, room, True)
 
@@ -176,20 +178,22 @@ def test_uneven_stages_beat_one_forward_one_backward(stages: int) -> None:
 @given(st.data())
 @settings(max_examples=8, deadline=None)
 def test_never_worse_than_any_builder(data: st.DataObject) -> None:
-    stages, name = data.draw(st.integers(1, 3)), data.draw(st.sampled_from(NAMES))
+    stages, name = data.draw(st.integers(1, 3)), data.draw(st.sampled_from(schedule_names()))
     pipeline = Pipeline(stages, 2, name)
     micro = data.draw(st.integers(2 * stages, 2 * stages + 2))
     chunks = uneven(data, 2 * stages)
     transfers = [float(data.draw(st.integers(0, 2))) for _ in chunks[1:]]
     schedule, blocking = schedule_of(pipeline, micro), data.draw(st.booleans())
-    room = Room((1.0,) * 2 * stages, tuple(map(float, check(schedule))))
+    room = MemoryLimits((1.0,) * 2 * stages, tuple(map(float, check(schedule))))
     split = schedule.splits_backward
     found = synthesize(
-        chunks, schedule.rank_of, micro, transfers, room=room, split_backward=split, blocking=blocking, time_limit_seconds=0.6
+        chunks, schedule.rank_of, micro, transfers, memory=room, split_backward=split, blocking=blocking, time_limit_seconds=0.6
     )
-    built = max(rank.end_seconds for rank in Clock.of(schedule).run(chunks, transfers, blocking))
+    built = max(rank.end_seconds for rank in ScheduleClock.of(schedule).run(chunks, transfers, blocking))
     assert found.lower_bound_seconds <= found.makespan_seconds <= found.builder_seconds <= built + 1e-9
-    assert found.makespan_seconds == max(rank.end_seconds for rank in Clock.of(found.schedule).run(chunks, transfers, blocking))
+    assert found.makespan_seconds == max(
+        rank.end_seconds for rank in ScheduleClock.of(found.schedule).run(chunks, transfers, blocking)
+    )
     fits(found.schedule, schedule.rank_of, room, split)
 
 
@@ -198,7 +202,7 @@ def test_first_and_last_micro_batch_may_differ() -> None:
     chunks = [ChunkSeconds(1.0, 2.0, 3.0, 5.0)] * 2
     found = synthesize(chunks, (0, 1), 4, time_limit_seconds=3)
     assert found.status is Status.OPTIMAL
-    assert found.makespan_seconds == max(rank.end_seconds for rank in Clock.of(found.schedule).run(chunks))
+    assert found.makespan_seconds == max(rank.end_seconds for rank in ScheduleClock.of(found.schedule).run(chunks))
 
 
 @pytest.mark.parametrize(("stages", "micro"), [(2, 5), (4, 8)])
@@ -216,19 +220,19 @@ def test_backwards_stay_whole_where_nothing_is_won(stages: int, micro: int) -> N
     chunks = [parts(1.0, 1.0, 1.0)] * stages
 
     def makespan_of(schedule: Schedule) -> float:
-        return max(rank.end_seconds for rank in Clock.of(schedule).run(chunks))
+        return max(rank.end_seconds for rank in ScheduleClock.of(schedule).run(chunks))
 
-    found = merged(apart, makespan_of)
+    found = with_merged_backwards(apart, makespan_of)
     check(found)
     assert makespan_of(found) == makespan_of(apart) < makespan_of(plain)
     assert found.ranks[0] == plain.ranks[0] and any(each.kind == "W" for each in found.ranks[-1])
-    assert merged(apart, lambda schedule: 1.0) == Schedule("apart", plain.ranks)
+    assert with_merged_backwards(apart, lambda schedule: 1.0) == Schedule("apart", plain.ranks)
 
 
 def test_bad_input() -> None:
     one = parts(1.0, 1.0, 1.0)
-    with pytest.raises(Infeasible, match="keeps 2 bytes on pipeline rank 0, which has room for 1.5"):
-        synthesize([one] * 4, (0, 1, 1, 0), 2, room=Room((1.0,) * 4, (1.5, 9.0)))
+    with pytest.raises(Infeasible, match="saves 2 bytes on pipeline rank 0, whose limit is 1.5"):
+        synthesize([one] * 4, (0, 1, 1, 0), 2, memory=MemoryLimits((1.0,) * 4, (1.5, 9.0)))
     for arguments, said in [
         (([one], (1,), 2), "give each chunk a rank"),
         (([one] * 2, (0,), 2), "give each chunk a rank"),
@@ -236,18 +240,21 @@ def test_bad_input() -> None:
     ]:
         with pytest.raises(PlanError, match=said):
             synthesize(*arguments)  # type: ignore[arg-type]
-    for room, said in [(Room((1.0,), (1.0, 1.0)), "numbers of bytes"), (Room((1.0, 1.0), (1.0,)), "as many limits")]:
+    for memory, said in [
+        (MemoryLimits((1.0,), (1.0, 1.0)), "numbers of bytes"),
+        (MemoryLimits((1.0, 1.0), (1.0,)), "as many limits"),
+    ]:
         with pytest.raises(PlanError, match=said):
-            synthesize([one] * 2, (0, 1), 2, room=room)
+            synthesize([one] * 2, (0, 1), 2, memory=memory)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_eight_stages_of_sixteen_micro_batches_take_twenty_seconds(virtual: int) -> None:
-    chunks, where = like_a_model(8, virtual), rank_of_chunks(Pipeline(8, virtual, "1f1b" if virtual == 1 else "zbv"))
-    room = Room((1.0,) * 8 * virtual, (8.0 * virtual,) * 8)
+    chunks, where = like_a_model(8, virtual), stage_of_chunks(Pipeline(8, virtual, "1f1b" if virtual == 1 else "zbv"))
+    room = MemoryLimits((1.0,) * 8 * virtual, (8.0 * virtual,) * 8)
     start = time.process_time()  # of both workers: the machine may be busy otherwise
-    found: Synthesis = synthesize(chunks, where, 16, [0.05] * (8 * virtual - 1), room=room, split_backward=True)
+    found: Synthesis = synthesize(chunks, where, 16, [0.05] * (8 * virtual - 1), memory=room, split_backward=True)
     assert time.process_time() - start < 2 * 20.0
     name = "zb-h1" if virtual == 1 else "zbv"
     assert found.makespan_seconds <= makespan(name, virtual, chunks, 16, [0.05] * (8 * virtual - 1)) + 1e-9

@@ -6,16 +6,16 @@ import pytest
 
 from autopar.errors import PlanError
 from autopar.schedules.check import check
-from autopar.schedules.two_versions import unrolled, window, with_transfers
+from autopar.schedules.weight_versions import unroll_window, weight_version_window, window_with_transfers
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 @pytest.mark.parametrize("extra", [0, 1, 5])
 def test_steps_run_one_into_the_other(stages: int, extra: int) -> None:
     many = stages + extra
-    made = window(stages, many)
+    made = weight_version_window(stages, many)
     for steps in (1, 2, 4):
-        found = unrolled(made, steps)
+        found = unroll_window(made, steps)
         assert found.micro_batches == steps * many
         assert check(found) == tuple(stages - stage for stage in range(stages))  # 1F1B's, never more
     assert [str(each) for each in made.ranks[-1][:4]] == [f"{stages - 1}{text}" for text in ("F0", "B0", "F1", "B1")]
@@ -23,7 +23,7 @@ def test_steps_run_one_into_the_other(stages: int, extra: int) -> None:
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_every_message_has_two_ends(stages: int) -> None:
-    made = with_transfers(window(stages, stages + 2))
+    made = window_with_transfers(weight_version_window(stages, stages + 2))
     sent: dict[tuple[int, int, str], int] = {}
     for line in made.ranks:
         for action in line:
@@ -43,4 +43,4 @@ def test_every_message_has_two_ends(stages: int) -> None:
 
 def test_too_few_micro_batches() -> None:
     with pytest.raises(PlanError, match="at least 4 micro-batches"):
-        window(4, 3)
+        weight_version_window(4, 3)

@@ -1,26 +1,29 @@
-"""The certificate: no plan of the printed grid is below the bound, whoever made the plan; and what an early end leaves."""
+"""The certificate: no plan of the printed grid is below its lower bound; and what an interrupted search returns."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from support.blocks import gpt2_graph
-from support.candidates import drawn_candidate
-from support.replays import with_replays
-from support.solving import Exhaustion, drawn_graph
+from support.models.handwritten_blocks import gpt2_graph
+from support.models.solver_graphs import drawn_graph
+from support.oracles.brute_force import Exhaustion
+from support.plans.drawn_candidates import drawn_candidate
+from support.plans.drawn_recomputation import with_replays
 
-from autopar.cost_models.evaluate import evaluate
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
-from autopar.solve.candidates import Attempt, MeshResult
-from autopar.solve.grid import grid, inner_devices
-from autopar.solve.ilp import Status
-from autopar.solve.search import SearchOptions, SearchResult, search
-from autopar.solve.tables import Tables
+from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
+from autopar.solve.ilp.solver import Status
+from autopar.solve.result import PlanResult
+from autopar.solve.search import search
+from autopar.solve.space.grid import devices_per_node, grid_points
+from autopar.solve.space.options import SearchOptions
+from autopar.solve.space.problem_tables import ProblemTables
 
 
 def small(batch: int = 8) -> Graph:
@@ -28,7 +31,7 @@ def small(batch: int = 8) -> Graph:
 
 
 def cluster_of(text: str, memory_bytes: int = 0) -> Cluster:
-    """Four devices; with `memory_bytes` that much beside the base, and no host to move anything to."""
+    """Four devices; with `memory_bytes` that much beside the base, and no host to offload to."""
     cluster = replace(Cluster.parse(text), size=4)
     if not memory_bytes:
         return cluster
@@ -41,10 +44,10 @@ ROOMY, TIGHT = 0, 7 * 2**20
 
 @pytest.mark.parametrize(("text", "memory_bytes"), [("local:4", ROOMY), ("dgx-h100:1", TIGHT)])
 def test_no_drawn_plan_is_below_the_bound(text: str, memory_bytes: int) -> None:
-    """Plans drawn from the rules by a seed, with every state sharding, micro-batches, and parts that run again."""
+    """Plans drawn from the rules by a seed, with every state sharding, micro-batches, and recomputation."""
     graph, cluster = small(), cluster_of(text, memory_bytes)
     result = search(graph, cluster, SearchOptions())
-    points = {(each.mesh, each.micro_batches, each.zero_group): each for each in result.meshes if each.stages == 1}
+    points = {(each.mesh, each.micro_batches, each.zero_group): each for each in result.solutions if each.stages == 1}
     fitting = 0
     for (mesh, parts, group), point in points.items():
         for seed in range(6):
@@ -66,13 +69,13 @@ def test_solving_every_point_finds_nothing_better(text: str, memory_bytes: int) 
     graph, cluster, options = small(), cluster_of(text, memory_bytes), SearchOptions(force={"pp": 1})
     result = search(graph, cluster, options)
     registry = default_registry()
-    tables = Tables(graph, cluster, options, registry)
-    every = grid(graph, cluster.size, inner_devices(cluster), {}, registry)
-    assert len(every) == len(result.meshes)
+    tables = ProblemTables(graph, cluster, options, registry)
+    every = grid_points(graph, cluster.size, devices_per_node(cluster), {}, registry)
+    assert len(every) == len(result.solutions)
     steps = []
     for point in every:
-        attempt = Attempt(graph, tables.problem(point), (), 1e-6, MeshResult(point.mesh))
-        attempt.limited(20.0)
+        attempt = MeshSolver(graph, tables.problem(point), (), 1e-6, MeshSolution(point.mesh))
+        attempt.solve_with_memory(20.0)
         if attempt.result.solved and attempt.result.evaluation is not None:
             steps.append(attempt.result.evaluation.step_seconds)
     best = min(steps)
@@ -88,7 +91,7 @@ def test_the_bound_against_exhaustion(seed: int) -> None:
     result = search(graph, cluster, SearchOptions(force={"dp": 1, "pp": 1}))
     best = min(
         point.micro_batches * Exhaustion(part, point.mesh, cluster, Precision()).best_seconds()
-        for point in result.meshes
+        for point in result.solutions
         for part in (replace(graph, batch=graph.batch // point.micro_batches),)
     )
     assert result.lower_bound_seconds <= best * (1 + 1e-6)
@@ -108,7 +111,7 @@ class Stop:
                 raise KeyboardInterrupt
 
 
-def stopped() -> tuple[SearchResult, Stop]:
+def stopped() -> tuple[PlanResult, Stop]:
     progress = Stop(1)
     return search(small(), cluster_of("local:4"), SearchOptions(), progress), progress
 

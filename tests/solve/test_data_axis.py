@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from support.blocks import Builder, gpt2_graph
-from support.solving import graph_of
+from support.models.handwritten_blocks import Builder, gpt2_graph
+from support.models.solver_graphs import graph_of
 
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.graph import Call, Graph, Value
 from autopar.ir.placement import Invariant, Partial, Replicate, Shard
 from autopar.rules.registry import default_registry
-from autopar.solve.boundary import Boundary, Slot
-from autopar.solve.data_axis import propagate
-from autopar.solve.search import SearchOptions, search
+from autopar.solve.problem.boundary import BlockBoundaries, Slot
+from autopar.solve.problem.data_axis import propagate_data_axis
+from autopar.solve.search import search
+from autopar.solve.space.options import SearchOptions
 
 
 def test_activations_are_cut_along_the_batch_and_the_loss_is_whole() -> None:
     graph = gpt2_graph(layers=2)
-    boundary = Boundary(graph)
-    axis = propagate(graph, boundary, 4, default_registry())
+    boundary = BlockBoundaries(graph)
+    axis = propagate_data_axis(graph, boundary, 4, default_registry())
     at = {slot: axis.classes[number] for slot, number in boundary.classes.items()}
     assert at[Slot("Prologue", "in", 0)] == at[Slot("GPT2Block", "in", 0)] == at[Slot("GPT2Block", "out", 0)] == Shard(0)
     assert all(place == Replicate() for slot, place in at.items() if slot.side == "param")
@@ -31,7 +32,7 @@ def test_activations_are_cut_along_the_batch_and_the_loss_is_whole() -> None:
 
 def test_tied_parameters_are_one_class() -> None:
     graph = gpt2_graph(layers=2)
-    boundary = Boundary(graph)
+    boundary = BlockBoundaries(graph)
     assert boundary.classes[Slot("Prologue", "param", 0)] == boundary.classes[Slot("Epilogue", "param", 2)]
     assert set(boundary.shared) == {"transformer.wte.weight"}
 

@@ -1,38 +1,38 @@
-"""Placements, state, recomputation and the host decided together: against exhaustion, against one after the other, and the
-evaluator's memory beside the rows'."""
+"""Placements, state sharding, recomputation and offloading decided jointly: against exhaustion, against one after the other, and
+the memory rows against the evaluator."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from support.blocks import gpt2_graph
-from support.candidates import drawn_candidate
-from support.joint import best_seconds, priced_plans, toy_graph
-from support.replays import with_kept
-from support.solving import mesh_of
+from support.models.handwritten_blocks import gpt2_graph
+from support.models.mesh import mesh_of
+from support.oracles.exhaustive_plans import best_seconds, priced_plans, toy_graph
+from support.plans.drawn_candidates import drawn_candidate
+from support.plans.drawn_recomputation import with_kept
 
-from autopar.cost_models.evaluate import evaluate
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Candidate, Precision
 from autopar.ir.verify import verify_candidate
 from autopar.rules.registry import default_registry
-from autopar.solve import ilp
-from autopar.solve.candidates import Attempt, MeshResult
-from autopar.solve.decode import decode
-from autopar.solve.formulate import formulate
-from autopar.solve.formulation import Formulation
-from autopar.solve.memory import limit
-from autopar.solve.problem import Problem, build
+from autopar.solve.ilp import solver as ilp
+from autopar.solve.ilp.decode import decode
+from autopar.solve.ilp.formulate import formulate
+from autopar.solve.ilp.formulation import Formulation
+from autopar.solve.ilp.memory_events import add_memory_constraint
+from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
+from autopar.solve.problem.problem import Problem, build_problem
 
 BF16 = Precision("bfloat16", "float32")
 NODE = Cluster.parse("dgx-h100:1")
 
 
 def problem_of(graph: Graph, mesh: Mesh, cluster: Cluster, micro_batches: int = 1) -> Problem:
-    return build(graph, mesh, cluster, BF16, "adamw", default_registry(), micro_batches=micro_batches)
+    return build_problem(graph, mesh, cluster, BF16, "adamw", default_registry(), micro_batches=micro_batches)
 
 
 def with_memory(problem: Problem, size: float) -> Problem:
@@ -41,28 +41,28 @@ def with_memory(problem: Problem, size: float) -> Problem:
 
 
 def solved(problem: Problem, gap: float = 1e-6) -> tuple[Formulation, ilp.Outcome]:
-    made = formulate(problem, replay=True)
-    limit(made)
-    return made, ilp.solve(made.model, relative_gap=gap)
+    form = formulate(problem, recompute=True)
+    add_memory_constraint(form)
+    return form, ilp.solve(form.model, relative_gap=gap)
 
 
-def attempt(problem: Problem) -> MeshResult:
-    result = MeshResult(problem.mesh)
-    Attempt(problem.graph, problem, (), 1e-7, result).limited(60)
+def attempt(problem: Problem) -> MeshSolution:
+    result = MeshSolution(problem.mesh)
+    MeshSolver(problem.graph, problem, (), 1e-7, result).solve_with_memory(60)
     assert not result.warnings
     return result
 
 
-def sample(parts: int, host: bool = True, size: int = 4) -> Problem:
+def sample(micro_batches: int, host: bool = True, size: int = 4) -> Problem:
     cluster = replace(NODE, size=size, host=NODE.host if host else None)
-    return problem_of(toy_graph(batch=8 // parts), mesh_of(dp=size), cluster, parts)
+    return problem_of(toy_graph(batch=8 // micro_batches), mesh_of(dp=size), cluster, micro_batches)
 
 
 @pytest.mark.parametrize("host", [True, False])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_the_optimum_of_all_plans(host: bool, parts: int) -> None:
-    """What is kept, made again or on the host, times state sharding per block: every combination by the evaluator."""
-    problem = sample(parts, host)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_optimum_of_all_plans(host: bool, micro_batches: int) -> None:
+    """What is saved, recomputed or offloaded, times state sharding per block: every combination by the evaluator."""
+    problem = sample(micro_batches, host)
     plans = priced_plans(problem)
     peaks = sorted({found.peak_memory_bytes for _, found in plans})
     assert len(plans) >= 64 and len(peaks) >= 12
@@ -75,16 +75,16 @@ def test_the_optimum_of_all_plans(host: bool, parts: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_row_forbids_a_plan_that_fits(seed: int) -> None:
-    """Random placements with random tensors kept: within the memory that such a plan takes, the solver finds one as fast."""
+    """Random placements with random tensors saved: within the memory that such a plan takes, the solver finds one as fast."""
     cluster = replace(NODE, size=4)
     graph, mesh = toy_graph(batch=4, seq=256), mesh_of(dp=2, tp=2)
     drawn = with_kept(graph, drawn_candidate(graph, mesh, seed), cluster, seed, share=0.5, offload=0.2)
     drawn = replace(drawn, precision=BF16, batch=graph.batch)
     found = evaluate(graph, drawn, cluster)
     problem = with_memory(problem_of(graph, mesh, cluster), found.peak_memory_bytes)
-    made, outcome = solved(problem)
+    form, outcome = solved(problem)
     assert outcome.values
-    assert outcome.bound * made.second_unit <= found.step_seconds * (1 + 1e-6)
+    assert outcome.bound * form.second_unit <= found.step_seconds * (1 + 1e-6)
 
 
 def small_gpt2() -> Graph:
@@ -92,12 +92,12 @@ def small_gpt2() -> Graph:
 
 
 def least(problem: Problem) -> tuple[float, Candidate]:
-    """The smallest peak by the rows (bytes of tensors), and its plan."""
+    """The least peak memory by the rows (bytes of tensors), and its plan."""
     device = problem.cluster.device
-    made = formulate(with_memory(problem, device.base_bytes), replay=True)
-    limit(made, minimise_excess=True)
-    outcome = ilp.solve(made.model, relative_gap=1e-7)
-    return outcome.objective * made.byte_unit * (1 + device.allocator_slack), decode(made, outcome.values)
+    form = formulate(with_memory(problem, device.base_bytes), recompute=True)
+    add_memory_constraint(form, minimise_excess=True)
+    outcome = ilp.solve(form.model, relative_gap=1e-7)
+    return outcome.objective * form.byte_unit * (1 + device.allocator_slack), decode(form, outcome.values)
 
 
 CASES = [(dict(dp=8), True), (dict(dp=8), False), (dict(dp=2, tp=4), False), (dict(dp=1, tp=8), True)]
@@ -109,40 +109,40 @@ def test_under_any_limit_it_fits_and_costs_what_the_solver_said(axes: dict[str, 
     graph, cluster = small_gpt2(), replace(NODE, host=NODE.host if host else None)
     problem = problem_of(graph, mesh_of(**axes), cluster)
     base = cluster.device.base_bytes
-    rows, smallest = least(problem)
-    low = evaluate(graph, smallest, cluster, costs=problem.batch_costs).peak_memory_bytes
+    rows, minimum = least(problem)
+    low = evaluate(graph, minimum, cluster, costs=problem.batch_costs).peak_memory_bytes
     assert 0.98 * (low - base) <= rows <= (low - base) * (1 + 1e-6)
     high = evaluate(graph, decode(*_values(with_memory(problem, 2**50))), cluster, costs=problem.batch_costs).peak_memory_bytes
     for share in (0.05, 0.4):
         tight = with_memory(problem, low + share * (high - low) + 1)
-        made, outcome = solved(tight)
-        candidate = decode(made, outcome.values)
+        form, outcome = solved(tight)
+        candidate = decode(form, outcome.values)
         verify_candidate(graph, candidate, cluster.size)
         found = evaluate(graph, candidate, tight.cluster, costs=problem.batch_costs)
         assert found.fits
-        assert found.step_seconds == pytest.approx(outcome.objective * made.second_unit, rel=1e-5)
+        assert found.step_seconds == pytest.approx(outcome.objective * form.second_unit, rel=1e-5)
 
 
 def _values(problem: Problem) -> tuple[Formulation, tuple[float, ...]]:
-    made, outcome = solved(problem)
-    return made, outcome.values
+    form, outcome = solved(problem)
+    return form, outcome.values
 
 
 def one_after_the_other(problem: Problem) -> float:
     """Seconds where strategies and conversions are those of the fastest plan without a limit, and the rest is decided after."""
     free = formulate(problem)
     fastest = ilp.solve(free.model, relative_gap=1e-7)
-    made = formulate(problem, replay=True)
-    limit(made)
-    for group in (*made.x.values(), *made.w.values(), *made.y.values()):
+    form = formulate(problem, recompute=True)
+    add_memory_constraint(form)
+    for group in (*form.x.values(), *form.w.values(), *form.y.values()):
         for column in group:
-            made.model.lower[column] = made.model.upper[column] = round(fastest.values[column])
-    return ilp.solve(made.model, relative_gap=1e-6).objective * made.second_unit
+            form.model.lower[column] = form.model.upper[column] = round(fastest.values[column])
+    return ilp.solve(form.model, relative_gap=1e-6).objective * form.second_unit
 
 
 def test_sharding_first_and_recomputation_afterwards_is_slower() -> None:
-    """Four calls cut over four devices, without a host. The fastest placements keep tensors whole; what fits without them runs
-    products again: 455 us (405 us with a little more memory). Together, other placements keep less: 406 us (390 us)."""
+    """Four calls over four devices, without a host. The fastest placements save whole tensors; to fit, they recompute products:
+    455 us (405 us with a little more memory). Decided together, other placements save less: 406 us (390 us)."""
     graph, cluster = toy_graph(batch=4, seq=512, width=1024), replace(NODE, size=4, host=None)
     problem = problem_of(graph, mesh_of(dp=1, tp=4), cluster)
     low = evaluate(graph, least(problem)[1], cluster).peak_memory_bytes
@@ -154,13 +154,13 @@ def test_sharding_first_and_recomputation_afterwards_is_slower() -> None:
         assert times * found.step_seconds < one_after_the_other(tight) < float("inf")
 
 
-def test_nothing_waits_on_the_host_without_need() -> None:
-    """A fifth less memory than the fastest plan takes needs the host or a second run; that plan needs neither."""
+def test_nothing_is_offloaded_without_need() -> None:
+    """A fifth less memory than the fastest plan takes needs offloading or recomputation; that plan needs neither."""
     graph = small_gpt2()
     problem = problem_of(graph, mesh_of(dp=8), NODE)
     free = attempt(with_memory(problem, 2**50))
     assert free.candidate is not None and free.evaluation is not None
-    assert not any(plan.offload or plan.again for plan in free.candidate.blocks)
+    assert not any(plan.offload or plan.recompute_nodes for plan in free.candidate.blocks)
     base = NODE.device.base_bytes
     pressed = attempt(with_memory(problem, base + (free.evaluation.peak_memory_bytes - base) * 0.8)).candidate
-    assert pressed is not None and any(plan.offload or plan.again for plan in pressed.blocks)
+    assert pressed is not None and any(plan.offload or plan.recompute_nodes for plan in pressed.blocks)

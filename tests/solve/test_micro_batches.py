@@ -5,35 +5,36 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.blocks import gpt2_graph
-from support.solving import drawn_graph, mesh_of
+from support.models.handwritten_blocks import gpt2_graph
+from support.models.mesh import mesh_of
+from support.models.solver_graphs import drawn_graph
 
-from autopar.cost_models.evaluate import evaluate
-from autopar.cost_models.hardware import Cluster
-from autopar.cost_models.overlap import Overlap
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Precision
 from autopar.ir.verify import verify_candidate
 from autopar.rules.registry import default_registry
-from autopar.solve import ilp
-from autopar.solve.decode import decode
-from autopar.solve.formulate import formulate
-from autopar.solve.problem import build
+from autopar.solve.ilp import solver as ilp
+from autopar.solve.ilp.decode import decode
+from autopar.solve.ilp.formulate import formulate
+from autopar.solve.problem.problem import build_problem
 
 BF16 = Precision("bfloat16", "float32")
 
 
 def ratio(graph: Graph, mesh: Mesh, cluster: Cluster, many: int, zeros: tuple[int, ...]) -> float:
-    problem = build(graph, mesh, cluster, BF16, "adamw", default_registry(), zeros, micro_batches=many)
-    made = formulate(problem)
-    outcome = ilp.solve(made.model, relative_gap=1e-7)
-    candidate = decode(made, outcome.values)
+    problem = build_problem(graph, mesh, cluster, BF16, "adamw", default_registry(), zeros, micro_batches=many)
+    form = formulate(problem)
+    outcome = ilp.solve(form.model, relative_gap=1e-7)
+    candidate = decode(form, outcome.values)
     verify_candidate(graph, candidate, cluster.size)
     assert (candidate.micro_batches, candidate.micro_batch) == (many, graph.batch)
     found = evaluate(graph, candidate, cluster, costs=problem.batch_costs)
     assert found.step_seconds == pytest.approx(evaluate(graph, candidate, cluster).step_seconds)
-    return found.step_seconds / (outcome.objective * made.second_unit)
+    return found.step_seconds / (outcome.objective * form.second_unit)
 
 
 @pytest.mark.parametrize("zeros", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
@@ -75,9 +76,9 @@ def test_many_micro_batches_make_zero_3_dear() -> None:
     cluster, mesh = Cluster.parse("dgx-h100:4"), mesh_of(dp=32, tp=1)
 
     def seconds(zeros: tuple[int, ...], many: int) -> float:
-        problem = build(graph, mesh, cluster, BF16, "adamw", default_registry(), zeros, micro_batches=many)
-        made = formulate(problem)
-        return ilp.solve(made.model, relative_gap=1e-7).objective * made.second_unit
+        problem = build_problem(graph, mesh, cluster, BF16, "adamw", default_registry(), zeros, micro_batches=many)
+        form = formulate(problem)
+        return ilp.solve(form.model, relative_gap=1e-7).objective * form.second_unit
 
     assert seconds((2,), 1) == pytest.approx(seconds((1,), 1))
     ones = [seconds((zero,), 16) for zero in range(4)]

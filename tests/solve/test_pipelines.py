@@ -9,22 +9,26 @@ from random import Random
 
 import numpy
 import pytest
-from support.blocks import gpt2_graph
-from support.endtoend import prepare
-from support.solving import llama_graph
+from support.harness.end_to_end import prepare
+from support.models.handwritten_blocks import gpt2_graph
+from support.models.solver_graphs import llama_graph
 
-from autopar.cost_models.evaluate import evaluate
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import AutoparError
-from autopar.ir.chunks import SCHEDULES, chunk_calls, chunks_of_ranks
 from autopar.ir.graph import Graph
+from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.plan import Candidate, Precision
 from autopar.ir.verify import verify_candidate
-from autopar.solve.cutting import best_cut
-from autopar.solve.ilp import Status
-from autopar.solve.pieces import in_pieces
-from autopar.solve.search import SearchOptions, SearchResult, search
-from autopar.solve.variants import unvaried, varied
+from autopar.schedules.named_schedules import schedule_names
+from autopar.schedules.placement import chunks_of_stages
+from autopar.solve.ilp.solver import Status
+from autopar.solve.pipeline.split_blocks import with_split_blocks
+from autopar.solve.pipeline.stage_partition import best_partition
+from autopar.solve.pipeline.stage_variants import with_stage_variants, without_stage_variants
+from autopar.solve.result import PlanResult
+from autopar.solve.search import search
+from autopar.solve.space.options import SearchOptions
 
 BF16 = Precision("bfloat16", "float32")
 
@@ -39,7 +43,7 @@ def slow_nodes(nodes: int, slower: float = 50.0) -> Cluster:
     return replace(whole, links=(*whole.links[:-1], whole.links[-1].scaled(1 / slower)))
 
 
-def found(graph: Graph, cluster: Cluster, **options) -> SearchResult:
+def found(graph: Graph, cluster: Cluster, **options) -> PlanResult:
     result = search(graph, cluster, SearchOptions(**options))
     assert result.graph is not None
     verify_candidate(result.graph, result.candidate, cluster.size)
@@ -50,14 +54,14 @@ def found(graph: Graph, cluster: Cluster, **options) -> SearchResult:
     return result
 
 
-def layers_of(result: SearchResult) -> list[int]:
+def layers_of(result: PlanResult) -> list[int]:
     """Of each stage."""
     assert result.graph is not None
     chunks = chunk_calls(result.graph, result.candidate.pipeline)
     calls = result.graph.calls
     return [
         sum(calls[index].block.startswith(("GPT2Block", "LlamaDecoder")) for chunk in mine for index in chunks[chunk])
-        for mine in chunks_of_ranks(result.candidate.pipeline)
+        for mine in chunks_of_stages(result.candidate.pipeline)
     ]
 
 
@@ -90,11 +94,11 @@ def test_cuts_are_those_of_brute_force(seed: int) -> None:
             continue
         largest = max(load[span] for load, span in zip(loads, spans, strict=True))
         least = min(least, largest + weight * sum(once[span] for once, span in zip(passes, spans, strict=True)))
-    cut = best_cut(loads, passes, weight, limits=1000)
+    cut = best_partition(loads, passes, weight, limits=1000)
     if cut is None:
         assert least == float("inf")
     else:
-        assert cut.score == pytest.approx(least)
+        assert cut.seconds == pytest.approx(least)
         assert len(cut.edges) == chunks + 1 and list(cut.edges) == sorted(set(cut.edges))
 
 
@@ -105,9 +109,9 @@ def test_few_limits_are_near_the_best_cut() -> None:
     sums = numpy.concatenate([[0.0], numpy.cumsum(seconds)])
     once = sums[None, :] - sums[:, None]
     once[numpy.tril_indices(41)] = numpy.inf
-    few, every = (best_cut([8 * once] * 6, [once] * 6, 1.0, limits) for limits in (6, 10**6))
+    few, every = (best_partition([8 * once] * 6, [once] * 6, 1.0, limits) for limits in (6, 10**6))
     assert few is not None and every is not None
-    assert every.score <= few.score <= 1.01 * every.score
+    assert every.seconds <= few.seconds <= 1.01 * every.seconds
 
 
 # -- variants
@@ -118,21 +122,20 @@ def test_plans_that_differ_by_call_are_blocks_of_their_own() -> None:
     plans = found(graph, Cluster.parse("dgx-h100:1"), force={"pp": 1}).candidate
     each = [plans.block(call.block) for call in graph.calls]
     each[2] = replace(each[2], recompute=True)
-    made, blocks, originals = varied(graph, each)
+    made, blocks, originals = with_stage_variants(graph, each)
     assert [call.block for call in made.calls] == ["Prologue", "GPT2Block", "GPT2Block_2", *["GPT2Block"] * 2, "Epilogue"]
     assert originals["GPT2Block_2"] == "GPT2Block" and {plan.block for plan in blocks} == set(originals)
     assert made.block("GPT2Block_2").nodes == graph.block("GPT2Block").nodes
     verify_candidate(made, replace(plans, blocks=blocks))
-    assert unvaried(made) == graph and unvaried(graph) == graph
+    assert without_stage_variants(made) == graph and without_stage_variants(graph) == graph
 
 
 # -- forced
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedule_names())
 def test_every_schedule_can_be_forced(schedule: str) -> None:
-    force = {"pp": 2, "micro": 1, "dp": 2, "schedule": SCHEDULES.index(schedule)}
-    result = found(small(), Cluster.parse("local:4"), force=force)
+    result = found(small(), Cluster.parse("local:4"), force={"pp": 2, "micro": 1, "dp": 2}, schedule=schedule)
     assert result.candidate.pipeline.schedule == schedule and result.candidate.pipeline.stages == 2
     assert result.candidate.micro_batches == 8
 
@@ -151,19 +154,19 @@ def test_forced_degrees_hold(force: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("force", "said"),
+    ("force", "schedule", "said"),
     [
-        ({"pp": 16, "virtual": 4}, "blocks, pp=16 with 4 chunks a stage needs 64: take fewer stages"),
-        ({"pp": 3}, "pp=3 does not divide the 16 devices"),
-        ({"pp": 2, "micro": 3}, "micro=3 cannot be"),
-        ({"pp": 2, "schedule": SCHEDULES.index("zbv"), "virtual": 3}, "2 chunks a stage, not 3"),
-        ({"pp": 8, "dp": 2, "micro": 1, "virtual": 1, "schedule": SCHEDULES.index("dualpipev")}, "2 chunks a stage"),
+        ({"pp": 16, "virtual": 4}, "", "blocks, pp=16 with 4 chunks a stage needs 64: take fewer stages"),
+        ({"pp": 3}, "", "pp=3 does not divide the 16 devices"),
+        ({"pp": 2, "micro": 3}, "", "micro=3 cannot be"),
+        ({"pp": 2, "virtual": 3}, "zbv", "2 chunks a stage, not 3"),
+        ({"pp": 8, "dp": 2, "micro": 1, "virtual": 1}, "dualpipev", "2 chunks a stage"),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_one_line(force: dict[str, int], said: str) -> None:
+def test_what_cannot_be_is_one_line(force: dict[str, int], schedule: str, said: str) -> None:
     with pytest.raises(AutoparError, match=said) as caught:
-        search(small(), Cluster.parse("dgx-h100:2"), SearchOptions(force=force))
+        search(small(), Cluster.parse("dgx-h100:2"), SearchOptions(force=force, schedule=schedule))
     assert "\n" not in str(caught.value)
 
 
@@ -200,7 +203,7 @@ def test_stages_on_different_devices_take_layers_in_proportion_to_their_speed() 
     """A node of A100 and a node of H100, each a stage: the slower one runs fewer layers, about as their products' speeds."""
     graph = llama_graph(layers=32, batch=64)
     mixed = Cluster.parse("dgx-a100:1+dgx-h100:1")
-    result = found(graph, mixed, precision=BF16, force={"pp": 2, "virtual": 1, "schedule": SCHEDULES.index("1f1b"), "micro": 1})
+    result = found(graph, mixed, precision=BF16, force={"pp": 2, "virtual": 1, "micro": 1}, schedule="1f1b")
     a100, h100 = layers_of(result)
     assert a100 + h100 == 32 and 1.5 <= h100 / a100 <= 3.0
     busy = [stage.busy_seconds for stage in result.evaluation.stages]
@@ -217,16 +220,16 @@ def test_stages_on_different_devices_take_layers_in_proportion_to_their_speed() 
 def test_no_forced_pipeline_is_below_the_bound() -> None:
     graph, cluster = small(), Cluster.parse("local:4")
     result = found(graph, cluster)
-    statuses = Counter(each.status for each in result.meshes if each.stages > 1)
+    statuses = Counter(each.status for each in result.solutions if each.stages > 1)
     assert statuses and set(statuses) <= {Status.PRUNED, Status.FEASIBLE, Status.INFEASIBLE}
     bounds = {
         (each.stages, each.mesh, each.micro_batches, each.zero_group): each
-        for each in result.meshes
+        for each in result.solutions
         if each.stages > 1 and not each.schedule
     }
     for pp in (2, 4):
         for name in ("1f1b", "zb-h1", "zbv"):
-            forced = found(graph, cluster, force={"pp": pp, "schedule": SCHEDULES.index(name)})
+            forced = found(graph, cluster, force={"pp": pp}, schedule=name)
             made: Candidate = forced.candidate
             point = bounds[pp, made.mesh, made.micro_batches, made.zero_group]
             assert forced.evaluation.step_seconds >= point.bound_seconds * (1 - 1e-9)
@@ -249,7 +252,7 @@ def test_a_model_of_one_block_is_divided_for_its_stages(stages: int, calls: int)
 
 def test_blocks_are_divided_only_where_they_are_longer_than_a_stage() -> None:
     graph, cluster = small(layers=2), Cluster.parse("local:4")
-    assert in_pieces(graph, cluster, {"pp": 2}) is graph
-    parts = in_pieces(graph, cluster, {"pp": 4, "virtual": 2})
+    assert with_split_blocks(graph, cluster, {"pp": 2}) is graph
+    parts = with_split_blocks(graph, cluster, {"pp": 4, "virtual": 2})
     assert len(parts.calls) > len(graph.calls) and parts.parameters() == graph.parameters()
-    assert in_pieces(small(layers=24), cluster, {}).calls == small(layers=24).calls
+    assert with_split_blocks(small(layers=24), cluster, {}).calls == small(layers=24).calls

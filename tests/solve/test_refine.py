@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.endtoend import prepare
+from support.harness.end_to_end import prepare
 
-from autopar.cost_models.evaluate import evaluate
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.plan import Precision
-from autopar.schedules.build import schedule_of
 from autopar.schedules.check import check
-from autopar.solve.refine import refined
-from autopar.solve.search import SearchOptions, SearchResult, search
+from autopar.schedules.pipeline_schedule import schedule_of
+from autopar.solve.refine_schedule import with_synthesized_schedule
+from autopar.solve.result import PlanResult
+from autopar.solve.search import search
+from autopar.solve.space.options import SearchOptions
 
 
-def found(force: dict[str, int], batch: int = 32) -> SearchResult:
+def found(force: dict[str, int], batch: int = 32) -> PlanResult:
     """A pipeline on one node, whose head is far from even."""
     graph = replace(prepare("gpt2_deep", batch=16).graph, batch=batch)
     options = SearchOptions(batch=batch, precision=Precision("float64", "float64"), force=force)
@@ -25,9 +27,8 @@ def found(force: dict[str, int], batch: int = 32) -> SearchResult:
 
 def test_it_is_taken_where_it_is_better() -> None:
     cluster, before = Cluster.parse("dgx-h100:1"), found({"pp": 8})
-    assert before.graph is not None
     said: list[str] = []
-    after = refined(before.graph, cluster, before, "adamw", asked=True, progress=said.append)
+    after = with_synthesized_schedule(cluster, before, "adamw", asked=True, progress=said.append)
     assert len(said) == 1 and "synthesized" in said[0]
     pipeline = after.candidate.pipeline
     if pipeline.schedule != "synthesized":
@@ -43,4 +44,4 @@ def test_it_is_taken_where_it_is_better() -> None:
 
 def test_what_has_no_pipeline_stays() -> None:
     before = found({"pp": 1, "dp": 8})
-    assert refined(prepare("gpt2_deep", batch=16).graph, Cluster.parse("dgx-h100:1"), before, "adamw", asked=True) is before
+    assert with_synthesized_schedule(Cluster.parse("dgx-h100:1"), before, "adamw", asked=True) is before

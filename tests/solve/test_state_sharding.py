@@ -7,20 +7,20 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from support.blocks import gpt2_graph
-from support.solving import llama_graph
+from support.models.handwritten_blocks import gpt2_graph
+from support.models.solver_graphs import llama_graph
 
-from autopar.cost_models.evaluate import Evaluation, evaluate
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate, Precision
 from autopar.rules.registry import default_registry
-from autopar.solve.candidates import Attempt, MeshResult
-from autopar.solve.ilp import Status
-from autopar.solve.meshes import mesh_of
-from autopar.solve.options import SearchOptions
-from autopar.solve.problem import build
+from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
+from autopar.solve.ilp.solver import Status
+from autopar.solve.problem.problem import build_problem
 from autopar.solve.search import search
+from autopar.solve.space.meshes import mesh_of
+from autopar.solve.space.options import SearchOptions
 
 BF16 = Precision("bfloat16", "float32")
 
@@ -54,33 +54,33 @@ def test_zero_per_block_is_the_best_of_all(name: str, share: float) -> None:
 
 
 def test_parts_of_blocks_are_recomputed_where_nothing_else_fits() -> None:
-    """Two sequences per device, and no host to move tensors to."""
+    """Two sequences per device, and no host to offload to."""
     graph = llama_graph(layers=32, batch=128)
     cluster = replace(Cluster.parse("dgx-h100:8"), host=None)
     result = search(graph, cluster, SearchOptions(precision=BF16, force={"dp": 64, "micro": 2, "zero_group": 0}))
     assert result.evaluation.fits and result.warnings == ()
     plan = result.candidate.block("LlamaDecoderLayer")
-    assert plan.again and not plan.offload and not plan.recompute
-    assert len(plan.again) < len(plan.nodes) / 2
-    assert [each.status for each in result.meshes] == [Status.OPTIMAL]
+    assert plan.recompute_nodes and not plan.offload and not plan.recompute
+    assert len(plan.recompute_nodes) < len(plan.nodes) / 2
+    assert [each.status for each in result.solutions] == [Status.OPTIMAL]
     assert result.lower_bound_seconds == pytest.approx(result.evaluation.step_seconds, rel=1e-3)
 
 
 def test_the_relaxation_under_memory_is_below_the_plan() -> None:
     """It needs no solver of integers; and it knows what cannot fit at all."""
     graph, cluster = llama_graph(layers=3), Cluster.parse("dgx-h100:1")
-    problem = build(graph, mesh_of(2, 4), cluster, BF16, "adamw", default_registry())
-    free = Attempt(graph, problem, (), 1e-4, MeshResult(problem.mesh))
-    free.unlimited(30)
+    problem = build_problem(graph, mesh_of(2, 4), cluster, BF16, "adamw", default_registry())
+    free = MeshSolver(graph, problem, (), 1e-4, MeshSolution(problem.mesh))
+    free.solve_without_memory(30)
     assert free.result.evaluation is not None
     tight = replace(problem, cluster=with_memory(cluster, free.result.evaluation.peak_memory_bytes * 0.8))
-    bound = Attempt(graph, tight, (), 1e-4, MeshResult(problem.mesh)).relaxed(30)
-    solved = Attempt(graph, tight, (), 1e-4, MeshResult(problem.mesh))
-    solved.limited(30)
+    bound = MeshSolver(graph, tight, (), 1e-4, MeshSolution(problem.mesh)).relax_with_memory(30)
+    solved = MeshSolver(graph, tight, (), 1e-4, MeshSolution(problem.mesh))
+    solved.solve_with_memory(30)
     assert solved.result.evaluation is not None and solved.result.solved
     assert 0.9 * solved.result.evaluation.step_seconds <= bound <= solved.result.evaluation.step_seconds * (1 + 1e-6)
-    hopeless = replace(problem, cluster=with_memory(cluster, cluster.device.base_bytes * 1.01))
-    assert Attempt(graph, hopeless, (), 1e-4, MeshResult(problem.mesh)).missing_bytes(30) > 0
+    too_small = replace(problem, cluster=with_memory(cluster, cluster.device.base_bytes * 1.01))
+    assert MeshSolver(graph, too_small, (), 1e-4, MeshSolution(problem.mesh)).shortage_bytes(30) > 0
 
 
 def test_a_limit_just_below_the_fastest_plan_is_met() -> None:

@@ -6,16 +6,18 @@ from collections import Counter
 from collections.abc import Mapping
 
 import pytest
-from support.blocks import gpt2_graph
-from support.hand_plans import GPT2_TENSOR_PARALLEL, candidate
-from support.solving import MEGATRON_LLAMA, llama_graph, sent
+from support.models.handwritten_blocks import gpt2_graph
+from support.models.solver_graphs import llama_graph
+from support.oracles.plan_collectives import MEGATRON_LLAMA, collectives_of_call
+from support.plans.handwritten_candidates import GPT2_TENSOR_PARALLEL, candidate
 
-from autopar.cost_models.evaluate import evaluate
-from autopar.cost_models.hardware import Cluster
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Shard
 from autopar.ir.plan import Precision
-from autopar.solve.search import SearchOptions, search
+from autopar.solve.search import search
+from autopar.solve.space.options import SearchOptions
 
 BF16 = Precision("bfloat16", "float32")
 CLUSTER = Cluster.parse("dgx-h100:1")
@@ -73,7 +75,7 @@ def test_two_collectives_each_way_with_a_whole_residual_stream(name: str) -> Non
     if name == "llama":  # the sum inside a rotation is no residual
         stream = [value for value in stream if value in ("hidden", "out") or _adds_projection(graph, block, value)]
     result = search(graph, CLUSTER, SearchOptions(precision=BF16, force={"tp": 8}, pins=dict.fromkeys(stream, "I")))
-    forward, backward = sent(graph, result.candidate, block, 1)
+    forward, backward = collectives_of_call(graph, result.candidate, block, 1)
     assert forward == Counter(all_reduce=2)
     assert backward == Counter(all_reduce=2)
 
@@ -89,13 +91,15 @@ def test_unpinned_the_stream_is_sharded(name: str) -> None:
     make, block, _ = CASES[name]
     graph = make()
     result = search(graph, CLUSTER, SearchOptions(precision=BF16, force={"tp": 8}))
-    forward, backward = sent(graph, result.candidate, block, 1)
+    forward, backward = collectives_of_call(graph, result.candidate, block, 1)
     assert forward["all_reduce"] == backward["all_reduce"] == 0
     assert forward["reduce_scatter"] + forward["all_to_all"] >= 1
     plan = result.candidate.block(block)
     assert isinstance(plan.inputs[0][1], Shard) and isinstance(plan.outputs[0][1], Shard)
-    labels = {each.node: each.label[1] for each in plan.nodes}
-    assert not any(label == "redundant" for node, label in labels.items() if node.endswith(("_proj", "c_attn", "c_fc", "c_proj")))
+    factors = {each.node: each.factors[1] for each in plan.nodes}
+    assert not any(
+        factor == "redundant" for node, factor in factors.items() if node.endswith(("_proj", "c_attn", "c_fc", "c_proj"))
+    )
 
 
 def test_a_two_dimensional_mesh_is_no_worse_than_its_one_axis() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import simulate
-from support.cases import build, t
+from support.models.operation_examples import build, t
+from support.oracles import simulate_ranks
 from torch import Tensor
 
 from autopar.rules.expand import block_strategies
-from autopar.rules.priced import priced_registry, priced_table
 from autopar.rules.registry import default_registry
+from autopar.rules.table.priced_only import priced_registry, priced_table
 
 
 def experts(x: Tensor, scores: Tensor, up: Tensor, down: Tensor, top_k: int) -> Tensor:
@@ -39,7 +39,7 @@ REFERENCE = {
     "ap.experts": experts,
     "ap.experts_float8": experts,
     "ap.context_attention": chunks,
-    "ap.cross_entropy_in_place": simulate.AP["ap.cross_entropy_sum"],
+    "ap.cross_entropy_in_place": simulate_ranks.AP["ap.cross_entropy_sum"],
 }
 CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("ap.linear_float8", (t(8, 4, 8), t(16, 8)), {}),
@@ -57,7 +57,7 @@ def test_line_is_exact(
 ) -> None:
     """What a named function does (exchanges between ranks) is priced and has no program; every other strategy runs."""
     torch.manual_seed(0)
-    monkeypatch.setitem(simulate.AP, op, REFERENCE[op])
+    monkeypatch.setitem(simulate_ranks.AP, op, REFERENCE[op])
     block, tensors = build(op, args, kwargs)
     found = block_strategies(block, size, batch_axis=False, batch_is_symbolic=False, registry=priced_registry())
     proven = 0
@@ -65,8 +65,8 @@ def test_line_is_exact(
         if strategy.function:
             continue
         operands, results = [(place,) for place in strategy.operands], [(place,) for place in strategy.results]
-        simulate.prove(block.nodes[0], tensors, operands, results, (size,))
-        proven += strategy.label not in ("redundant", "pass")
+        simulate_ranks.assert_sharded_equals_whole(block.nodes[0], tensors, operands, results, (size,))
+        proven += strategy.factor not in ("redundant", "pass")
     assert proven, "no sharded strategy was run"
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.published import row, session, table
+from support.oracles.published_rows import row, session, table
 
-from autopar.cost_models.evaluate import evaluate
-from autopar.cost_models.stacks import with_stack
+from autopar.cost_models.hardware.software_stacks import with_stack
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.validate.architectures import NotExpressed, architecture_of
-from autopar.validate.configuration import cluster_of, forced_of, layer_share, recompute_of
-from autopar.validate.graphs import AGAIN, Manner, captured, graph_of
-from autopar.validate.measures import predicted_bytes
+from autopar.validate.configuration import cluster_of, configuration_of, layer_share, recompute_of
+from autopar.validate.graphs import RECOMPUTED, RunOptions, captured, graph_of
+from autopar.validate.memory_measures import predicted_bytes
 from autopar.validate.price import price_rows
 from autopar.validate.report import report
 from autopar.validate.rows import Row
@@ -22,7 +22,7 @@ from autopar.validate.rows import Row
 
 def test_configuration_by_hand() -> None:
     """176B on 384 A100: 12 stages of 8 tensor ranks leave 4 data ranks; 2048 sequences are 4 x 128 micro-batches of 4."""
-    wanted = forced_of(row("bloom-020", global_batch=2048, micro_batch=4, n_gpus=384, tp=8, pp=12))
+    wanted = configuration_of(row("bloom-020", global_batch=2048, micro_batch=4, n_gpus=384, tp=8, pp=12))
     assert (wanted.tp, wanted.pp, wanted.micro_batches, wanted.zero) == (8, 12, 128, 1)
     assert wanted.precision.compute == "float16" and wanted.precision.master == "float32"
     assert wanted.recompute == "everything", "Megatron runs a layer from end to end again"
@@ -34,9 +34,9 @@ def test_configuration_by_hand() -> None:
 def test_state_groups() -> None:
     """HSDP without a number is one node; a group as large as all data ranks is none."""
     plain = {"n_gpus": 32, "tp": 1, "pp": 1, "cp": 1, "micro_batch": 1, "global_batch": 32}
-    assert forced_of(row("fms-001", zero_stage_or_fsdp="hsdp", **plain)).zero_group == 8
-    assert forced_of(row("fms-001", zero_stage_or_fsdp="hsdp", zero_group_size=16, **plain)).zero_group == 16
-    assert forced_of(row("fms-001", zero_stage_or_fsdp="zero3", zero_group_size=32, **plain)).zero_group == 0
+    assert configuration_of(row("fms-001", zero_stage_or_fsdp="hsdp", **plain)).zero_group == 8
+    assert configuration_of(row("fms-001", zero_stage_or_fsdp="hsdp", zero_group_size=16, **plain)).zero_group == 16
+    assert configuration_of(row("fms-001", zero_stage_or_fsdp="zero3", zero_group_size=32, **plain)).zero_group == 0
 
 
 def test_networks_and_variants() -> None:
@@ -101,7 +101,7 @@ def test_price_is_the_evaluators(name: str) -> None:
     """The session's candidate on the session's cluster through the planner's evaluator, to the last digit; within a factor
     of what was measured."""
     one = table()[name]
-    setting = session().setting(one)
+    setting = session().setup(one)
     cluster = with_stack(setting.cluster, one.software_stack, compiled=one.compiled == 1)
     alone = evaluate(setting.graph, setting.candidate, cluster, "adamw")
     (priced,) = session().price([one])
@@ -121,7 +121,7 @@ def test_allocated_memory_is_met_without_slack() -> None:
 def test_sized_and_deepened_graph_is_the_captured_one(name: str) -> None:
     """A graph that was traced at marking sizes, four layers deep, equals the trace of the model itself."""
     architecture = architecture_of(table()[name])
-    graph, plain = graph_of(architecture, 6, "bfloat16", Manner()), captured(architecture, 6, "bfloat16")
+    graph, plain = graph_of(architecture, 6, "bfloat16", RunOptions()), captured(architecture, 6, "bfloat16")
     if architecture.loss_in_place:
         assert [str(call) for call in graph.calls] == [str(call) for call in plain.calls]
         assert [str(b).replace("_in_place", "_sum") for b in graph.blocks] == [str(b) for b in plain.blocks]
@@ -130,12 +130,12 @@ def test_sized_and_deepened_graph_is_the_captured_one(name: str) -> None:
 
 
 def test_marked_layers_are_spread_evenly() -> None:
-    setting = session().setting(row("fms-001", act_ckpt="selective", notes="", layers=32, id="half"))
-    marked = [index for index, call in enumerate(setting.graph.calls) if call.block.endswith(AGAIN)]
+    setting = session().setup(row("fms-001", act_ckpt="selective", notes="", layers=32, id="half"))
+    marked = [index for index, call in enumerate(setting.graph.calls) if call.block.endswith(RECOMPUTED)]
     assert len(marked) == 16 and {after - before for before, after in zip(marked, marked[1:], strict=False)} == {2}
     plans = {plan.block: plan for plan in setting.candidate.blocks}
     for name, plan in plans.items():
-        assert (plan.recompute or bool(plan.again)) == name.endswith(AGAIN)
+        assert (plan.recompute or bool(plan.recompute_nodes)) == name.endswith(RECOMPUTED)
 
 
 def test_latent_attention_is_of_one_model() -> None:

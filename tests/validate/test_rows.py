@@ -6,14 +6,14 @@ import csv
 from pathlib import Path
 
 import pytest
-from support.published import table
+from support.oracles.published_rows import table
 
-from autopar.validate.rows import TableError, bundled, read
+from autopar.validate.rows import TableError, bundled_table, read_table
 
 
 def written(tmp_path: Path, **cells: str) -> Path:
     """The first row of the bundled table with other cells."""
-    with bundled().open(newline="", encoding="utf-8") as file:
+    with bundled_table().open(newline="", encoding="utf-8") as file:
         lines = csv.DictReader(file)
         first, columns = next(lines), lines.fieldnames or ()
     path = tmp_path / "table.csv"
@@ -34,7 +34,7 @@ def test_bundled_table() -> None:
 
 
 def test_columns_may_come_in_any_order(tmp_path: Path) -> None:
-    with bundled().open(newline="", encoding="utf-8") as file:
+    with bundled_table().open(newline="", encoding="utf-8") as file:
         lines = csv.DictReader(file)
         first, columns = next(lines), list(lines.fieldnames or ())
     path = tmp_path / "table.csv"
@@ -42,7 +42,7 @@ def test_columns_may_come_in_any_order(tmp_path: Path) -> None:
         out = csv.DictWriter(file, [*reversed(columns), "another"])
         out.writeheader()
         out.writerow(first)
-    assert read(path) == read(bundled())[:1]
+    assert read_table(path) == read_table(bundled_table())[:1]
 
 
 @pytest.mark.parametrize(
@@ -58,26 +58,26 @@ def test_columns_may_come_in_any_order(tmp_path: Path) -> None:
 )
 def test_wrong_cells_are_named(tmp_path: Path, cells: dict[str, str], words: list[str]) -> None:
     with pytest.raises(TableError) as told:
-        read(written(tmp_path, **cells))
+        read_table(written(tmp_path, **cells))
     assert all(word in str(told.value) for word in words) and "\n" not in str(told.value)
 
 
 def test_wrong_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(TableError, match="cannot read"):
-        read(tmp_path / "nowhere.csv")
+        read_table(tmp_path / "nowhere.csv")
     other = tmp_path / "other.csv"
     other.write_text("id,layers\nx,1\n")
     with pytest.raises(TableError, match="lacks the columns source, model_family"):
-        read(other)
+        read_table(other)
     other.write_bytes(b"\xff\xfe\x00binary")
     with pytest.raises(TableError):
-        read(other)
-    other.write_text(bundled().read_text(encoding="utf-8").splitlines()[0] + "\n")
+        read_table(other)
+    other.write_text(bundled_table().read_text(encoding="utf-8").splitlines()[0] + "\n")
     with pytest.raises(TableError, match="no rows"):
-        read(other)
+        read_table(other)
 
 
 def test_out_of_memory_is_read_from_notes(tmp_path: Path) -> None:
-    assert read(written(tmp_path, notes="OOM with 8 GPUs", step_seconds=""))[0].out_of_memory
-    assert not read(written(tmp_path, notes="OOM with 4 GPUs", step_seconds="3.0"))[0].out_of_memory
-    assert not read(written(tmp_path, notes="room for more", step_seconds=""))[0].out_of_memory
+    assert read_table(written(tmp_path, notes="OOM with 8 GPUs", step_seconds=""))[0].out_of_memory
+    assert not read_table(written(tmp_path, notes="OOM with 4 GPUs", step_seconds="3.0"))[0].out_of_memory
+    assert not read_table(written(tmp_path, notes="room for more", step_seconds=""))[0].out_of_memory

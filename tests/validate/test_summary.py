@@ -5,33 +5,43 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.published import row
+from support.oracles.published_rows import row
 
-from autopar.validate.summary import Point, measure_of, memory, null_model, ordered_pairs, percentile, regret, sweeps, times
+from autopar.validate.summary import (
+    Comparison,
+    measure_of,
+    memory_errors,
+    null_model,
+    ordered_pairs,
+    percentile,
+    regret,
+    sweeps,
+    time_errors,
+)
 
 
-def point(measured: float, predicted: float | None, source: str = "a", **changes: Any) -> Point:
+def point(measured: float, predicted: float | None, source: str = "a", **changes: Any) -> Comparison:
     """A dense run of 8 devices and 1000 tokens a step."""
     plain = {"n_experts": None, "n_gpus": 8, "tokens_per_step": 1000, "step_seconds": measured, "source": source}
-    return Point(row("lf-001", **(plain | changes)), predicted)
+    return Comparison(row("lf-001", **(plain | changes)), predicted)
 
 
 def test_every_source_weighs_the_same() -> None:
     """Source a has errors 10, 20, 30 %, b has 2 %: (20 + 2) / 2, not the median of four rows."""
-    found = times([point(1.0, 1.1), point(1.0, 0.8), point(1.0, 1.3), point(1.0, 1.02, "b"), point(1.0, None, "c")])
+    found = time_errors([point(1.0, 1.1), point(1.0, 0.8), point(1.0, 1.3), point(1.0, 1.02, "b"), point(1.0, None, "c")])
     assert found.dense_median == pytest.approx(0.11)
     assert (found.dense_rows, found.dense_sources, found.moe_rows) == (4, 2, 0)
     assert found.dense_p90 == pytest.approx(0.27)  # of 2, 10, 20, 30: 0.9 x 3 = 2.7 -> 20 + 0.7 x 10
 
 
 def test_experts_are_counted_apart() -> None:
-    found = times([point(1.0, 1.5, n_experts=8), point(1.0, 0.9, n_experts=8), point(1.0, 1.0)])
+    found = time_errors([point(1.0, 1.5, n_experts=8), point(1.0, 0.9, n_experts=8), point(1.0, 1.0)])
     assert found.moe_median == pytest.approx(0.3)
     assert found.dense_median == 0.0 and found.moe_rows == 2
 
 
 def test_nothing_counts_in_an_empty_table() -> None:
-    found = times([])
+    found = time_errors([])
     assert found.dense_median is None and found.order_accuracy is None and found.regret_max is None
 
 
@@ -66,8 +76,8 @@ def test_sweeps_are_runs_that_differ_in_how_only() -> None:
     others = [point(1.0, 1.0, **{name: value}) for name, value in (("n_gpus", 16), ("seq_len", 7), ("gpu", "x"))]
     others += [point(1.0, 1.0, "b"), point(1.0, 1.0, precision="fp8"), point(1.0, 1.0, model_family="x"), point(1.0, None)]
     assert sweeps([*same, *others]) == [same]
-    assert times([*same, *others]).sweeps == 0  # two are no choice
-    assert times([*same, point(4.0, 0.5, tp=4)]).regret_max == pytest.approx(3.0)
+    assert time_errors([*same, *others]).sweeps == 0  # two are no choice
+    assert time_errors([*same, point(4.0, 0.5, tp=4)]).regret_max == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(
@@ -85,13 +95,13 @@ def test_measures_of_memory(text: str, measure: str) -> None:
 
 
 def test_memory_by_measure_and_out_of_memory() -> None:
-    def run(predicted: float, **changes: Any) -> Point:
+    def run(predicted: float, **changes: Any) -> Comparison:
         plain = {"memory_unit": "GB (1e9)", "memory_measure": "torch.cuda allocated peak", "peak_mem_gb": None}
-        return Point(row("lf-001", **(plain | changes)), 1.0, predicted)
+        return Comparison(row("lf-001", **(plain | changes)), 1.0, predicted)
 
     ran = [run(11e9, peak_mem_gb=10.0), run(9.5e9, peak_mem_gb=10.0), run(70e9)]
     failed = [run(90e9, notes="OOM", step_seconds=None), run(20e9, notes="OOM", step_seconds=None)]
-    found = memory([*ran, *failed], lambda _: 60e9)
+    found = memory_errors([*ran, *failed], lambda _: 60e9)
     assert found["allocated"]["rows"] == 2
     assert found["allocated"]["median"] == pytest.approx(0.075)
     assert found["allocated"]["worst"] == pytest.approx(0.1)

@@ -1,8 +1,12 @@
-"""Rewrites to the vocabulary that rules, costs and passes know. One rewrite a function, one visible list."""
+"""Normalizes a flat graph: rewrites it to the operations that rules, cost models and passes know.
+
+Start with the list `REWRITES`: each rewrite is one function from graph to graph. Add a normalization there. Imports `ir` and the
+helpers of `capture.flat`.
+"""
 
 from __future__ import annotations
 
-from autopar.capture.flat import Flat, drop_dead
+from autopar.capture.flat import FlatGraph, drop_dead
 from autopar.capture.normalize.attention import grouped_heads, mask_recovery
 from autopar.capture.normalize.batch_norm import batch_norm
 from autopar.capture.normalize.linear import linears
@@ -39,8 +43,8 @@ REWRITES = (
 )
 
 
-def normalize(flat: Flat, local_batch_norm: bool = False) -> Flat:
-    """All rewrites in order."""
+def normalize(flat: FlatGraph, local_batch_norm: bool = False) -> FlatGraph:
+    """The graph after all rewrites, in order."""
     for rewrite in REWRITES:
         flat = batch_norm(flat, local_batch_norm) if rewrite is batch_norm else rewrite(flat)
     return flat

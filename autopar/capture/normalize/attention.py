@@ -1,18 +1,18 @@
-"""What export densified comes back: causal and absent masks, windows, grouped query heads."""
+"""Recovers the form of attention that export made dense: causal or no mask, sliding windows, grouped query heads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.capture.flat import Flat, like, rewrite_nodes
+from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes
 from autopar.capture.normalize.masks import WHOLE, Band, Conditions, conditions
 from autopar.ir.graph import Arg, Node, Ref, Value
 
 SDPA = "aten.scaled_dot_product_attention"
 _AND = "aten.__and__.Tensor"
 WINDOWED = "ap.attention"
-"""The same with a keyword argument `window` ``(left, right)``, -1 without end; and with ``is_causal`` beside a mask."""
+"""Attention with a keyword argument `window` ``(left, right)``, -1 for unlimited; and with ``is_causal`` beside a mask."""
 
 
 def full_arguments(node: Node) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
@@ -25,9 +25,9 @@ def full_arguments(node: Node) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
     return tuple(args), kwargs
 
 
-def mask_recovery(flat: Flat) -> Flat:
-    """What sizes decide of a mask becomes ``is_causal`` or a window, what inputs decide stays (see `masks`). A mask of padding
-    ``[B, 1, 1, T]`` is no longer spread over the queries. What is no such mask stays, noted."""
+def mask_recovery(flat: FlatGraph) -> FlatGraph:
+    """Conditions of a mask that depend on sizes only become ``is_causal`` or a window; those that depend on inputs stay a mask
+    (see `masks`). A padding mask ``[B, 1, 1, T]`` is not expanded over the queries. Any other mask stays, with a note."""
     known, producers = flat.values(), flat.producers()
     read: dict[str, Conditions | None] = {}
     joins: dict[str, tuple[Node, ...]] = {}
@@ -70,7 +70,7 @@ def _banded(node: Node, band: Band, mask: Ref | None, known: Mapping[str, Value]
 
 
 def _joined(mask: Node, names: Sequence[str], known: dict[str, Value]) -> tuple[Node, ...]:
-    """Nodes, at the place of the mask, that join conditions."""
+    """The nodes, in the place of the mask, that compute the conjunction of conditions."""
     nodes: list[Node] = []
     last = names[0]
     for name in names[1:]:
@@ -78,14 +78,14 @@ def _joined(mask: Node, names: Sequence[str], known: dict[str, Value]) -> tuple[
         rank = max(len(left), len(right))
         wide = [(1,) * (rank - len(shape)) + shape for shape in (left, right)]
         shape = tuple(y if x == 1 else x for x, y in zip(*wide, strict=True))
-        nodes.append(like(mask, _AND, (Ref(last), Ref(name)), f"{mask.name}_data{len(nodes)}", shape, "bool", False))
+        nodes.append(node_like(mask, _AND, (Ref(last), Ref(name)), f"{mask.name}_data{len(nodes)}", shape, "bool", False))
         last = nodes[-1].name
         known[last] = nodes[-1].outputs[0]
     return tuple(nodes)
 
 
-def grouped_heads(flat: Flat) -> Flat:
-    """Keys and values repeated for each group of query heads are handed over unrepeated, with ``enable_gqa``."""
+def grouped_heads(flat: FlatGraph) -> FlatGraph:
+    """Keys and values that were repeated for each group of query heads become unrepeated operands, with ``enable_gqa``."""
     values, producers = flat.values(), flat.producers()
 
     def unrepeated(name: str) -> str | None:

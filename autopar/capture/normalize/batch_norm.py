@@ -1,7 +1,8 @@
-"""Batch norm as sums over the batch: exact global statistics wherever the batch is, and gradients through them by autograd.
+"""Rewrites batch norm as sums over the batch: exact global statistics for a sharded batch (as SyncBatchNorm), and gradients
+through them by autograd.
 
-``local``: statistics are those of the examples that one data rank has in one forward, as in DDP. Then ``ap.local_mean`` gives
-each example the mean over its rank's examples; the running statistics get the mean of all ranks' ones.
+``local``: the statistics are those of the examples of one data rank in one forward, as in DDP. Then ``ap.local_mean`` gives each
+example the mean over its rank's examples; the running statistics take the mean over all ranks.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.capture.flat import Flat, like, rewrite_nodes, size_args
+from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes, size_args
 from autopar.capture.normalize.losses import count
-from autopar.ir.dims import Dim, Shape, expression, simplify
+from autopar.ir.dims import Dim, Shape, as_dim, as_sympy
 from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
 
 _TRAINING = ("aten._native_batch_norm_legit_functional", "aten.native_batch_norm")
@@ -21,7 +22,7 @@ _INFERENCE = ("aten._native_batch_norm_legit_no_training",)
 LOCAL = "batch norm takes its statistics from each data rank's own examples (batch_norm=local)"
 
 
-def batch_norm(flat: Flat, local: bool = False) -> Flat:
+def batch_norm(flat: FlatGraph, local: bool = False) -> FlatGraph:
     """``_native_batch_norm_legit_functional`` (training) and ``..._no_training`` into primitive operations."""
     values = flat.values()
     trained = any(node.op in _TRAINING and node.args[5] is True for node in flat.nodes)
@@ -44,7 +45,7 @@ class _Writer:
         self.node, self.nodes = node, list[Node]()
 
     def add(self, op: str, args: tuple[Arg, ...], suffix: str, shape: Shape, flows: bool | None = None) -> Ref:
-        node = like(self.node, op, args, f"{self.node.name}_{suffix}", shape, flows=flows)
+        node = node_like(self.node, op, args, f"{self.node.name}_{suffix}", shape, flows=flows)
         self.nodes.append(node)
         return Ref(node.name)
 
@@ -58,7 +59,17 @@ class _Writer:
             bias = self.add("aten.reshape", (bias, size_args(wide)), "bias", wide)
             normal = self.add("aten.add.Tensor", (normal, bias), "shifted", shape)
         last = self.nodes.pop()
-        self.nodes.append(Node(last.op, last.args, (), (self.node.outputs[0],), last.module, last.source, last.no_grad))
+        self.nodes.append(
+            Node(
+                op=last.op,
+                args=last.args,
+                kwargs=(),
+                outputs=(self.node.outputs[0],),
+                module=last.module,
+                source=last.source,
+                no_grad=last.no_grad,
+            )
+        )
 
 
 def _of_all(writer: _Writer, x: Ref, batch: Dim, wide: Shape, name: str) -> Ref:
@@ -70,7 +81,7 @@ def _of_all(writer: _Writer, x: Ref, batch: Dim, wide: Shape, name: str) -> Ref:
 
 
 def _minus_one(size: Dim) -> Arg:
-    dim = simplify(expression(size) - 1)
+    dim = as_dim(as_sympy(size) - 1)
     return Symbol(dim) if isinstance(dim, str) else dim
 
 

@@ -1,14 +1,14 @@
-"""Matrix products between reshapes become ``linear`` / ``linear_kn`` with their batch dimensions kept."""
+"""Rewrites matrix products between reshapes to ``linear`` and ``linear_kn``, which keep their batch dimensions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.capture.flat import Flat, rewrite_nodes, size_args
+from autopar.capture.flat import FlatGraph, rewrite_nodes, size_args
 from autopar.ir.graph import Arg, Node, Ref, Value
 
 
-def linears(flat: Flat) -> Flat:
+def linears(flat: FlatGraph) -> FlatGraph:
     """``addmm(b, reshape(x, [-1, k]), w)`` -> ``linear_kn(x, w, b)``; likewise ``mm`` and ``linear`` of a flattened operand."""
     values, producers = flat.values(), flat.producers()
 
@@ -39,12 +39,28 @@ def linears(flat: Flat) -> Flat:
         shape = (*values[source].shape[:-1], result.shape[-1])
         args: tuple[Arg, ...] = (Ref(source), weight) if bias is None else (Ref(source), weight, bias)
         if source == x.name:
-            return (Node(op, args, (), node.outputs, node.module, node.source, node.no_grad),), {}
+            return (
+                Node(
+                    op=op,
+                    args=args,
+                    kwargs=(),
+                    outputs=node.outputs,
+                    module=node.module,
+                    source=node.source,
+                    no_grad=node.no_grad,
+                ),
+            ), {}
         wide = Value(f"{result.name}_wide", shape, result.dtype, result.differentiable)
         values[wide.name] = wide
-        whole = Node(op, args, (), (wide,), node.module, node.source, node.no_grad)
+        whole = Node(op=op, args=args, kwargs=(), outputs=(wide,), module=node.module, source=node.source, no_grad=node.no_grad)
         back = Node(
-            "aten.reshape", (Ref(wide.name), size_args(result.shape)), (), (result,), node.module, node.source, node.no_grad
+            op="aten.reshape",
+            args=(Ref(wide.name), size_args(result.shape)),
+            kwargs=(),
+            outputs=(result,),
+            module=node.module,
+            source=node.source,
+            no_grad=node.no_grad,
         )
         return (whole, back), {}
 

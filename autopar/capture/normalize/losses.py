@@ -1,4 +1,4 @@
-"""Losses as sums over the batch and a count, so that a sharded batch gives the loss of the whole."""
+"""Rewrites losses as sums over the batch and a count, so that shards of the batch give the loss of the whole batch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import sympy
 
-from autopar.capture.flat import Flat, like, rewrite_nodes
+from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes
 from autopar.errors import CaptureError
-from autopar.ir.dims import Dim, expression, has_batch, simplify
+from autopar.ir.dims import Dim, as_dim, as_sympy, has_batch
 from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
 
 _MEAN, _SUM = 1, 2
 
 
-def cross_entropy(flat: Flat) -> Flat:
-    """``cross_entropy_loss`` becomes ``cross_entropy_sum``, over ``count_valid`` for the mean; flattening before it vanishes."""
+def cross_entropy(flat: FlatGraph) -> FlatGraph:
+    """``cross_entropy_loss`` becomes ``cross_entropy_sum``, divided by ``count_valid`` for the mean, without flattening
+    before."""
     values, producers = flat.values(), flat.producers()
 
     def unflatten(logits: str, target: str) -> tuple[str, str]:
@@ -49,7 +50,7 @@ def cross_entropy(flat: Flat) -> Flat:
         if len(values[logits].shape) > 2:
             order = (0, *range(2, len(values[logits].shape)), 1)
             shape = tuple(values[logits].shape[dim] for dim in order)
-            last = like(node, "aten.permute", (Ref(logits), order), f"{node.name}_last", shape)
+            last = node_like(node, "aten.permute", (Ref(logits), order), f"{node.name}_last", shape)
             new.append(last)
             values[last.name] = last.outputs[0]
             logits = last.name
@@ -59,10 +60,10 @@ def cross_entropy(flat: Flat) -> Flat:
         if options["reduction"] == _SUM:
             new.append(replace(node, op="ap.cross_entropy_sum", args=args, kwargs=()))
             return tuple(new), {}
-        total = like(node, "ap.cross_entropy_sum", args, f"{node.name}_sum", ())
-        count = like(node, "ap.count_valid", (Ref(target), ignore), f"{node.name}_count", (), flows=False)
+        total = node_like(node, "ap.cross_entropy_sum", args, f"{node.name}_sum", ())
+        count = node_like(node, "ap.count_valid", (Ref(target), ignore), f"{node.name}_count", (), flows=False)
         if values[logits].dtype != "float32":
-            count = like(
+            count = node_like(
                 node, "ap.count_valid", (Ref(target), ignore), f"{node.name}_count", (), dtype=values[logits].dtype, flows=False
             )
         quotient = (Ref(total.name), Ref(count.name))
@@ -72,7 +73,7 @@ def cross_entropy(flat: Flat) -> Flat:
     return rewrite_nodes(flat, step)
 
 
-def squared_error(flat: Flat) -> Flat:
+def squared_error(flat: FlatGraph) -> FlatGraph:
     """``mse_loss`` as the sum or mean of a square."""
     values = flat.values()
 
@@ -82,11 +83,11 @@ def squared_error(flat: Flat) -> Flat:
         reduction = node.args[2] if len(node.args) > 2 else dict(node.kwargs).get("reduction", _MEAN)
         shape = values[node.operands()[0]].shape
         flows = any(values[name].differentiable for name in node.operands()) and not node.no_grad
-        difference = like(node, "aten.sub.Tensor", node.args[:2], f"{node.name}_difference", shape, flows=flows)
+        difference = node_like(node, "aten.sub.Tensor", node.args[:2], f"{node.name}_difference", shape, flows=flows)
         square: tuple[Arg, ...] = (Ref(difference.name), 2)
         if reduction not in (_MEAN, _SUM):
             return (difference, replace(node, op="aten.pow.Tensor_Scalar", args=square, kwargs=())), {}
-        squared = like(node, "aten.pow.Tensor_Scalar", square, f"{node.name}_square", shape, flows=flows)
+        squared = node_like(node, "aten.pow.Tensor_Scalar", square, f"{node.name}_square", shape, flows=flows)
         values[squared.name] = squared.outputs[0]
         op = "aten.mean" if reduction == _MEAN else "aten.sum"
         return (difference, squared, replace(node, op=op, args=(Ref(squared.name),), kwargs=())), {}
@@ -94,8 +95,8 @@ def squared_error(flat: Flat) -> Flat:
     return rewrite_nodes(flat, step)
 
 
-def full_means(flat: Flat) -> Flat:
-    """A mean over the batch becomes a sum and a division by the number of elements, which the batch determines."""
+def full_means(flat: FlatGraph) -> FlatGraph:
+    """A mean over the batch becomes a sum and a division by the number of elements, which depends on the batch size only."""
     values = flat.values()
 
     def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
@@ -112,7 +113,7 @@ def full_means(flat: Flat) -> Flat:
         keep = len(node.args) > 2 and bool(node.args[2])
         args: tuple[Arg, ...] = (node.args[0],) if result.shape == () else (node.args[0], tuple(reduced), keep)
         op = "aten.sum" if result.shape == () else "aten.sum.dim_IntList"
-        summed = Node(op, args, (), (total,), node.module, node.source, node.no_grad)
+        summed = Node(op=op, args=args, kwargs=(), outputs=(total,), module=node.module, source=node.source, no_grad=node.no_grad)
         return (summed, average(node, total, [operand.shape[dim] for dim in reduced])), {}
 
     return rewrite_nodes(flat, step)
@@ -127,4 +128,4 @@ def average(node: Node, total: Value, shape: list[Dim]) -> Node:
 
 def count(shape: list[Dim]) -> Dim:
     """The number of elements, in B where it depends on it."""
-    return simplify(sympy.prod([expression(dim) for dim in shape]))
+    return as_dim(sympy.prod([as_sympy(dim) for dim in shape]))

@@ -1,9 +1,9 @@
-"""What an attention mask says: conditions that must all hold, and of each the band of positions that it allows, where sizes alone
-decide it.
+"""Reads an attention mask: its conditions, which must all hold, and for each that depends on sizes only the band of positions
+that it allows.
 
-A condition that depends on ``column - row`` alone is computed for every distance once (`diagonals`), not for every pair, so that
-a long sequence takes no more than its length; this is a proof, since each operation on the way is elementwise and reads rows and
-columns only as ``row + constant`` and ``column + constant``. What has no such form is evaluated in full where it is small.
+A condition that depends on ``column - row`` alone is evaluated once per distance (`diagonals`), not per pair, so the time is
+linear in the sequence length. This is exact: each operation on the way is elementwise and reads rows and columns only as
+``row + constant`` and ``column + constant``. Other conditions are evaluated in full if they are small.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from autopar.capture.evaluate import concrete, evaluate_constant, kwargs_of, resolve
-from autopar.capture.flat import Flat
-from autopar.ir.dims import values as sizes
+from autopar.capture.flat import FlatGraph
+from autopar.ir.dims import shape_at as sizes
 from autopar.ir.graph import Node, Value
 
 Band = tuple[int | None, int | None]
@@ -36,13 +36,13 @@ _FULL = ("full", "full_like", "new_full")
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """`band` of what sizes decide; `others`, by name, are what data decides."""
+    """`band` is what the conditions that depend on sizes allow; `others` are the names of those that depend on data."""
 
     band: Band
     others: tuple[str, ...]
 
 
-def conditions(flat: Flat, name: str) -> Conditions | None:
+def conditions(flat: FlatGraph, name: str) -> Conditions | None:
     """Of a mask. None where a condition that sizes decide is no band. A mask of numbers is read as true where it is 0 and false
     where it is below -1e4; if data decides a part of it, it is left as it is."""
     reader = _Reader(flat)
@@ -64,7 +64,7 @@ def conditions(flat: Flat, name: str) -> Conditions | None:
 
 
 def both(a: Band, b: Band) -> Band:
-    """What both bands allow."""
+    """The intersection of two bands."""
     (left, right), (other_left, other_right) = a, b
     return _least(left, other_left), _least(right, other_right)
 
@@ -85,7 +85,7 @@ def of_distances(allowed: Tensor, rows: int) -> Band | None:
 
 
 class _Reader:
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatGraph) -> None:
         self.flat = flat
         self.values: Mapping[str, Value] = flat.values()
         self.producers = flat.producers()

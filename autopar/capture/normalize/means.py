@@ -1,11 +1,11 @@
-"""Losses that torch reduces to a mean: a sum, divided by the number of elements, which the batch determines."""
+"""Rewrites losses with a mean reduction: a sum, divided by the number of elements, which depends on the batch size only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.capture.flat import Flat, rewrite_nodes
+from autopar.capture.flat import FlatGraph, rewrite_nodes
 from autopar.capture.normalize.losses import average
 from autopar.ir.graph import Arg, Node, Value
 
@@ -21,7 +21,7 @@ _REDUCTION = {
 _DEFAULTS: tuple[Arg, ...] = (None, None, None, None)
 
 
-def mean_losses(flat: Flat) -> Flat:
+def mean_losses(flat: FlatGraph) -> FlatGraph:
     """``smooth_l1_loss(a, b)`` becomes ``smooth_l1_loss(a, b, 2)`` divided by the number of elements."""
     values = flat.values()
 
@@ -43,7 +43,7 @@ def mean_losses(flat: Flat) -> Flat:
     return rewrite_nodes(flat, step)
 
 
-def broadcasts(flat: Flat) -> Flat:
+def broadcasts(flat: FlatGraph) -> FlatGraph:
     """``broadcast_tensors(a, b)`` vanishes for operands that have the common shape already."""
     values = flat.values()
 

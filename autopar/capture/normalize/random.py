@@ -1,11 +1,11 @@
-"""Random numbers as one operation whose shards can be drawn apart: ``ap.random(like, kind, a, b)``."""
+"""Rewrites random numbers to one operation that every rank can draw for its own shard: ``ap.random(like, kind, a, b)``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from autopar.capture.flat import Flat, like, rewrite_nodes
+from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes
 from autopar.ir.graph import Arg, DType, Node, Ref
 
 Drawn = tuple[str, Arg, Arg]
@@ -48,8 +48,8 @@ KNOWN = frozenset(
 """Random operations that shards can draw; `convert` refuses all others."""
 
 
-def random_numbers(flat: Flat) -> Flat:
-    """Every random operation but dropout."""
+def random_numbers(flat: FlatGraph) -> FlatGraph:
+    """The graph with ``ap.random`` in place of every random operation but dropout."""
 
     def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
         if node.op in _LIKE:
@@ -57,14 +57,16 @@ def random_numbers(flat: Flat) -> Flat:
         result = node.outputs[0]
         if node.op in _OF_SIZE:
             size = next(arg for arg in node.args if isinstance(arg, tuple))
-            empty = like(node, "aten.empty", (size,), f"{node.name}_empty", result.shape, flows=False)
+            empty = node_like(node, "aten.empty", (size,), f"{node.name}_empty", result.shape, flows=False)
             empty = replace(empty, kwargs=(("dtype", DType(result.dtype)),))
             return (empty, _drawn(node, Ref(empty.name), _OF_SIZE[node.op](node))), {}
         if node.op == "aten.bernoulli":
             (name,) = node.operands()
             chances = Ref(name)
-            uniform = like(node, "ap.random", (chances, "uniform", 0.0, 1.0), f"{node.name}_uniform", result.shape, flows=False)
-            hit = like(node, "aten.lt.Tensor", (Ref(uniform.name), chances), f"{node.name}_hit", result.shape, "bool", False)
+            uniform = node_like(
+                node, "ap.random", (chances, "uniform", 0.0, 1.0), f"{node.name}_uniform", result.shape, flows=False
+            )
+            hit = node_like(node, "aten.lt.Tensor", (Ref(uniform.name), chances), f"{node.name}_hit", result.shape, "bool", False)
             return (uniform, hit, replace(node, op="aten.to.dtype", args=(Ref(hit.name), DType(result.dtype)), kwargs=())), {}
         return None
 

@@ -1,6 +1,6 @@
-"""Which operations take each row of a tensor for itself, and how they read where the rows' dimensions are kept apart.
+"""Row-wise operations: those that treat each row of a tensor alike, and their form on tensors whose rows are unflattened.
 
-The rows of ``x [B*S, H]`` are its dimension 0; kept apart they are the dimensions ``B, S`` (the *lead*) of ``[B, S, H]``.
+The rows of ``x [B*S, H]`` are its dimension 0; unflattened they are the dimensions ``B, S`` (the *lead*) of ``[B, S, H]``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from autopar.ir.dims import Dim, Shape
 from autopar.ir.graph import Arg, Node, Ref, Value
 
 WHOLE = ("aten.sum", "aten.mean", "aten.max", "aten.min", "aten.histc", "ap.count_valid", "ap.cross_entropy_sum")
-"""Over all elements, whatever their dimensions."""
+"""Reductions over all elements, whatever their dimensions."""
 OVER = ("aten.sum.dim_IntList", "aten.mean.dim", "aten.amax", "aten.amin", "aten.logsumexp", "aten.any.dims", "aten.all.dims")
-"""Over some dimensions."""
+"""Reductions over some dimensions."""
 LIKE = ("aten.to", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.clone", "aten.detach", "aten.expand")
 """One result for each element."""
 ROWS_AT: Mapping[str, tuple[int, ...]] = {
@@ -28,7 +28,7 @@ ROWS_AT: Mapping[str, tuple[int, ...]] = {
     "aten.embedding": (1,),
     "ap.moe_experts": (0, 1, 2),
 }
-"""Which operands hold the rows, where the operation has all other dimensions to itself."""
+"""The operands that hold the rows, of operations for which all other dimensions belong to a row."""
 ALONG: Mapping[str, tuple[int, Arg]] = {
     **dict.fromkeys(("aten.softmax", "aten._softmax", "aten.log_softmax", "aten._log_softmax", "aten.cumsum"), (1, None)),
     **dict.fromkeys(("aten.gather", "aten.scatter", "aten.scatter_add", "aten.unsqueeze", "aten.select"), (1, None)),
@@ -38,21 +38,21 @@ ALONG: Mapping[str, tuple[int, Arg]] = {
     **dict.fromkeys(("aten.split", "aten.split_with_sizes", "aten.chunk"), (2, 0)),
     "aten.topk": (2, -1),
 }
-"""Along one dimension: where it stands among the arguments, and what it is where it is not given."""
+"""Operations along one dimension: the position of that argument, and its default."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The node to run where the operands `rows` are kept apart; they still have their old names. `lead` is that of its results,
-    None where these are what they were."""
+class RowwiseNode:
+    """The form of a node whose operands `rows` are unflattened; they still have their old names. `lead` is that of its results,
+    None where these do not change."""
 
     node: Node
     rows: frozenset[str]
     lead: Shape | None = None
 
 
-def keep_apart(node: Node, values: Mapping[str, Value], apart: Mapping[str, Shape]) -> Kept | None:
-    """None where the operation does not take each row for itself. `apart` has the lead of the values that are kept apart."""
+def rowwise_node(node: Node, values: Mapping[str, Value], apart: Mapping[str, Shape]) -> RowwiseNode | None:
+    """The form of a row-wise node; None where it is not row-wise. `apart` has the lead of the values that are unflattened."""
     packet = ".".join(node.op.split(".")[:2])
     given = [name for name in node.operands() if name in apart]
     lead, number = apart[given[0]], values[given[0]].shape[0]
@@ -60,7 +60,7 @@ def keep_apart(node: Node, values: Mapping[str, Value], apart: Mapping[str, Shap
         return None
     if node.op in WHOLE:
         same = all(values[name].shape[:1] == (number,) for name in node.operands())
-        return Kept(node, frozenset(node.operands())) if same else None
+        return RowwiseNode(node, frozenset(node.operands())) if same else None
     rank = max(len(values[name].shape) for name in node.operands())
     if packet in ROWS_AT:
         rows = frozenset(arg.name for index in ROWS_AT[packet] if isinstance(arg := node.args[index], Ref))
@@ -87,17 +87,17 @@ def _is_pointwise(node: Node) -> bool:
     return node.op.startswith("aten.") and torch.Tag.pointwise in resolve(node.op).tags
 
 
-def _of_rows(node: Node, rows: frozenset[str], number: Dim, lead: Shape) -> Kept | None:
+def _of_rows(node: Node, rows: frozenset[str], number: Dim, lead: Shape) -> RowwiseNode | None:
     same = all(value.shape[:1] == (number,) for value in node.outputs)
-    return Kept(node, rows, lead) if same else None
+    return RowwiseNode(node, rows, lead) if same else None
 
 
 def _with(node: Node, index: int, arg: Arg) -> Node:
     return replace(node, args=(*node.args[:index], arg, *node.args[index + 1 :]))
 
 
-def _over(node: Node, rows: frozenset[str], number: Dim, lead: Shape, rank: int) -> Kept | None:
-    """Where the rows are summed, all dimensions of the lead are."""
+def _over(node: Node, rows: frozenset[str], number: Dim, lead: Shape, rank: int) -> RowwiseNode | None:
+    """A reduction over some dimensions: over the rows, it is over all dimensions of the lead."""
     given = node.args[1] if len(node.args) > 1 else None
     if node.kwargs or given is None or given == ():
         return None
@@ -107,10 +107,10 @@ def _over(node: Node, rows: frozenset[str], number: Dim, lead: Shape, rank: int)
         return _of_rows(_with(node, 1, tuple(dim + more for dim in dims)), rows, number, lead)
     if len(node.args) > 2 and node.args[2]:
         return None
-    return Kept(_with(node, 1, (*range(len(lead)), *(dim + more for dim in dims if dim))), rows)
+    return RowwiseNode(_with(node, 1, (*range(len(lead)), *(dim + more for dim in dims if dim))), rows)
 
 
-def _along(node: Node, packet: str, rows: frozenset[str], number: Dim, lead: Shape, rank: int) -> Kept | None:
+def _along(node: Node, packet: str, rows: frozenset[str], number: Dim, lead: Shape, rank: int) -> RowwiseNode | None:
     at, default = ALONG[packet]
     named = dict(node.kwargs).get("dim")
     dim = node.args[at] if len(node.args) > at else named if named is not None else default
@@ -118,7 +118,7 @@ def _along(node: Node, packet: str, rows: frozenset[str], number: Dim, lead: Sha
         return None
     dim %= rank + (packet == "aten.unsqueeze")
     if dim == 0 and packet == "aten.cat" and len(rows) == len(node.args[0]):  # type: ignore[arg-type]
-        return Kept(replace(node, op="aten.stack", args=(node.args[0], 0), kwargs=()), rows, (len(rows), *lead))
+        return RowwiseNode(replace(node, op="aten.stack", args=(node.args[0], 0), kwargs=()), rows, (len(rows), *lead))
     if dim == 0:
         return None
     moved = dim + len(lead) - 1

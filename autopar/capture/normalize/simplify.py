@@ -1,11 +1,11 @@
-"""Copies, full slices and the like vanish; views and casts get one spelling each."""
+"""Removes operations without effect (copies, full slices), and gives views, casts and factories one form each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.capture.flat import Flat, rewrite_nodes, size_args
+from autopar.capture.flat import FlatGraph, rewrite_nodes, size_args
 from autopar.ir.graph import DType, Node, Ref, Value
 
 _RESHAPES = (
@@ -21,7 +21,7 @@ _NEW = ("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty")
 _VIEWS = ("aten.reshape", "aten.expand", "aten.slice.Tensor", "aten.permute", "aten.to.dtype", "aten.squeeze.dims", "aten.pad")
 
 
-def casts(flat: Flat) -> Flat:
+def casts(flat: FlatGraph) -> FlatGraph:
     """``_to_copy(x, dtype=d)`` becomes ``to.dtype(x, d)``; without a dtype it is a copy."""
 
     def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
@@ -35,7 +35,7 @@ def casts(flat: Flat) -> Flat:
     return rewrite_nodes(flat, step)
 
 
-def reshapes(flat: Flat) -> Flat:
+def reshapes(flat: FlatGraph) -> FlatGraph:
     """Every view that keeps the order of elements is ``reshape(x, sizes)``; a reshape of a reshape is one."""
     producers: dict[str, Node] = {}
 
@@ -52,7 +52,7 @@ def reshapes(flat: Flat) -> Flat:
     return rewrite_nodes(flat, step)
 
 
-def factories(flat: Flat) -> Flat:
+def factories(flat: FlatGraph) -> FlatGraph:
     """``new_zeros(x, sizes)`` is ``zeros(sizes)`` of its dtype: it reads nothing of x, which need not be whole for it."""
 
     def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
@@ -64,7 +64,7 @@ def factories(flat: Flat) -> Flat:
     return rewrite_nodes(flat, step)
 
 
-def no_ops(flat: Flat) -> Flat:
+def no_ops(flat: FlatGraph) -> FlatGraph:
     """Operations that give back their operand are dropped; dropout gets one spelling."""
     values = flat.values()
 
@@ -75,7 +75,15 @@ def no_ops(flat: Flat) -> Flat:
             if probability == 0 or active is False:
                 return (), {node.name: operands[0]}
             return (
-                Node("ap.dropout", (node.args[0], probability), (), node.outputs[:1], node.module, node.source, node.no_grad),
+                Node(
+                    op="ap.dropout",
+                    args=(node.args[0], probability),
+                    kwargs=(),
+                    outputs=node.outputs[:1],
+                    module=node.module,
+                    source=node.source,
+                    no_grad=node.no_grad,
+                ),
             ), {}
         if not operands or len(node.outputs) != 1:
             return None

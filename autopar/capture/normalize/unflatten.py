@@ -1,7 +1,7 @@
-"""Tokens that a model flattens for a while keep their dimensions.
+"""Unflattens tokens: row-wise operations on flattened tokens ``[B*S, H]`` become operations on ``[B, S, H]``.
 
-Before ``y = reshape(x [B, S, H], [B*S, H]); z = topk(linear(y, w), 2); reshape(z, [B, S, 2])``, after
-``topk(linear(x, w), 2)``. A sequence that is cut has no placement in ``B*S``: merged dimensions can only be cut at the major one.
+Before ``y = reshape(x [B, S, H], [B*S, H]); z = topk(linear(y, w), 2); reshape(z, [B, S, 2])``, after ``topk(linear(x, w), 2)``.
+A sharded sequence has no placement in ``B*S``, since only the major one of merged dimensions can be sharded.
 """
 
 from __future__ import annotations
@@ -9,33 +9,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.capture.flat import Flat, rename, size_args
-from autopar.capture.normalize.rows import keep_apart
-from autopar.ir.dims import Dim, Shape, expression, simplify
+from autopar.capture.flat import FlatGraph, rename_operands, size_args
+from autopar.capture.normalize.rows import rowwise_node
+from autopar.ir.dims import Dim, Shape, as_dim, as_sympy
 from autopar.ir.graph import Node, Ref, Value
 
 
-def unflatten(flat: Flat) -> Flat:
-    """Whatever takes each row for itself reads and gives rows whose dimensions are apart; others get them merged, as before."""
+def unflatten(flat: FlatGraph) -> FlatGraph:
+    """The graph with row-wise operations on unflattened tensors; all other operations get flattened ones, as before."""
     return _Rows(flat).run()
 
 
 def _product(sizes: Shape) -> Dim:
-    total = expression(1)
+    total = as_sympy(1)
     for size in sizes:
-        total = total * expression(size)
-    return simplify(total)
+        total = total * as_sympy(size)
+    return as_dim(total)
 
 
 class _Rows:
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatGraph) -> None:
         self.flat, self.values = flat, flat.values()
         self.nodes: list[Node] = []
         self.lead: dict[str, Shape] = {}
         self.apart: dict[str, str] = {}
-        self.written = {value.name for value in flat.inputs} | {source.value.name for source in flat.sources}
+        self.written = {value.name for value in flat.inputs} | {source.value.name for source in flat.state_tensors}
 
-    def run(self) -> Flat:
+    def run(self) -> FlatGraph:
         for node in self.flat.nodes:
             if not (self.starts(node) or self.reshapes(node) or self.keeps(node)):
                 self.merge(node, node.operands())
@@ -109,17 +109,17 @@ class _Rows:
     def keeps(self, node: Node) -> bool:
         """An operation that takes each row for itself."""
         operands = [name for name in node.operands() if name in self.apart]
-        kept = keep_apart(node, self.values, self.lead) if operands else None
-        if kept is None:
+        rowwise = rowwise_node(node, self.values, self.lead) if operands else None
+        if rowwise is None:
             return False
         lead = self.lead[operands[0]]
-        names: Mapping[str, str] = {name: self.separate(node, name, lead) for name in sorted(kept.rows)}
-        others = tuple(name for name in node.operands() if name not in kept.rows)
+        names: Mapping[str, str] = {name: self.separate(node, name, lead) for name in sorted(rowwise.rows)}
+        others = tuple(name for name in node.operands() if name not in rowwise.rows)
         self.merge(node, others)
-        new = rename(kept.node, names)
-        if kept.lead is not None:
+        new = rename_operands(rowwise.node, names)
+        if rowwise.lead is not None:
             for value in node.outputs:
-                self.know(value.name, self.added(value.name, kept.lead), kept.lead)
+                self.know(value.name, self.added(value.name, rowwise.lead), rowwise.lead)
             new = replace(new, outputs=tuple(self.values[self.apart[value.name]] for value in node.outputs))
         self.emit(new)
         return True

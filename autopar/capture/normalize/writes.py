@@ -1,19 +1,19 @@
-"""Tensors that a model fills part by part are what they hold."""
+"""Rewrites writes into slices of a tensor: ``copy`` becomes its source, and a tensor that is filled slice by slice a ``cat``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.capture.flat import Flat, like, rewrite_nodes, size_args
+from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes, size_args
 from autopar.ir.dims import Dim
 from autopar.ir.graph import DType, Node, Ref
 
-Piece = tuple[int, int, str]
-"""From, to, and the value that was written there."""
+WrittenSlice = tuple[int, int, str]
+"""Start and end of a slice, and the value that was written there."""
 
 
-def copies(flat: Flat) -> Flat:
+def copies(flat: FlatGraph) -> FlatGraph:
     """``copy(x, y)`` is y, of x's type and shape."""
     values = flat.values()
 
@@ -23,21 +23,23 @@ def copies(flat: Flat) -> Flat:
         source, result = values[node.operands()[-1]], node.outputs[0]
         nodes: list[Node] = []
         if source.dtype != result.dtype:
-            cast = like(node, "aten.to.dtype", (Ref(source.name), DType(result.dtype)), f"{node.name}_cast", source.shape)
+            cast = node_like(node, "aten.to.dtype", (Ref(source.name), DType(result.dtype)), f"{node.name}_cast", source.shape)
             nodes, source = [cast], cast.outputs[0]
         if source.shape != result.shape:
-            grown = like(node, "aten.expand", (Ref(source.name), size_args(result.shape)), f"{node.name}_grown", result.shape)
+            grown = node_like(
+                node, "aten.expand", (Ref(source.name), size_args(result.shape)), f"{node.name}_grown", result.shape
+            )
             nodes, source = [*nodes, grown], grown.outputs[0]
         return tuple(nodes), {result.name: source.name}
 
     return rewrite_nodes(flat, step)
 
 
-def filled(flat: Flat) -> Flat:
+def filled(flat: FlatGraph) -> FlatGraph:
     """``slice_scatter(slice_scatter(x, a, d, 0, 8), b, d, 8, 16)``, which leaves nothing of x, is ``cat(a, b, d)``; where a
     part is the whole, that is left."""
     values = flat.values()
-    written: dict[str, tuple[int, tuple[Piece, ...]]] = {}
+    written: dict[str, tuple[int, tuple[WrittenSlice, ...]]] = {}
 
     def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
         if node.op != "aten.slice_scatter":
@@ -57,10 +59,10 @@ def filled(flat: Flat) -> Flat:
         assert isinstance(begin, int) and isinstance(length, int) and isinstance(size, int)
         begin += size if begin < 0 else 0
         before = written.get(base.name)
-        kept = before[1] if before is not None and before[0] == at else ()
-        pieces = (*(each for each in kept if each[1] <= begin or each[0] >= begin + length), (begin, begin + length, part.name))
-        written[node.name] = at, pieces
-        ordered = sorted(pieces)
+        others = before[1] if before is not None and before[0] == at else ()
+        slices = (*(each for each in others if each[1] <= begin or each[0] >= begin + length), (begin, begin + length, part.name))
+        written[node.name] = at, slices
+        ordered = sorted(slices)
         borders = [0, *(end for _, end, _ in ordered)]
         if [start for start, _, _ in ordered] != borders[:-1] or borders[-1] != size:
             return None

@@ -1,0 +1,84 @@
+"""Refuses, while tracing, what would silently change gradients: hooks, custom autograd functions, some random operations."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.normalize.random import KNOWN
+from autopar.errors import CaptureError
+
+_TORCH_ROOT = torch.__file__.rsplit("/", 1)[0]
+
+
+def user_line() -> str:
+    """``file.py:line`` of the innermost frame outside torch and autopar's capture."""
+    for frame in inspect.stack()[1:]:
+        if not frame.filename.startswith(_TORCH_ROOT) and "/autopar/capture/" not in frame.filename and "<" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}"
+    return "unknown line"
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """CaptureError for backward hooks, which a rewritten program would not call."""
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"module {path or type(model).__name__!r} has a backward hook, which the parallel program would not call; "
+                "remove it, or compute the gradient's change in forward"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(f"parameter {name} has a gradient hook, which the parallel program would not call; remove it")
+
+
+def refuse_complex(model: nn.Module) -> None:
+    """CaptureError for complex parameters and buffers."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_complex():
+            raise CaptureError(f"{name} is {tensor.dtype}: complex numbers are not supported; keep two real tensors")
+
+
+def refuse_random(op: str, node: fx.Node, where: str) -> None:
+    """CaptureError for random operations that shards cannot draw apart: ranks would draw equal or contradicting numbers."""
+    rates = [arg for arg in node.args if type(arg) is float]
+    still = op.split(".")[1] in ("lstm", "gru", "rnn_tanh", "rnn_relu") and rates == [0.0]  # no dropout between its layers
+    trains = any(arg is True for arg in node.args)
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or (op == "aten.rrelu" and trains)
+    if random and not still and op not in KNOWN:
+        raise CaptureError(
+            f"{where}: {op} draws random numbers that shards cannot draw apart; "
+            "use dropout, torch.rand_like, randn_like, bernoulli, or pass the numbers in with the batch"
+        )
+
+
+@contextmanager
+def refuse_custom_functions(allowed: tuple[str, ...]) -> Iterator[None]:
+    """CaptureError when a user's ``autograd.Function`` is applied, or a hook registered, while tracing."""
+    function_apply = torch.autograd.Function.__dict__["apply"]
+    register_hook = torch.Tensor.register_hook
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        qualified = f"{cls.__module__}.{cls.__qualname__}"
+        if not cls.__module__.startswith("torch.") and qualified not in allowed and cls.__qualname__ not in allowed:
+            raise CaptureError(
+                f"{user_line()}: custom autograd.Function {cls.__qualname__} would lose its backward when captured; "
+                f"make it a torch.library custom op and give it a rule with autopar.register_rule"
+            )
+        return function_apply.__get__(None, cls)(*args, **kwargs)
+
+    def hook(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(f"{user_line()}: a tensor hook registered in forward would be lost when captured; remove it")
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    torch.Tensor.register_hook = hook  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
+        torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]

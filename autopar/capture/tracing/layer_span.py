@@ -1,0 +1,66 @@
+"""The nodes of a traced layer, and their copies for layers that are equal to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.capture.flat import FlatGraph, StateTensor, rename_operands
+from autopar.capture.tracing.outline import CannotOutline
+from autopar.ir.graph import Node, Value
+
+
+@dataclass(slots=True)
+class LayerSpan:
+    """The nodes of a traced layer; `inputs` and `outputs` are the values at its borders."""
+
+    path: str
+    inputs: tuple[str, ...]
+    start: int
+    nodes: tuple[Node, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    def inside(self) -> set[str]:
+        return {value.name for node in self.nodes for value in node.outputs}
+
+    def check_inside(self, sources: Mapping[str, StateTensor]) -> None:
+        """CannotOutline where it reads more than its arguments and its own parameters."""
+        own = {source.value.name for name, source in sources.items() if name.startswith(f"{self.path}.")}
+        known = self.inside() | own | set(self.inputs)
+        foreign = [name for node in self.nodes for name in node.operands() if name not in known]
+        if foreign:
+            raise CannotOutline(f"{self.path} reads {foreign[0]}, which is not among its arguments")
+
+    def check_outside(self, flat: FlatGraph) -> None:
+        """CannotOutline where other nodes read more of it than its results, or where it writes a buffer."""
+        hidden = self.inside() - set(self.outputs)
+        own = {id(node) for node in self.nodes}
+        read = {name for node in flat.nodes if id(node) not in own for name in node.operands()} | {
+            flat.loss,
+            *(name for _, name in flat.outputs),
+        }
+        if hidden & read or any(name.startswith(f"{self.path}.") for name, _ in flat.updates):
+            raise CannotOutline(f"{self.path} hands out or writes more than its result")
+
+    def copy(
+        self, path: str, inputs: tuple[str, ...], values: Mapping[str, Value], sources: Mapping[str, StateTensor]
+    ) -> tuple[tuple[Node, ...], tuple[str, ...], tuple[StateTensor, ...]]:
+        """A copy for the layer at `path`: its nodes, its results, and its parameters (an opaque layer is traced without them)."""
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            if replace(values[mine], name="") != replace(values[given], name=""):
+                raise CannotOutline(f"{path} is called with {values[given]}, not with {values[mine]}")
+        names = dict(zip(self.inputs, inputs, strict=True))
+        copies: list[Node] = []
+        own: list[StateTensor] = []
+        suffix = path.replace(".", "_")
+        for name, source in sources.items():
+            if name.startswith(f"{self.path}."):
+                value = replace(source.value, name=f"{source.value.name}_of_{suffix}")
+                own.append(replace(source, value=value, name=path + name[len(self.path) :]))
+                names[source.value.name] = value.name
+        for node in self.nodes:
+            outputs = tuple(replace(value, name=f"{value.name}_of_{suffix}") for value in node.outputs)
+            module = path + node.module[len(self.path) :] if node.module.startswith(self.path) else node.module
+            copies.append(replace(rename_operands(node, names), outputs=outputs, module=module))
+            names.update((old.name, new.name) for old, new in zip(node.outputs, outputs, strict=True))
+        return tuple(copies), tuple(names[name] for name in self.outputs), tuple(own)

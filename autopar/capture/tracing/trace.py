@@ -1,0 +1,234 @@
+"""Exports a copy of the model on the meta device with `torch.export`; the model itself is never changed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, export
+
+from autopar.capture.bind import BoundInputs, batch_of, bind_inputs
+from autopar.capture.returned import take_apart
+from autopar.capture.tracing.experts import experts_as_operator
+from autopar.capture.tracing.flex import flex_as_operations
+from autopar.capture.tracing.guards import refuse_complex, refuse_custom_functions, refuse_hooks
+from autopar.capture.tracing.join_layers import join_layers
+from autopar.capture.tracing.outline import outline
+from autopar.errors import CaptureError, OperatorError
+from autopar.ir.interface import Form, Interface
+
+NO_GRAD_MARK = "autopar_no_grad"
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """The exported program of the model (of `LossOnly` around it), with the names of its tensor inputs."""
+
+    program: ExportedProgram
+    input_names: tuple[str, ...]
+    batch: int
+    symbolic: bool
+    ties: Mapping[str, str]
+    """By name of a parameter or buffer: the first name of the same tensor."""
+    outputs: tuple[str, ...] = ()
+    """The paths of what the program returns after the loss."""
+    interface: Interface = Interface()
+
+
+Told = tuple[Form, tuple[str, ...], tuple[str, ...]]
+"""The form of the model's result, the paths of what is returned after the loss, and the paths of what is left out."""
+
+
+class LossOnly(nn.Module):
+    """Calls the model with one dictionary of tensors and returns its scalar loss, and the requested outputs (`asked`)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bound: BoundInputs,
+        compute_dtype: torch.dtype | None,
+        asked: Sequence[str],
+        tell: Callable[[Told], None],
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.bound = bound
+        self.compute_dtype = compute_dtype
+        self.asked = tuple(asked)
+        self.tell = tell  # export undoes what a forward writes into attributes
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
+        dtype = self.compute_dtype
+        if dtype is not None:  # as FSDP2's mixed precision does (cast_forward_inputs)
+            batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+        returned = take_apart(self.module(**self.bound.arguments(batch)), self.asked)
+        self.tell((returned.form, tuple(returned.outputs), returned.left_out))
+        return (returned.loss, *returned.outputs.values()) if self.asked else returned.loss
+
+
+def copy_without_data(model: nn.Module, compute_dtype: torch.dtype | None) -> nn.Module:
+    """A deep copy on the meta device; floating parameters in `compute_dtype`. Ties stay ties."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        dtype = compute_dtype if compute_dtype is not None and parameter.is_floating_point() else parameter.dtype
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, dtype=dtype, device="meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    compute_dtype: str | None,
+    allowed: tuple[str, ...],
+    outlined: bool = True,
+    asked: tuple[str, ...] = (),
+) -> Traced:
+    """Exports the model with a symbolic batch; where the model specialises it, with the batch size of the example.
+
+    With `outlined` only one of equal layers is traced (see `outline`); where that fails, all are.
+    """
+    refuse_hooks(model)
+    refuse_complex(model)
+    bound = bind_inputs(model, args, kwargs)
+    tensors, batch = bound.tensors, batch_of(bound.tensors)
+    dtype = getattr(torch, compute_dtype) if compute_dtype else None
+    attempts = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
+    for symbolic, short in attempts:
+        told: list[Told] = []
+        clone = LossOnly(copy_without_data(model, dtype), bound, dtype, asked, told.append)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+                stack.enter_context(quiet_logs())
+                stack.enter_context(refuse_custom_functions(allowed))
+                stack.enter_context(flex_as_operations())
+                stack.enter_context(experts_as_operator(clone.module))
+                if short and not stack.enter_context(outline(clone.module)):
+                    continue
+                program = export_copy(clone, tensors, batch, symbolic)
+            form, paths, left_out = told[-1]
+            interface = replace(bound.interface, returns=form, left_out=left_out)
+            return Traced(
+                program=program,
+                input_names=tuple(tensors),
+                batch=batch,
+                symbolic=symbolic,
+                ties=tied_names(model),
+                outputs=paths,
+                interface=interface,
+            )
+        except CaptureError:
+            raise
+        except Exception as error:
+            if short or (symbolic and not is_data_dependent(error)):
+                continue
+            raise explain(error, clone.module) from None
+    raise AssertionError
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer to the first name of the same tensor."""
+    first: dict[int, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def export_copy(clone: LossOnly, tensors: Mapping[str, Tensor], batch: int, symbolic: bool) -> ExportedProgram:
+    """The functional program of ATen operations. A batch of 1 is traced as 2, since torch specialises 0 and 1."""
+    batched = {name: bool(tensor.dim()) and tensor.shape[0] == batch for name, tensor in tensors.items()}
+    size = max(batch, 2) if symbolic else batch
+    example = {
+        name: torch.empty((size, *tensor.shape[1:]) if batched[name] else tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+    }
+    shapes = ({name: {0: Dim.DYNAMIC} if batched[name] else None for name in example},) if symbolic else None
+    program: ExportedProgram = export(clone, (example,), dynamic_shapes=shapes, strict=False)
+    mark_no_grad(program)
+    join_layers(program)
+    program = program.run_decompositions({})
+    return program
+
+
+@contextmanager
+def quiet_logs() -> Iterator[None]:
+    """Export logs and prints what it is about to raise; the CaptureError says it in one line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def mark_no_grad(program: ExportedProgram) -> None:
+    """Decompositions inline ``no_grad`` regions; the mark on the region's call survives on what comes out of it.
+
+    The mark is the stack trace of the region's first operation, since the inlined operations lose theirs.
+    """
+    for node in program.graph.nodes:
+        if "set_grad_enabled" in str(node.target) and node.args and node.args[0] is False:
+            body = getattr(program.graph_module, str(getattr(node.args[1], "target", "")), None)
+            inner = (each.meta.get("stack_trace") for each in body.graph.nodes) if body is not None else ()
+            mark = {NO_GRAD_MARK: next((trace for trace in inner if trace), " ")}
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), **mark}
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Whether a branch or a size depends on data."""
+    text = f"{type(error).__name__} {error}"
+    words = ("DataDependent", "data-dependent", "meta tensors", "on a meta tensor")
+    return any(word in text for word in words)
+
+
+def data_dependent(where: str) -> str:
+    """The message for control flow or sizes that depend on data."""
+    return (
+        f"{where}: control flow or a size depends on the data of a tensor; "
+        "use torch.where or masks instead of if, .item() or boolean indexing (routed experts: call autopar.ops.moe_experts)"
+    )
+
+
+def frame_names(traceback: TracebackType) -> tuple[str, ...]:
+    """The name of the first argument of the frame's function (``self`` of a method)."""
+    return traceback.tb_frame.f_code.co_varnames[:1]
+
+
+def explain(error: Exception, model: nn.Module) -> CaptureError:
+    """The CaptureError for an error while tracing: one line, with the user's file and line."""
+    where, paths = "", {id(module): path for path, module in model.named_modules() if path}
+    traceback = error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not any(part in file for part in ("/torch/", "/autopar/capture/", "/autopar/ops/", "<", "contextlib")):
+            where = f"{file}:{traceback.tb_lineno}"
+            inside = next((paths.get(id(traceback.tb_frame.f_locals.get(name))) for name in frame_names(traceback)), None)
+            where += f" (module {inside})" if inside else ""
+        traceback = traceback.tb_next
+    if match := re.search(r'File "([^"]+)", line (\d+)', str(error)):
+        where = where or f"{match[1]}:{match[2]}"
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if isinstance(error, OperatorError):
+        return CaptureError(f"{where or type(model).__name__}: {error}")
+    if is_data_dependent(error):
+        return CaptureError(data_dependent(where or type(model).__name__))
+    if "same device" in first:
+        return CaptureError(
+            f"{where or type(model).__name__}: a tensor made in forward is on another device than the inputs; "
+            "pass device=x.device, or register it with register_buffer"
+        )
+    return CaptureError(f"{where or type(model).__name__}: the model cannot be captured: {type(error).__name__}: {first[:200]}")

@@ -1,0 +1,57 @@
+"""``autopar dryrun``: runs one rank of the plan on fake tensors: peak memory, live tensors, and collectives."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import warnings
+
+from autopar.cli.console import Console, percent, size
+from autopar.cli.evaluation import read_plan
+from autopar.cli.tables.memory import stage_peaks
+from autopar.ir.plan_file.plan_file import Plan
+
+SHOWN = 15
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Needs neither the cluster nor a GPU nor the model's weights."""
+    from autopar.dryrun.run import dry_run
+
+    plan = read_plan(arguments.plan)
+    console.progress(f"running rank {arguments.rank} of {plan.candidate.devices} on fake tensors, three steps")
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = dry_run(plan, arguments.rank)
+    memory, peak = _predicted(plan, arguments.rank)
+    unseen = memory.get("base", 0) + memory.get("slack", 0)
+    expected = peak - unseen
+    rows = [(kind, size(value)) for kind, value in found.memory.items()]
+    where = " ".join(f"{axis}={at}" for axis, at in found.coordinates)
+    console.table(f"Rank {found.rank} ({where}) at the peak", ("kind", "bytes"), [*rows, ("peak", size(found.peak_bytes))])
+    console.text(f"the peak is at {found.function} in the {found.module}" + (f"\n  {found.line}" if found.line else ""))
+    if peak:
+        console.text(
+            f"predicted {size(expected)} ({percent(expected / found.peak_bytes - 1)}), "
+            f"beside {size(unseen)} of the framework and the allocator that tensors do not show\n"
+        )
+    cells = [(each.kind, each.allocated_at, each.count, size(each.bytes)) for each in found.tensors[:SHOWN]]
+    console.table("Live tensors at the peak, largest first", ("kind", "created by", "tensors", "bytes"), cells)
+    sent = [(each.kind, each.axis, each.count, size(each.bytes)) for each in found.collectives]
+    console.table("Collectives of one step", ("collective", "axis", "times", "bytes"), sent)
+    document = dataclasses.asdict(found)
+    document["coordinates"] = dict(found.coordinates)
+    console.document({**document, "predicted_bytes": expected})
+    return 0
+
+
+def _predicted(plan: Plan, rank: int) -> tuple[dict[str, int], int]:
+    """Of the rank's pipeline stage: bytes by kind at the peak, and their sum."""
+    predicted, pipeline = plan.document.predicted, plan.candidate.pipeline
+    stages = stage_peaks(plan) if pipeline.stages > 1 else []
+    if not stages:
+        return predicted.memory, predicted.peak_memory_bytes or 0
+    stage = stages[rank // plan.candidate.mesh.size]
+    return stage["memory"], stage["peak_bytes"]

@@ -1,0 +1,143 @@
+"""``autopar explain``: why this plan, what it costs where, and what another one would cost. Needs the file only."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import msgspec
+
+from autopar.cli.console import Console, percent, seconds, size
+from autopar.cli.evaluation import read_plan
+from autopar.cli.tables.baselines import baseline_table
+from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.explain.ranking import CostRow, collective_rows, operation_rows, row_formulas
+from autopar.explain.reasons import evaluate_changes, parts_of_step, plan_reasons
+from autopar.explain.what_if import compare_plans, parse_what_if, plan_what_if
+from autopar.ir.plan_file.plan_file import Plan
+from autopar.solve.fixed.baselines import baselines
+from autopar.solve.pipeline.stage_variants import without_stage_variants
+from autopar.solve.report import as_baseline
+from autopar.solve.space.options import SearchOptions
+
+_SHOWN = 10
+_HEADER = ("what", "where", "source", "axis", "times", "a step", "share")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Explains the plan; with ``--what-if``, plans again under a constraint and shows the difference."""
+    plan = read_plan(arguments.plan)
+    cluster = Cluster.from_dict(plan.document.cluster.description)
+    evaluation = evaluate(plan.graph, plan.candidate, cluster, plan.document.optimizer)
+    if arguments.formulas:
+        _formulas(plan, cluster, evaluation, console)
+    elif arguments.what_if:
+        _what_if(plan, cluster, evaluation, arguments, console)
+    else:
+        _explain(plan, cluster, evaluation, console)
+    return 0
+
+
+def _explain(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Console) -> None:
+    graph, candidate = plan.graph, plan.candidate
+    reasons = list(plan_reasons(graph, candidate, cluster, evaluation))
+    console.text(f"{plan}\n" + "\n".join(reasons))
+    breakdown = cost_breakdown(graph, candidate, cluster, plan.document.optimizer)
+    ranked = {"ops": operation_rows(graph, breakdown)[:_SHOWN], "collectives": collective_rows(graph, breakdown)[:_SHOWN]}
+    step = evaluation.step_seconds
+    for name, title in (("ops", "The costliest operations"), ("collectives", "The costliest collectives, overlapped or exposed")):
+        console.table(title, _HEADER, [_row(cost, step) for cost in ranked[name]])
+    tried = evaluate_changes(graph, candidate, cluster, plan.document.optimizer)
+    rows = [
+        (c.name, seconds(c.step_seconds), f"{c.step_seconds / step - 1:+.1%}", *_memory(c.peak_memory_bytes, c.fits))
+        for c in tried
+    ]
+    console.table("One change, all else equal", ("change", "step", "difference", "peak memory", "fits"), rows)
+    others = _baselines(plan, cluster, evaluation, console)
+    console.document(
+        {
+            "reasons": reasons,
+            "step_seconds": step,
+            "parts": dict(parts_of_step(evaluation)),
+            **{name: [_json(cost, step) for cost in each] for name, each in ranked.items()},
+            "changes": [
+                {"name": c.name, "step_seconds": c.step_seconds, "peak_memory_bytes": c.peak_memory_bytes, "fits": c.fits}
+                for c in tried
+            ],
+            "baselines": others,
+        }
+    )
+
+
+def _formulas(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Console) -> None:
+    breakdown = cost_breakdown(plan.graph, plan.candidate, cluster, plan.document.optimizer)
+    found = [*operation_rows(plan.graph, breakdown)[:_SHOWN], *collective_rows(plan.graph, breakdown)[:_SHOWN]]
+    each = [(row, list(row_formulas(row, breakdown))) for row in found]
+    for cost, lines in each:
+        console.text(f"{cost.what} in {cost.where}: {seconds(cost.seconds)} a step, {cost.times} times")
+        console.text("".join(f"  {name}\n    " + text.replace("\n", "\n    ") + "\n" for name, _, text in lines))
+    keys = ("of", "seconds", "text")
+    formulas = [[dict(zip(keys, line, strict=True)) for line in lines] for _, lines in each]
+    step = evaluation.step_seconds
+    console.document([{**_json(cost, step), "formulas": texts} for (cost, _), texts in zip(each, formulas, strict=True)])
+
+
+def _row(cost: CostRow, step: float) -> tuple[Any, ...]:
+    return cost.what, cost.where, cost.source, cost.axis or "-", cost.times, seconds(cost.seconds), percent(cost.seconds / step)
+
+
+def _memory(peak_bytes: int | None, fits: bool) -> tuple[str, str]:
+    return size(peak_bytes), "yes" if fits else "no"
+
+
+def _json(cost: CostRow, step: float) -> dict[str, Any]:
+    return {
+        "what": cost.what,
+        "where": cost.where,
+        "source": cost.source,
+        "axis": cost.axis,
+        "times": cost.times,
+        "seconds": cost.seconds,
+        "share": cost.seconds / step,
+        "full_bytes": cost.full_bytes,
+    }
+
+
+def _baselines(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Console) -> dict[str, Any]:
+    """The baselines, priced now: those in plan.json were priced when the plan was made."""
+    options = SearchOptions(batch=plan.candidate.batch, precision=plan.candidate.precision, optimizer=plan.document.optimizer)
+    found = {each.recipe.key: as_baseline(each) for each in baselines(without_stage_variants(plan.graph), cluster, options)}
+    baseline_table(found, evaluation.step_seconds, evaluation.peak_memory_bytes, console)
+    return {key: msgspec.to_builtins(each) for key, each in found.items()}
+
+
+def _what_if(plan: Plan, cluster: Cluster, before: Evaluation, arguments: argparse.Namespace, console: Console) -> None:
+    question = parse_what_if(arguments.what_if)
+    options = SearchOptions(
+        batch=plan.candidate.batch,
+        precision=plan.candidate.precision,
+        optimizer=plan.document.optimizer,
+        time_limit_seconds=arguments.time_limit,
+    )
+    changed, found = plan_what_if(without_stage_variants(plan.graph), cluster, options, question, console.progress)
+    rows = compare_plans((plan.candidate, before), (found.candidate, found.evaluation), (cluster.size, changed.size))
+    console.table(f"What if {arguments.what_if}", ("", "this plan", "then"), rows)
+    breakdown = cost_breakdown(found.graph, found.candidate, changed, options.optimizer)
+    top = collective_rows(found.graph, breakdown)[:5]
+    step = found.evaluation.step_seconds
+    console.table("Its costliest collectives", _HEADER, [_row(cost, step) for cost in top])
+    console.document(
+        {
+            "what_if": arguments.what_if,
+            "before": {"step_seconds": before.step_seconds, "peak_memory_bytes": before.peak_memory_bytes},
+            "after": {
+                "step_seconds": step,
+                "peak_memory_bytes": found.evaluation.peak_memory_bytes,
+                "mesh": str(found.candidate.mesh),
+                "status": str(found.status),
+            },
+            "differences": [dict(zip(("what", "before", "after"), row, strict=True)) for row in rows],
+        }
+    )

@@ -1,0 +1,63 @@
+"""``autopar export``: writes the generated program as a folder that needs torch only."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopar.cli.console import Console
+from autopar.cli.evaluation import read_plan
+from autopar.ir.plan_file.plan_file import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+
+MAX_PARAMETERS = 2_000_000_000
+"""Models with more are exported without initial weights."""
+
+
+def initial_weights(plan: Plan, trust: bool = False) -> dict[str, torch.Tensor] | None:
+    """The model's initial weights with seed 0, by original name. None where the plan does not say how to build the model (it was
+    made by `autopar.plan`), the model is too large, or it is code that nobody told to `trust` (train.py initialises by name)."""
+    source = plan.document.model.source
+    if not source or plan.document.model.params > MAX_PARAMETERS or (is_code(source) and not trust):
+        return None
+    import torch
+
+    from autopar.capture.models import load_model
+
+    torch.manual_seed(0)
+    batch = plan.document.batch
+    model = load_model(source, batch.global_, batch.seq, plan.candidate.precision.master, device="cpu").model
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: named[name] for name in plan.graph.parameters() if name in named}
+
+
+def is_code(source: str) -> bool:
+    """Whether the model's source is a Python file, which building the model would run."""
+    return ".py" in source
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Writes the folder and says how to start it."""
+    from autopar.passes.lower import lower
+    from autopar.program.export import export_program
+    from autopar.rules.check import check_strategies
+    from autopar.rules.registry import default_registry
+
+    plan = read_plan(arguments.plan)
+    check_strategies(plan.graph, plan.candidate, default_registry())
+    folder = Path(arguments.folder)
+    weights = initial_weights(plan, arguments.trust)
+    if is_code(plan.document.model.source) and not arguments.trust:
+        console.progress(f"no initial weights: --trust runs {plan.document.model.source}, which the plan names")
+    lowered = lower(plan.graph, plan.candidate)
+    export_program(lowered, plan.to_json(), folder, weights=weights, overwrite=arguments.overwrite)
+    command = f"torchrun --nproc-per-node {plan.candidate.devices} {folder / 'train.py'}"
+    console.text(f"written to {folder}; start it with\n  {command}")
+    console.document(
+        {"folder": str(folder), "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*.py")), "run": command}
+    )
+    return 0

@@ -1,0 +1,151 @@
+"""``autopar inspect``: what a plan chose, at each level. Reads plan.json only; the model is not needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from autopar.cli.console import Console, size
+from autopar.cli.evaluation import read_plan
+from autopar.cli.tables.gradients import gradient_table
+from autopar.cli.tables.memory import memory_table
+from autopar.cli.tables.timeline import timeline
+from autopar.ir import dims
+from autopar.ir.placement import Shard
+from autopar.ir.plan import Conversion
+from autopar.ir.plan_file.plan_file import Plan
+from autopar.rules.conversions import COLLECTIVES, axis_conversion, changed_axis
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Shows the summary, or the one view that was asked for."""
+    plan = read_plan(arguments.plan)
+    views = {"ops": _ops, "memory": memory_table, "comm": _comm, "timeline": timeline, "program": _program}
+    if arguments.view:
+        views[arguments.view](plan, console)
+        return 0
+    from autopar.cli.commands.plan import summary
+
+    summary(plan, console)
+    console.document({key: value for key, value in json.loads(plan.to_json()).items() if key not in ("graph", "ops", "blocks")})
+    return 0
+
+
+def _ops(plan: Plan, console: Console) -> None:
+    rows: list[dict[str, Any]] = []
+    for block in plan.graph.blocks:
+        chosen = plan.candidate.block(block.name)
+        nodes = {node.name: node for node in block.nodes}
+        infos = [op for op in plan.document.ops if op.block == block.name]
+        rows += [{"block": block.name, "source": nodes[op.node].source, **_op(op)} for op in infos]
+        title = f"{block.name} x {plan.graph.count(block.name)}, ZeRO-{chosen.zero}"
+        cells = [
+            (op.node, op.function or op.op, ", ".join(op.operands), ", ".join(op.results), " ".join(op.factors)) for op in infos
+        ]
+        console.table(title, ("value", "operation", "operands", "results", "sharded by"), cells)
+        stored = [
+            (p.path, list(p.value.shape), place) for p, place in zip(block.parameters, _stored(plan, block.name), strict=True)
+        ]
+        if stored:
+            console.table(f"{block.name}: parameters as stored", ("parameter", "shape", "placement"), stored)
+    console.document({"mesh": str(plan.candidate.mesh), "ops": rows})
+
+
+def _op(op: Any) -> dict[str, Any]:
+    return {
+        "node": op.node,
+        "op": op.op,
+        "function": op.function,
+        "operands": list(op.operands),
+        "results": list(op.results),
+        "factors": list(op.factors),
+    }
+
+
+def _stored(plan: Plan, block: str) -> tuple[str, ...]:
+    return next(info.parameters for info in plan.document.blocks if info.block == block)
+
+
+def _comm(plan: Plan, console: Console) -> None:
+    rows = list(conversion_rows(plan))
+    cells = [
+        (
+            r["block"],
+            r["count"],
+            r["value"],
+            r["axis"],
+            r["conversion"],
+            r["forward"] or "-",
+            r["backward"] or "-",
+            size(r["bytes"]),
+        )
+        for r in rows
+    ]
+    console.table(
+        "Collectives of placement conversions, one step",
+        ("block", "times", "value", "axis", "conversion", "forward", "backward", "full tensor"),
+        cells,
+    )
+    console.table(
+        "State communication on the data axis (parameters and gradients)", ("block", "times", "kind", "bytes"), _state_rows(plan)
+    )
+    console.document({"collectives": rows, "gradients": gradient_table(plan, console)})
+
+
+def conversion_rows(plan: Plan) -> Iterator[dict[str, Any]]:
+    """One entry per placement conversion that communicates. `bytes`: the tensor, unsharded on the conversion's axis."""
+    from autopar.cost_models.tensors.sizes import value_bytes
+
+    mesh = plan.candidate.mesh
+    for block in plan.graph.blocks:
+        values = block.values()
+        for conversion in plan.candidate.block(block.name).conversions:
+            axis, value = changed_axis(conversion.source, conversion.target), values[conversion.value]
+            found = axis_conversion(conversion.source[axis], conversion.target[axis], value.differentiable)
+            if mesh.axes[axis].size == 1 or found is None or not {found.forward, found.backward} & COLLECTIVES:
+                continue
+            yield {
+                "block": block.name,
+                "count": plan.graph.count(block.name),
+                "value": conversion.value,
+                "axis": mesh.axes[axis].name,
+                "conversion": f"{conversion.source[axis]} -> {conversion.target[axis]}",
+                "forward": found.forward if found.forward in COLLECTIVES else None,
+                "backward": found.backward if found.backward in COLLECTIVES else None,
+                "bytes": value_bytes(value, plan.candidate.batch) // _shards_of_other_axes(plan, conversion, axis),
+            }
+
+
+def _shards_of_other_axes(plan: Plan, conversion: Conversion, axis: int) -> int:
+    """Into how many shards the other axes divide the tensor."""
+    shards = 1
+    for index, placement in enumerate(conversion.source):
+        if index != axis and isinstance(placement, Shard):
+            shards *= plan.candidate.mesh.sizes[index]
+    return shards
+
+
+def _state_rows(plan: Plan) -> list[tuple[Any, ...]]:
+    kinds = {
+        0: "all-reduce of gradients",
+        1: "reduce-scatter of gradients, all-gather of parameters after the step",
+        2: "reduce-scatter of gradients, all-gather of parameters once a step",
+        3: "all-gather of parameters in forward and backward, reduce-scatter of gradients",
+    }
+    rows: list[tuple[Any, ...]] = []
+    for block in plan.graph.blocks:
+        elements = sum(dims.numel(p.value.shape, 1) for p in block.parameters if p.trainable and not p.buffer)
+        if elements and plan.candidate.mesh.size_of("dp") > 1:
+            zero = plan.candidate.block(block.name).zero
+            rows.append((block.name, plan.graph.count(block.name), kinds[zero], size(elements * 4)))
+    return rows
+
+
+def _program(plan: Plan, console: Console) -> None:
+    from autopar.program.build import program_text
+
+    text = program_text(plan.graph, plan.candidate)
+    console.text(text)
+    console.document({"program": text})

@@ -1,0 +1,152 @@
+"""``autopar plan``: searches for the best plan, prints the summary, and writes plan.json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from autopar.cli.console import Console, percent, seconds, size
+from autopar.cli.tables.baselines import baseline_table
+from autopar.cli.tables.experts import expert_rows
+from autopar.cli.tables.stages import stage_table
+from autopar.errors import PlanError
+from autopar.ir.describe import describe
+from autopar.ir.plan_file.document import MeshResult
+from autopar.ir.plan_file.plan_file import Plan
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Plans MODEL, prints the summary, and writes the plan where `-o` says."""
+    _check_target(arguments.output)
+    plan = make(arguments, console)[0]
+    if arguments.output:
+        plan.save(arguments.output)
+    summary(plan, console)
+    if arguments.output:
+        console.text(f"written to {arguments.output}")
+    console.document(json.loads(plan.to_json()))
+    return 0
+
+
+def make(
+    arguments: argparse.Namespace, console: Console, device: str = "meta"
+) -> tuple[Plan, Any, dict[str, Any] | tuple[Any, ...]]:
+    """(plan, model, example inputs) for the planning arguments of a command."""
+    from autopar.capture.models import load_model
+    from autopar.cost_models.hardware.cluster import Cluster
+    from autopar.planning import make_plan, plan_folder
+    from autopar.solve.space.force import parse_force
+
+    parse_force(arguments.force)  # refused before the model is captured
+    cluster = Cluster.parse(arguments.cluster, cache=Path.home() / ".cache" / "autopar")
+    console.progress(f"capturing {arguments.model}")
+    loaded = load_model(arguments.model, arguments.batch, arguments.seq, device=device)
+    plan = make_plan(
+        loaded.model,
+        cluster,
+        loaded.example_inputs,
+        batch=arguments.batch,
+        precision=arguments.dtype or "float32",
+        force=arguments.force,
+        optimizer=getattr(arguments, "optimizer", "adamw"),
+        strict=arguments.strict,
+        time_limit_seconds=arguments.time_limit,
+        source=arguments.model,
+        name=loaded.name,
+        seq=arguments.seq or _sequence(loaded.example_inputs),
+        progress=console.progress,
+        cache=None if arguments.no_cache else plan_folder(),
+        batch_norm=getattr(arguments, "batch_norm", "global"),
+        expert_load=getattr(arguments, "expert_load", 1.0),
+        outputs=tuple(filter(None, getattr(arguments, "outputs", "").split(","))),
+    )
+    return plan, loaded.model, loaded.example_inputs
+
+
+def _sequence(example: dict[str, Any] | tuple[Any, ...]) -> int | None:
+    """S, where an example input is integer tokens of shape [B, S]."""
+    tensors = example.values() if isinstance(example, dict) else example
+    shapes = (tensor.shape for tensor in tensors if hasattr(tensor, "shape") and not tensor.is_floating_point())
+    return next((int(shape[1]) for shape in shapes if len(shape) == 2), None)
+
+
+def _check_target(path: str | None) -> None:
+    """PlanError before the search where its result could not be written."""
+    if path and not Path(path).resolve().parent.is_dir():
+        raise PlanError(f"cannot write {path}: the folder {Path(path).resolve().parent} does not exist; make it first")
+
+
+def summary(plan: Plan, console: Console) -> None:
+    """The tables that `plan` and `inspect` share."""
+    document, predicted = plan.document, plan.document.predicted
+    rows = [
+        ("model", f"{document.model.name}, {document.model.params / 1e6:.4g} M parameters"),
+        ("cluster", f"{document.cluster.name}, {document.cluster.devices} devices"),
+        *([("", str(note))] if (note := document.cluster.description.get("note")) else []),
+        ("plan", describe(plan.graph, plan.candidate)),
+        ("batch", f"{document.batch.global_} global, {document.batch.micro} per data rank"
+         + _parts(document.batch.num_microbatches) + _seq(document.batch.seq)),
+        ("precision", f"{document.precision.compute} compute, {document.precision.master} parameters, {document.optimizer}"),
+        ("step", _step(plan)),
+        ("memory", f"{size(predicted.peak_memory_bytes)} per device at the peak"),
+        ("search", f"{document.search.status}, gap {percent(predicted.gap)}, {document.search.candidates} candidates, "
+         f"{document.search.seconds:.1f} s"),
+        ("replicated", ", ".join(f"{axis}: {percent(x)} of FLOPs" for axis, x in document.replicated_share.items()) or "-"),
+    ]  # fmt: skip
+    if document.replicated_ops:
+        rows.append(("no sharding rule", ", ".join(document.replicated_ops)))
+    rows += expert_rows(plan)
+    rows += _returned(plan)
+    console.table(str(plan), ("", "chosen"), rows)
+    stage_table(plan, console)
+    baseline_table(document.baselines, predicted.step_seconds, predicted.peak_memory_bytes, console)
+    if document.search.meshes:
+        console.table("Candidates", ("mesh", "status", "lower bound", "step", "peak memory"), _candidates(document.search.meshes))
+
+
+def _candidates(every: Sequence[MeshResult]) -> list[tuple[str, ...]]:
+    """Candidates with a plan, and of the others those with the smallest lower bounds."""
+    solved = [each for each in every if each.step_seconds is not None]
+    rest = sorted((each for each in every if each.step_seconds is None), key=lambda each: each.bound_seconds or inf)
+    rows: list[tuple[str, ...]] = [
+        (m.mesh, m.status, seconds(m.bound_seconds), seconds(m.step_seconds), size(m.peak_memory_bytes))
+        for m in (*solved, *rest[: max(3, _ROWS - len(solved))])
+    ]
+    more = len(every) - len(rows)
+    return [*rows, (f"{more} more", "", "", "", "")] if more else rows
+
+
+_ROWS = 12
+
+
+def _returned(plan: Plan) -> list[tuple[str, str]]:
+    """The fields of the model's result that the program returns beside the loss; and the notes of capture."""
+    graph = plan.graph
+    left_out = graph.interface.left_out if graph.interface is not None else ()
+    notes = [("note", note) for note in graph.notes]
+    if not (graph.outputs or left_out):
+        return notes
+    returned = ", ".join(("loss", *(output.path for output in graph.outputs)))
+    return [("returns", returned + (f"; None for {', '.join(left_out)} (ask with --outputs)" if left_out else "")), *notes]
+
+
+def _parts(count: int) -> str:
+    return f" in each of {count} micro-batches" if count > 1 else ""
+
+
+def _seq(seq: int | None) -> str:
+    return f", sequences of {seq}" if seq else ""
+
+
+def _step(plan: Plan) -> str:
+    predicted = plan.document.predicted
+    parts = [seconds(predicted.step_seconds)]
+    if predicted.tokens_per_second_per_device is not None:
+        parts.append(f"{predicted.tokens_per_second_per_device:.4g} tokens/s per device")
+    if predicted.tflops_per_device is not None:
+        parts.append(f"{predicted.tflops_per_device:.4g} TFLOP/s per device, {percent(predicted.mfu)} of peak")
+    return ", ".join(parts)

@@ -1,0 +1,76 @@
+"""Where commands print: tables and text on stdout, or with ``--json`` one JSON document; progress on stderr either way."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Console:
+    """With `as_json` tables and text are silent, and `document` prints."""
+
+    as_json: bool = False
+
+    def progress(self, line: str) -> None:
+        """One line on stderr, at once."""
+        print(line, file=sys.stderr, flush=True)
+
+    def document(self, data: Any) -> None:
+        """Prints the JSON document, with ``--json`` only."""
+        if self.as_json:
+            print(json.dumps(data, indent=2))
+
+    def text(self, text: str) -> None:
+        """Prints plain text, without ``--json`` only."""
+        if not self.as_json:
+            print(text)
+
+    def table(self, title: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Prints a table, without ``--json`` only. Columns of numbers are right-aligned."""
+        if self.as_json:
+            return
+        rows = [[str(cell) for cell in row] for row in rows]
+        table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+        for index, name in enumerate(header):
+            numeric = bool(rows) and all(row[index][:1].isdigit() or row[index] in ("", "-") for row in rows)
+            table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(cell.replace("[", "\\[") for cell in row))
+        terminal = RichConsole(file=sys.stdout)
+        if not terminal.is_terminal:
+            terminal = RichConsole(file=sys.stdout, width=max(100, terminal.width))
+        terminal.print(table)
+
+
+def seconds(value: float | None) -> str:
+    """``12.3 ms``."""
+    if value is None:
+        return "-"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= size or unit == "us":
+            return f"{value / size:.3g} {unit}" if value / size < 1000 else f"{value / size:.0f} {unit}"
+    raise AssertionError
+
+
+def size(value: float | None) -> str:
+    """``12.3 GiB``."""
+    if value is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.3g} {unit}" if unit != "B" else f"{value:.0f} B"
+        value /= 1024
+    return f"{value:.4g} GiB"
+
+
+def percent(value: float | None) -> str:
+    """``12.3 %``."""
+    return "-" if value is None else f"{100 * value:.3g} %" if abs(value) >= 1e-6 else "0 %"

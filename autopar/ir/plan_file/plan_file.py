@@ -1,0 +1,186 @@
+"""``plan.json``: a plan with its graph, written and read back exactly, and checked on load. Holds no code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from autopar.errors import PlanError
+from autopar.files import write_whole
+from autopar.ir.describe import describe
+from autopar.ir.graph import Graph
+from autopar.ir.pipeline.chunk_calls import chunk_calls
+from autopar.ir.plan import Candidate, Pipeline
+from autopar.ir.plan_file.codec import decode_candidate, decode_graph, encode_blocks, encode_graph, encode_mesh, encode_pipeline
+from autopar.ir.plan_file.document import (
+    SCHEMA_VERSION,
+    Baseline,
+    BatchInfo,
+    ClusterInfo,
+    ModelInfo,
+    Parallelism,
+    PlanDocument,
+    PrecisionInfo,
+    Predicted,
+    SearchInfo,
+    StageInfo,
+)
+from autopar.ir.plan_file.fingerprint import graph_fingerprint
+from autopar.ir.plan_file.names import check_names
+from autopar.ir.verify import verify_candidate
+
+PLAN_AGAIN = "plan the model again with `autopar plan MODEL --cluster CLUSTER -o plan.json`"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A loaded plan: `document` is the file as structs, `graph` and `candidate` are what the compiler reads."""
+
+    document: PlanDocument
+    graph: Graph
+    candidate: Candidate
+
+    def to_json(self) -> str:
+        """The text of ``plan.json``."""
+        return encode_document(self.document)
+
+    @staticmethod
+    def from_json(text: str | bytes, name: str = "plan") -> Plan:
+        """The inverse of `to_json`. PlanError on a text that is no valid plan."""
+        return decode_plan(text, name)
+
+    def save(self, path: str | Path) -> None:
+        write_whole(path, self.to_json())
+
+    def with_graph(self, graph: Graph) -> Plan:
+        """The decisions of this plan on a graph of the same fingerprint that was captured here: what the file says of the graph
+        is not used. PlanError where they do not fit."""
+        graph = replace(graph, batch=self.graph.batch)
+        if graph == self.graph:
+            return self
+        verify_candidate(graph, self.candidate, self.document.cluster.devices)
+        return Plan(msgspec.structs.replace(self.document, graph=encode_graph(graph)), graph, self.candidate)
+
+    def describe(self) -> str:
+        """The plan in one line: ``dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears, attention heads)``."""
+        return describe(self.graph, self.candidate, self.document.predicted.bubble_share or None)
+
+    def __str__(self) -> str:
+        document = self.document
+        stages = self.candidate.pipeline.stages
+        mesh = (f"pp={stages} x " if stages > 1 else "") + str(self.candidate.mesh)
+        return f"{document.model.name} on {mesh}, {document.cluster.name}"
+
+
+def assemble_plan(
+    graph: Graph,
+    candidate: Candidate,
+    *,
+    model: ModelInfo,
+    cluster: ClusterInfo,
+    parallelism: Parallelism,
+    optimizer: str,
+    stage_chunks: Sequence[tuple[int, ...]] = ((0,),),
+    seq: int | None = None,
+    predicted: Predicted | None = None,
+    baselines: dict[str, Baseline | None] | None = None,
+    search: SearchInfo | None = None,
+    replicated_ops: tuple[str, ...] = (),
+    replicated_share: dict[str, float] | None = None,
+) -> Plan:
+    """The plan of a graph, a candidate and what is reported beside them. PlanError where the candidate does not fit the graph, so
+    that nothing invalid is ever written."""
+    verify_candidate(graph, candidate, cluster.devices)
+    blocks, ops = encode_blocks(graph, candidate)
+    document = PlanDocument(
+        schema_version=SCHEMA_VERSION,
+        model=model,
+        cluster=cluster,
+        mesh=encode_mesh(candidate),
+        parallelism=parallelism,
+        batch=BatchInfo(candidate.batch, candidate.micro_batch // candidate.mesh.size_of("dp"), candidate.micro_batches, seq),
+        precision=PrecisionInfo(candidate.precision.compute, candidate.precision.master),
+        optimizer=optimizer,
+        schedule=encode_pipeline(candidate.pipeline),
+        stages=_stages(graph, candidate.pipeline, stage_chunks),
+        blocks=blocks,
+        ops=ops,
+        recompute=tuple(
+            plan.block for plan in candidate.blocks if plan.recompute or plan.recompute_nodes or plan.recompute_conversions
+        ),
+        predicted=predicted or Predicted(),
+        baselines=baselines or {"ddp": None, "fsdp": None},
+        search=search or SearchInfo(),
+        replicated_ops=replicated_ops,
+        replicated_share=replicated_share or {},
+        graph=encode_graph(graph),
+    )
+    return Plan(document, graph, candidate)
+
+
+def _stages(graph: Graph, pipeline: Pipeline, stage_chunks: Sequence[tuple[int, ...]]) -> tuple[StageInfo, ...]:
+    chunks = chunk_calls(graph, pipeline)
+    if len(stage_chunks) != pipeline.stages:
+        raise PlanError(f"{len(stage_chunks)} stages have chunks, the pipeline has {pipeline.stages} stages")
+    return tuple(StageInfo(tuple(index for chunk in mine for index in chunks[chunk]), mine) for mine in stage_chunks)
+
+
+def encode_document(document: PlanDocument) -> str:
+    """JSON, two blanks of indentation."""
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+
+
+def decode_plan(text: str | bytes, name: str = "plan") -> Plan:
+    """The verified plan of a file's text. PlanError, one line, on anything else."""
+    try:
+        head = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PlanError(f"{name} is not a whole JSON document ({error}): {PLAN_AGAIN}") from None
+    version = head.get("schema_version") if isinstance(head, dict) else None
+    if type(version) is not int:
+        raise PlanError(f"{name} is not a plan: it has no schema_version; {PLAN_AGAIN}")
+    if version != SCHEMA_VERSION:
+        mend = PLAN_AGAIN if version < SCHEMA_VERSION else f"update autopar, or {PLAN_AGAIN}"
+        raise PlanError(f"{name} has schema version {version}, this autopar reads version {SCHEMA_VERSION} only: {mend}")
+    try:
+        document = msgspec.convert(head, PlanDocument)
+        check_names(document)
+        graph = decode_graph(document.graph)
+        candidate = decode_candidate(document)
+    except (msgspec.ValidationError, ValueError, RecursionError) as error:
+        raise PlanError(f"{name} is not a valid plan: {error}; {PLAN_AGAIN}") from None
+    _verify(document, graph, candidate, name)
+    return Plan(document, graph, candidate)
+
+
+def _verify(document: PlanDocument, graph: Graph, candidate: Candidate, name: str) -> None:
+    batch = document.batch
+    try:
+        verify_candidate(graph, candidate, document.cluster.devices)
+    except PlanError as error:
+        raise PlanError(f"{name} does not fit together: {error}") from None
+    except (ValueError, KeyError, StopIteration, IndexError, TypeError, RuntimeError) as error:
+        raise PlanError(f"{name} holds a graph that does not fit together ({error}): {PLAN_AGAIN}") from None
+    if batch.micro * batch.num_microbatches * candidate.mesh.size_of("dp") != batch.global_:
+        raise PlanError(f"{name}: batch.global is not batch.micro x batch.num_microbatches x dp")
+    if document.model.fingerprint != graph.fingerprint:
+        raise PlanError(f"{name}: model.fingerprint is not that of the graph; the file was put together from two plans")
+
+
+def check_graph(plan: Plan, name: str) -> Plan:
+    """The plan, to be used without its model. PlanError where its graph is not the one that was captured."""
+    if graph_fingerprint(plan.graph) != plan.graph.fingerprint:
+        raise PlanError(f"{name}: the graph is not the one of its fingerprint, so it was changed by hand; {PLAN_AGAIN}")
+    return plan
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The plan of a file. PlanError where the file is missing or no valid plan."""
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {path}: {error.strerror or error}") from None
+    return decode_plan(text, str(path))

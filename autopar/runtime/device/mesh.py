@@ -1,0 +1,162 @@
+"""The device mesh of a running program: one handle for each mesh axis, process groups, and this rank's coordinates."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..compat import group_name
+from ..errors import LaunchProblem
+from .axis import AxisHandle
+from .offload import HostMemory
+from .rng import seed_stream
+
+DATA_AXIS = "dp"
+PIPELINE_AXIS = "pp"
+REPLICATE_AXIS = "dp_replicate"
+SHARD_AXIS = "dp_shard"
+"""The data axis as two (HSDP): between the copies of the state, and the ranks that share one copy."""
+
+
+class MeshHandle:
+    """The device mesh ``{"dp": 2, "tp": 2}`` over the processes that torchrun started. An axis that is missing has one rank.
+
+    The first axis may be ``pp``, the pipeline: `axes`, `device_mesh` and all that is placed on them belong to this rank's stage,
+    `whole_mesh` spans all stages.
+    """
+
+    pp: AxisHandle
+    dp: AxisHandle
+
+    def __init__(self, axes: Mapping[str, int], *, seed: int = 0) -> None:
+        self.axes = {name: size for name, size in axes.items() if name != PIPELINE_AXIS} or {DATA_AXIS: 1}
+        self.pipeline_axes = {PIPELINE_AXIS: axes[PIPELINE_AXIS]} if PIPELINE_AXIS in axes else {}
+        all_axes = self.pipeline_axes | self.axes
+        self.device = join_process_group(prod(all_axes.values()), all_axes)
+        self.host_memory = HostMemory(self.device)
+        self.whole_mesh, self.device_mesh = self._meshes(self.axes)
+        self.pp = _handle(PIPELINE_AXIS, self.pipeline_axes.get(PIPELINE_AXIS, 1), self.whole_mesh)
+        self.reseed(seed)  # random streams of an earlier mesh may have advanced differently on other ranks
+        self.handles = {name: _handle(name, size, self.device_mesh) for name, size in self.axes.items()}
+        for name in (DATA_AXIS, "tp", "ep", *self.axes):
+            setattr(self, name, self.axis(name))
+        self.group_state(0)
+
+    def _meshes(self, axes: dict[str, int]) -> tuple[DeviceMesh, DeviceMesh]:
+        """The mesh of all stages, and that of this rank's stage."""
+        sizes = self.pipeline_axes | axes
+        whole = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return whole, whole[tuple(axes)] if self.pipeline_axes else whole
+
+    def group_state(self, group_size: int) -> None:
+        """Shards one copy of the state over `group_size` neighbours on the data axis, and replicates it between such groups
+        (HSDP); 0 shards over the whole axis.
+
+        State is placed on `state_mesh`, whose axes are `state_axes`; `shard_axis` is the axis that one copy is sharded over.
+        """
+        self.state_axes, self.state_mesh, self.shard_axis = self.axes, self.device_mesh, self.dp
+        size = self.dp.size
+        if group_size in (0, size):
+            return
+        if size % group_size:
+            raise LaunchProblem(f"state on groups of {group_size} does not divide dp={size}: plan again with a divisor, or 0")
+        halves = {REPLICATE_AXIS: size // group_size, SHARD_AXIS: group_size}
+        self.state_axes = {}
+        for name, count in self.axes.items():
+            self.state_axes |= halves if name == DATA_AXIS else {name: count}
+        _, self.state_mesh = self._meshes(self.state_axes)
+        self.shard_axis = _handle(SHARD_AXIS, group_size, self.state_mesh)
+
+    @property
+    def sharding_mesh(self) -> DeviceMesh:
+        """The mesh for FSDP2: the data axis, or (replicate, shard) for HSDP."""
+        if self.state_mesh is self.device_mesh:
+            return self.device_mesh[DATA_AXIS]
+        return self.state_mesh[REPLICATE_AXIS, SHARD_AXIS]
+
+    def axis(self, name: str) -> AxisHandle:
+        """The handle of an axis; one of size 1 where the mesh has no axis of that name."""
+        return self.handles.get(name) or AxisHandle(name)
+
+    @property
+    def model_axes(self) -> tuple[AxisHandle, ...]:
+        """All axes but the data axis, in order."""
+        return tuple(handle for name, handle in self.handles.items() if name != DATA_AXIS)
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """The process group of an axis of the program, of its state, or of the pipeline."""
+        if name == PIPELINE_AXIS:
+            return self.whole_mesh.get_group(name)
+        return (self.device_mesh if name in self.axes else self.state_mesh).get_group(name)
+
+    @property
+    def pipeline_groups(self) -> list[list[int]]:
+        """The ranks of each pipeline group, by stage: ranks that have equal coordinates on all other axes."""
+        size = prod(self.axes.values())
+        return [[stage * size + place for stage in range(self.pp.size)] for place in range(size)]
+
+    def describe(self, rank: int) -> str:
+        """A rank by its number and its coordinates, for messages."""
+        words, left = [], rank
+        for name, size in reversed((self.pipeline_axes | self.axes).items()):
+            words.append(f"{name}={left % size}")
+            left //= size
+        return f"rank {rank} ({', '.join(reversed(words))})"
+
+    def rank_in_stage(self, stage: int) -> int:
+        """The rank in another stage that has this rank's coordinates on all other axes."""
+        size = prod(self.axes.values())
+        return stage * size + dist.get_rank() % size
+
+    def reseed(self, seed: int) -> None:
+        """Restarts all random streams from `seed`; each stage has streams of its own."""
+        self.seed = seed + self.pp.coordinate * 1_000_003
+        seed_stream.cache_clear()
+
+
+def _handle(name: str, size: int, mesh: DeviceMesh) -> AxisHandle:
+    if size == 1:
+        return AxisHandle(name)
+    return AxisHandle(name, size, mesh.get_local_rank(name), group_name(mesh, name))
+
+
+def shut_down() -> None:
+    """Ends this process with exit status 0 when all ranks are done; the last line of a script.
+
+    It skips the interpreter's shutdown: CPython 3.11 unwinds threads that wait for the interpreter, and a thread of gloo that is
+    just then freeing the tensors of the last collective aborts (seen twice, on a loaded machine).
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def join_process_group(size: int, axes: Mapping[str, int]) -> torch.device:
+    """Joins the process group and returns this rank's device. LaunchProblem where another number of processes was launched."""
+    words = " x ".join(f"{name}={count}" for name, count in axes.items())
+    launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != size:
+        raise LaunchProblem(
+            f"this program is for {size} processes ({words}) but {launched} were launched; "
+            f"use torchrun --nproc-per-node {size} or make a plan for {launched}"
+        )
+    gpu = torch.cuda.is_available() and torch.cuda.device_count() > int(os.environ.get("LOCAL_RANK", "0"))
+    if not dist.is_initialized():
+        backend = "nccl" if gpu else "gloo"
+        if "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if not gpu or dist.get_backend() == "gloo":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device

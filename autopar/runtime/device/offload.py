@@ -1,0 +1,84 @@
+"""Activation offloading: tensors that lie in host memory between forward and backward. On CUDA the copies overlap with
+computation."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+
+class HostMemory:
+    """Copies between one device and host memory, on a CUDA stream of their own, in the order in which they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.last_offloaded: weakref.ref[OffloadedTensor] | None = None
+
+    def copy_to_host(self, x: torch.Tensor) -> torch.Tensor:
+        """Starts a copy to (pinned) host memory and returns it."""
+        if self.stream is None:
+            return x.to("cpu", copy=True)
+        on_host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+        self.stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(self.stream):
+            on_host.copy_(x, non_blocking=True)
+        x.record_stream(self.stream)
+        return on_host
+
+    def copy_to_device(self, on_host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Starts a copy to the device; returns it, and the event that it is complete at."""
+        if self.stream is None:
+            return on_host.to(device, copy=True), None
+        with torch.cuda.stream(self.stream):
+            x = on_host.to(device, non_blocking=True)
+            return x, self.stream.record_event()
+
+
+def storage_span(x: torch.Tensor) -> tuple[int, int]:
+    """The range of elements of its storage that a tensor spans: start, end."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
+    return int(x.storage_offset()), int(x.storage_offset() + last + 1)
+
+
+class OffloadedTensor:
+    """The part of a storage that a tensor spans, offloaded once, when autograd first saves a view of it. It is copied back
+    when the backward first needs it, or needs the tensor that was offloaded right after it: the backward needs them in reverse
+    order."""
+
+    def __init__(self, x: torch.Tensor, host: HostMemory) -> None:
+        self.host_memory, self.device, self.dtype = host, x.device, x.dtype
+        self.start, self.end = storage_span(x)
+        self.on_device: torch.Tensor | None = x.detach().as_strided((self.end - self.start,), (1,), self.start)
+        self.on_host: torch.Tensor | None = None
+        self.copied: torch.cuda.Event | None = None
+        self.previous: weakref.ref[OffloadedTensor] | None = None
+
+    def covers(self, x: torch.Tensor) -> bool:
+        start, end = storage_span(x)
+        return self.dtype == x.dtype and self.start <= start and end <= self.end
+
+    def offload(self) -> None:
+        if self.on_host is None and self.on_device is not None:
+            self.on_host, self.on_device = self.host_memory.copy_to_host(self.on_device), None
+            self.previous, self.host_memory.last_offloaded = self.host_memory.last_offloaded, weakref.ref(self)
+
+    def prefetch(self) -> torch.Tensor:
+        """Starts the copy back to the device, if it has not started."""
+        if self.on_device is None:
+            assert self.on_host is not None
+            self.on_device, self.copied = self.host_memory.copy_to_device(self.on_host, self.device)
+            self.on_host = None
+        return self.on_device
+
+    def result(self, _: int) -> torch.Tensor:
+        """The part as one flat tensor on the device; prefetches the tensor that was offloaded before."""
+        x = self.prefetch()
+        if self.copied is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(self.copied)
+            x.record_stream(stream)
+            next_one = self.previous() if self.previous is not None else None
+            if next_one is not None:
+                next_one.prefetch()
+        return x

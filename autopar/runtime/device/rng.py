@@ -1,0 +1,192 @@
+"""Random masks from one seed that differ between shards and agree between replicas.
+
+A stream of seeds belongs to a rank's coordinates on the axes that shard the tensor, and each random operation takes the next
+seed. Ranks with equal coordinates there draw the same numbers, since all ranks run the same program. Recomputation in the
+backward draws the numbers of the forward: `RngRecorder` records the positions of the streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from ..compat import apply
+from .axis import AxisHandle
+
+
+class SeedSource(Protocol):
+    """What random operations need of a mesh."""
+
+    seed: int
+
+    def axis(self, name: str) -> AxisHandle: ...
+
+
+class SeedStream:
+    """The seeds of one shard: a function of its key and of how many were taken before."""
+
+    def __init__(self, key: int) -> None:
+        self.key, self.count = key, 0
+
+    def next_seed(self) -> int:
+        recorder = _recorder.get()
+        if recorder is not None:
+            recorder.counts.setdefault(self, self.count)
+        self.count += 1
+        return hash((self.key, self.count)) % (1 << 62)  # of whole numbers: the same in every process
+
+
+@lru_cache(maxsize=1024)
+def seed_stream(key: int) -> SeedStream:
+    """The stream of a shard, made at first use. `seed_stream.cache_clear()` restarts all streams."""
+    return SeedStream(key)
+
+
+class RngRecorder:
+    """Records the positions of the random streams at their first use by a part of the forward, which runs inside. A recomputation
+    inside `restored` draws the same numbers, and leaves the streams as it found them."""
+
+    def __init__(self) -> None:
+        self.counts: dict[SeedStream, int] = {}
+        self.outer: RngRecorder | None = None
+
+    def __enter__(self) -> RngRecorder:
+        self.outer = _recorder.get()
+        _recorder.set(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _recorder.set(self.outer)
+        if self.outer is not None:
+            for each, count in self.counts.items():
+                self.outer.counts.setdefault(each, count)
+        self.outer = None
+
+    @property
+    def restored(self) -> RestoredRng:
+        return RestoredRng(self.counts)
+
+
+class RestoredRng:
+    """Sets streams back for a recomputation; may be entered more than once."""
+
+    def __init__(self, counts: dict[SeedStream, int]) -> None:
+        self.counts = counts
+        self.now: dict[SeedStream, int] = {}
+
+    def __enter__(self) -> None:
+        self.now = {each: each.count for each in self.counts}
+        for each, count in self.counts.items():
+            each.count = count
+
+    def __exit__(self, *error: object) -> None:
+        for each, count in self.now.items():
+            each.count = count
+
+
+_recorder: ContextVar[RngRecorder | None] = ContextVar("rng_recorder", default=None)
+
+
+@lru_cache(maxsize=16)
+def _generator(device: str) -> torch.Generator:
+    return torch.Generator(device)
+
+
+# One opaque operation, so that torch.compile neither merges nor repeats the draw.
+@torch.library.custom_op("autopar::keep_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _keep_mask(x: torch.Tensor, p: float, key: int) -> torch.Tensor:
+    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    return keep.bernoulli_(1 - p, generator=_generator(str(x.device)).manual_seed(seed_stream(key).next_seed()))
+
+
+@_keep_mask.register_fake
+def _(x: torch.Tensor, p: float, key: int) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=torch.bool, device=x.device)
+
+
+def _number(name: str) -> int:
+    """A hash of an axis' name by plain arithmetic, which torch.compile traces."""
+    number = 0
+    for letter in name:
+        number = number * 131 + ord(letter)
+    return number
+
+
+def shard_key(mesh: SeedSource, sharded_axes: Iterable[str]) -> int:
+    """A key that differs between ranks that hold different elements and agrees between replicas. Axes enter by name: rank 0 of
+    one axis must not share a stream with rank 0 of another, since other ranks would not advance it."""
+    key = mesh.seed
+    for name in sharded_axes:
+        key = (key * 65_537 + _number(name)) * 65_537 + mesh.axis(name).coordinate + 1
+    return key % (1 << 62)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attention_dropout(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    training: bool,
+    mesh: SeedSource,
+    sharded_axes: Iterable[str] = (),
+    *,
+    dropout_p: float,
+    **options: Any,
+) -> torch.Tensor:
+    """``scaled_dot_product_attention`` with the dropout mask of this shard's stream. The kernels draw from torch's own generator,
+    so it is seeded from the stream for the call and restored after it. Arguments are those of torch's function."""
+    if not training:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []):
+        torch.manual_seed(seed_stream(shard_key(mesh, sharded_axes)).next_seed())
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, **options)
+
+
+class _Dropout(torch.autograd.Function):
+    """Saves a mask of one byte an element, as torch's own dropout does on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, p: float, key: int, x: torch.Tensor) -> torch.Tensor:
+        mask: torch.Tensor = _keep_mask(x, p, key)
+        ctx.save_for_backward(mask)
+        ctx.scale = 1 / (1 - p)
+        return (x * mask).mul_(ctx.scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        return None, None, (grad * mask).mul_(ctx.scale)
+
+
+def dropout(x: torch.Tensor, p: float, training: bool, mesh: SeedSource, sharded_axes: Iterable[str] = ()) -> torch.Tensor:
+    """Dropout of a local tensor. `sharded_axes`: the mesh axes on which `x` is Shard; on all others the mask is the same."""
+    if not training or p == 0:
+        return x
+    if p == 1:
+        return torch.zeros_like(x) * x
+    return apply(_Dropout, p, shard_key(mesh, sharded_axes), x)  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def random(
+    like: torch.Tensor, kind: str, a: float, b: float, dtype: torch.dtype, mesh: SeedSource, sharded_axes: Iterable[str] = ()
+) -> torch.Tensor:
+    """Random numbers for every element of a local tensor, from the streams that `dropout` uses: ``uniform`` (from a to b),
+    ``normal`` (mean a, deviation b), ``exponential`` (rate a), ``bernoulli`` (probability a), ``integers`` (from a to b,
+    exclusive)."""
+    generator = _generator(str(like.device)).manual_seed(seed_stream(shard_key(mesh, sharded_axes)).next_seed())
+    with torch.no_grad():
+        out = torch.empty(like.shape, dtype=dtype, device=like.device)
+        if kind == "uniform":
+            return out.uniform_(a, b, generator=generator)
+        if kind == "normal":
+            return out.normal_(a, b, generator=generator)
+        if kind == "exponential":
+            return out.exponential_(a, generator=generator)
+        if kind == "bernoulli":
+            return out.bernoulli_(a, generator=generator)
+        return out.random_(int(a), int(b), generator=generator)

@@ -1,0 +1,194 @@
+"""A mixture of experts on one rank: copies of tokens are sorted by expert, multiplied with two matrices each, and summed by
+token.
+
+No step loops over experts in Python except the products where torch has no grouped kernel. Sums are always in the same order. The
+numbers of copies come to the host once a call. Without data (a dry run) every expert has equally many.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any, NamedTuple
+
+import torch
+
+from ..compat import apply, autograd_in_kernel, has_data
+from .expert_activations import ExpertActivation
+from .expert_load import record_copies
+from .grouped_matmul import grouped_outer, grouped_product, grouped_sum
+
+
+class ExpertWeights(NamedTuple):
+    """The matrices of all experts: up ``[E, F or 2 F, H]``, down ``[E, H, F]`` (transposed: the last two swapped), biases ``[E,
+    .]``."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+class SortedCopies(NamedTuple):
+    """Copies in the order of their experts, without dropped ones: copy ``t * k + j`` is of token t. `experts`: the expert of
+    each; those of expert e end at ``bounds[e]``."""
+
+    copies: torch.Tensor
+    experts: torch.Tensor
+    bounds: list[int]
+
+
+def sort_copies(ids: torch.Tensor, experts: int, expected: int | None = None) -> SortedCopies:
+    """Sorts ids ``[n]`` from 0 to `experts`; the last means dropped. Without data `expected` copies stay (None: all)."""
+    values, order = ids.sort(stable=True)
+    ends = torch.searchsorted(values, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True)
+    count = ids.shape[0] if expected is None else expected
+    bounds = ends.tolist() if has_data(ends) else [count * (index + 1) // experts for index in range(experts)]
+    return SortedCopies(order[: bounds[-1]], values[: bounds[-1]], bounds)
+
+
+def sum_copies(rows: torch.Tensor, copies: torch.Tensor, tokens: int, k: int) -> torch.Tensor:
+    """The sum over the k copies of each token: ``[n, H] -> [tokens, H]``. Dropped copies count as zeros."""
+    if k == 1 and rows.shape[0] == tokens:
+        return torch.empty_like(rows).index_copy_(0, copies, rows)
+    whole = rows.new_zeros(tokens * k, rows.shape[1]).index_copy_(0, copies, rows)
+    return whole.view(tokens, k, -1).sum(1)
+
+
+class _Experts(torch.autograd.Function):
+    """Saves, beside its operands, the result of the first product; the backward recomputes the activation and the copies."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inside: ExpertActivation,
+        k: int,
+        order: SortedCopies,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        *matrices: torch.Tensor | None,
+    ) -> torch.Tensor:
+        up, down, up_bias, down_bias = matrices
+        assert up is not None and down is not None
+        copies, experts, bounds = order
+        wide = grouped_product(x.index_select(0, copies // k), _into(up, inside), bounds)
+        if up_bias is not None:
+            wide += up_bias.index_select(0, experts)
+        out = grouped_product(inside(wide), _into(down, inside), bounds)
+        if down_bias is not None:
+            out += down_bias.index_select(0, experts)
+        ctx.save_for_backward(x, weights, copies, experts, wide, *matrices)
+        ctx.inside, ctx.k, ctx.bounds = inside, k, bounds
+        scale = weights.index_select(0, copies).unsqueeze(1)
+        out = out.mul_(scale) if out.dtype == torch.promote_types(out.dtype, scale.dtype) else out * scale
+        return sum_copies(out, copies, x.shape[0], k).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weights, copies, experts, wide, up, down, up_bias, down_bias = ctx.saved_tensors
+        inside, bounds, tokens = ctx.inside, ctx.bounds, copies // ctx.k
+        _, _, _, to_x, to_weights, to_up, to_down, to_up_bias, to_down_bias = ctx.needs_input_grad
+        inner, pull = inside.with_pullback(wide)
+        rows = grad.index_select(0, tokens)
+        back = grouped_product(rows, _into(down, inside).transpose(1, 2), bounds)
+        scale = weights.index_select(0, copies).unsqueeze(1)
+        found: dict[str, torch.Tensor] = {}
+        if to_weights:
+            gained = (inner * back).sum(1, dtype=weights.dtype)
+            if down_bias is not None:
+                gained += (rows * down_bias.index_select(0, experts)).sum(1, dtype=weights.dtype)
+            found["weights"] = torch.zeros_like(weights).index_copy_(0, copies, gained)
+        rows.mul_(scale)
+        back.mul_(scale)
+        if to_down:
+            left, right = (inner, rows) if inside.transposed else (rows, inner)
+            found["down"] = grouped_outer(left, right, bounds)
+        if down_bias is not None and to_down_bias:
+            found["down_bias"] = grouped_sum(rows, experts, down.shape[0])
+        left = right = rows = inner = grad  # frees what is not needed any more
+        wide_grad = pull(back)
+        back = grad
+        if up_bias is not None and to_up_bias:
+            found["up_bias"] = grouped_sum(wide_grad, experts, up.shape[0])
+        if to_up:
+            rows = x.index_select(0, tokens)
+            left, right = (rows, wide_grad) if inside.transposed else (wide_grad, rows)
+            found["up"] = grouped_outer(left, right, bounds)
+        if to_x:
+            left = right = grad
+            rows = grouped_product(wide_grad, _into(up, inside).transpose(1, 2), bounds)
+            wide_grad = grad
+            found["x"] = sum_copies(rows, copies, x.shape[0], ctx.k)
+        names = ("x", "weights", "up", "down", "up_bias", "down_bias")
+        return None, None, None, *(found.get(name) for name in names)
+
+
+def _into(matrices: torch.Tensor, inside: ExpertActivation) -> torch.Tensor:
+    """``[E, in, out]``."""
+    return matrices if inside.transposed else matrices.transpose(1, 2)
+
+
+def compute_experts(
+    inside: ExpertActivation, x: torch.Tensor, order: SortedCopies, weights: torch.Tensor, k: int, matrices: ExpertWeights
+) -> torch.Tensor:
+    """``[T, H]``: the weighted sum of the copies of each token. `weights` are ``[T * k]``."""
+    return apply(_Experts, inside, k, order, x, weights, *matrices)  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def moe_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    layout: str = "halves",
+    capacity: float | None = None,
+) -> torch.Tensor:
+    """The sum over k of ``weights[..., k] * expert_{experts[..., k]}(x[...])`` of each token: ``[..., H]``, ``[..., K]``, ``[...,
+    K]``.
+
+    `experts` is int64; the number of experts itself means dropped. `capacity`: see `expert_capacity`.
+    """
+    number, k, width = up.shape[0], experts.shape[-1], x.shape[-1]
+    if capacity is not None:
+        experts = expert_capacity(experts, number, capacity)
+    order = sort_copies(experts.reshape(-1), number)
+    record_copies(0, number, order.bounds)
+    matrices = ExpertWeights(up, down, up_bias, down_bias)
+    return compute_experts(
+        ExpertActivation.of(activation, layout), x.reshape(-1, width), order, weights.reshape(-1), k, matrices
+    ).view(x.shape)
+
+
+def moe_experts_gradients(
+    grad: torch.Tensor, experts: torch.Tensor, operands: tuple[torch.Tensor | None, ...], activation: str, layout: str
+) -> list[torch.Tensor]:
+    """For the kernel of an operator: the gradients of all `operands` (x, weights, up, down, biases) that are given."""
+    with autograd_in_kernel():
+        given = [None if each is None else each.detach().requires_grad_() for each in operands]
+        made = moe_experts(given[0], experts, *given[1:], activation=activation, layout=layout)
+        return list(torch.autograd.grad(made, [each for each in given if each is not None], grad))
+
+
+def expert_capacity(experts: torch.Tensor, number: int, factor: float) -> torch.Tensor:
+    """`experts` ``[..., T, K]`` where each expert takes at most ``ceil(factor * T * K / number)`` copies of each group of T
+    tokens.
+
+    The first copies in the order of tokens (and of the K choices of a token) stay, the others become `number`: dropped. Each of
+    the leading dimensions is a group of its own, a sequence say (as in GShard, arXiv:2006.16668, section 2.2); without leading
+    dimensions all T tokens of the batch are one group.
+    """
+    tokens, k = experts.shape[-2:]
+    limit = ceil(factor * tokens * k / number)
+    ids = experts.reshape(-1, tokens * k)
+    values, order = ids.sort(dim=1, stable=True)
+    every = torch.arange(number + 1, device=ids.device, dtype=ids.dtype).expand(ids.shape[0], -1).contiguous()
+    starts = torch.searchsorted(values.contiguous(), every)
+    place = torch.arange(tokens * k, device=ids.device) - starts.gather(1, values)
+    within = torch.where(place < limit, values, number)
+    return torch.empty_like(ids).scatter_(1, order, within).view(experts.shape)

@@ -1,0 +1,130 @@
+"""Operations whose sharded form is another algorithm (vocabulary-parallel tables and losses), and those that capture makes one
+node.
+
+Half-precision losses are computed and returned in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..compat import all_reduce, apply, wait_tensor
+from ..device.axis import AxisHandle
+
+
+def _full_precision(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def linear_kn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x[..., k] @ weight[k, n] + bias[n]``: GPT-2's Conv1D."""
+    if bias is None:
+        return torch.matmul(x, weight)
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+
+def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:
+    """``torch.histc``; its kernels take integers on some devices only."""
+    if x.is_floating_point() or x.is_cuda:
+        return torch.histc(x, bins, low, high)
+    return torch.histc(x.double(), bins, low, high).to(x.dtype)
+
+
+def count_valid(target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+    """How many targets are not `ignore_index`, a float32 scalar."""
+    return (target != ignore_index).sum().float()
+
+
+def cross_entropy_sum(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """Sum of the cross entropies of ``logits[..., V]`` against ``target[...]``, a scalar."""
+    return F.cross_entropy(
+        _full_precision(logits).reshape(-1, logits.shape[-1]),
+        target.reshape(-1),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+
+
+def embedding_sharded(ids: torch.Tensor, weight: torch.Tensor, axis: AxisHandle, padding_idx: int | None = None) -> torch.Tensor:
+    """Lookup in a table that is sharded by rows, ``weight[V / n, D]``: partial sums ``[..., D]``, zero where another rank has the
+    row."""
+    rows = weight.shape[0]
+    local = ids - axis.coordinate * rows
+    if axis.size == 1:
+        return F.embedding(local, weight, padding_idx)
+    elsewhere = (local < 0) | (local >= rows)
+    found = F.embedding(local.masked_fill(elsewhere, 0), weight)
+    if padding_idx is not None:
+        found = torch.where((ids == padding_idx).unsqueeze(-1), found.detach(), found)
+    return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """Saves one tensor of the size of the local logits (their softmax), and the targets. Allocates no other of that size in the
+    forward (it works in place), and one in the backward: with a large vocabulary this is where a step's memory peaks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: str,
+        coordinate: int,
+        size: int,
+        ignore: int,
+        smoothing: float,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+    ) -> torch.Tensor:
+        local = logits.shape[-1]
+        highest = wait_tensor(all_reduce(logits.detach().amax(-1), "max", group))
+        shifted = logits - highest.unsqueeze(-1)
+        valid = target != ignore
+        index = target - coordinate * local
+        here = valid & (index >= 0) & (index < local)
+        index = index.masked_fill(~here, 0).unsqueeze(-1)
+        at_target = shifted.gather(-1, index).squeeze(-1).masked_fill(~here, 0.0)
+        total = shifted.sum(-1) if smoothing else torch.zeros_like(at_target)
+        exponentials = shifted.exp_()
+        sums = wait_tensor(all_reduce(torch.stack((exponentials.sum(-1), at_target, total)), "sum", group))
+        log_normaliser = sums[0].log()
+        losses = log_normaliser - (1 - smoothing) * sums[1] - smoothing / (local * size) * sums[2]
+        ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), index, here, valid)
+        ctx.smoothing, ctx.classes = smoothing, local * size
+        return losses.masked_fill(~valid, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        softmax, index, here, valid = ctx.saved_tensors
+        scale = (grad * valid).unsqueeze(-1)
+        hit = scale * here.unsqueeze(-1) * (1 - ctx.smoothing)
+        result = (softmax - ctx.smoothing / ctx.classes).mul_(scale) if ctx.smoothing else softmax * scale
+        return None, None, None, None, None, result.scatter_add_(-1, index, -hit), None
+
+
+def cross_entropy_sharded(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float, axis: AxisHandle
+) -> torch.Tensor:
+    """`cross_entropy_sum` of ``logits[..., V / n]`` that are sharded by classes: equal on all ranks of the axis.
+
+    The result is Invariant: its gradient is expected equal on all ranks, and each rank's logits get their exact gradient. Two
+    all-reduces of one and three numbers a token (Megatron-LM, arXiv:1909.08053, section 3).
+    """
+    if axis.size == 1:
+        return cross_entropy_sum(logits, target, ignore_index, label_smoothing)
+    place = (axis.group_name, axis.coordinate, axis.size)
+    return apply(_ShardedCrossEntropy, *place, ignore_index, label_smoothing, _full_precision(logits), target)  # type: ignore[no-any-return]
+
+
+def local_mean(x: torch.Tensor, dims: Sequence[int], correction: int = 0) -> torch.Tensor:
+    """The mean over this rank's examples, expanded to each of them (dimension 0 is among `dims`); the sum is divided by the
+    number of elements minus `correction`."""
+    count = math.prod(x.shape[dim] for dim in dims)
+    total = x.sum(tuple(dims), keepdim=True) / (count - correction)
+    return total.expand(x.shape[0], *total.shape[1:])

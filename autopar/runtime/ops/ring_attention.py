@@ -1,0 +1,178 @@
+"""Ring attention: the sequence is sharded over an axis, keys and values travel, queries stay (Liu et al., arXiv 2310.01889).
+
+Rank r holds the r-th part of the queries, of the keys and of the values. In step i it computes on the keys and values of rank r -
+i, while those of rank r - i - 1 are in flight; in the backward it sends the gradients of a block back to its owner while it
+computes on the next. Keys that no query of a rank sees are not sent to it: a window costs as many steps as it reaches parts.
+
+Causal attention gives the first ranks little work and the last ones much. So rank r and its mirror n - 1 - r first exchange the
+second halves of their parts, and those of the result at the end (*zigzag*): of 2 n half parts, rank r computes 2 r and 2 n - 1 -
+2 r, which makes two full products of half parts with the keys of every other rank (pairs of r and 2 n - 1 - r are as even, but
+would move nearly everything). Outside of these functions parts are contiguous. The order stays as it is where a window is
+narrower than half of the sequence, a mask has rows of its own, or parts are odd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..compat import all_to_all_rows, apply, wait_tensor
+from ..device.axis import AxisHandle
+from .attention import Window, attention_rows, band_of, four_dims, scale_of
+from .attention_merge import AttentionGradients, AttentionTile, MergedAttention
+from .attention_rectangles import Band, Spans, any_visible
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """What every rank of the axis knows: parts of `queries` and `keys` positions, the band, and whether it is zigzag."""
+
+    size: int
+    coordinate: int
+    group: str
+    queries: int
+    keys: int
+    band: Band
+    zigzag: bool
+
+    def rows(self, rank: int) -> Spans:
+        """The positions of a rank's queries."""
+        return self._spans(rank, self.queries)
+
+    def columns(self, rank: int) -> Spans:
+        """The positions of a rank's keys."""
+        return self._spans(rank, self.keys)
+
+    def _spans(self, rank: int, length: int) -> Spans:
+        if not self.zigzag:
+            return ((rank * length, length),)
+        half = length // 2
+        return (2 * rank * half, half), ((2 * self.size - 1 - 2 * rank) * half, half)
+
+    def sees(self, rank: int, step: int) -> bool:
+        """Whether queries of `rank` see keys of the rank that is `step` before it."""
+        return any_visible(self.rows(rank), self.columns((rank - step) % self.size), self.band)
+
+    def steps(self) -> list[int]:
+        """The steps in which any rank computes on keys of another: the same on all ranks."""
+        return [step for step in range(1, self.size) if any(self.sees(rank, step) for rank in range(self.size))]
+
+    def send_block(self, step: int, flat: torch.Tensor, back: bool = False) -> torch.Tensor:
+        """Sends `flat` to the rank that is `step` after this one if it needs it, or `back` to the owner of the block; what is
+        received here has the same size, or is empty."""
+        after, before = (self.coordinate + step) % self.size, (self.coordinate - step) % self.size
+        sends, receives = self.sees(after, step), self.sees(self.coordinate, step)
+        sent, received = {after: sends}, {before: receives}
+        if back:
+            sent, received = received, sent
+        send, receive = ([flat.numel() * pair.get(rank, False) for rank in range(self.size)] for pair in (sent, received))
+        return all_to_all_rows(flat[: sum(send)], receive, send, self.group)
+
+    def exchange_halves(self, xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Exchanges the second half of each sequence with the mirror rank; its own inverse. Without zigzag nothing is done."""
+        if not self.zigzag:
+            return tuple(xs)
+        halves = [x.chunk(2, 2) for x in xs]
+        flat = torch.cat([half.reshape(-1) for _, half in halves])
+        splits = [flat.numel() * (rank == self.size - 1 - self.coordinate) for rank in range(self.size)]
+        parts = wait_tensor(all_to_all_rows(flat, splits, splits, self.group)).split([half.numel() for _, half in halves])
+        return tuple(torch.cat((first, part.view(second.shape)), 2) for (first, second), part in zip(halves, parts, strict=True))
+
+    def tile(self, rank: int, mask: torch.Tensor | None, scale: float) -> AttentionTile:
+        """This rank's queries on the keys of `rank`."""
+        return AttentionTile(self.rows(self.coordinate), self.columns(rank), self.band, scale, mask)
+
+
+def ring_of(
+    size: int, here: int, group: str, queries: int, keys: int, is_causal: bool, window: Window | None, mask_rows: bool
+) -> Ring:
+    """The ring of parts of so many queries and keys; `mask_rows`: the mask has rows of its own, which stay where they are."""
+    left, right = band = band_of(is_causal, window)
+    reaches = left is None or 2 * left >= queries * size
+    zigzag = right == 0 and reaches and queries == keys and not (queries % 2 or mask_rows)
+    return Ring(size=size, coordinate=here, group=group, queries=queries, keys=keys, band=band, zigzag=zigzag)
+
+
+def _pair(flat: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    to_k, to_v = flat.split([k.numel(), v.numel()])
+    return to_k.view(k.shape), to_v.view(v.shape)
+
+
+def _flat(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat((k.reshape(-1), v.reshape(-1))).to(dtype)
+
+
+class _Ring(torch.autograd.Function):
+    """Saves q, k, v, the mask and the result in contiguous parts, and the log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ring: Ring, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.ring, ctx.scale = ring, scale
+        mine, keys, values = ring.exchange_halves((q, k, v))
+        merged, flat = MergedAttention(mine, v.shape[-1]), _flat(keys, values, k.dtype)
+        steps = ring.steps()
+        receiving = [ring.send_block(step, flat) for step in steps[:1]]
+        merged.add(ring.tile(ring.coordinate, mask, scale), keys, values)
+        for index, step in enumerate(steps):
+            receiving += [ring.send_block(after, flat) for after in steps[index + 1 : index + 2]]
+            arrived = wait_tensor(receiving.pop(0))
+            if ring.sees(ring.coordinate, step):
+                merged.add(ring.tile((ring.coordinate - step) % ring.size, mask, scale), *_pair(arrived, keys, values))
+        found, lse = merged.finish()
+        (out,) = ring.exchange_halves((found,))
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ring, scale = ctx.ring, ctx.scale
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        mine, keys, values, found, above = ring.exchange_halves((q, k, v, out, grad))
+        gradients = AttentionGradients(above, mine, found, lse, mask if ctx.needs_input_grad[-1] else None)
+        flat = _flat(keys, values, k.dtype)
+        steps = ring.steps()
+        receiving = [ring.send_block(step, flat) for step in steps[:1]]
+        returning: list[torch.Tensor] = []
+        to_k, to_v = gradients.add(ring.tile(ring.coordinate, mask, scale), keys, values)
+        for index, step in enumerate(steps):
+            receiving += [ring.send_block(after, flat) for after in steps[index + 1 : index + 2]]
+            arrived, sent = wait_tensor(receiving.pop(0)), flat
+            if ring.sees(ring.coordinate, step):
+                block = ring.tile((ring.coordinate - step) % ring.size, mask, scale)
+                sent = _flat(*gradients.add(block, *_pair(arrived, keys, values)), k.dtype)
+            returning.append(ring.send_block(step, sent, back=True))
+            if len(returning) > 1:
+                _add(returning.pop(0), to_k, to_v)
+        for each in returning:
+            _add(each, to_k, to_v)
+        results = ring.exchange_halves((gradients.to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype)))
+        return None, None, *results, gradients.to_mask
+
+
+def _add(received: torch.Tensor, to_k: torch.Tensor, to_v: torch.Tensor) -> None:
+    """Adds the gradients of this rank's keys and values that another rank has computed."""
+    flat = wait_tensor(received)
+    if flat.numel():
+        for total, part in zip((to_k, to_v), _pair(flat, to_k, to_v), strict=True):
+            total.add_(part)
+
+
+def attention_ring(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, window: Window | None = None,
+    axis: AxisHandle,
+) -> torch.Tensor:  # fmt: skip
+    """Queries [B, h, s/n, d], keys [B, g, t/n, d] and values sharded on `axis`, as are the rows of the mask; it has all
+    columns."""
+    if axis.size == 1:
+        return attention_rows(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, window=window, axis=axis)
+    assert not dropout_p
+    mask = four_dims(attn_mask)
+    rows = mask is not None and mask.shape[-2] != 1
+    ring = ring_of(axis.size, axis.coordinate, axis.group_name, q.shape[2], k.shape[2], is_causal, window, rows)
+    return apply(_Ring, ring, scale_of(q, scale), q, k, v, mask)  # type: ignore[no-any-return]

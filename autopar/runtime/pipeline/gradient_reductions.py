@@ -1,0 +1,180 @@
+"""Gradient reductions of a pipeline: over the data axis of each stage, and between stages that share (tied) parameters."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ..compat import clear_forward_order, finish_backward, reduce_gradients
+from ..module import BlockModule
+from ..state.fsdp import set_backward_prefetch
+from ..state.gradient_buckets import GradientBuckets, accumulate_gradient
+from ..state.materialize import State
+from .stage_modules import ModelChunk, PipelineProgram
+
+
+class GradientReductions:
+    """Reduces the gradients of each model chunk over the data axis. With ZeRO-0 and ZeRO-1 the gradients of all micro-batches
+    accumulate and are reduced after the chunk's last backward; with ZeRO-2 and ZeRO-3 those of each micro-batch are reduced."""
+
+    def __init__(self, program: PipelineProgram, state: State) -> None:
+        self.program, self.state = program, state
+        pairs = zip(program.own_chunks, state.chunk_buckets, strict=False)
+        self.chunks = {chunk.position: _ChunkReductions(chunk, buckets) for chunk, buckets in pairs}
+        self.tied = _tied(program, state)
+
+    def begin_step(self) -> None:
+        """Called before a step."""
+        self.state.sync_copies()
+        self.state.buckets.accumulating = True
+        for chunk in self.chunks.values():
+            chunk.begin_step()
+
+    def before_backward(self, chunk: int, kind: str, last: bool) -> None:
+        """Called before the backward of a micro-batch; `last`: the chunk's last."""
+        self.chunks[chunk].before_backward(kind, last)
+
+    def after_backward(self, chunk: int) -> None:
+        """Called after it."""
+        self.chunks[chunk].after_backward()
+
+    def backward_weights(self, chunk: int, micro_batch: int, last: bool) -> None:
+        """Runs the second half of a split backward: the weight gradients."""
+        self.chunks[chunk].backward_weights(micro_batch, last)
+
+    def unshard(self, chunk: int) -> None:
+        """Starts the all-gather of the weights."""
+        self.chunks[chunk].unshard()
+
+    def reshard(self, chunk: int) -> None:
+        """Frees gathered weights."""
+        self.chunks[chunk].reshard()
+
+    def reduce(self, chunk: int) -> None:
+        """Starts the reductions over the data axis that are left."""
+        self.chunks[chunk].reduce()
+
+    def finish(self) -> None:
+        """Waits for all reductions, and sums the gradients of tied parameters."""
+        for chunk in self.chunks.values():
+            chunk.reduce()
+        for chunk in self.chunks.values():
+            chunk.buckets.finish()
+        for buckets in self.state.chunk_buckets[len(self.chunks) :]:
+            buckets.finish()
+        self.state.buckets.finish()
+        self.reduce_tied()
+
+    def reduce_tied(self) -> None:
+        """Sums the gradients of parameters that several stages have."""
+        works = [dist.all_reduce(_gradient(parameter), group=group, async_op=True) for parameter, group in self.tied]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+
+class _ChunkReductions:
+    """The FSDP2 modules of a model chunk, and its gradient buckets."""
+
+    def __init__(self, chunk: ModelChunk, buckets: GradientBuckets) -> None:
+        self.chunk, self.buckets = chunk, buckets
+        self.sharded = [module for module in chunk.modules() if isinstance(module, FSDPModule)]
+        zero = max((block.zero for _, block, _ in chunk.shared_parameters), default=2)
+        self.zero = {module: module.zero if isinstance(module, BlockModule) else min(2, zero) for module in self.sharded}
+        self.had_step = self.reduced = self.whole_beside_split = False
+        self.mixed_precision = len(set(chunk.precision)) > 1
+        """FSDP2 does not reduce accumulated gradients together with those of this backward: they differ in dtype."""
+        set_backward_prefetch(self.sharded, self.zero)
+
+    def begin_step(self) -> None:
+        self.reduced, self.buckets.accumulating = False, True
+        if isinstance(self.chunk, FSDPModule):
+            clear_forward_order(self.chunk)
+
+    def _configure(self, reduce_from: int, last: bool) -> None:
+        """Tells FSDP2 what to do after a backward: reduce from a ZeRO stage on, and free gathered weights."""
+        for module in self.sharded:
+            zero = self.zero[module]
+            module.set_requires_gradient_sync(zero >= reduce_from, recurse=False)
+            module.set_reshard_after_backward(last or zero == 3, recurse=False)
+        if isinstance(self.chunk, FSDPModule):
+            self.chunk.set_is_last_backward(last)
+
+    def before_backward(self, kind: str, last: bool) -> None:
+        self.buckets.accumulating = not last
+        self.whole_beside_split = kind == "B" and self.mixed_precision and bool(self.chunk.weight_grads.pending)
+        self._configure(4 if kind == "I" or self.whole_beside_split else 0 if last else 2, last)
+        self.reduced = last
+
+    def backward_weights(self, micro_batch: int, last: bool) -> None:
+        # A parameter that several products use gets a gradient from each: the sums start in `reduce`.
+        self.buckets.accumulating = True
+        self._configure(0 if last else 2, last)
+        self.chunk.weight_grads.compute(micro_batch, self._block_done)
+        self._reduce_all()
+        self.reduced = last
+
+    def after_backward(self) -> None:
+        """Reduces the gradients of a whole backward that ran while weight gradients of split backwards were pending."""
+        if self.whole_beside_split:
+            self._configure(2, False)
+            self._reduce_all()
+
+    def _reduce_all(self) -> None:
+        for module in self.sharded:
+            reduce_gradients(module)
+        if isinstance(self.chunk, FSDPModule):
+            finish_backward(self.chunk)
+
+    def _block_done(self, block: object) -> None:
+        if isinstance(block, FSDPModule):
+            reduce_gradients(block)
+
+    def unshard(self) -> None:
+        for module in self.sharded:
+            if self.zero[module] < 3 and self.had_step:
+                module.unshard(async_op=True)
+
+    def reshard(self) -> None:
+        for module in self.sharded:
+            module.reshard()
+
+    def reduce(self) -> None:
+        self.had_step = True
+        if not self.reduced and isinstance(self.chunk, FSDPModule):
+            self._configure(0, True)
+            self._reduce_all()
+        self.reduced = True
+        self.buckets.start_all()
+
+
+def _tied(program: PipelineProgram, state: State) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+    """This rank's parameters that other stages have too, with the process group of those stages. All ranks must call."""
+    mesh, index = program.mesh, state.index
+    shared = {n: stages for n, stages in index.holders.items() if len(stages) > 1 and _trains(state, n)}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for stages in sorted(set(shared.values())):
+        for pipeline in mesh.pipeline_groups:
+            members = [pipeline[stage] for stage in stages]
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                groups[stages] = group
+    return [(state.parameters[name], groups[stages]) for name, stages in shared.items() if stages in groups]
+
+
+def _trains(state: State, name: str) -> bool:
+    spec = state.index.specs[name]
+    return spec.trainable and not spec.buffer
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """The local gradient, zeros if the stage's part of the model did not use the parameter."""
+    if parameter.grad is None:
+        data = parameter.data
+        assert isinstance(data, DTensor)
+        accumulate_gradient(parameter, torch.zeros_like(data.to_local()))
+    assert isinstance(parameter.grad, DTensor)
+    return parameter.grad.to_local()

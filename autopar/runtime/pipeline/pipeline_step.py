@@ -1,0 +1,43 @@
+"""One training step of a program in pipeline stages: runs the schedule, and gives all ranks the same loss."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ..state.materialize import State
+from ..step.micro_batches import Batch, StepResult, batch_totals, run_with_deferred_gradients, split_micro_batches, sum_losses
+from ..step.outputs import join_micro_batches
+from .executor import Executor
+from .gradient_reductions import GradientReductions
+from .stage_modules import PipelineProgram
+
+
+class PipelineStep:
+    """Runs the steps of this rank's stage."""
+
+    def __init__(self, program: PipelineProgram, state: State) -> None:
+        self.program, self.state = program, state
+        self.executor = Executor(program, GradientReductions(program, state))
+
+    def run(self, inputs: Batch) -> StepResult:
+        """The loss of the batch, and on the last stage the outputs. Gradients are computed now, and the loss's backward hands
+        them out; without gradients only forwards run."""
+        parts = split_micro_batches(self.program, inputs)
+        totals = batch_totals(self.program, parts)
+        if not torch.is_grad_enabled():
+            loss = self._loss(self.executor.run(parts, totals))
+        else:
+            loss = run_with_deferred_gradients(self.state, lambda: self._loss(self.executor.run(parts, totals)))
+            loss = loss if loss.requires_grad else loss.requires_grad_()  # a stage without parameters that train
+        others, self.executor.outputs = self.executor.outputs, {}
+        return loss, join_micro_batches(self.program, [others[number] for number in sorted(others)]) if others else ()
+
+    def _loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """The sum over all micro-batches, on every rank."""
+        mesh, dtype = self.program.mesh, getattr(torch, self.program.loss_dtype)
+        with torch.no_grad():
+            loss = sum_losses(losses).to(dtype) if losses else torch.zeros((), dtype=dtype, device=mesh.device)
+            if mesh.pp.size > 1:
+                dist.broadcast(loss, mesh.rank_in_stage(self.program.chunk_stages[-1]), mesh.group(mesh.pp.name))
+            return loss

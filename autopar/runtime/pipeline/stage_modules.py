@@ -1,0 +1,112 @@
+"""Base classes of a generated pipeline: model chunks, the tensors between them, and the program of one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..device.mesh import PIPELINE_AXIS, MeshHandle
+from ..errors import LaunchProblem, RuntimeProblem
+from ..module import Program, RootModule
+from ..ops.split_backward import WeightGradQueue
+from .actions import RankAction, parse_actions
+
+
+@dataclass(frozen=True)
+class BoundaryTensor:
+    """A tensor that one model chunk passes to the next. `shape`: its local shape, a function of the micro-batch size.
+
+    Without `gradient` no gradient comes back for it.
+    """
+
+    name: str
+    shape: Callable[[int], tuple[int, ...]]
+    dtype: str
+    gradient: bool = True
+
+    def empty(self, examples: int, device: torch.device) -> torch.Tensor:
+        """An uninitialised buffer for it."""
+        return torch.empty(self.shape(examples), dtype=getattr(torch, self.dtype), device=device)
+
+
+class ModelChunk(RootModule):
+    """Consecutive blocks of the model. `forward` takes by keyword what the chunk before returns (by the names of the boundary)
+    and the inputs of the batch that `batch_inputs` names; it returns one tensor or a tuple, and the last chunk the loss."""
+
+    batch_inputs: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, mesh: MeshHandle) -> None:
+        super().__init__(mesh)
+        self.weight_grads = WeightGradQueue()
+
+
+class _CommonBlocks(RootModule):
+    """Blocks of the program that are in no model chunk: every rank has them."""
+
+    def __init__(self, program: PipelineProgram) -> None:
+        super().__init__(program.mesh)
+        self.precision, self.position = program.precision, len(program.chunks)
+        inside = {block for chunk in program.own_chunks for block in chunk.blocks()}
+        for index, block in enumerate(block for block in program.blocks() if block not in inside):
+            self.add_module(str(index), block)
+
+
+class PipelineProgram(Program):
+    """The program of one stage: this rank holds the model chunks whose forwards its line of `schedule` runs; one line a stage.
+
+    `boundaries`: the tensors between consecutive chunks. The chunks of other stages are constructed too, on meta, since all ranks
+    need the names and shapes of all parameters.
+    """
+
+    chunks: ClassVar[tuple[type[ModelChunk], ...]] = ()
+    boundaries: ClassVar[tuple[tuple[BoundaryTensor, ...], ...]] = ()
+    schedule: ClassVar[tuple[str, ...]] = ()
+    weight_versions: ClassVar[int] = 1
+
+    def __init__(self, mesh: MeshHandle) -> None:
+        super().__init__(mesh)
+        if mesh.pp.size != len(self.schedule):
+            raise LaunchProblem(f"the schedule is for {len(self.schedule)} ranks, the mesh has {PIPELINE_AXIS}={mesh.pp.size}")
+        every = [parse_actions(line) for line in self.schedule]
+        self.chunk_stages = _chunk_stages(every, len(self.chunks))
+        self.actions: tuple[RankAction, ...] = every[mesh.pp.coordinate]
+        chunks = tuple(made(mesh) for made in self.chunks)
+        for position, chunk in enumerate(chunks):
+            chunk.position, chunk.precision = position, self.precision
+            if self.chunk_stages[position] == mesh.pp.coordinate:
+                self.add_module(f"chunk_{position}", chunk)
+                for block in chunk.blocks():
+                    block.split_backward = chunk.weight_grads.for_block(block)
+        self.__dict__["chunks_of_all"] = chunks  # not registered: those of other ranks have no state
+
+    @property
+    def all_chunks(self) -> tuple[ModelChunk, ...]:
+        """All model chunks in the model's order."""
+        chunks: tuple[ModelChunk, ...] = self.__dict__["chunks_of_all"]
+        return chunks
+
+    @property
+    def own_chunks(self) -> tuple[ModelChunk, ...]:
+        """This rank's model chunks in the model's order."""
+        return tuple(chunk for chunk in self.all_chunks if self.chunk_stages[chunk.position] == self.mesh.pp.coordinate)
+
+    def micro_batch_size(self, **inputs: torch.Tensor) -> int:
+        """The examples of one micro-batch on one data-parallel rank."""
+        raise NotImplementedError
+
+    def roots(self) -> tuple[tuple[RootModule, ...], ...]:
+        outside = _CommonBlocks(self)
+        shared = (outside,) if any(outside.blocks()) else ()
+        ranks = range(len(self.schedule))
+        return tuple((*(c for c in self.all_chunks if self.chunk_stages[c.position] == rank), *shared) for rank in ranks)
+
+
+def _chunk_stages(ranks: list[tuple[RankAction, ...]], chunks: int) -> tuple[int, ...]:
+    """The stage of each model chunk."""
+    found = {action.chunk: rank for rank, actions in enumerate(ranks) for action in actions if action.kind == "F"}
+    if sorted(found) != list(range(chunks)):
+        raise RuntimeProblem(f"the schedule runs chunks {sorted(found)}, the program has {chunks}")
+    return tuple(found[chunk] for chunk in range(chunks))

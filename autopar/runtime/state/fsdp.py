@@ -1,0 +1,153 @@
+"""FSDP2 for state that is sharded over the data axis: around blocks, and around the root for parameters that several blocks
+share. Without a pipeline, ZeRO-3 prefetches in FSDP2's own order, that of the forwards; in one, in the order that
+`set_backward_prefetch` sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from ..compat import clear_forward_order
+from ..module import BlockModule, ParameterSpec, Program, RootModule
+
+
+class ShardedEntry(Protocol):
+    """What this file needs of `parameter_table.ParameterEntry`."""
+
+    name: str
+    spec: ParameterSpec
+    zero_dim: int | None
+    blocks: list[BlockModule]
+    stored: nn.Parameter | None
+
+
+def _wrap(
+    module: nn.Module, params: Mapping[str, nn.Parameter], dims: Mapping[str, int], ignored: set[nn.Parameter], **options: Any
+) -> dict[str, nn.Parameter]:
+    """Makes one FSDP2 group of the attributes `params`; returns the sharded parameters by attribute.
+
+    The graph carries the exact scale of the loss, so gradients are summed: divide factor 1, and plain sums (gloo has no other).
+    """
+    where = {params[attribute]: dims[attribute] for attribute in params}
+    fully_shard(module, shard_placement_fn=lambda parameter: Shard(where[parameter]), ignored_params=ignored, **options)
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    return {attribute: getattr(module, attribute) for attribute in params}
+
+
+def _policy(precision: tuple[str, str]) -> MixedPrecisionPolicy:
+    """Gathers in the compute dtype, reduces in the master dtype."""
+    compute, master = precision
+    if compute == master:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(getattr(torch, compute), getattr(torch, master), cast_forward_inputs=False)
+
+
+def set_backward_prefetch(sharded: Sequence[FSDPModule], zero: Mapping[Any, int]) -> None:
+    """While a block's backward runs, FSDP2 gathers the block before it, in the order of `sharded`; `zero` is the ZeRO stage of
+    each. By default it goes by the order of forwards, in which the micro-batches of a pipeline alternate."""
+    previous: FSDPModule | None = None
+    for module in sharded:
+        gathered = zero[module] < 3 or previous is None
+        module.set_modules_to_backward_prefetch([module if gathered or previous is None else previous])
+        previous = module if isinstance(module, BlockModule) else previous
+
+
+def shard_block(block: BlockModule, entries: Mapping[str, ShardedEntry], precision: tuple[str, str]) -> None:
+    """Shards a block's own parameters over the data axis. ZeRO-3 frees gathered weights after the forward."""
+    if not entries:
+        return
+    attributes = {
+        spec.attribute: block.original_names[spec.path] for spec in block.specs if block.original_names[spec.path] in entries
+    }
+    params = {attribute: getattr(block, attribute) for attribute in attributes}
+    dims = {attribute: entries[name].zero_dim or 0 for attribute, name in attributes.items()}
+    sharded = _wrap(
+        block,
+        params,
+        dims,
+        set(block.parameters()) - set(params.values()),
+        mesh=block.mesh.sharding_mesh,
+        reshard_after_forward=block.zero == 3,
+        mp_policy=_policy(precision),
+    )
+    for attribute, name in attributes.items():
+        entries[name].stored = sharded[attribute]
+
+
+def prepare_backward(program: Program, last: bool) -> None:
+    """Tells FSDP2 what to do in the backward of a micro-batch.
+
+    ZeRO-1 accumulates unsharded gradients until the last one. ZeRO-1 and 2 leave weights gathered until then, and so does the
+    first block of all, which the next forward needs first.
+    """
+    sharded = [module for module in program.modules() if isinstance(module, FSDPModule)]
+    first = next((module for module in sharded if isinstance(module, BlockModule)), None)
+    for module in sharded:
+        stage = (
+            module.zero
+            if isinstance(module, BlockModule)
+            else min(2, max((b.zero for _, b, _ in program.shared_parameters), default=2))
+        )
+        module.set_requires_gradient_sync(last or stage >= 2, recurse=False)
+        module.set_reshard_after_backward(last or (stage == 3 and module is not first), recurse=False)
+    if isinstance(program, FSDPModule):
+        program.set_is_last_backward(last)
+        clear_forward_order(program)
+
+
+def reshard_all(program: Program) -> None:
+    """Frees all gathered weights: after a forward without a backward, an optimizer step would not update them."""
+    for module in program.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def hoist_shared(program: RootModule, entries: Mapping[str, ShardedEntry]) -> None:
+    """Moves shared parameters from their blocks to the root, whose forward sets them as attributes of the blocks."""
+    shared: list[tuple[str, BlockModule, str]] = []
+    for index, (name, entry) in enumerate(entries.items()):
+        program.register_parameter(f"shared_{index}", entry.stored)
+        for block in dict.fromkeys(entry.blocks):
+            for spec in block.specs:
+                if block.original_names[spec.path] == name:
+                    del block._parameters[spec.attribute]
+                    shared.append((f"shared_{index}", block, spec.attribute))
+    program.shared_parameters = tuple(shared)
+
+
+def shard_root(program: RootModule, entries: Mapping[str, ShardedEntry]) -> None:
+    """Makes the program, or a model chunk, FSDP2's root, with the shared parameters as its group: gathered for the whole step."""
+    attributes = {f"shared_{index}": entry for index, entry in enumerate(entries.values())}
+    own = {attribute: program._parameters[attribute] for attribute in attributes}
+    params = {attribute: parameter for attribute, parameter in own.items() if parameter is not None}
+    inside = {p for module in program.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
+    sharded = _wrap(
+        program,
+        params,
+        {attribute: entry.zero_dim or 0 for attribute, entry in attributes.items()},
+        set(program.parameters()) - set(params.values()) - inside,
+        mesh=program.mesh.sharding_mesh,
+        reshard_after_forward=False,
+        mp_policy=_policy(program.precision),
+    )
+    for attribute, entry in attributes.items():
+        entry.stored = sharded[attribute]
+    program.register_forward_pre_hook(_set_shared)
+    last = [module for module in program.blocks() if isinstance(module, FSDPModule)][-1:]
+    for block in last if isinstance(program, Program) else ():  # its backward follows at once, and would gather its weights again
+        block.set_reshard_after_forward(False, recurse=False)
+
+
+def _set_shared(program: nn.Module, _: Any) -> None:
+    """Sets shared parameters on the blocks. Runs after FSDP2's own hook, which puts the gathered parameters in place."""
+    assert isinstance(program, RootModule)
+    for own, block, attribute in program.shared_parameters:
+        block.__dict__[attribute] = getattr(program, own)

@@ -1,0 +1,178 @@
+"""Gradient buckets: gradients of replicated parameters are all-reduced bucket by bucket during the backward, and then handed to
+the canonical parameters (the user's DTensors)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..compat import at_end_of_backward, sole_holder
+
+
+def accumulate_gradient(canonical: nn.Parameter, local: torch.Tensor) -> None:
+    """Adds a local gradient to ``canonical.grad``; takes the tensor itself if there is none yet."""
+    data = canonical.data
+    assert isinstance(data, DTensor)
+    with torch.no_grad():
+        if canonical.grad is None:
+            canonical.grad = DTensor.from_local(
+                local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
+            )
+        else:
+            assert isinstance(canonical.grad, DTensor)
+            canonical.grad.to_local().add_(local)
+
+
+def redirect_gradients(parameter: nn.Parameter, canonical: nn.Parameter) -> None:
+    """Moves the gradient from an FSDP2 parameter to its canonical one. FSDP2 itself calls these hooks after its reduction."""
+
+    def move(sharded: torch.Tensor) -> None:
+        gradient, sharded.grad = sharded.grad, None
+        assert isinstance(gradient, DTensor)
+        with torch.no_grad():
+            accumulate_gradient(canonical, gradient.to_local())
+
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(move)
+
+
+@dataclass(eq=False)
+class GradientBucket:
+    """Replicated parameters of one block and dtype: one all-reduce, started when the last gradient is computed. `reuse_flat`: on
+    CPUs the flat tensor is kept for the next step."""
+
+    members: dict[nn.Parameter, nn.Parameter]
+    ready: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    flat: torch.Tensor | None = None
+    spare_flat: torch.Tensor | None = None
+    reuse_flat: bool = True
+    work: dist.Work | None = None
+
+    def start(self, group: dist.ProcessGroup | None) -> None:
+        """Starts the all-reduce over `group`."""
+        members = [parameter for parameter in self.members if parameter in self.ready]
+        self.flat = self._flatten([self.ready[parameter].reshape(-1) for parameter in members])
+        self.ready = {parameter: parameter for parameter in members}
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def _flatten(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """One flat tensor. On CPUs that of the step before is reused if nobody holds its gradients any more: page faults of a new
+        one cost as much as the copy."""
+        if len(gradients) == 1:
+            return gradients[0]
+        if gradients[0].device.type != "cpu":
+            return torch.cat(gradients)
+        spare, self.spare_flat = self.spare_flat, None
+        if spare is not None and spare.numel() == sum(part.numel() for part in gradients) and sole_holder(spare):
+            return torch.cat(gradients, out=spare)
+        return torch.cat(gradients)
+
+    def finish(self) -> None:
+        """Waits, and hands out the sums."""
+        assert self.flat is not None and self.work is not None
+        self.work.wait()
+        offset = 0
+        for parameter in self.ready:
+            part = self.flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
+            offset += parameter.numel()
+            accumulate_gradient(self.members[parameter], part)
+            del part
+        flat = self.flat
+        self.clear()
+        self.spare_flat = flat if self.reuse_flat and flat.device.type == "cpu" and len(self.members) > 1 else None
+
+    def clear(self) -> None:
+        """Drops what a failed backward left."""
+        self.ready, self.flat, self.work = {}, None, None
+
+
+def _taken(parameter: nn.Parameter) -> torch.Tensor:
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None
+    return gradient
+
+
+class GradientBuckets:
+    """All buckets of a program, or of a model chunk. `group`: the process group of the data axis, None if it has one rank.
+
+    `outlives_backward`: all-reduces may still be in flight when the backward ends, until `finish` is called.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dict[nn.Parameter, nn.Parameter]],
+        group: dist.ProcessGroup | None,
+        *,
+        outlives_backward: bool = False,
+    ) -> None:
+        self.group, self.outlives_backward = group, outlives_backward
+        self.started: list[GradientBucket] = []
+        self.queued = False
+        self.accumulating = False
+        """Gradients accumulate unreduced: another micro-batch follows."""
+        self.buckets: list[GradientBucket] = []
+        for members in groups:
+            for dtype in dict.fromkeys(parameter.dtype for parameter in members):
+                self._add({p: c for p, c in members.items() if p.dtype == dtype and p.requires_grad})
+
+    def _add(self, members: dict[nn.Parameter, nn.Parameter]) -> None:
+        if not members:
+            return
+        bucket = GradientBucket(members)
+        self.buckets.append(bucket)
+        for parameter in members:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: self._arrived(bucket, parameter))
+
+    def _arrived(self, bucket: GradientBucket, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        if parameter.grad is None:  # compiled code has a hook called where it gives no gradient
+            return
+        if self.group is None:
+            accumulate_gradient(bucket.members[parameter], _taken(parameter))
+            return
+        if self.accumulating:
+            return
+        if not self.queued and not self.outlives_backward:
+            self.queued = True
+            at_end_of_backward(self._finish)
+        bucket.ready[parameter] = _taken(parameter)
+        if len(bucket.ready) == len(bucket.members):
+            bucket.start(self.group)
+            self.started.append(bucket)
+
+    def start_all(self) -> None:
+        """Starts all reductions that are not started, also of incomplete buckets: of parameters that this backward did not reach
+        (on all ranks alike), and that only an earlier micro-batch reached."""
+        for bucket in self.buckets:
+            if bucket.flat is None:
+                left = [parameter for parameter in bucket.members if parameter.grad is not None]
+                bucket.ready |= {parameter: _taken(parameter) for parameter in left}
+            if bucket.ready and bucket.flat is None:
+                bucket.start(self.group)
+                self.started.append(bucket)
+
+    def _finish(self) -> None:
+        self.start_all()
+        self.finish_started()
+
+    def finish_started(self) -> None:
+        """Waits for the reductions that are started, and hands out the sums."""
+        for bucket in self.started:
+            bucket.finish()
+        self.started, self.queued = [], False
+
+    def reset(self) -> None:
+        """Called before a forward: drops what a backward that raised left."""
+        for bucket in self.started if self.queued or self.outlives_backward else ():
+            bucket.clear()
+        self.started, self.queued, self.accumulating = [], False, False
+
+    def finish(self) -> None:
+        """Called after the last micro-batch, which may have reached no replicated parameter at all."""
+        if self.group is not None:
+            self._finish()

@@ -1,0 +1,265 @@
+"""Fills a program with a model's state, and makes the canonical parameters: DTensors over the whole mesh under their original
+names.
+
+The program computes with plain local tensors. Where a block's state is sharded over the data axis (ZeRO-1 to 3), FSDP2 gathers
+the weights and reduces the gradients; elsewhere gradient buckets reduce them. Canonical parameters share storage with what the
+program stores, and gradients are moved to them, so that an optimizer over the canonical parameters trains the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..device.mesh import MeshHandle
+from ..errors import StateProblem
+from ..module import ParameterSpec, Program, RootModule
+from .fsdp import hoist_shared, shard_block, shard_root
+from .gradient_buckets import GradientBuckets, redirect_gradients
+from .layout import dtensor_placements, gather_full, model_shard, zero_shard
+from .parameter_table import ParameterEntry, ParameterIndex, Table, by_block, parameter_index, parameter_tables, shared_entries
+from .weight_source import OrderedSource, WeightSource, full_weight
+
+
+@dataclass(frozen=True)
+class State:
+    """The canonical parameters and buffers of a program by original name.
+
+    `buckets`: the gradient buckets of the program; in a pipeline those of parameters that several model chunks of this rank
+    share, while
+    `chunk_buckets` are those of each chunk. `copies`: a sharded parameter that two chunks of this rank use is stored twice, as
+    (first, second); the second gets the first's values before each step. `zero_dims`: the dimension that ZeRO shards, by name.
+    """
+
+    mesh: MeshHandle
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    specs: dict[str, ParameterSpec]
+    zero_dims: dict[str, int | None]
+    buckets: GradientBuckets
+    index: ParameterIndex
+    chunk_buckets: tuple[GradientBuckets, ...] = ()
+    copies: tuple[tuple[nn.Parameter, nn.Parameter], ...] = ()
+
+    def full(self, name: str, value: torch.Tensor | None = None) -> torch.Tensor:
+        """The full tensor of a parameter, or of `value` that is placed like it (its gradient, an optimizer state), on every rank
+        of the stage that has it; correct for every layout.
+
+        DTensor's own `full_tensor` fails on 2.13.0 where three mesh axes shard one tensor, or two shard a strided dimension.
+        """
+        if name in self.buffers:
+            return self.buffers[name].clone(memory_format=torch.contiguous_format)  # in the layout that other ranks receive into
+        spec, local = self.specs[name], _local(self.parameters[name] if value is None else value)
+        return gather_full(local, spec.shape, spec.placements, self.mesh, self.zero_dims[name])
+
+    def broadcast_full(self, name: str, value: torch.Tensor | None = None) -> torch.Tensor:
+        """`full` on the ranks of all stages; stages without the parameter pass no value."""
+        pp, holder = self.mesh.pp, self.index.holders[name][0]
+        if pp.coordinate == holder:
+            full = self.full(name, value)
+        else:
+            spec = self.index.specs[name]
+            full = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.mesh.device)
+        if pp.size > 1:
+            dist.broadcast(full, self.mesh.rank_in_stage(holder), self.mesh.group(pp.name))
+        return full
+
+    def names_on_any_stage(self, held: Collection[str]) -> list[str]:
+        """The parameters that are in `held` on any stage, in the model's order."""
+        names = [name for name, spec in self.index.specs.items() if not spec.buffer]
+        found = torch.tensor([name in held for name in names], dtype=torch.int32, device=self.mesh.device)
+        if self.mesh.pp.size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, self.mesh.group(self.mesh.pp.name))
+        return [name for name, flag in zip(names, found.tolist(), strict=True) if flag]
+
+    def load_full(self, source: WeightSource) -> None:
+        """Copies full tensors into the local shards, in place."""
+        if self.mesh.pp.size > 1:
+            source = OrderedSource(source, self.index.loading_order(), self.specs)
+        with torch.no_grad(), _refused_together(self.mesh, source):
+            for name, buffer in self.buffers.items():
+                buffer.copy_(_checked_weight(source, name, self.specs[name]))
+            for name, parameter in self.parameters.items():
+                shard = model_shard(_checked_weight(source, name, self.specs[name]), self.specs[name].placements, self.mesh)
+                _local(parameter).copy_(zero_shard(shard, self.zero_dims[name], self.mesh))
+
+    def sync_copies(self) -> None:
+        """Called before a step: second copies get the values of the first."""
+        with torch.no_grad():
+            for first, second in self.copies:
+                _local(second).copy_(_local(first))
+
+
+@contextlib.contextmanager
+def _refused_together(mesh: MeshHandle, source: WeightSource) -> Iterator[None]:
+    """A state that one stage refuses is refused by all."""
+    problem: StateProblem | None = None
+    try:
+        yield
+    except StateProblem as error:
+        problem = error
+    if isinstance(source, OrderedSource):
+        source.finish()
+        if dist.get_backend() != "fake":
+            refused = torch.tensor(0 if problem is None else 1 + mesh.pp.coordinate, device=mesh.device)
+            dist.all_reduce(refused, dist.ReduceOp.MAX, mesh.group(mesh.pp.name))
+            if problem is None and int(refused):
+                problem = StateProblem(f"stage {int(refused) - 1} refuses the state: see the error of its ranks")
+    if problem is not None:
+        raise problem
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    assert isinstance(parameter, DTensor)
+    with torch.no_grad():
+        return parameter.to_local()
+
+
+def _checked_weight(source: WeightSource, name: str, spec: ParameterSpec) -> torch.Tensor:
+    full = full_weight(source, name)
+    if tuple(full.shape) != tuple(spec.shape):
+        raise StateProblem(f"{name} has shape {tuple(full.shape)} but the plan is for {tuple(spec.shape)}")
+    return full.detach()
+
+
+def _fill_buffers(roots: Iterable[RootModule], source: WeightSource) -> tuple[dict[str, torch.Tensor], dict[str, ParameterSpec]]:
+    """Buffers are replicated; a shared one is one tensor."""
+    buffers: dict[str, torch.Tensor] = {}
+    specs: dict[str, ParameterSpec] = {}
+    for root in roots:
+        for block in root.blocks():
+            for spec in block.specs:
+                if not spec.buffer:
+                    continue
+                name = block.original_names[spec.path]
+                if name not in buffers:
+                    specs[name] = spec
+                    buffers[name] = _checked_weight(source, name, spec).to(
+                        root.mesh.device, getattr(torch, spec.dtype), copy=True
+                    )
+                block.register_buffer(spec.attribute, buffers[name], persistent=spec.persistent)
+    return buffers, specs
+
+
+def materialize(program: Program, source: WeightSource) -> State:
+    """Fills this rank's part of `program` block by block from full tensors, and shards each block's state before the next is
+    filled."""
+    mesh, index = program.mesh, parameter_index(program.roots())
+    if mesh.pp.size > 1:
+        source = OrderedSource(
+            source, index.loading_order(), (n for n, ranks in index.holders.items() if mesh.pp.coordinate in ranks)
+        )
+    roots, own_tables = program.roots()[mesh.pp.coordinate], parameter_tables(program.roots(), mesh)[mesh.pp.coordinate]
+    builder = _StateBuilder(mesh, source)
+    with _refused_together(mesh, source):
+        buffers, specs = _fill_buffers(roots, source)
+        for table in own_tables:
+            for entry in table.values():
+                if entry.name in index.shared and (len(entry.blocks) > 1 or sum(entry.name in each for each in own_tables) > 1):
+                    builder.fill(entry)
+        for root, table in zip(roots, own_tables, strict=True):
+            builder.shard(root, table)
+    entries = builder.first
+    common, chunk_buckets = _buckets(program, roots, own_tables, builder)
+    copies = [(entries[entry.name].stored, entry.stored) for entry in builder.others]
+    return State(
+        mesh=mesh,
+        parameters={name: builder.canonical[name] for table in own_tables for name in table},
+        buffers=buffers,
+        specs=specs | {name: entry.spec for name, entry in entries.items()},
+        zero_dims={name: entry.zero_dim for name, entry in entries.items()},
+        buckets=common,
+        index=index,
+        chunk_buckets=chunk_buckets,
+        copies=tuple((first, second) for first, second in copies if first is not None and second is not None),
+    )
+
+
+@dataclass
+class _StateBuilder:
+    """Parameters that are filled, by name: the first entry of each, its canonical parameter, and entries of further copies."""
+
+    mesh: MeshHandle
+    source: WeightSource
+    first: Table = field(default_factory=dict)
+    canonical: dict[str, nn.Parameter] = field(default_factory=dict)
+    others: list[ParameterEntry] = field(default_factory=list)
+
+    def fill(self, entry: ParameterEntry) -> None:
+        """Puts this rank's shard over the model axes into the blocks of a root that use it. All roots share one tensor of a
+        replicated parameter."""
+        known = self.first.get(entry.name)
+        if known is None:
+            shard = model_shard(_checked_weight(self.source, entry.name, entry.spec), entry.spec.placements, self.mesh)
+            dtype: torch.dtype = getattr(torch, entry.spec.dtype)
+            data = torch.empty(shard.shape, dtype=dtype, device=self.mesh.device).copy_(shard)
+            entry.stored = nn.Parameter(data, requires_grad=entry.spec.trainable)
+            self.first[entry.name] = entry
+        else:
+            assert known.stored is not None
+            entry.stored = known.stored
+            if entry.zero_dim is not None:
+                entry.stored = nn.Parameter(known.stored.detach().clone(), requires_grad=entry.spec.trainable)
+                self.others.append(entry)
+        for block in entry.blocks:
+            for spec in block.specs:
+                if block.original_names[spec.path] == entry.name:
+                    block.register_parameter(spec.attribute, entry.stored)
+
+    def shard(self, root: RootModule, table: Table) -> None:
+        """Fills the remaining parameters of a root and shards its state."""
+        rooted = {entry.name: entry for entry in shared_entries(table) if entry.zero_dim is not None}
+        hoist_shared(root, rooted)
+        for block, entries in by_block(root, table).items():
+            for entry in entries:
+                if entry.stored is None:
+                    self.fill(entry)
+            shard_block(block, {entry.name: entry for entry in entries if entry.zero_dim is not None}, root.precision)
+        if any(entry.zero_dim is not None for entry in table.values()):
+            shard_root(root, rooted)
+        for name, entry in table.items():
+            if self.first[name] is entry:
+                self.canonical[name] = _canonical(entry, self.mesh)
+            elif entry.zero_dim is not None and entry.stored is not None:
+                redirect_gradients(entry.stored, self.canonical[name])
+
+
+def _canonical(entry: ParameterEntry, mesh: MeshHandle) -> nn.Parameter:
+    """The DTensor of the original shape over what the program stores; gradients of FSDP2 parameters are redirected to it."""
+    assert entry.stored is not None
+    local = _local(entry.stored) if isinstance(entry.stored, DTensor) else entry.stored.detach()
+    placements = dtensor_placements(entry.spec.shape, entry.spec.placements, mesh, entry.zero_dim)
+    shape = torch.Size(entry.spec.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    full = DTensor.from_local(local, mesh.state_mesh, placements, run_check=False, shape=shape, stride=stride)
+    canonical = nn.Parameter(full, requires_grad=entry.spec.trainable)
+    if entry.zero_dim is not None:
+        redirect_gradients(entry.stored, canonical)
+    return canonical
+
+
+def _buckets(
+    program: Program, roots: tuple[RootModule, ...], own_tables: list[Table], builder: _StateBuilder
+) -> tuple[GradientBuckets, tuple[GradientBuckets, ...]]:
+    """Buckets for all that is replicated on the data axis: of the program, or shared by model chunks; and of each chunk."""
+    group = builder.mesh.group("dp") if builder.mesh.dp.size > 1 else None
+    shared = {name for table in own_tables for name in table if sum(name in each for each in own_tables) > 1}
+
+    def members(entries: Iterable[ParameterEntry]) -> dict[nn.Parameter, nn.Parameter]:
+        pairs = [(entry.stored, builder.canonical[entry.name]) for entry in entries if entry.zero_dim is None]
+        return {stored: canonical for stored, canonical in pairs if stored is not None}
+
+    each = []
+    for root, table in zip(roots, own_tables, strict=True):
+        own = {name: entry for name, entry in table.items() if name not in shared}
+        each.append([members(entries) for entries in (*by_block(root, own).values(), shared_entries(own))])
+    if roots == (program,):
+        return GradientBuckets(each[0], group), ()
+    common = GradientBuckets([members(builder.first[name] for name in sorted(shared))], group)
+    return common, tuple(GradientBuckets(groups, group, outlives_backward=True) for groups in each)

@@ -1,0 +1,138 @@
+"""The user's arguments as the inputs of a program: bound by name, moved to the device, and checked against the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path
+
+from ..device.mesh import DATA_AXIS
+from ..errors import BatchProblem
+from ..module import Program
+
+REPLAN = "plan again with other example inputs"
+
+
+def bind_arguments(program: Program, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The inputs by name. BatchProblem, which names the argument, if the call differs from the one that was planned."""
+    given = _given(program, args, keywords)
+    wanted = {name: name for name in program.input_placements} | {name: path for path, name in _renamed(program)}
+    constants = {**program.constants, **program.defaults}
+    paths = set(wanted.values())
+    missing = [path for path in (*wanted.values(), *program.constants) if path not in given]
+    unknown = sorted(given.keys() - paths - constants.keys())
+    if unknown or missing:
+        problem = f"misses {', '.join(missing)}" if missing else f"has unplanned {', '.join(unknown)}"
+        raise BatchProblem(f"the batch {problem}; this plan takes {', '.join((*wanted.values(), *program.constants))} ({REPLAN})")
+    for path, text in constants.items():
+        found = given.get(path)
+        if path in given and text and constant_text(found) != text:
+            shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else constant_text(found)
+            raise BatchProblem(f"argument {path} is {shown}, the plan is for {text}: pass that, or {REPLAN}")
+    return _checked(program, {name: _tensor(program, path, given[path]) for name, path in wanted.items()}, wanted)
+
+
+class NamedBatch(dict[str, torch.Tensor]):
+    """A global batch by the names of the program's inputs, as an exported folder has it; constants are those of the plan."""
+
+
+def bind_named_batch(program: Program, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The inputs of a batch that is given by their names."""
+    names = tuple(program.input_placements)
+    if set(batch) != set(names):
+        different = ", ".join(sorted(set(batch) ^ set(names)))
+        raise BatchProblem(f"the batch and the plan differ in {different}; this program takes {', '.join(names)}")
+    return _checked(program, {name: _tensor(program, name, batch[name]) for name in names}, {name: name for name in names})
+
+
+def constant_text(value: object) -> str:
+    """A constant argument as text: its value if that is plain, else its type."""
+    plain = value is None or isinstance(value, (bool, int, float, str)) or type(value).__module__ == "torch"
+    return repr(value) if plain else type(value).__name__
+
+
+def local_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's part of the global inputs, which are sharded on the data axis only."""
+    return {name: _local_input(program, name, tensor) for name, tensor in inputs.items()}
+
+
+def _local_input(program: Program, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    text = program.input_placements[name].get(DATA_AXIS, "R")
+    dp = program.mesh.dp
+    if not text.startswith("S") or dp.size == 1:
+        return tensor
+    dim = int(text[2:-1])
+    if tensor.dim() <= dim or tensor.shape[dim] % dp.size:
+        raise BatchProblem(
+            f"input {name} of shape {tuple(tensor.shape)} does not divide over {dp.size} data-parallel ranks; "
+            f"pass a batch whose size is a multiple of {dp.size}"
+        )
+    return tensor.chunk(dp.size, dim)[dp.coordinate]
+
+
+# -- the call
+
+
+def _renamed(program: Program) -> Iterable[tuple[str, str]]:
+    return program.arguments.items()
+
+
+def _given(program: Program, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Every leaf of the arguments by its path. An argument that is None but was captured as a tensor counts as left out."""
+    names = program.positional or tuple(program.input_placements)
+    if len(args) > len(names):
+        raise BatchProblem(f"{len(args)} arguments by position, the model takes {len(names)}: {', '.join(names)}")
+    placed = dict(zip(names, args, strict=False))
+    twice = sorted(placed.keys() & keywords.keys())
+    if twice:
+        raise BatchProblem(f"argument {twice[0]} is given by position and by name: pass it once")
+    leaves, _ = tree_flatten_with_path({**placed, **keywords})
+    given = {".".join(map(_word, keys)): leaf for keys, leaf in leaves}
+    known = {**program.constants, **program.defaults}
+    return {path: leaf for path, leaf in given.items() if leaf is not None or path in known}
+
+
+def _word(key: Any) -> str:
+    if isinstance(key, MappingKey):
+        return str(key.key)
+    if isinstance(key, SequenceKey):
+        return str(key.idx)
+    return str(key.name) if isinstance(key, GetAttrKey) else str(key)
+
+
+def _tensor(program: Program, path: str, value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value).to(program.mesh.device, non_blocking=True)
+    except (TypeError, ValueError, RuntimeError):
+        raise BatchProblem(
+            f"argument {path} is a {type(value).__name__}, the plan is for a tensor: pass one, or {REPLAN}"
+        ) from None
+
+
+def _checked(program: Program, tensors: dict[str, torch.Tensor], paths: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    for name, wanted in program.input_dtypes.items():
+        found = str(tensors[name].dtype).removeprefix("torch.")
+        if found != wanted:
+            raise BatchProblem(f"input {paths[name]} is {found}, the plan is for {wanted}: cast it, or plan again")
+    for name, planned in program.input_shapes.items():
+        shape = tuple(tensors[name].shape)
+        if len(shape) != len(planned) or any(want not in (None, size) for want, size in zip(planned, shape, strict=True)):
+            wanted = ", ".join("batch" if size is None else str(size) for size in planned)
+            raise BatchProblem(f"input {paths[name]} has shape {shape}, the plan is for ({wanted}): pad it, or plan again")
+    _same_batch(program, tensors, paths)
+    return tensors
+
+
+def _same_batch(program: Program, tensors: Mapping[str, torch.Tensor], paths: Mapping[str, str]) -> None:
+    """Inputs that are sharded along dimension 0 have one size there, if the plan says so."""
+    first = ""
+    for name, planned in program.input_shapes.items():
+        if planned[:1] == (None,) and program.input_placements[name].get(DATA_AXIS, "R") == "S(0)":
+            if first and tensors[name].shape[0] != tensors[first].shape[0]:
+                raise BatchProblem(
+                    f"input {paths[name]} has {tensors[name].shape[0]} examples, {paths[first]} has {tensors[first].shape[0]}: "
+                    "pass one batch"
+                )
+            first = first or name

@@ -1,0 +1,162 @@
+"""A step in micro-batches (gradient accumulation): all forwards and backwards run inside one call, whose loss is one autograd
+node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat import apply
+from ..device.mesh import DATA_AXIS
+from ..errors import BatchProblem, RuntimeProblem
+from ..module import Program
+from ..state.fsdp import prepare_backward
+from ..state.materialize import State
+from .outputs import join_micro_batches
+
+Batch = dict[str, torch.Tensor]
+StepResult = tuple[torch.Tensor, Sequence[torch.Tensor]]
+"""A loss, and outputs outputs_of_part it."""
+
+
+def run_micro_batches(program: Program, state: State, inputs: Batch) -> StepResult:
+    """The loss of this rank's batch, computed in ``program.micro_batches`` parts, and the outputs. Gradients are computed now,
+    and the loss's backward hands them out; without gradients only forwards run."""
+    parts = split_micro_batches(program, inputs)
+    totals = batch_totals(program, parts)
+    others: list[Sequence[torch.Tensor]] = []
+    if torch.is_grad_enabled():
+        loss = run_with_deferred_gradients(state, lambda: _train(program, state, parts, totals, others))
+    else:
+        losses = []
+        for part in parts:
+            each, outputs_of_part = split_result(program(**part, **totals))
+            losses.append(each)
+            others.append(outputs_of_part)
+        loss = sum_losses(losses)
+    return loss, join_micro_batches(program, others)
+
+
+def split_result(result: torch.Tensor | tuple[torch.Tensor, ...]) -> StepResult:
+    """What a program returns as (loss, outputs)."""
+    return (result, ()) if isinstance(result, torch.Tensor) else (result[0], result[1:])
+
+
+def _train(
+    program: Program,
+    state: State,
+    parts: Sequence[Batch],
+    totals: Mapping[str, torch.Tensor],
+    others: list[Sequence[torch.Tensor]],
+) -> torch.Tensor:
+    losses = []
+    try:
+        for number, part in enumerate(parts, 1):
+            last = number == len(parts)
+            prepare_backward(program, last)
+            state.buckets.accumulating = not last
+            loss, outputs_of_part = split_result(program(**part, **totals))
+            others.append(outputs_of_part)
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
+            losses.append(loss.detach())
+        state.buckets.finish()
+    finally:
+        state.buckets.accumulating = False
+    return sum_losses(losses)
+
+
+def run_with_deferred_gradients(state: State, train: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The loss that `train` returns. `train` leaves gradients with the parameters; they are taken from there, and the backward of
+    the loss hands them out. A loss that reached no parameter has no graph."""
+    parameters = [parameter for parameter in state.parameters.values() if parameter.requires_grad]
+    saved = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        loss = train()
+        made = [(parameter, parameter.grad) for parameter in parameters]
+    finally:
+        for parameter, gradient in saved:
+            parameter.grad = gradient
+    reached = {parameter: gradient for parameter, gradient in made if gradient is not None}
+    if not reached:
+        return loss
+    result: torch.Tensor = apply(_Deliver, loss, list(reached.values()), *reached)
+    return result
+
+
+def sum_losses(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum, in order."""
+    loss = losses[0]
+    for other in losses[1:]:
+        loss = loss + other
+    return loss
+
+
+def split_micro_batches(program: Program, inputs: Batch) -> list[Batch]:
+    """This rank's batch in equal parts. Inputs are split where the data axis shards them; the others are whole in every part."""
+    count = program.micro_batches
+    parts: list[Batch] = [{} for _ in range(count)]
+    for name, tensor in inputs.items():
+        where = program.input_placements[name].get(DATA_AXIS, "R")
+        if not where.startswith("S"):
+            slices: Sequence[torch.Tensor] = [tensor] * count
+        else:
+            dim = int(where[2:-1])
+            if tensor.shape[dim] % count:
+                ranks = program.mesh.dp.size
+                raise BatchProblem(
+                    f"the {tensor.shape[dim] * ranks} examples of input {name} do not divide over {ranks} data-parallel ranks "
+                    f"and {count} micro-batches; pass a batch whose size is a multiple of {ranks * count}"
+                )
+            slices = tensor.chunk(count, dim)
+        for part, part_input in zip(parts, slices, strict=True):
+            part[name] = part_input
+    return parts
+
+
+def batch_totals(program: Program, parts: Sequence[Batch]) -> Mapping[str, torch.Tensor]:
+    """What the loss needs of the whole batch, computed from the inputs alone."""
+    if not program.totals:
+        return {}
+    with torch.no_grad():
+        each = [program.count(**part) for part in parts]
+        stacked = {name: torch.stack([counted[name] for counted in each]) for name in program.totals}
+        return {name: _reduce(stacked[name], op) for name, op in program.totals.items()}
+
+
+def _reduce(stacked: torch.Tensor, op: str) -> torch.Tensor:
+    if op == "sum":
+        return stacked.sum(0)
+    return stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+class _Deliver(torch.autograd.Function):
+    """The loss as a function of the parameters: the known gradients, times the gradient of the loss, are handed out once."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor], *parameters: nn.Parameter) -> torch.Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeProblem(
+                "a second backward through the loss of a step in micro-batches, whose gradients were already handed out: "
+                "call the model again"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        return None, None, *(_scaled(gradient, grad) for gradient in gradients)
+
+
+def _scaled(gradient: Any, factor: torch.Tensor) -> torch.Tensor:
+    """In place: the tensor becomes the parameter's gradient."""
+    gradient.to_local().mul_(factor.to(gradient.dtype))
+    result: torch.Tensor = gradient
+    return result

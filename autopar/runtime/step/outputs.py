@@ -1,0 +1,179 @@
+"""What `parallel(...)` returns: the model's own result class, rebuilt around the loss and the outputs of the program."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ..comm.convert import convert
+from ..compat import apply
+from ..device.mesh import DATA_AXIS, MeshHandle
+from ..errors import RuntimeProblem
+from ..module import Program
+
+Form = Any
+"""The structure of the result as nested tuples, like `ir.interface.Form`."""
+
+
+def join_micro_batches(program: Program, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The outputs of a batch from those of its micro-batches: concatenated where the data axis shards them, summed where it has
+    partial sums. What another axis shards along the same dimension is gathered first: the parts of several micro-batches are not
+    one shard."""
+    out = []
+    for where, each in zip(program.outputs.values(), zip(*parts, strict=True), strict=True):
+        if len(each) > 1:
+            each = tuple(_gathered(part, dict(where), _model_axes_within(where), program.mesh)[0] for part in each)
+        out.append(_joined(where.get(DATA_AXIS, "R"), each))
+    return out
+
+
+def _joined(where: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(parts) == 1 or where in ("R", "I"):
+        return parts[-1]
+    if cut := _shard_of(where):
+        dim, count = cut
+        return torch.cat([part.unflatten(dim, (count, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
+    stacked = torch.stack(list(parts))
+    return stacked.amax(0) if "max" in where else stacked.amin(0) if "min" in where else stacked.sum(0)
+
+
+def _shard_of(text: str) -> tuple[int, int] | None:
+    """Dimension and parts of ``S(2,3)``; None for any other placement."""
+    if not text.startswith("S"):
+        return None
+    dim, _, count = text[2:-1].partition(",")
+    return int(dim), int(count or 1)
+
+
+def _model_axes_within(where: Mapping[str, str]) -> set[str]:
+    """The model axes that shard the dimension that the data axis shards."""
+    data = _shard_of(where.get(DATA_AXIS, "R"))
+    return {name for name, text in where.items() if name != DATA_AXIS and data and (cut := _shard_of(text)) and cut[0] == data[0]}
+
+
+def _gathered(
+    local: torch.Tensor, where: dict[str, str], axes: Collection[str], mesh: MeshHandle
+) -> tuple[torch.Tensor, dict[str, str]]:
+    """`local` with these axes gathered, innermost first. Within what outer axes with fewer parts have sharded, there are fewer
+    parts."""
+    with torch.no_grad():
+        for name in reversed(list(mesh.axes)):
+            cut = _shard_of(where.get(name, "R"))
+            if name not in axes or cut is None:
+                continue
+            dim, count = cut
+            for other, text in where.items():
+                outer = _shard_of(text)
+                if other != name and outer and outer[0] == dim and outer[1] < count:
+                    count //= mesh.axis(other).size
+            local, where[name] = convert(local.contiguous(), mesh.axis(name), f"S({dim},{max(1, count)}) -> R"), "R"
+    return local, where
+
+
+def as_dtensors(program: Program, values: Sequence[torch.Tensor]) -> dict[str, DTensor | None]:
+    """The outputs by path as DTensors over the mesh of this rank's stage; None on stages that do not have them."""
+    if not values:
+        return dict.fromkeys(program.outputs)
+    pairs = zip(program.outputs.items(), values, strict=True)
+    return {path: _as_dtensor(path, local, _joined_placements(program, where), program.mesh) for (path, where), local in pairs}
+
+
+def _joined_placements(program: Program, where: Mapping[str, str]) -> dict[str, str]:
+    """The placements of what `join_micro_batches` returns."""
+    gathered = _model_axes_within(where) if program.micro_batches > 1 else set()
+    return {name: "R" if name in gathered else text for name, text in where.items()}
+
+
+def _as_dtensor(path: str, local: torch.Tensor, where: Mapping[str, str], mesh: MeshHandle) -> DTensor:
+    with torch.no_grad():
+        local, where = _simple_placements(local.detach(), dict(where), mesh)
+    if torch.is_grad_enabled() and local.is_floating_point():
+        local = apply(_OnlyTheLoss, path, local, torch.empty(0, requires_grad=True))
+    places = [_placement(where.get(name, "R")) for name in mesh.axes]
+    return DTensor.from_local(local, mesh.device_mesh, places, run_check=False)
+
+
+def _simple_placements(local: torch.Tensor, where: dict[str, str], mesh: MeshHandle) -> tuple[torch.Tensor, dict[str, str]]:
+    """Without the placements that DTensor cannot express simply: partial sums are reduced, strided shards (``S(2,3)``) are
+    gathered."""
+    for name, text in where.items():
+        if text.startswith("P") and mesh.axis(name).size > 1:
+            local = convert(local, mesh.axis(name), f"{text} -> R")
+        if text.startswith("P"):
+            where[name] = "R"
+    cut = {name: found for name in mesh.axes if (found := _shard_of(where.get(name, "R")))}
+    strided = {dim for dim, count in cut.values() if count > 1}
+    names = [name for name, (dim, _) in cut.items() if dim in strided]
+    first = next((number for number, name in enumerate(names) if cut[name][1] > 1), len(names))
+    return _gathered(local, where, names[first:], mesh)
+
+
+def _placement(text: str) -> Replicate | Shard | Partial:
+    return Shard(int(text[2:-1].split(",")[0])) if text.startswith("S") else Replicate()
+
+
+class _OnlyTheLoss(torch.autograd.Function):
+    """Detaches an output; a backward through it raises and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, path: str, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.path = path
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise RuntimeProblem(
+            f"a gradient into the output {ctx.path}: only the loss takes gradients; detach() it, or make it part of the loss"
+        )
+
+
+# -- the user's class
+
+
+def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any]) -> Any:
+    """The result in the given form. A class that this process has not loaded becomes a plain namespace."""
+    if form is None:
+        return None
+    kind, *rest = form
+    if kind == "loss":
+        return loss
+    if kind == "output":
+        return outputs[rest[0]]
+    if kind == "constant":
+        return rest[0]
+    if kind in ("tuple", "list"):
+        items = (build_result(each, loss, outputs) for each in rest[0])
+        return tuple(items) if kind == "tuple" else list(items)
+    fields = {key: build_result(each, loss, outputs) for key, each in rest[-1]}
+    return fields if kind == "dict" else _made(_class(rest[0]), fields)
+
+
+def plain_result(program: Program, loss: torch.Tensor, outputs: Mapping[str, Any]) -> Any:
+    """Without a form: the loss, or a namespace of the loss and the outputs."""
+    return SimpleNamespace(loss=loss, **outputs) if program.outputs else loss
+
+
+def _class(name: str) -> type | None:
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) else None
+
+
+def _made(cls: Any, fields: dict[str, Any]) -> Any:
+    if cls is None:
+        return SimpleNamespace(**fields)
+    if issubclass(cls, Mapping):  # transformers' ModelOutput is a dataclass and a dictionary in one
+        return cls(**fields) if hasattr(cls, "__dataclass_fields__") else cls(fields)
+    if issubclass(cls, tuple):
+        return cls(*fields.values())
+    made = cls.__new__(cls)
+    for key, value in fields.items():
+        object.__setattr__(made, key, value)
+    return made

@@ -1,0 +1,35 @@
+"""The named schedules: every file of `autopar.schedules.builders`, found by listing the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from types import MappingProxyType
+
+from autopar.errors import PlanError
+from autopar.schedules import builders as folder
+from autopar.schedules.builder import ScheduleBuilder
+
+
+@cache
+def schedule_builders() -> Mapping[str, ScheduleBuilder]:
+    """By name, in the order of their positions."""
+    modules = (import_module(f"{folder.__name__}.{each.name}") for each in iter_modules(folder.__path__))
+    found: list[ScheduleBuilder] = sorted((module.BUILDER for module in modules), key=lambda each: (each.position, each.name))
+    return MappingProxyType({each.name: each for each in found})
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Names of schedules that have a builder; any other one comes with its actions."""
+    return tuple(schedule_builders())
+
+
+def builder_named(name: str, remedy: str = "give its actions") -> ScheduleBuilder:
+    """PlanError where there is none, with what else one may write: the only place that refuses a schedule's name."""
+    found = schedule_builders().get(name)
+    if found is None:
+        *most, last = schedule_names()
+        raise PlanError(f"no schedule {name!r}: write {', '.join(most)} or {last}, or {remedy}")
+    return found

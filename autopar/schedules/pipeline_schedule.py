@@ -1,0 +1,47 @@
+"""The schedule of a pipeline: built by its name (`schedules.builders`), or parsed from its own text."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from autopar.errors import PlanError
+from autopar.ir.plan import Candidate, Pipeline
+from autopar.ir.schedule import Schedule
+from autopar.schedules.check import check
+from autopar.schedules.named_schedules import builder_named
+
+
+def schedule_of(pipeline: Pipeline, micro_batches: int) -> Schedule:
+    """Computing actions only. PlanError where there is no such schedule, or its text does not fit the pipeline."""
+    return _schedule(pipeline.stages, pipeline.virtual, pipeline.schedule, pipeline.actions, micro_batches)
+
+
+def check_schedule(candidate: Candidate) -> None:
+    """PlanError where the candidate's pipeline has no schedule that can run."""
+    if candidate.pipeline.stages > 1:
+        schedule_of(candidate.pipeline, candidate.micro_batches)
+
+
+@lru_cache(maxsize=256)
+def _schedule(stages: int, virtual: int, name: str, actions: str, micro_batches: int) -> Schedule:
+    if actions:
+        return _checked(_parsed(actions, name), stages, virtual, micro_batches)
+    builder = builder_named(name)
+    builder.check(stages, virtual, micro_batches)
+    return Schedule(name, tuple(builder.actions(stages, virtual, micro_batches, rank) for rank in range(stages)))
+
+
+@lru_cache(maxsize=16)
+def _parsed(text: str, name: str) -> Schedule:
+    return Schedule.parse(text, name)
+
+
+def _checked(schedule: Schedule, stages: int, virtual: int, micro_batches: int) -> Schedule:
+    check(schedule)
+    found = len(schedule.ranks), schedule.chunks, schedule.micro_batches
+    if found != (stages, stages * virtual, micro_batches):
+        raise PlanError(
+            f"the schedule {schedule.name} has {found[0]} ranks, {found[1]} chunks and {found[2]} micro-batches, "
+            f"the pipeline {stages}, {stages * virtual} and {micro_batches}"
+        )
+    return schedule

@@ -1,0 +1,66 @@
+"""Lower bounds on the seconds of every plan of a mesh, cheap ones first. They prune, and the certificate is made of them.
+
+They hold for every point of the mesh: a step takes at least what its calls compute and what their conversions and collectives
+send, since only the communication of state overlaps them; memory, state, stalls and redundancy only add to that. And a batch in
+one go is never slower than in k micro-batches, ``seconds(k x batch) <= k x seconds(batch)`` for every price, so the bound of the
+least number of micro-batches holds for its multiples.
+"""
+
+from __future__ import annotations
+
+from autopar.solve.ilp.formulate import formulate_flows
+from autopar.solve.ilp.linear_model import total
+from autopar.solve.ilp.solver import Status, solve
+from autopar.solve.problem.problem import Problem, StreamSeconds
+
+
+def operation_bound(problem: Problem) -> float:
+    """Every operation by its fastest strategy, without conversions and without communication of state."""
+    return problem.micro_batches * sum(
+        problem.graph.count(name) * min(strategy.seconds.forward + strategy.seconds.backward for strategy in strategies)
+        for name, table in problem.blocks.items()
+        for strategies in table.strategies.values()
+    )
+
+
+def ideal_seconds(problem: Problem) -> float:
+    """All FLOPs of a step at the peak rate of all devices: below every plan on every mesh."""
+    flops = sum(problem.graph.count(name) * table.flops for name, table in problem.blocks.items())
+    device = problem.cluster.device
+    peak = max(map(device.peak_flops_per_second, (problem.precision.compute, "bfloat16", "float8")))
+    return problem.micro_batches * flops / (problem.cluster.size * peak)
+
+
+class FlowRelaxation:
+    """The linear relaxation of strategies and conversion flows, without memory and state. `main`: seconds of the calls; `shared`:
+    those on a link of the data axis."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.form = formulate_flows(problem)
+        self.main: dict[int, float] = {}
+        self.shared: dict[int, float] = {}
+        for name, table in problem.blocks.items():
+            count = float(problem.graph.count(name) * problem.micro_batches) / self.form.second_unit
+            for node, strategies in table.strategies.items():
+                for strategy, x in zip(strategies, self.form.x[name, node], strict=True):
+                    self._spend(x, strategy.seconds, count)
+            for value, conversions in table.conversions.items():
+                for edge, y in zip(conversions.edges, self.form.y[name, value], strict=True):
+                    self._spend(y, edge.seconds, count)
+
+    def _spend(self, variable: int, seconds: StreamSeconds, count: float) -> None:
+        self.main[variable] = self.main.get(variable, 0.0) + count * (seconds.forward + seconds.backward)
+        shared = seconds.forward_shared + seconds.backward_shared
+        if shared:
+            self.shared[variable] = self.shared.get(variable, 0.0) + count * shared
+
+    def bound(self, time_limit_seconds: float, weight: float = 1.0) -> float:
+        """Below ``weight x main + (1 - weight) x shared`` of every plan: seconds of the calls, and seconds that their collectives
+        occupy a link of the data axis. `operation_bound` where time ends first."""
+        model = self.form.model
+        model.cost = [0.0] * model.variables
+        model.minimise(total((weight, self.main), (1 - weight, self.shared)))
+        outcome = solve(model, relaxed=True, time_limit_seconds=time_limit_seconds)
+        least = weight * operation_bound(self.problem)
+        return max(least, outcome.bound * self.form.second_unit) if outcome.status is Status.OPTIMAL else least

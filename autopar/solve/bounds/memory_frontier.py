@@ -1,0 +1,158 @@
+"""Plans of every block that take less and less memory under one sharding: what the pipeline stages choose from.
+
+The sharding is solved once, without memory; parameters that are sharded less than possible cost something, since state is what
+fills a pipeline stage. With placements fixed, what is saved and what is recomputed is solved at a few prices of memory, by a
+small ILP for all blocks together. Plans of different prices can follow each other, since placements between blocks are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.ir.placement import Placements
+from autopar.ir.plan import BlockPlan, Candidate
+from autopar.solve.ilp.decode import decode
+from autopar.solve.ilp.formulate import formulate_flows
+from autopar.solve.ilp.formulation import Formulation
+from autopar.solve.ilp.linear_model import add, total
+from autopar.solve.ilp.recompute import add_storages
+from autopar.solve.ilp.solver import solve, solve_large
+from autopar.solve.problem.boundary import Slot
+from autopar.solve.problem.problem import BlockTable, NodeStrategy, PricedConversions, Problem
+
+MEMORY_PRICES = (0.03, 0.1, 0.3, 1.0)
+"""Prices of memory: so many times the forward's seconds for all bytes that a block would save."""
+
+_PARAMETER_COST = 0.3
+"""Cost of all parameters, sharded as much as possible, as a share of the seconds of the calls."""
+
+BlockOptions = tuple[Mapping[str, BlockPlan], ...]
+"""Block plans by name: the first saves all that the backward needs, the last one only the inputs of blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFrontier:
+    """A sharding of all blocks on the mesh of one pipeline stage for one micro-batch size, and its options."""
+
+    problem: Problem
+    sharding: Candidate
+    options: BlockOptions
+
+
+def memory_frontier(problem: Problem, time_limit_seconds: float) -> MemoryFrontier | None:
+    """None where time ends, or the pins leave no placement."""
+    sharding = _sharding(problem, time_limit_seconds)
+    if sharding is None:
+        return None
+    fixed = _with_fixed_placements(problem, sharding)
+    saving_all = {plan.block: plan for plan in sharding.blocks}
+    options = [saving_all]
+    for price in MEMORY_PRICES:
+        found = _at_memory_price(fixed, price)
+        if found is not None and found not in options:
+            options.append(found)
+    recomputing_all = {
+        name: replace(plan, recompute=True) if problem.graph.count(name) > 1 else options[-1][name]
+        for name, plan in saving_all.items()
+    }
+    if recomputing_all not in options:
+        options.append(recomputing_all)
+    return MemoryFrontier(problem, sharding, tuple(options))
+
+
+def _sharding(problem: Problem, time_limit_seconds: float) -> Candidate | None:
+    form = formulate_flows(problem)
+    for name in problem.blocks:
+        form.z[name] = {0: form.model.variable(1.0, lower=1.0)}
+    form.model.minimise(_call_seconds(form))
+    form.model.minimise(_parameter_cost(form))
+    outcome = solve_large(form.model, time_limit_seconds=time_limit_seconds, relative_gap=1e-3)
+    return decode(form, outcome.values) if outcome.values else None
+
+
+def _call_seconds(form: Formulation) -> dict[int, float]:
+    """Seconds of all calls, forward and backward, in the model's unit."""
+    out: dict[int, float] = {}
+    for name, table in form.problem.blocks.items():
+        count = form.problem.graph.count(name) / form.second_unit
+        for node, strategies in table.strategies.items():
+            for strategy, x in zip(strategies, form.x[name, node], strict=True):
+                add(out, {x: count * (strategy.seconds.forward + strategy.seconds.backward)})
+        for value, conversions in table.conversions.items():
+            for edge, y in zip(conversions.edges, form.y[name, value], strict=True):
+                add(out, {y: count * (edge.seconds.forward + edge.seconds.backward)})
+    return out
+
+
+def _parameter_cost(form: Formulation) -> dict[int, float]:
+    """``_PARAMETER_COST x seconds of the calls x parameters on one device / the least of these``; the seconds are about 1000
+    units."""
+    problem, boundary = form.problem, form.problem.boundary
+    out: dict[int, float] = {}
+    least = 0.0
+    for name, table in problem.blocks.items():
+        count = problem.graph.count(name)
+        for index, parameter in enumerate(table.block.parameters):
+            if parameter.buffer:
+                continue
+            number = boundary.classes[Slot(name, "param", index)]
+            sizes = [table.costs.value_bytes(parameter.value.name, at) for at in problem.placements[number]]
+            least += count * min(sizes)
+            add(out, {w: count * size for w, size in zip(form.w[number], sizes, strict=True)})
+    return {w: _PARAMETER_COST * 1000.0 * size / least for w, size in out.items()} if least else {}
+
+
+def _with_fixed_placements(problem: Problem, sharding: Candidate) -> Problem:
+    """The tables with nothing left to choose but what is saved and recomputed."""
+    boundary = problem.boundary
+    placements: dict[int, tuple[Placements, ...]] = {}
+    for slot, number in boundary.classes.items():
+        plan = sharding.block(slot.block)
+        of = {"in": plan.inputs, "out": plan.outputs, "param": plan.parameters}[slot.side]
+        placements[number] = (of[slot.index],)
+    blocks = {name: _fixed_table(table, sharding.block(name)) for name, table in problem.blocks.items()}
+    return replace(problem, placements=placements, blocks=blocks, zeros=(0,))
+
+
+def _fixed_table(table: BlockTable, plan: BlockPlan) -> BlockTable:
+    chosen = {each.node: each for each in plan.nodes}
+    strategies: dict[str, tuple[NodeStrategy, ...]] = {
+        node: tuple(strategy for strategy in every if strategy.plan == chosen[node])[:1]
+        for node, every in table.strategies.items()
+    }
+    conversions = {}
+    for value in table.consumers:
+        every = table.conversions[value]
+        taken = {(each.source, each.target) for each in plan.conversions if each.value == value}
+        edges = tuple(edge for edge in every.edges if (every.states[edge.source], every.states[edge.target]) in taken)
+        conversions[value] = PricedConversions(every.states, edges)
+    return replace(table, strategies=strategies, conversions=conversions)
+
+
+def _at_memory_price(fixed: Problem, price: float) -> dict[str, BlockPlan] | None:
+    """The optimum where a saved byte costs ``price x forward seconds of the block / bytes that it would save``; nothing is
+    offloaded."""
+    form = formulate_flows(fixed)
+    for name, table in fixed.blocks.items():
+        form.z[name] = {0: form.model.variable(1.0, lower=1.0)}
+        add_storages(form, name, table, decide=True)
+        storages = form.storages[name]
+        for offloaded in storages.offloaded.values():
+            form.model.upper[offloaded] = 0.0
+        forward = sum(strategies[0].seconds.forward for strategies in table.strategies.values()) / form.second_unit
+        needed = sum(storages.sizes[storage] for storage in storages.needs)
+        if not needed or not forward:
+            continue
+        recompute = total(*((seconds.forward / form.second_unit, {variable: 1.0}) for seconds, variable in storages.recompute))
+        saved = {
+            column: storages.sizes[storage] * price * forward / needed
+            for storage, column in storages.saved.items()
+            if storages.sizes.get(storage)
+        }
+        form.model.minimise(recompute)
+        form.model.minimise(saved)
+    outcome = solve(form.model, time_limit_seconds=2.0, relative_gap=1e-3)
+    if not outcome.values:
+        return None
+    return {plan.block: plan for plan in decode(form, outcome.values).blocks}

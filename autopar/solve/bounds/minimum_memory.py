@@ -1,0 +1,157 @@
+"""The minimum-memory plan, however slow: it tells by how much a model does not fit, and which changes would make it fit.
+
+Two methods. The *fixed* one prices a configuration that saves most (ZeRO-3, full recomputation, one example per micro-batch) on
+every width of a tensor axis within a node: some 10 ms each. The *solved* one asks the joint ILP for the least excess over the
+memory, over all that may be chosen, offloading too. Both return plans that the evaluator priced, so that what is said to fit does
+fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from time import monotonic
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.errors import AutoparError
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
+from autopar.ir.plan import Candidate
+from autopar.rules.registry import Registry
+from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
+from autopar.solve.fixed.candidate import fixed_candidate
+from autopar.solve.fixed.configuration import FixedConfiguration
+from autopar.solve.ilp.decode import decode
+from autopar.solve.ilp.formulate import formulate
+from autopar.solve.ilp.memory_events import add_memory_constraint
+from autopar.solve.ilp.solver import solve
+from autopar.solve.space.grid import GROUP, GridPoint, devices_per_node, grid_points, micro_batch_counts
+from autopar.solve.space.meshes import divisors
+from autopar.solve.space.micro_batching import why_one_micro_batch
+from autopar.solve.space.options import SearchOptions
+from autopar.solve.space.problem_tables import ProblemTables
+
+_MESHES = 4
+"""Meshes that are solved, with one model axis at most (two where the second is forced)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """A plan and its price."""
+
+    candidate: Candidate
+    evaluation: Evaluation
+
+    @property
+    def shortage_bytes(self) -> int:
+        """What a device lacks for it, 0 where it fits."""
+        return max(0, self.evaluation.peak_memory_bytes - self.evaluation.memory_capacity_bytes)
+
+    def __str__(self) -> str:
+        return str(GridPoint(self.candidate.mesh, self.candidate.micro_batches, self.candidate.zero_group))
+
+
+class MinimumMemory:
+    """Minimum-memory plans of several problems; placements that do not depend on the cluster are cached. `until` is when to end,
+    by `time.monotonic`."""
+
+    def __init__(self, registry: Registry, until: float) -> None:
+        self.registry, self.until = registry, until
+        self._placed: dict[tuple[str, int], BlockPlacements | None] = {}
+
+    def out_of_time(self) -> bool:
+        """Whether `until` has passed."""
+        return monotonic() > self.until
+
+    def fitting_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions, exact: bool = True) -> MemoryPlan | None:
+        """Some plan that fits, or None."""
+        found = self.fixed_plan(graph, cluster, options)
+        if (found is None or found.shortage_bytes) and exact and not self.out_of_time():
+            found = self.solved_plan(graph, cluster, options)
+        return found if found is not None and not found.shortage_bytes else None
+
+    def fixed_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> MemoryPlan | None:
+        """The fixed configuration with the least peak memory; None where forced degrees or pins exclude them all."""
+        if options.pins or {"tp2", EXPERT_AXIS} & set(options.force):
+            return None
+        best: MemoryPlan | None = None
+        for configuration in self._configurations(graph, cluster, options):
+            placed = self._place(graph, configuration)
+            if placed is None:
+                continue
+            candidate = fixed_candidate(graph, cluster, configuration, placed, self.registry)
+            found = MemoryPlan(candidate, evaluate(graph, candidate, cluster, options.optimizer))
+            if best is None or found.evaluation.peak_memory_bytes < best.evaluation.peak_memory_bytes:
+                best = found
+        return best
+
+    def _configurations(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> Iterator[FixedConfiguration]:
+        force, one_micro_batch = options.force, bool(why_one_micro_batch(graph, self.registry))
+        for width in divisors(min(devices_per_node(cluster), cluster.size)):
+            if cluster.size % width or width != force.get("tp", width):
+                continue
+            data = cluster.size // width
+            if data != force.get(DATA_AXIS, data) or graph.batch % data:
+                continue
+            counts = micro_batch_counts(graph.batch, data, force, one_micro_batch)
+            group = force.get(GROUP, 0)
+            if counts and not (group and data % group):
+                yield FixedConfiguration(
+                    tp=width, sequence_parallel=width > 1, zero=force.get("zero", 3), zero_group=group, micro_batches=max(counts),
+                    recompute="full", precision=options.precision, optimizer=options.optimizer,
+                )  # fmt: skip
+
+    def _place(self, graph: Graph, configuration: FixedConfiguration) -> BlockPlacements | None:
+        key = graph.fingerprint, configuration.tp
+        if key not in self._placed:
+            try:
+                self._placed[key] = place_blocks(graph, configuration, self.registry)
+            except AutoparError:
+                self._placed[key] = None
+        return self._placed[key]
+
+    def solved_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> MemoryPlan | None:
+        """The least excess by the joint ILP, over the meshes until a plan fits or time ends. None where there is no mesh."""
+        try:
+            points = grid_points(graph, cluster.size, devices_per_node(cluster), options.force, self.registry)
+        except AutoparError:
+            return None
+        tables = ProblemTables(graph, cluster, options, self.registry)
+        best: MemoryPlan | None = None
+        for point in _least_memory_points(points, options):
+            if self.out_of_time() or (best is not None and not best.shortage_bytes):
+                break
+            found = self._least_excess(tables, point)
+            if found is not None and (best is None or found.shortage_bytes < best.shortage_bytes):
+                best = found
+        return best
+
+    def _least_excess(self, tables: ProblemTables, point: GridPoint) -> MemoryPlan | None:
+        problem = tables.problem(point)
+        form = formulate(problem, recompute=True)
+        add_memory_constraint(form, minimise_excess=True)
+        left = max(0.1, self.until - monotonic())
+        outcome = solve(form.model, time_limit_seconds=left, relative_gap=0.01)
+        if not outcome.values:
+            return None
+        candidate = decode(form, outcome.values)
+        return MemoryPlan(candidate, evaluate(tables.graph, candidate, tables.cluster, problem.optimizer))
+
+
+def _least_memory_points(points: tuple[GridPoint, ...], options: SearchOptions) -> list[GridPoint]:
+    """Per mesh the point with the smallest micro-batches and the widest state group, few axes first."""
+    least: dict[object, GridPoint] = {}
+    for point in points:
+        if len(point.mesh.axes) > 2 and not {"tp2", EXPERT_AXIS} & set(options.force):
+            continue
+        known = least.setdefault(point.mesh, point)
+        group = point.zero_group or point.mesh.size_of(DATA_AXIS), point.micro_batches
+        if group > (known.zero_group or known.mesh.size_of(DATA_AXIS), known.micro_batches):
+            least[point.mesh] = point
+    return list(least.values())[:_MESHES]
+
+
+def without_forced(options: SearchOptions, *names: str) -> SearchOptions:
+    """`options` with these degrees no longer forced."""
+    return replace(options, force={name: value for name, value in options.force.items() if name not in names})

@@ -1,0 +1,87 @@
+"""Warm starts: plans that fit, found quickly, with one sharding of all blocks and as much recomputation and state sharding as
+needed.
+
+Where the joint problem with the memory constraint is large, a warm start is the incumbent: points whose bound is not better are
+pruned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.plan import Candidate
+from autopar.solve.bounds.memory_frontier import MemoryFrontier, memory_frontier
+from autopar.solve.ilp.solve_mesh import MeshSolution
+from autopar.solve.ilp.solver import Status
+from autopar.solve.problem.problem import Problem
+from autopar.solve.space.grid import GridPoint
+from autopar.solve.space.options import SearchOptions
+from autopar.solve.space.problem_tables import ProblemTables
+
+
+class WarmStart:
+    """Of one graph on one cluster. Memory frontiers are cached: points with equal model axes and micro-batches share one."""
+
+    def __init__(
+        self, graph: Graph, cluster: Cluster, options: SearchOptions, tables: ProblemTables, left: Callable[[], float]
+    ) -> None:
+        self.graph, self.cluster, self.options, self.tables, self.left = graph, cluster, options, tables, left
+        self._frontiers: dict[object, MemoryFrontier | None] = {}
+
+    def fastest_fitting(self, point: GridPoint) -> MeshSolution | None:
+        """The fastest of its plans that fit, or None. Its status is FEASIBLE: it has no lower bound."""
+        problem = self.tables.problem(point)
+        frontier = self._frontier(point, problem)
+        if frontier is None:
+            return None
+        best: tuple[Evaluation, Candidate] | None = None
+        zeros = sorted(problem.zeros if point.mesh.size_of(DATA_AXIS) > 1 else (0,), reverse=True)
+        for number in range(len(frontier.options)):
+            fitting = False
+            for zero in zeros:  # least memory first
+                candidate = self._candidate(point, frontier, number, zero)
+                priced = evaluate(self.graph, candidate, self.cluster, self.options.optimizer, problem.batch_costs)
+                if not priced.fits:
+                    break
+                fitting = True
+                if best is None or priced.step_seconds < best[0].step_seconds:
+                    best = priced, candidate
+            if fitting:
+                break  # options that save less are slower
+        if best is None:
+            return None
+        return MeshSolution(
+            mesh=point.mesh,
+            status=Status.FEASIBLE,
+            bound_seconds=0.0,
+            objective_seconds=best[0].step_seconds,
+            candidate=best[1],
+            evaluation=best[0],
+            micro_batches=point.micro_batches,
+            zero_group=point.zero_group,
+        )
+
+    def _frontier(self, point: GridPoint, problem: Problem) -> MemoryFrontier | None:
+        """Of the point's model axes and micro-batch: the data degree changes no price but that of state."""
+        data = point.mesh.size_of(DATA_AXIS)
+        key = point.mesh.axes[1:], problem.batch // data, data > 1
+        if key not in self._frontiers:
+            self._frontiers[key] = memory_frontier(self.tables.problem(replace(point, zero_group=0), (0,)), self.left())
+        return self._frontiers[key]
+
+    def _candidate(self, point: GridPoint, frontier: MemoryFrontier, number: int, zero: int) -> Candidate:
+        options = frontier.options[number]
+        blocks = tuple(replace(options[block.name], zero=zero) for block in self.graph.blocks)
+        return Candidate(
+            mesh=point.mesh,
+            blocks=blocks,
+            batch=self.graph.batch,
+            precision=self.options.precision,
+            micro_batches=point.micro_batches,
+            zero_group=point.zero_group,
+        )

@@ -1,0 +1,97 @@
+"""Placements of the blocks of a fixed configuration.
+
+They come from the planner's own tables and ILP with everything pinned that the configuration says: matrices are cut on the tensor
+axis (that is what tensor parallelism means), between layers values are whole (`I`) or cut along the sequence (``S(1)``, sequence
+parallelism), lookups and the head are cut by vocabulary (arXiv 1909.08053, section 3; 2205.05198, 4.2). What is left open is
+decided on a *reference* cluster (bandwidth only, one example per data rank). So placements are a function of the graph's blocks
+and the degrees of the model axes alone, and not of micro-batch, depth, data degree, devices or links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.device_specs import Device, Link
+from autopar.cost_models.tensors.flops import EXPERTS, packet
+from autopar.errors import Infeasible
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
+from autopar.ir.placement import Invariant, Placement, Placements, Shard
+from autopar.ir.plan import BlockPlan
+from autopar.rules.registry import Registry, default_registry
+from autopar.solve.fixed.configuration import TENSOR_AXIS, FixedConfiguration
+from autopar.solve.fixed.recomputation import MATRIX_PRODUCTS
+from autopar.solve.ilp import solver as ilp
+from autopar.solve.ilp.decode import decode
+from autopar.solve.ilp.formulate import formulate
+from autopar.solve.problem.problem import BlockTable, NodeStrategy, Problem, build_problem
+
+BlockPlacements = tuple[BlockPlan, ...]
+"""The blocks' placements on (data, model axes), without state sharding and recomputation."""
+
+_MATRIX_OPS = MATRIX_PRODUCTS | EXPERTS | {"aten.embedding"}
+
+
+def place_blocks(graph: Graph, fixed: FixedConfiguration, registry: Registry | None = None) -> BlockPlacements:
+    """Placements of every block on (data, tp). A function of the blocks and of `fixed`'s model axes only."""
+    axes = [Axis(DATA_AXIS, 2)] + ([Axis(TENSOR_AXIS, fixed.tp)] if fixed.tp > 1 else [])
+    mesh = Mesh(tuple(axes))
+    cluster = _reference(mesh)
+    rules = registry or default_registry()
+    problem = build_problem(replace(graph, batch=2), mesh, cluster, fixed.precision, fixed.optimizer, rules, (0,))
+    if fixed.tp > 1:
+        problem = _pinned(problem, mesh.index(TENSOR_AXIS), fixed)
+    made = formulate(problem)
+    outcome = ilp.solve(made.model)
+    if not outcome.values:
+        raise Infeasible(
+            f"{graph.name} cannot be placed with tp={fixed.tp}{', sequence parallel' if fixed.sequence_parallel else ''}: "
+            "force another degree"
+        )
+    return decode(made, outcome.values).blocks
+
+
+def _reference(mesh: Mesh) -> Cluster:
+    """Bandwidths alone, in the proportions of a node of today; no latency, so that no size is special."""
+    device = Device("reference", "cuda", (("float32", 1e14),), 2**62, 2e12, 0.0, 1.0, 1.0, 1.0, 0)
+    return Cluster("reference", device, (Link("reference", mesh.size, 2e11, 0.0),), mesh.size)
+
+
+def _pinned(problem: Problem, axis: int, fixed: FixedConfiguration) -> Problem:
+    """The tables without what the configuration forbids. What a table cannot do at all stays as it is (a replicated norm)."""
+    between: Placement = Shard(1) if fixed.sequence_parallel else Invariant()
+    boundary = problem.boundary
+    placements: dict[int, tuple[Placements, ...]] = {}
+    for number, allowed in problem.placements.items():
+        values = [boundary.value(slot) for slot in boundary.members[number]]
+        streams = boundary.members[number][0].side != "param" and all(value.differentiable for value in values)
+        allowed_here = tuple(at for at in allowed if at[axis] == between) if streams and values[0].shape else ()
+        slot = boundary.members[number][0]
+        if slot.side == "param" and boundary.parameter(slot).expert_parallel > 1 and not fixed.sliced_experts:
+            allowed_here = tuple(at for at in allowed if not isinstance(at[axis], Shard))
+        placements[number] = allowed_here or allowed
+    blocks = {name: _cut_matrices(table, axis, fixed) for name, table in problem.blocks.items()}
+    return replace(problem, placements=placements, blocks=blocks)
+
+
+def _cut_matrices(table: BlockTable, axis: int, fixed: FixedConfiguration) -> BlockTable:
+    choices: dict[str, tuple[NodeStrategy, ...]] = {}
+    for node in table.block.nodes:
+        every = table.strategies[node.name]
+        choices[node.name] = tuple(choice for choice in every if _cuts_matrix(table, node, choice, axis, fixed)) or every
+    return replace(table, strategies=choices)
+
+
+def _cuts_matrix(table: BlockTable, node: Node, choice: NodeStrategy, axis: int, fixed: FixedConfiguration) -> bool:
+    """Whether every matrix among the operands is cut; a table of words along its rows, the vocabulary."""
+    parameters = {parameter.value.name: parameter.value for parameter in table.block.parameters if not parameter.buffer}
+    lookup = packet(node.op) == "aten.embedding"
+    if node.op in EXPERTS and not fixed.sliced_experts:
+        return isinstance(choice.plan.operands[0][axis], Shard) and not isinstance(choice.plan.operands[2][axis], Shard)
+    for name, at in zip(node.operands(), choice.plan.operands, strict=True):
+        if name in parameters and len(parameters[name].shape) > 1 and packet(node.op) in _MATRIX_OPS:
+            cut = at[axis]
+            if not isinstance(cut, Shard) or (lookup and cut.dim != 0):
+                return False
+    return True

@@ -1,0 +1,88 @@
+"""The candidate of a fixed configuration, and its price: nothing is searched, so `plan` says what `validate` says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from time import monotonic
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import evaluate
+from autopar.errors import BatchError
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.pipeline.stage_values import repeatable_values
+from autopar.ir.plan import Candidate, Pipeline
+from autopar.rules.registry import Registry
+from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
+from autopar.solve.fixed.configuration import FixedConfiguration, mesh_of_stage
+from autopar.solve.fixed.recomputation import with_recomputation
+from autopar.solve.ilp.solve_mesh import MeshSolution
+from autopar.solve.ilp.solver import Status
+from autopar.solve.result import PlanResult
+from autopar.solve.space.force import check_recompute
+
+
+def fixed_candidate(
+    graph: Graph,
+    cluster: Cluster,
+    fixed: FixedConfiguration,
+    placed: BlockPlacements | None = None,
+    registry: Registry | None = None,
+) -> Candidate:
+    """The candidate. `placed` is `place_blocks` of this graph's blocks and degrees, where the caller has it.
+
+    ClusterError where degrees do not multiply to the cluster, BatchError where the batch gives no example to a data rank or
+    micro-batch, Infeasible where an operation cannot be placed so.
+    """
+    mesh = mesh_of_stage(cluster, fixed)
+    check_recompute(fixed.recompute)
+    if graph.batch < fixed.micro_batches:
+        raise BatchError(f"a batch of {graph.batch} has no {fixed.micro_batches} micro-batches: force fewer")
+    data = mesh.size_of(DATA_AXIS)
+    placed = placed if placed is not None else place_blocks(graph, fixed, registry)
+    repeated = set(fixed.recomputed_blocks) or {block.name for block in graph.blocks if graph.count(block.name) > 1}
+    zero = fixed.zero if data > 1 else 0
+    return Candidate(
+        mesh=mesh,
+        blocks=tuple(with_recomputation(graph.block(plan.block), replace(plan, zero=zero), fixed, repeated) for plan in placed),
+        batch=graph.batch,
+        precision=fixed.precision,
+        micro_batches=fixed.micro_batches,
+        zero_group=fixed.zero_group if fixed.zero_group < data else 0,
+        pipeline=Pipeline(
+            fixed.pp,
+            fixed.virtual,
+            fixed.schedule,
+            fixed.layers,
+            repeated=tuple(repeatable_values(graph)) if fixed.pp > 1 else (),
+            weight_versions=fixed.weight_versions,
+        ),
+    )
+
+
+def price_configuration(graph: Graph, cluster: Cluster, fixed: FixedConfiguration, registry: Registry) -> PlanResult:
+    """The configuration as the only plan. Where it does not fit, its status is INFEASIBLE: it can be inspected."""
+    began = monotonic()
+    candidate = fixed_candidate(graph, cluster, fixed, registry=registry)
+    evaluation = evaluate(graph, candidate, cluster, fixed.optimizer)
+    status = Status.OPTIMAL if evaluation.fits else Status.INFEASIBLE
+    solution = MeshSolution(
+        candidate.mesh,
+        status=status,
+        bound_seconds=evaluation.step_seconds if evaluation.fits else inf,
+        candidate=candidate,
+        evaluation=evaluation,
+        micro_batches=candidate.micro_batches,
+        zero_group=candidate.zero_group,
+    )
+    return PlanResult(
+        graph=graph,
+        candidate=candidate,
+        evaluation=evaluation,
+        status=status,
+        lower_bound_seconds=evaluation.step_seconds,
+        gap=0.0,
+        solutions=(solution,),
+        seconds=monotonic() - began,
+    )

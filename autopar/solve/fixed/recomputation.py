@@ -1,0 +1,76 @@
+"""What a fixed configuration recomputes in the backward: whole layers, the attention core, or all but some matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.cost_models.tensors.flops import ATTENTION, packet
+from autopar.ir.graph import Block, Node
+from autopar.ir.placement import Partial
+from autopar.ir.plan import BlockPlan
+from autopar.solve.fixed.configuration import FixedConfiguration
+
+MATRIX_PRODUCTS = frozenset(
+    ["aten.linear", "ap.linear_kn", "ap.linear_float8", "aten.mm", "aten.matmul", "aten.addmm", "aten.bmm"]
+)
+
+
+def with_recomputation(block: Block, plan: BlockPlan, fixed: FixedConfiguration, repeated: set[str]) -> BlockPlan:
+    if fixed.recompute == "none" or plan.block not in repeated:
+        return plan
+    if fixed.recompute == "full":
+        return replace(plan, recompute=True)
+    if fixed.recompute == "everything":
+        return replace(plan, recompute_nodes=tuple(node.name for node in block.nodes), recompute_conversions=plan.conversions)
+    if fixed.recompute == "products":
+        return _all_but(block, plan, _half_of_products(block))
+    return replace(plan, recompute_nodes=attention_core(block))
+
+
+def _half_of_products(block: Block) -> set[str]:
+    """What selective checkpointing per operation saves: attention, and of the matrix products the first, third ... (torchtitan,
+    ``_apply_op_sac_to_transformer_block``)."""
+    products = [node.name for node in block.nodes if packet(node.op) in MATRIX_PRODUCTS]
+    return {*products[::2], *(node.name for node in block.nodes if packet(node.op) in ATTENTION)}
+
+
+def _all_but(block: Block, plan: BlockPlan, saved: set[str]) -> BlockPlan:
+    """Everything is recomputed but `saved` nodes and the reduction of partial sums."""
+    recomputed = tuple(node.name for node in block.nodes if node.name not in saved)
+    conversions = tuple(
+        conversion for conversion in plan.conversions if not any(isinstance(place, Partial) for place in conversion.source)
+    )
+    return replace(plan, recompute_nodes=recomputed, recompute_conversions=conversions)
+
+
+def attention_core(block: Block) -> tuple[str, ...]:
+    """The nodes between query, key, value and the context: the selective recomputation of arXiv 2205.05198, section 5.
+
+    Attention that is one operation; or, of scores, softmax and context, the nodes from a product of two computed
+    tensors to the next one.
+    """
+    values = {value.name for value in (*block.inputs, *(p.value for p in block.parameters))}
+    computed = [
+        node for node in block.nodes if packet(node.op) in ("aten.matmul", "aten.bmm") and not values & set(node.operands())
+    ]
+    core = {node.name for node in block.nodes if packet(node.op) in ATTENTION}
+    makers = {value.name: node for node in block.nodes for value in node.outputs}
+    for scores, context in zip(computed[::2], computed[1::2], strict=False):
+        core |= _between(scores, context, makers)
+    return tuple(node.name for node in block.nodes if node.name in core)
+
+
+def _between(first: Node, last: Node, makers: Mapping[str, Node]) -> set[str]:
+    """Nodes on the way from `first` to `last`, both among them; none where there is no way."""
+
+    def leads(node: Node) -> set[str]:
+        if node.name == first.name:
+            return {node.name}
+        found: set[str] = set()
+        for name in node.operands():
+            if name in makers:
+                found |= leads(makers[name])
+        return found | {node.name} if found else set()
+
+    return leads(last)

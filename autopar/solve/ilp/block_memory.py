@@ -1,0 +1,138 @@
+"""The memory of one call of each block in the ILP; mirrors `cost_models.step.block_memory`.
+
+What is not linear (which calls share a boundary tensor) is counted at its least, so that the rows never forbid a plan that fits.
+A solution that then does not fit is solved again with a smaller capacity (`solve_mesh`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopar.cost_models.step.block_memory import (
+    OFFLOAD_WINDOW,
+    backward_working_bytes,
+    conversion_bytes,
+    forward_output_bytes,
+    forward_workspace_bytes,
+)
+from autopar.ir.plan import Conversion
+from autopar.solve.ilp.formulation import Expression, Formulation
+from autopar.solve.ilp.linear_model import Terms, add, total
+from autopar.solve.ilp.storages import boundary_values, recomputable_nodes
+from autopar.solve.problem.boundary import BlockBoundaries, Slot
+from autopar.solve.problem.problem import BlockTable, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class BoundarySaved:
+    """A saved tensor between calls: where it is read or written, its size in units of bytes, and S."""
+
+    slot: Slot
+    size: float
+    saved: int
+
+
+@dataclass(slots=True)
+class BlockMemoryTerms:
+    """As `BlockMemory`, per block, as expressions in units of bytes.
+
+    internal_saved: saved tensors that no other call has. forward: what the forward allocates. backward: the largest working set
+    of the backward, beside saved tensors. input_gradients: what is left of it when the backward ends. boundary_saved: saved
+    tensors between calls, of all blocks.
+    """
+
+    internal_saved: dict[str, Terms] = field(default_factory=dict)
+    forward: dict[str, Terms] = field(default_factory=dict)
+    backward: dict[str, Terms] = field(default_factory=dict)
+    input_gradients: dict[str, Terms] = field(default_factory=dict)
+    boundary_saved: list[BoundarySaved] = field(default_factory=list)
+
+
+def add_block_memory(form: Formulation, name: str, table: BlockTable, out: BlockMemoryTerms) -> None:
+    """The terms of one block, and the rows that define them."""
+    storages = form.storages[name]
+    _add_saved(form, name, table, out)
+    model, byte, costs = form.model, form.byte_unit, table.costs
+    recomputed = {m: storages.sizes[storage] for storage, m in storages.recomputed.items()}
+    window = storages.offloaded_bytes()
+    working, workspace = model.variable(), model.variable()
+    forward: Expression = {}
+    for node, strategies in table.strategies.items():
+        pairs = list(zip(strategies, form.x[name, node], strict=True))
+        # working >= sum_s x * working set of the backward, workspace >= sum_s x * that of the forward, for every operation
+        model.at_least(working, {x: backward_working_bytes(costs, each.plan) / byte for each, x in pairs})
+        model.at_least(workspace, {x: forward_workspace_bytes(costs, each.plan) / byte for each, x in pairs})
+        add(forward, {x: forward_output_bytes(costs, each.plan) / byte for each, x in pairs})
+    for value, conversions in table.conversions.items():
+        for edge, y in zip(conversions.edges, form.y[name, value], strict=True):
+            size = conversion_bytes(costs, Conversion(value, conversions.states[edge.source], conversions.states[edge.target]))
+            add(forward, {y: size / byte} if size else {})
+    gradients = _input_gradients(form, name, table)
+    out.forward[name] = _one_variable(form, total((1.0, forward), (1.0, {workspace: 1.0}), (OFFLOAD_WINDOW - 1, window)))
+    out.input_gradients[name] = _one_variable(form, gradients)
+    backward = total((1.0, {working: 1.0}), (1.0, gradients), (1.0, recomputed), (OFFLOAD_WINDOW, window))
+    out.backward[name] = _one_variable(form, backward)
+
+
+def _add_saved(form: Formulation, name: str, table: BlockTable, out: BlockMemoryTerms) -> None:
+    model, storages = form.model, form.storages[name]
+    ends = {storages.same.find((value, at)): (slot, w) for slot, value, at, w in boundary_values(form, table)}
+    internal: Expression = {}
+    for storage, saved in storages.saved.items():
+        size = storages.sizes[storage]
+        slot, w = ends.get(storage, (None, {}))
+        if slot is None:
+            add(internal, {saved: size})
+            continue
+        if slot.side != "param":
+            out.boundary_saved.append(BoundarySaved(slot, size, saved))
+        extra = _extra_calls(form.problem.boundary, slot)
+        if extra:
+            # E[t] >= S[t] - w: converted inside the block, so each call saves its own
+            own = model.variable(1.0)
+            model.at_least(own, total((1.0, {saved: 1.0}), (-1.0, w)))
+            add(internal, {own: size * extra})
+    out.internal_saved[name] = {model.define(internal): 1.0} if internal else {}
+
+
+def _extra_calls(boundary: BlockBoundaries, slot: Slot) -> float:
+    """How many more calls the block has than distinct tensors come in at the slot, as a share of its calls."""
+    calls = [call for call in boundary.graph.calls if call.block == slot.block]
+    if slot.side == "param":
+        return 1.0
+    if slot.side == "out":
+        return 0.0
+    return 1.0 - len({call.inputs[slot.index] for call in calls}) / len(calls)
+
+
+def _input_gradients(form: Formulation, name: str, table: BlockTable) -> Expression:
+    out: Expression = {}
+    for index, given in enumerate(table.block.inputs):
+        if given.differentiable:
+            number = form.problem.boundary.classes[Slot(name, "in", index)]
+            for at, w in zip(form.problem.placements[number], form.w[number], strict=True):
+                add(out, {w: table.costs.value_bytes(given.name, at) / form.byte_unit})
+    return out
+
+
+def _one_variable(form: Formulation, terms: Terms) -> Terms:
+    """The expression as one variable, for rows that use it often."""
+    return {form.model.define(terms): 1.0} if len(terms) > 1 else terms
+
+
+def unavoidable_saved_bytes(problem: Problem) -> float:
+    """A lower bound, without a solver, of what is saved from forward to backward: tensors saved beside the results of operations
+    that cannot be recomputed. 0 where there is a host to offload to."""
+    if problem.cluster.host is not None:
+        return 0.0
+    least = 0.0
+    for name, table in problem.blocks.items():
+        recomputable = recomputable_nodes(table.block)
+        for node, strategies in table.strategies.items():
+            if node not in recomputable:
+                extras = [
+                    sum(saved.bytes for saved in table.costs.saved_tensors(each.plan) if saved.value == f"{node}+")
+                    for each in strategies
+                ]
+                least += problem.graph.count(name) * min(extras, default=0.0)
+    return least

@@ -1,0 +1,178 @@
+"""The ILP of one problem. Start here: `formulate` lists the groups of variables and constraints, each added by one function.
+
+Distinct blocks appear once, with counts: nothing grows with depth. Every constraint has its formula as a comment; the columns are
+listed in `formulation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir.placement import Placements, Replicate
+from autopar.solve.ilp.formulation import Expression, Formulation
+from autopar.solve.ilp.linear_model import INFINITY, add, total
+from autopar.solve.ilp.recompute import add_storages
+from autopar.solve.ilp.state_sharding import add_state_terms, add_zero_stages
+from autopar.solve.ilp.step_time import add_block_seconds, add_step_seconds
+from autopar.solve.problem.boundary import Slot
+from autopar.solve.problem.problem import BlockTable, Problem
+
+REDUNDANT_SHARE = 0.0199
+"""A forced axis repeats at most this share of FLOPs, where that is possible at all."""
+
+_PENALTY = 300.0
+"""Steps that an axis costs which repeats all FLOPs, where it is forced."""
+
+
+def formulate(problem: Problem, sharded_axes: Sequence[int] = (), recompute: bool = False) -> Formulation:
+    """Without the memory constraint, which `memory_events.add_memory_constraint` adds. `sharded_axes` must not repeat FLOPs. With
+    `recompute` every tensor that the backward needs is saved, recomputed or offloaded; else all of them are saved."""
+    form = formulate_flows(problem)
+    if recompute:
+        for name, table in problem.blocks.items():
+            add_conversion_trees(form, table)
+            add_storages(form, name, table, decide=True)
+    add_zero_stages(form)
+    add_state_terms(form)
+    for name, table in problem.blocks.items():
+        add_block_seconds(form, name, table)
+    add_step_seconds(form)
+    for axis in sharded_axes:
+        add_redundancy_limit(form, axis)
+    return form
+
+
+def formulate_flows(problem: Problem) -> Formulation:
+    """Strategies, boundary placements and the conversion flows between them, without time, state and objective."""
+    form = Formulation(problem, _second_unit(problem), problem.cluster.device.memory_bytes / 100)
+    add_boundary_placements(form)
+    for table in problem.blocks.values():
+        add_strategies(form, table)
+        for value in table.consumers:
+            add_conversion_flow(form, table, value)
+    return form
+
+
+def _second_unit(problem: Problem) -> float:
+    """Scales the seconds of a micro-batch to about a thousand."""
+    least = sum(
+        problem.graph.count(name) * min((each.seconds.forward + each.seconds.backward for each in strategies), default=0.0)
+        for name, table in problem.blocks.items()
+        for strategies in table.strategies.values()
+    )
+    return max(least, 1e-9) / 1000
+
+
+def add_boundary_placements(form: Formulation) -> None:
+    """w: one placement per boundary class."""
+    for number, allowed in form.problem.placements.items():
+        form.w[number] = [form.model.binary() for _ in allowed]
+        # sum_p w[class, p] = 1
+        form.model.row([(w, 1.0) for w in form.w[number]], 1.0, 1.0)
+
+
+def add_strategies(form: Formulation, table: BlockTable) -> None:
+    """x: one strategy per operation."""
+    for node, strategies in table.strategies.items():
+        form.x[table.block.name, node] = [form.model.binary() for _ in strategies]
+        # sum_s x[node, s] = 1
+        form.model.row([(x, 1.0) for x in form.x[table.block.name, node]], 1.0, 1.0)
+
+
+def _class_terms(form: Formulation, slot: Slot) -> dict[Placements, Expression]:
+    number = form.problem.boundary.classes[slot]
+    return {at: {w: 1.0} for at, w in zip(form.problem.placements[number], form.w[number], strict=True)}
+
+
+def _produced(form: Formulation, table: BlockTable, value: str) -> dict[Placements, Expression]:
+    """Per placement the expression (0 or 1) that says whether the value is produced there."""
+    block = table.block
+    for index, each in enumerate(block.inputs):
+        if each.name == value:
+            return _class_terms(form, Slot(block.name, "in", index))
+    for index, parameter in enumerate(block.parameters):
+        if parameter.value.name == value:
+            return _class_terms(form, Slot(block.name, "param", index))
+    node = next(node for node in block.nodes if any(output.name == value for output in node.outputs))
+    index = [output.name for output in node.outputs].index(value)
+    out: dict[Placements, Expression] = {}
+    for strategy, x in zip(table.strategies[node.name], form.x[block.name, node.name], strict=True):
+        out.setdefault(strategy.plan.results[index], {})[x] = 1.0
+    return out
+
+
+def _needed(form: Formulation, table: BlockTable, consumer: tuple[str, int]) -> dict[Placements, Expression]:
+    """Per placement the expression (0 or 1) that says whether the consumer needs the value there; none for a buffer's new value,
+    which is always replicated."""
+    name, index = consumer
+    if name == "=":
+        return {}
+    if name == "":
+        return _class_terms(form, Slot(table.block.name, "out", index))
+    out: dict[Placements, Expression] = {}
+    for strategy, x in zip(table.strategies[name], form.x[table.block.name, name], strict=True):
+        out.setdefault(strategy.plan.operands[index], {})[x] = 1.0
+    return out
+
+
+def add_conversion_flow(form: Formulation, table: BlockTable, value: str) -> None:
+    """y, f: one unit flows per consumer from the produced to the needed placement; a conversion is paid once, however many
+    consumers use it."""
+    model, conversions, consumers = form.model, table.conversions[value], table.consumers[value]
+    produced = _produced(form, table, value)
+    y = [model.binary() for _ in conversions.edges]
+    form.y[table.block.name, value] = y
+    replicated = (Replicate(),) * len(form.problem.mesh.sizes)
+    for consumer in consumers:
+        flow = y if len(consumers) == 1 else [model.variable(1.0) for _ in conversions.edges]
+        rows: list[Expression] = [{} for _ in conversions.states]
+        needed = _needed(form, table, consumer)
+        for row, state in zip(rows, conversions.states, strict=True):
+            add(row, produced.get(state, {}))
+            add(row, needed.get(state, {}), -1.0)
+        for edge, f in zip(conversions.edges, flow, strict=True):
+            add(rows[edge.source], {f: -1.0})
+            add(rows[edge.target], {f: 1.0})
+        for row, state in zip(rows, conversions.states, strict=True):
+            # produced[p] + sum_into_p f = needed[p] + sum_out_of_p f, for each consumer
+            if row:
+                constant = float(consumer[0] == "=" and state == replicated)
+                model.row(row, constant, constant)
+        if flow is not y:
+            for f, paid in zip(flow, y, strict=True):
+                # y[e] >= f[consumer, e]
+                model.row([(paid, 1.0), (f, -1.0)], 0.0, INFINITY)
+
+
+def add_conversion_trees(form: Formulation, table: BlockTable) -> None:
+    """The conversions of a value are a tree: a plan holds at most one copy of a value in each placement."""
+    for value, conversions in table.conversions.items():
+        into: list[Expression] = [{} for _ in conversions.states]
+        for edge, y in zip(conversions.edges, form.y[table.block.name, value], strict=True):
+            into[edge.target][y] = 1.0
+        produced = _produced(form, table, value)
+        for state, paid in zip(conversions.states, into, strict=True):
+            terms = total((1.0, paid), (1.0, produced.get(state, {})))
+            if paid and len(terms) > 1:
+                # produced[p] + sum_into_p y <= 1
+                form.model.row(terms, -INFINITY, 1.0)
+
+
+def add_redundancy_limit(form: Formulation, axis: int) -> None:
+    """The share of FLOPs that an axis repeats stays small; where that is impossible, it is as small as can be."""
+    problem = form.problem
+    flops = sum(problem.graph.count(name) * table.flops for name, table in problem.blocks.items())
+    if not flops:
+        return
+    slack = form.model.variable(1.0)
+    form.penalties[slack] = 1000.0 * _PENALTY * problem.micro_batches
+    form.model.minimise({slack: form.penalties[slack]})
+    terms = {
+        x: problem.graph.count(name) * strategy.redundant_flops[axis] / flops
+        for name, table in problem.blocks.items()
+        for node, strategies in table.strategies.items()
+        for strategy, x in zip(strategies, form.x[name, node], strict=True)
+        if strategy.redundant_flops[axis]
+    }
+    # sum_s x * flops / all flops <= share + slack
+    form.model.row(total((1.0, terms), (-1.0, {slack: 1.0})), -INFINITY, REDUNDANT_SHARE)

@@ -1,0 +1,106 @@
+"""The variables and expressions of one ILP by name, and the model that they are columns of.
+
+Columns, all in [0, 1] unless said otherwise:
+
+``x[node, s]`` operation `node` of a block takes strategy s; ``w[class, p]`` a boundary class is in placement p; ``y[value, e]``
+conversion e of a value is made; ``z[block, k]`` its state is sharded as in ZeRO stage k (all four one-hot or binary);
+``f[consumer, e]`` the flow of one consumer; ``u[parameter, shards, k]`` the products of w and z; ``S[t]``, ``O[t]`` storage t is
+saved on the device, or offloaded (binary); ``A[t]`` available in the backward, ``M[t]`` recomputed for it; ``r[node, s]``,
+``c[e]`` operations and conversions that are recomputed. The rest are seconds and bytes, in the units of `Formulation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopar.cost_models.tensors.aliases import Aliases, PlacedValue
+from autopar.solve.ilp.linear_model import LinearModel, Terms
+from autopar.solve.problem.boundary import CallKind, Slot
+from autopar.solve.problem.problem import Problem, StreamSeconds
+
+Expression = dict[int, float]
+"""A linear expression under construction: coefficient per column."""
+
+
+@dataclass(slots=True)
+class StateTerms:
+    """Costs of one group of parameters that is gathered and reduced as one, as expressions over its w, z and u.
+
+    Seconds, as `StateCommunication`: gather_forward, gather_backward: all-gathers (a later forward of a step gathers what a
+    backward does). reduce_last, reduce_each: reductions after the last and after each other backward. accumulate: added to each
+    backward. optimizer_streaming, optimizer_launches: the update of the local shard.
+
+    Bytes, as `StateMemory`: gathered_persistent and gathered_transient are `gathered` where that stays from forward to backward,
+    and where it does not. reduce_buffer: where it is freed at the end of the call's backward; overlapped_reduce_buffer: where it
+    outlives that. gradients_in_place: `gradients` where they are reduced in place; persistent_gradients: where they are never
+    freed. buffer_bytes: the model's buffers, a constant.
+    """
+
+    gather_forward: Expression = field(default_factory=dict)
+    gather_backward: Expression = field(default_factory=dict)
+    reduce_last: Expression = field(default_factory=dict)
+    reduce_each: Expression = field(default_factory=dict)
+    accumulate: Expression = field(default_factory=dict)
+    optimizer_streaming: Expression = field(default_factory=dict)
+    optimizer_launches: Expression = field(default_factory=dict)
+    parameters: Expression = field(default_factory=dict)
+    gradients: Expression = field(default_factory=dict)
+    optimizer: Expression = field(default_factory=dict)
+    gathered_persistent: Expression = field(default_factory=dict)
+    gathered_transient: Expression = field(default_factory=dict)
+    unsharded_gradients: Expression = field(default_factory=dict)
+    reduce_buffer: Expression = field(default_factory=dict)
+    overlapped_reduce_buffer: Expression = field(default_factory=dict)
+    persistent_gradients: Expression = field(default_factory=dict)
+    gradients_in_place: Expression = field(default_factory=dict)
+    accumulated: Expression = field(default_factory=dict)
+    buffer_bytes: float = 0.0
+
+
+@dataclass(slots=True)
+class StorageVariables:
+    """The storages of one block that a backward may need.
+
+    same: which placed values are one storage. sizes: in units of bytes. needs: per storage and operation, the x under which the
+    operation saves it for its backward. saved: S. offloaded: O. recomputed: M, where the backward needs it and recomputes it.
+    recompute: r and c, with the seconds of the forward that is repeated.
+    """
+
+    same: Aliases
+    sizes: dict[PlacedValue, float] = field(default_factory=dict)
+    needs: dict[PlacedValue, dict[str, Expression]] = field(default_factory=dict)
+    saved: dict[PlacedValue, int] = field(default_factory=dict)
+    offloaded: dict[PlacedValue, int] = field(default_factory=dict)
+    recomputed: dict[PlacedValue, int] = field(default_factory=dict)
+    recompute: list[tuple[StreamSeconds, int]] = field(default_factory=list)
+
+    def offloaded_bytes(self) -> Expression:
+        """Of one call, in units of bytes."""
+        return {variable: self.sizes[storage] for storage, variable in self.offloaded.items()}
+
+
+@dataclass(slots=True)
+class Formulation:
+    """The model and what its columns mean. Objective x `second_unit` are seconds, byte expressions x `byte_unit` are bytes.
+
+    x[block, node][strategy], w[class][placement], y[block, value][edge], z[block][ZeRO stage]: columns. z[""] is the group of
+    parameters that several calls share. states: the state of each kind of call, and under None of the shared parameters. forward,
+    backward: per block the column of a call's seconds, and those on a link of the data axis. penalties: what the objective has
+    beside seconds. storages: per block, where they are needed. boundary_saved: bytes saved of a tensor between calls, by the
+    slots that may save it.
+    """
+
+    problem: Problem
+    second_unit: float
+    byte_unit: float
+    model: LinearModel = field(default_factory=LinearModel)
+    x: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    w: dict[int, list[int]] = field(default_factory=dict)
+    y: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    z: dict[str, dict[int, int]] = field(default_factory=dict)
+    states: dict[CallKind | None, StateTerms] = field(default_factory=dict)
+    forward: dict[str, tuple[int, Terms]] = field(default_factory=dict)
+    backward: dict[str, tuple[int, Terms]] = field(default_factory=dict)
+    penalties: dict[int, float] = field(default_factory=dict)
+    storages: dict[str, StorageVariables] = field(default_factory=dict)
+    boundary_saved: dict[frozenset[Slot], int] = field(default_factory=dict)

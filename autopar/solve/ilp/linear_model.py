@@ -1,0 +1,89 @@
+"""A linear model under construction: columns and rows in plain lists. No solver here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+Terms = Mapping[int, float]
+"""A linear expression: coefficient per variable."""
+
+INFINITY = float("inf")
+
+
+@dataclass(slots=True)
+class LinearModel:
+    """Minimise ``cost . x`` under ``row_lower <= A x <= row_upper`` and bounds. Variables and rows are numbered."""
+
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    cost: list[float] = field(default_factory=list)
+    row_lower: list[float] = field(default_factory=list)
+    row_upper: list[float] = field(default_factory=list)
+    entry_row: list[int] = field(default_factory=list)
+    entry_column: list[int] = field(default_factory=list)
+    entry_value: list[float] = field(default_factory=list)
+    branching_groups: list[tuple[int, ...]] = field(default_factory=list)
+    """one-hot groups of binaries that are worth branching on first: the linear relaxation mixes them"""
+
+    @property
+    def variables(self) -> int:
+        return len(self.lower)
+
+    @property
+    def constraints(self) -> int:
+        return len(self.row_lower)
+
+    def variable(self, upper: float = INFINITY, *, integer: bool = False, lower: float = 0.0) -> int:
+        """A new column; returns its number."""
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        self.cost.append(0.0)
+        return len(self.lower) - 1
+
+    def binary(self) -> int:
+        """A new column that is 0 or 1."""
+        return self.variable(1.0, integer=True)
+
+    def row(self, terms: Terms | Iterable[tuple[int, float]], lower: float, upper: float) -> None:
+        """``lower <= terms <= upper``. A variable must occur once."""
+        pairs = terms.items() if isinstance(terms, Mapping) else terms
+        number = len(self.row_lower)
+        for column, value in pairs:
+            if value:
+                self.entry_row.append(number)
+                self.entry_column.append(column)
+                self.entry_value.append(value)
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
+
+    def at_least(self, variable: int, terms: Terms, constant: float = 0.0) -> None:
+        """``variable >= terms + constant``."""
+        self.row(total((1.0, {variable: 1.0}), (-1.0, terms)), constant, INFINITY)
+
+    def define(self, terms: Terms) -> int:
+        """A variable that equals the expression."""
+        variable = self.variable(lower=-INFINITY)
+        self.row(total((1.0, {variable: 1.0}), (-1.0, terms)), 0.0, 0.0)
+        return variable
+
+    def minimise(self, terms: Terms) -> None:
+        """Adds to the objective."""
+        for variable, value in terms.items():
+            self.cost[variable] += value
+
+
+def add(into: dict[int, float], terms: Terms, factor: float = 1.0) -> None:
+    """``into += factor * terms``."""
+    for variable, value in terms.items():
+        into[variable] = into.get(variable, 0.0) + factor * value
+
+
+def total(*parts: tuple[float, Terms]) -> dict[int, float]:
+    """The weighted sum of expressions."""
+    out: dict[int, float] = {}
+    for factor, terms in parts:
+        add(out, terms, factor)
+    return out

@@ -1,0 +1,197 @@
+"""One mesh at a time: solve the ILP, price its solution with the evaluator, and compare the two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import monotonic
+
+from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard
+from autopar.ir.plan import Candidate
+from autopar.solve.ilp.block_memory import unavoidable_saved_bytes
+from autopar.solve.ilp.decode import decode
+from autopar.solve.ilp.formulate import formulate
+from autopar.solve.ilp.formulation import Formulation
+from autopar.solve.ilp.memory_events import add_memory_constraint
+from autopar.solve.ilp.solver import Outcome, Status, solve, solve_large
+from autopar.solve.ilp.trim_offload import trim_offload
+from autopar.solve.problem.problem import Problem
+from autopar.solve.space.grid import GridPoint
+
+RATIO = 1.03
+"""The evaluator's seconds may be at most this many times those of the ILP."""
+
+_TRIES = 4
+"""How often a problem is solved with less and less memory, while its solution does not fit by the evaluator."""
+
+
+@dataclass(slots=True)
+class MeshSolution:
+    """What is known of one point of the grid. `bound_seconds` is below every plan on it; `shortage_bytes` is the least that an
+    infeasible one lacks on each device. `graph` is that of the candidate, where its blocks differ by pipeline stage."""
+
+    mesh: Mesh
+    status: Status = Status.TIMEOUT
+    bound_seconds: float = 0.0
+    objective_seconds: float = float("inf")
+    candidate: Candidate | None = None
+    evaluation: Evaluation | None = None
+    variables: int = 0
+    constraints: int = 0
+    seconds: float = 0.0
+    shortage_bytes: float = 0.0
+    warnings: list[str] = field(default_factory=list)
+    micro_batches: int = 1
+    zero_group: int = 0
+    stages: int = 1
+    virtual: int = 1
+    schedule: str = ""
+    graph: Graph | None = None
+
+    def __str__(self) -> str:
+        return str(
+            GridPoint(
+                mesh=self.mesh,
+                micro_batches=self.micro_batches,
+                zero_group=self.zero_group,
+                stages=self.stages,
+                virtual=self.virtual,
+                schedule=self.schedule,
+            )
+        )
+
+    @property
+    def solved(self) -> bool:
+        """Whether there is a plan that fits."""
+        return self.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+    @property
+    def step_seconds(self) -> float | None:
+        return self.evaluation.step_seconds if self.evaluation is not None and self.solved else None
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        return self.evaluation.peak_memory_bytes if self.evaluation is not None and self.solved else None
+
+
+@dataclass(slots=True)
+class MeshSolver:
+    """Solves one point of the grid. `problem` are its tables, `result` what is known so far."""
+
+    graph: Graph
+    problem: Problem
+    sharded_axes: tuple[int, ...]
+    relative_gap: float
+    result: MeshSolution
+
+    def solve_without_memory(self, time_limit_seconds: float) -> None:
+        """Without the memory constraint: a lower bound, and the optimum where that plan fits."""
+        began = monotonic()
+        form = formulate(self.problem, self.sharded_axes)
+        self.result.variables, self.result.constraints = form.model.variables, form.model.constraints
+        outcome = solve_large(form.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap)
+        self.result.bound_seconds = max(0.0, self._seconds(form, outcome, outcome.bound))
+        if outcome.values:
+            self._accept(form, outcome)
+        else:
+            self.result.status = outcome.status
+        self.result.seconds += monotonic() - began
+
+    def solve_with_memory(self, time_limit_seconds: float) -> None:
+        """With the memory constraint: placements, state sharding, what is saved, recomputed and offloaded, jointly. With a
+        smaller capacity again where the solution does not fit by the evaluator."""
+        began = monotonic()
+        margin = 0.0
+        for attempt in range(_TRIES):
+            form = self._formulate_with_memory(margin)
+            self.result.variables, self.result.constraints = form.model.variables, form.model.constraints
+            left = time_limit_seconds - (monotonic() - began)
+            outcome = solve_large(form.model, time_limit_seconds=left, relative_gap=self.relative_gap)
+            if attempt == 0:
+                self.result.bound_seconds = max(self.result.bound_seconds, self._seconds(form, outcome, outcome.bound))
+            if not outcome.values:
+                self.result.status = outcome.status
+                break
+            self._accept(form, outcome)
+            if self.result.solved or left <= 0:
+                break
+            assert self.result.evaluation is not None
+            margin += 1.02 * (self.result.evaluation.peak_memory_bytes - self.problem.cluster.device.memory_bytes)
+        self.result.seconds += monotonic() - began
+
+    def relax_with_memory(self, time_limit_seconds: float) -> float | None:
+        """Seconds below every plan that fits: the linear relaxation of `solve_with_memory`. Infinite where nothing fits, None
+        where time ends."""
+        began = monotonic()
+        form = self._formulate_with_memory(0.0)
+        outcome = solve(form.model, relaxed=True, time_limit_seconds=time_limit_seconds)
+        self.result.seconds += monotonic() - began
+        if outcome.status is Status.INFEASIBLE:
+            return float("inf")
+        if outcome.status is not Status.OPTIMAL:
+            return None
+        self.result.bound_seconds = max(self.result.bound_seconds, self._seconds(form, outcome, outcome.bound))
+        return self.result.bound_seconds
+
+    def _formulate_with_memory(self, margin_bytes: float) -> Formulation:
+        form = formulate(self.problem, self.sharded_axes, recompute=True)
+        add_memory_constraint(form, margin_bytes)
+        return form
+
+    def shortage_bytes(self, time_limit_seconds: float) -> float:
+        """Bytes that each device lacks at least (linear relaxation), whatever is recomputed or offloaded; 0 where a plan may
+        fit."""
+        began = monotonic()
+        device = self.problem.cluster.device
+        unavoidable = unavoidable_saved_bytes(self.problem) - device.usable_bytes
+        if unavoidable > 0:
+            self.result.seconds += monotonic() - began
+            return unavoidable
+        form = formulate(self.problem, recompute=True)
+        add_memory_constraint(form, minimise_excess=True)
+        outcome = solve(form.model, relaxed=True, time_limit_seconds=time_limit_seconds)
+        self.result.seconds += monotonic() - began
+        return max(0.0, outcome.objective) * form.byte_unit if outcome.values else 0.0
+
+    def has_useless_axis(self) -> bool:
+        """Whether some model axis shards nothing in any strategy: then a smaller axis does as well."""
+        used = {
+            axis
+            for table in self.problem.blocks.values()
+            for strategies in table.strategies.values()
+            for strategy in strategies
+            for at in (*strategy.plan.operands, *strategy.plan.results)
+            for axis, place in enumerate(at)
+            if isinstance(place, Shard)
+        }
+        return not used.issuperset(range(1, len(self.problem.mesh.axes)))
+
+    def _accept(self, form: Formulation, outcome: Outcome) -> None:
+        """Decodes and prices a solution. It counts as solved only if it fits by the evaluator."""
+        result = self.result
+        result.candidate = decode(form, outcome.values)
+        result.evaluation = self._price(result.candidate)
+        if result.evaluation.fits:
+            result.candidate, result.evaluation = trim_offload(result.candidate, result.evaluation, self._price)
+        result.status = outcome.status if result.evaluation.fits else Status.TIMEOUT
+        # A solution within the gap may pay for conversions that decoding leaves out, but for no more than its gap.
+        least = self._seconds(form, outcome, outcome.bound) * (1 - 1e-6)
+        found = self._seconds(form, outcome, outcome.objective)
+        result.objective_seconds = min(found, max(least, result.evaluation.step_seconds))
+        ratio = result.evaluation.step_seconds / max(result.objective_seconds, 1e-30)
+        if not 1 - 1e-6 <= ratio <= RATIO:
+            result.warnings.append(f"{result.mesh}: the evaluator says {ratio:.6f} times what the ILP says")
+
+    def _price(self, candidate: Candidate) -> Evaluation:
+        return evaluate(self.graph, candidate, self.problem.cluster, self.problem.optimizer, self.problem.batch_costs)
+
+    @staticmethod
+    def _seconds(form: Formulation, outcome: Outcome, objective: float) -> float:
+        """Without the penalties for redundant FLOPs, which are not seconds."""
+        if outcome.values:
+            objective -= sum(outcome.values[variable] * price for variable, price in form.penalties.items())
+        elif form.penalties:
+            return 0.0 if objective < float("inf") else objective
+        return objective * form.second_unit

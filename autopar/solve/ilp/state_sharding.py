@@ -1,0 +1,225 @@
+"""State sharding (ZeRO) in the ILP: which stage each block takes, and what its parameters, gradients and optimizer state cost
+then.
+
+Seconds and bytes of state depend on the elements on one device, a product of a parameter's placement (w) and the ZeRO stage (z);
+``u[parameter, shards, zero]`` makes that product linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from autopar.cost_models.state.optimizers import Optimizer, optimizer_named
+from autopar.cost_models.state.state_cost import StateCost
+from autopar.cost_models.state.state_group import StateGroup
+from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.cost_models.tensors.sizes import itemsize, shard_count
+from autopar.ir.graph import Parameter
+from autopar.ir.placement import Placements
+from autopar.ir.plan import Precision
+from autopar.solve.ilp.formulation import Expression, Formulation, StateTerms
+from autopar.solve.ilp.linear_model import INFINITY, Terms, add, total
+from autopar.solve.problem.boundary import Slot
+
+
+def add_zero_stages(form: Formulation) -> None:
+    """z: one ZeRO stage per block; shared parameters take the largest of their users', at most 2."""
+    problem, model = form.problem, form.model
+    boundary = problem.boundary
+    users = sorted({kind.block for kind in boundary.kind_counts if not all(kind.own)})
+    groups = [(name, problem.zeros) for name in problem.blocks]
+    groups += [("", tuple(sorted({min(2, zero) for zero in problem.zeros})))] if users else []
+    for name, stages in groups:
+        if name and not any(not parameter.buffer for parameter in problem.blocks[name].block.parameters):
+            stages = stages[:1]
+        form.z[name] = {zero: model.binary() for zero in stages}
+        # sum_zero z[block, zero] = 1
+        model.row([(z, 1.0) for z in form.z[name].values()], 1.0, 1.0)
+        model.branching_groups.append(tuple(form.z[name].values()))
+    for level in (1, 2) if users else ():
+
+        def at_least(name: str, level: int = level) -> Expression:
+            return {z: 1.0 for zero, z in form.z[name].items() if zero >= level}
+
+        for name in users:
+            # Z[shared] >= level where Z[block] >= level
+            model.row(total((1.0, at_least("")), (-1.0, at_least(name))), 0.0, INFINITY)
+        # and only where some user's is
+        model.row(total((-1.0, at_least("")), *((1.0, at_least(name)) for name in users)), 0.0, INFINITY)
+
+
+def add_state_terms(form: Formulation) -> None:
+    """u, and the costs of every group of parameters: those that a kind of call owns alone, and those that calls share."""
+    boundary, blocks = form.problem.boundary, form.problem.blocks
+    for name, table in blocks.items():
+        slots = [Slot(name, "param", index) for index in range(len(table.block.parameters))]
+        parameters = [_stored_parameter(form, slot, form.z[name]) for slot in slots]
+        for kind in boundary.kind_counts:
+            if kind.block == name:
+                own = [each for each, alone in zip(parameters, kind.own, strict=True) if alone]
+                form.states[kind] = _state_terms(form, own, form.z[name], table.costs)
+    if boundary.shared:
+        parameters = [_stored_parameter(form, slot, form.z[""]) for slot in boundary.shared.values()]
+        costs = next(iter(blocks.values())).costs
+        form.states[None] = _state_terms(form, parameters, form.z[""], costs)
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredParameter:
+    """`placements` are those it may be stored in, `elements` per ZeRO stage those on one device, as an expression."""
+
+    parameter: Parameter
+    placements: tuple[Placements, ...]
+    elements: Mapping[int, Terms]
+
+    @property
+    def count(self) -> int:
+        """Elements, unsharded."""
+        return _elements(self.parameter)
+
+    def extremes(self, sizes: Sequence[int]) -> tuple[float, float]:
+        """The least and most elements on one device, over the placements."""
+        cuts = [shard_count(at, sizes) for at in self.placements]
+        return self.count / max(cuts), self.count / min(cuts)
+
+
+def _elements(parameter: Parameter) -> int:
+    return prod(size for size in parameter.value.shape if isinstance(size, int))
+
+
+def _stored_parameter(form: Formulation, slot: Slot, z: Mapping[int, int]) -> _StoredParameter:
+    """With u where both the number of shards and the ZeRO stage are to be chosen."""
+    number = form.problem.boundary.classes[slot]
+    parameter, placements = form.problem.boundary.parameter(slot), form.problem.placements[number]
+    by_shards: dict[int, list[int]] = {}
+    for at, w in zip(placements, form.w[number], strict=True):
+        by_shards.setdefault(shard_count(at, form.problem.mesh.sizes), []).append(w)
+    return _StoredParameter(parameter, placements, _local_elements(form, float(_elements(parameter)), by_shards, z))
+
+
+def _local_elements(
+    form: Formulation, count: float, by_shards: Mapping[int, Sequence[int]], z: Mapping[int, int]
+) -> dict[int, Expression]:
+    """Per ZeRO stage the elements on one device of a parameter of `count`. `by_shards`: the w of placements of so many shards."""
+    model = form.model
+    if len(z) == 1:
+        (zero,) = z
+        return {zero: {w: count / cut for cut, chosen in by_shards.items() for w in chosen}}
+    if len(by_shards) == 1:
+        (cut,) = by_shards
+        return {zero: {column: count / cut} for zero, column in z.items()}
+    u = {(cut, zero): model.variable(1.0) for cut in by_shards for zero in z}
+    for cut, chosen in by_shards.items():
+        # sum_zero u[shards, zero] = sum of w over the placements of so many shards
+        model.row([*((u[cut, zero], 1.0) for zero in z), *((w, -1.0) for w in chosen)], 0.0, 0.0)
+    for zero, column in z.items():
+        # sum_shards u[shards, zero] = z[zero]
+        model.row([*((u[cut, zero], 1.0) for cut in by_shards), (column, -1.0)], 0.0, 0.0)
+    return {zero: {u[cut, zero]: count / cut for cut in by_shards} for zero in z}
+
+
+@dataclass(frozen=True, slots=True)
+class _StatePrices:
+    """Seconds of a group under one ZeRO stage, as functions of its elements (all, or trainable) on one device."""
+
+    costs: BlockCosts
+    zero: int
+    precision: Precision
+    optimizer: Optimizer
+
+    def cost(self, elements: float, trainable: float, tensors: int = 0) -> StateCost:
+        return self.costs.group_state_cost(StateGroup(elements, trainable, tensors), self.zero, self.precision, self.optimizer)
+
+    def gather_forward(self, elements: float) -> float:
+        return self.cost(elements, 0.0).gather_forward_seconds
+
+    def gather_backward(self, elements: float) -> float:
+        return self.cost(elements, 0.0).gather_backward_seconds
+
+    def reduce(self, trainable: float) -> float:
+        return self.cost(0.0, trainable).reduce_seconds
+
+    def accumulate(self, trainable: float) -> float:
+        return self.costs.accumulate_seconds(self.cost(0.0, trainable), self.zero, self.precision)
+
+    def optimizer_step(self, trainable: float, tensors: int = 0) -> float:
+        return self.cost(0.0, trainable, tensors).optimizer_seconds
+
+
+@dataclass(slots=True)
+class _GroupTerms:
+    """Adds the costs of one group under one ZeRO stage (its column is `z`) to the terms of the group."""
+
+    form: Formulation
+    z: int
+
+    def seconds(self, into: Expression, cost: Callable[[float], float], elements: Terms, extremes: tuple[float, float]) -> None:
+        """``into += cost(elements) z``, by the chord of the cost between its extremes."""
+        slope, intercept = _chord(cost, *extremes)
+        add(into, elements, slope / self.form.second_unit)
+        add(into, {self.z: intercept / self.form.second_unit})
+
+    def bytes(self, into: Expression, elements: Terms, bytes_per_element: float) -> None:
+        """``into += bytes per element x elements``."""
+        if bytes_per_element:
+            add(into, elements, bytes_per_element / self.form.byte_unit)
+
+
+def _chord(cost: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+    """(slope, intercept) of the line through both ends: exact for affine costs, below concave ones."""
+    if high <= 0:
+        return 0.0, 0.0
+    if high - low <= 1e-9 * high:
+        return 0.0, cost(high)
+    slope = (cost(high) - cost(low)) / (high - low)
+    return slope, cost(low) - slope * low
+
+
+def _state_terms(form: Formulation, group: Sequence[_StoredParameter], z: Mapping[int, int], costs: BlockCosts) -> StateTerms:
+    """The costs of parameters that are gathered and reduced as one; buffers are never sharded."""
+    problem, sizes = form.problem, costs.mesh.sizes
+    parameters = [each for each in group if not each.parameter.buffer]
+    trainable = [each for each in parameters if each.parameter.trainable]
+    buffers = [each for each in group if each.parameter.buffer]
+    buffer_bytes = sum(each.count * itemsize(each.parameter.value.dtype) for each in buffers)
+    out = StateTerms(buffer_bytes=buffer_bytes / form.byte_unit)
+    for zero, column in z.items():
+        prices = _StatePrices(costs, zero, problem.precision, optimizer_named(problem.optimizer))
+        terms = _GroupTerms(form, column)
+        elements = total(*((1.0, each.elements[zero]) for each in parameters))
+        trained = total(*((1.0, each.elements[zero]) for each in trainable))
+        extremes, trained_extremes = _extremes(parameters, sizes), _extremes(trainable, sizes)
+        terms.seconds(out.gather_forward, prices.gather_forward, elements, extremes)
+        terms.seconds(out.gather_backward, prices.gather_backward, elements, extremes)
+        terms.seconds(out.reduce_last, prices.reduce, trained, trained_extremes)
+        if problem.micro_batches > 1:
+            if zero >= 2:
+                terms.seconds(out.reduce_each, prices.reduce, trained, trained_extremes)
+            terms.seconds(out.accumulate, prices.accumulate, trained, trained_extremes)
+        terms.seconds(out.optimizer_streaming, prices.optimizer_step, trained, trained_extremes)
+        if trained_extremes[1]:
+            add(out.optimizer_launches, {column: prices.optimizer_step(1e-9, len(trainable)) / form.second_unit})
+        memory = prices.cost(1.0, 1.0, len(parameters)).memory
+        gathered = out.gathered_transient if memory.gathered_is_transient else out.gathered_persistent
+        terms.bytes(out.parameters, elements, memory.parameters)
+        terms.bytes(out.gradients, trained, memory.gradients)
+        terms.bytes(out.optimizer, trained, memory.optimizer)
+        terms.bytes(gathered, elements, memory.gathered)
+        terms.bytes(out.unsharded_gradients, trained, memory.unsharded_gradients)
+        terms.bytes(out.reduce_buffer, trained, 0.0 if memory.persistent_reduce_buffer else memory.reduce_buffer)
+        terms.bytes(out.overlapped_reduce_buffer, trained, 0.0 if memory.reduced_in_place else memory.reduce_buffer)
+        terms.bytes(out.gradients_in_place, trained, memory.gradients if memory.reduced_in_place else 0.0)
+        terms.bytes(out.persistent_gradients, trained, memory.gradients if memory.persistent_reduce_buffer else 0.0)
+        terms.bytes(out.accumulated, trained, memory.accumulated)
+    return out
+
+
+def _extremes(parameters: Sequence[_StoredParameter], sizes: Sequence[int]) -> tuple[float, float]:
+    """The least and most elements of all of them on one device."""
+    low = high = 0.0
+    for each in parameters:
+        least, most = each.extremes(sizes)
+        low, high = low + least, high + most
+    return low, high

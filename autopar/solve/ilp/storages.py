@@ -1,0 +1,59 @@
+"""The storages of a block in the ILP: which placed values are one tensor in memory, which are between blocks, and which
+operations may be recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.cost_models.step.recompute import overwritten_values
+from autopar.cost_models.tensors.aliases import Aliases, aliases
+from autopar.ir.graph import Block
+from autopar.ir.placement import Placements
+from autopar.ir.plan import Conversion
+from autopar.rules.conversions import axis_conversion
+from autopar.solve.ilp.formulation import Formulation
+from autopar.solve.ilp.linear_model import Terms
+from autopar.solve.problem.boundary import Slot
+from autopar.solve.problem.problem import BlockTable
+
+
+def storage_names(table: BlockTable) -> Aliases:
+    """Over all strategies and all conversions without communication."""
+    plans = [strategy.plan for strategies in table.strategies.values() for strategy in strategies]
+    free = [
+        Conversion(value, conversions.states[edge.source], conversions.states[edge.target])
+        for value, conversions in table.conversions.items()
+        for edge in conversions.edges
+        if edge.alias and _shares_storage(table, value, conversions.states[edge.source], conversions.states[edge.target])
+    ]
+    return aliases(table.block, plans, free)
+
+
+def _shares_storage(table: BlockTable, value: str, source: Placements, target: Placements) -> bool:
+    axis = next(i for i, (a, b) in enumerate(zip(source, target, strict=True)) if a != b)
+    how = axis_conversion(source[axis], target[axis], table.costs.values[value].differentiable)
+    return how is not None and how.forward is None
+
+
+def boundary_values(form: Formulation, table: BlockTable) -> Iterator[tuple[Slot, str, Placements, Terms]]:
+    """Placed values between blocks, with the variables that say that the boundary is there; inputs last, so that they name a
+    storage."""
+    block, boundary = table.block, form.problem.boundary
+    sides = (
+        ("out", block.outputs),
+        ("in", tuple(value.name for value in block.inputs)),
+        ("param", tuple(parameter.value.name for parameter in block.parameters)),
+    )
+    for side, names in sides:
+        for index, name in enumerate(names):
+            slot = Slot(block.name, side, index)  # type: ignore[arg-type]
+            number = boundary.classes[slot]
+            for at, w in zip(form.problem.placements[number], form.w[number], strict=True):
+                yield slot, name, at, {w: 1.0}
+
+
+def recomputable_nodes(block: Block) -> frozenset[str]:
+    """Operations that give the same result when they are recomputed: they read no buffer that is updated. Random numbers are
+    drawn from the same state of the generator."""
+    overwritten = overwritten_values(block)
+    return frozenset(node.name for node in block.nodes if overwritten.isdisjoint(node.operands()))

@@ -1,0 +1,186 @@
+"""The pipelines of the grid: a lower bound for each point, solutions of the promising ones, and what certifies the rest.
+
+A bound of a mesh is one of every pipeline whose stages have its model axes: of ``m`` micro-batches of ``b`` examples through
+``p`` stages, the stage that works longest takes at least ``m x work(b) / p``, which is ``batch x ranks of the model axes /
+devices x work(b) / b``, the same for all p; and work(b) / b is least for the largest b. It holds for every cut and every
+schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from math import inf
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.stage_devices import fastest_stage_cluster
+from autopar.errors import Infeasible
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS, Axis
+from autopar.rules.registry import Registry
+from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
+from autopar.solve.bounds.memory_bound import BlockRelaxation, memory_bound, relax_blocks
+from autopar.solve.ilp.solve_mesh import MeshSolution
+from autopar.solve.ilp.solver import Status
+from autopar.solve.pipeline.split_blocks import with_split_blocks
+from autopar.solve.pipeline.stage_search import StageSearch
+from autopar.solve.problem.problem import Problem, with_zero_group
+from autopar.solve.space.grid import GridPoint
+from autopar.solve.space.options import SearchOptions
+from autopar.solve.space.pipeline_grid import pipeline_forced, pipeline_points
+from autopar.solve.space.problem_tables import ProblemTables
+
+Axes = tuple[Axis, ...]
+
+
+class PipelineSearch:
+    """Its graph may have split blocks (`split_blocks`); `tables` are those of `graph` as it is. `all_solutions` has one entry
+    for each point (all of its schedules together), then one for each pipeline that was priced."""
+
+    def __init__(
+        self, graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry, tables: ProblemTables,
+        left: Callable[[], float],
+    ) -> None:  # fmt: skip
+        split_graph = with_split_blocks(graph, cluster, options.force)
+        tables = tables if split_graph is graph else ProblemTables(split_graph, cluster, options, registry)
+        self.graph, self.cluster, self.options, self.registry, self.seconds_left = split_graph, cluster, options, registry, left
+        self.tables = tables
+        self.stage_search = StageSearch(split_graph, cluster, options, tables, left)
+        self.points: dict[GridPoint, MeshSolution] = {}
+        self.solutions: list[MeshSolution] = []
+        self.seconds_per_example: dict[tuple[Axes, int], float] = {}
+        self.ran = False
+        self.mixed_devices = len({group.device for group in cluster.groups}) > 1
+        self._flows: dict[object, tuple[float, tuple[BlockRelaxation, ...]]] = {}
+
+    @property
+    def all_solutions(self) -> list[MeshSolution]:
+        return [*self.points.values(), *self.solutions]
+
+    def list_points(self) -> None:
+        """AutoparError where a pipeline is forced that cannot be."""
+        if self.cluster.size == 1 and not pipeline_forced(self.options.force):
+            return
+        for point in pipeline_points(self.graph, self.cluster, self.options.force, self.registry):
+            self.points[point] = MeshSolution(
+                point.mesh, micro_batches=point.micro_batches, zero_group=point.zero_group, stages=point.stages
+            )
+
+    def learn_bound(self, problem: Problem, step_seconds: float) -> None:
+        """A bound on the step of all plans on the problem's mesh, memory and state left out."""
+        data = problem.mesh.size_of(DATA_AXIS)
+        examples = problem.batch // data
+        share = step_seconds * problem.cluster.size / self.cluster.size
+        key = problem.mesh.axes[1:], examples
+        self.seconds_per_example[key] = max(self.seconds_per_example.get(key, 0.0), share)
+
+    def run(self, best_seconds: Callable[[], float]) -> Iterator[MeshSolution]:
+        """Solves the points that bounds and estimates do not prune; those that fit."""
+        if not self.points:
+            return
+        for axes, members in self._families().items():
+            self._bound_family(axes, members, best_seconds)
+        open_points = [point for point in self.points if self._is_open(point, best_seconds())]
+        open_points.sort(key=lambda point: self.points[point].bound_seconds)
+        order = self.stage_search.promising(open_points, best_seconds() * (1 - self.options.min_improvement))
+        for result in self.stage_search.solutions(order, best_seconds()):
+            result.bound_seconds = self.points[self._point_of(result)].bound_seconds
+            self.solutions.append(result)
+            yield result
+        self.ran = self.seconds_left() > 0
+        self._tighten(best_seconds)
+
+    def _point_of(self, result: MeshSolution) -> GridPoint:
+        return GridPoint(result.mesh, result.micro_batches, result.zero_group, result.stages)
+
+    def _is_open(self, point: GridPoint, best_seconds: float) -> bool:
+        result = self.points[point]
+        return result.status is not Status.INFEASIBLE and result.bound_seconds < best_seconds * (1 - self.options.min_improvement)
+
+    def _families(self) -> dict[Axes, list[GridPoint]]:
+        out: dict[Axes, list[GridPoint]] = {}
+        for point in self.points:
+            out.setdefault(point.mesh.axes[1:], []).append(point)
+        return out
+
+    def _examples(self, point: GridPoint) -> int:
+        """Of one micro-batch on one data rank."""
+        return self.graph.batch // point.micro_batches // point.mesh.size_of(DATA_AXIS)
+
+    def _bound_family(self, axes: Axes, members: list[GridPoint], best_seconds: Callable[[], float]) -> None:
+        """The least of what is known of micro-batches at least as large; where nothing is, the tables of the largest one."""
+        largest = max(members, key=lambda point: (self._examples(point), point.stages))
+        known = [
+            rate
+            for (of, examples), rate in self.seconds_per_example.items()
+            if of == axes and examples >= self._examples(largest)
+        ]
+        if not known or self.mixed_devices:
+            problem = self._problem(largest)
+            bound = operation_bound(problem) / largest.stages
+            if bound < best_seconds():
+                bound = max(bound, FlowRelaxation(problem).bound(self.seconds_left()) / largest.stages)
+            known = [bound]
+        for point in members:
+            self.points[point].bound_seconds = max(self.points[point].bound_seconds, max(known))
+
+    def _tighten(self, best_seconds: Callable[[], float]) -> None:
+        """The least bounds, as long as they are what the certificate is short of: with the tables of their own micro-batch,
+        memory, state, and the fill of the pipeline."""
+        sharp: set[GridPoint] = set()
+        while self.seconds_left() > 0:
+            able = [point for point, result in self.points.items() if result.status is not Status.INFEASIBLE]
+            point = min(able, key=lambda each: self.points[each].bound_seconds, default=None)
+            if point is None or point in sharp or self.points[point].bound_seconds >= best_seconds():
+                return
+            sharp.add(point)
+            result = self.points[point]
+            bound = self._sharp_bound(point)
+            result.bound_seconds = max(result.bound_seconds, bound)
+            if bound == inf:
+                result.status = Status.INFEASIBLE
+
+    def _problem(self, point: GridPoint) -> Problem:
+        """Of one stage, on devices that are no slower than those of any stage."""
+        return self.tables.problem(replace(point, zero_group=0), None, fastest_stage_cluster(self.cluster, point.stages))
+
+    def _sharp_bound(self, point: GridPoint) -> float:
+        problem = self._problem(point)
+        key = point.mesh.axes[1:], self._examples(point)
+        if key not in self._flows:
+            self._flows[key] = FlowRelaxation(problem).bound(self.seconds_left()) / point.stages, relax_blocks(problem)
+        flow, of = self._flows[key]
+        worked = memory_bound(with_zero_group(problem, point.zero_group), of, point.micro_batches, {1.0: flow}, point.stages)
+        return worked + fill_seconds(problem, point.stages)
+
+    def bounds(self) -> Iterable[float]:
+        """Below every pipeline of each point that is not shown to be infeasible."""
+        return [result.bound_seconds for result in self.points.values() if result.status is not Status.INFEASIBLE]
+
+    def finished(self) -> list[MeshSolution]:
+        """All results. What was not solved is pruned by its bound, or by what its schedules take at least by estimate."""
+        for result in self.points.values():
+            if self.ran and result.status is Status.TIMEOUT:
+                result.status = Status.PRUNED
+        return self.all_solutions
+
+    def raise_infeasible(self) -> None:
+        """Infeasible, where only pipelines were asked for and none fits."""
+        stages = self.options.force.get("pp")
+        raise Infeasible(
+            f"no pipeline of {stages} stages for {self.graph.name} fits on {self.cluster.name}: "
+            "force more stages, or leave pp open"
+        )
+
+
+def fill_seconds(problem: Problem, stages: int) -> float:
+    """What stages wait for their first input, on average: behind s others, at least the forwards of the first s calls. A stage
+    that waits so and then works is no faster than the average of waits and the average of works."""
+    least = {
+        name: sum(min(choice.seconds.forward for choice in choices) for choices in table.strategies.values())
+        for name, table in problem.blocks.items()
+    }
+    waits = [0.0]
+    for call in problem.graph.calls[: stages - 1]:
+        waits.append(waits[-1] + least[call.block])
+    return sum(waits) / len(waits)

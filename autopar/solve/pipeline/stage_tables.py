@@ -1,0 +1,239 @@
+"""Seconds and bytes of every range of consecutive calls as a model chunk, under every option of its blocks and every ZeRO stage.
+
+These are estimates for the dynamic program (`stage_partition`): sums over calls, with communication overlapped within each
+call. The evaluator prices what is chosen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy
+
+from autopar.cost_models.hardware.device_specs import Device
+from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.state.optimizers import optimizer_named
+from autopar.cost_models.state.state_communication import StateCommunication
+from autopar.cost_models.state.state_cost import StateCost
+from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.cost_models.step.block_memory import call_saved_bytes
+from autopar.cost_models.step.call_trace import CallTrace
+from autopar.cost_models.step.stage_p2p import cut_bytes
+from autopar.cost_models.tensors.sizes import user_held_bytes
+from autopar.ir.graph import Graph
+from autopar.ir.pipeline.stage_values import repeatable_values
+from autopar.ir.plan import Precision
+from autopar.solve.bounds.memory_frontier import BlockOptions
+from autopar.solve.pipeline.stage_partition import Matrix
+
+
+class CallCost(NamedTuple):
+    """One call. Of each micro-batch: `pass_seconds` and its share `backward_seconds`. Once a step: `reduce_seconds` (of
+    gradients, where they are reduced after the last micro-batch) and `update_seconds` (optimizer). Of a chunk's calls only the
+    largest counts for `running_bytes` (what it needs while it runs) and `exposed_seconds` (a reduction that nothing overlaps)."""
+
+    pass_seconds: float
+    backward_seconds: float
+    reduce_seconds: float
+    update_seconds: float
+    state_bytes: float
+    running_bytes: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageSetting:
+    """A step: global batch, its micro-batches, ranks that share one copy of the state, precision, optimizer; and the hardware."""
+
+    batch: int
+    micro_batches: int
+    shards: int
+    precision: Precision
+    optimizer: str
+    device: Device
+    overlap: Overlap
+
+
+@dataclass(frozen=True, slots=True)
+class RangeOptions:
+    """``[choice, first, end]``: ``calls[first:end]`` as a chunk under each choice (an option of the blocks and a ZeRO stage,
+    in `names`). `load_seconds` of a step, `pass_seconds` of one micro-batch, `state_bytes` of parameters, gradients and
+    optimizer, `running_bytes` while its largest call runs (the chunks of a stage take turns), `saved_bytes` of each
+    micro-batch in flight."""
+
+    names: tuple[tuple[int, int], ...]
+    load_seconds: Matrix
+    pass_seconds: Matrix
+    state_bytes: Matrix
+    running_bytes: Matrix
+    saved_bytes: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class BestRanges:
+    """``[first, end]``: the least load that fits, and the number of its choice."""
+
+    load_seconds: Matrix
+    pass_seconds: Matrix
+    choice: Any
+
+
+@dataclass(frozen=True, slots=True)
+class TracedOptions:
+    """Per option of the blocks: the trace of one call of each block, and what every call of the graph saves for its backward.
+    `sent_bytes` are those of a micro-batch over a cut before each call, without values that every stage computes itself."""
+
+    traces: tuple[Mapping[str, CallTrace], ...]
+    saved_bytes: tuple[Sequence[float], ...]
+    sent_bytes: tuple[float, ...]
+
+    @staticmethod
+    def of(graph: Graph, options: BlockOptions, costs: Mapping[str, BlockCosts]) -> TracedOptions:
+        traced = tuple({name: CallTrace.of(costs[name], plan) for name, plan in option.items()} for option in options)
+        saved = tuple(call_saved_bytes(graph, {name: trace.memory for name, trace in each.items()}) for each in traced)
+        able = repeatable_values(graph)
+        return TracedOptions(traced, saved, tuple(cut_bytes(graph, traced[0], cut, able) for cut in range(len(graph.calls))))
+
+
+class StageTables:
+    """`traced` are the blocks under each option, `costs` the blocks' prices on the mesh of one stage with its ZeRO group."""
+
+    def __init__(
+        self, graph: Graph, traced: TracedOptions, costs: Mapping[str, BlockCosts], zeros: Sequence[int], setting: StageSetting
+    ) -> None:
+        self.graph, self.setting, self.saved, self.sent_bytes = graph, setting, traced.saved_bytes, traced.sent_bytes
+        self.names = tuple((number, zero) for number in range(len(traced.traces)) for zero in zeros)
+        self.inputs = user_held_bytes(graph, setting.batch, next(iter(costs.values())).mesh)
+        states = {
+            (name, zero): block_state(costs[name], trace, zero, setting)
+            for name, trace in traced.traces[0].items()
+            for zero in zeros
+        }
+        self.calls = [
+            {name: call_cost(trace, states[name, zero], zero, setting) for name, trace in traced.traces[number].items()}
+            for number, zero in self.names
+        ]
+
+    def least_seconds(
+        self, stages: int, virtual: int, in_flight: float, usable_bytes: float, bubble_passes: float, transfer_seconds: float
+    ) -> float:
+        """An estimate of the step with equal stages of `virtual` equal chunks: at least the layers of the fullest chunk
+        (chunks take turns, so a longer one delays all), and `transfer_seconds` for each micro-batch. Infinite where stages do
+        not fit that have `in_flight` micro-batches on average."""
+        counts = Counter(call.block for call in self.graph.calls)
+        best = float("inf")
+        for (number, _), calls in zip(self.names, self.calls, strict=True):
+            state = sum(counts[name] * call.state_bytes for name, call in calls.items())
+            running = min(call.running_bytes for call in calls.values())
+            if (state + in_flight * sum(self.saved[number])) / stages + self.inputs + running > usable_bytes:
+                continue
+            pass_seconds = sum(counts[name] * call.pass_seconds for name, call in calls.items())
+            update = sum(counts[name] * call.update_seconds for name, call in calls.items())
+            chunks = stages * virtual
+            layers = [name for name in calls if counts[name] >= chunks]
+            fullest = virtual * max((-(-counts[name] // chunks) * calls[name].pass_seconds for name in layers), default=0.0)
+            load = max(pass_seconds / stages, fullest)
+            fill = bubble_passes * (stages - 1) * pass_seconds / stages
+            best = min(best, self.setting.micro_batches * (load + transfer_seconds) + fill + update / stages)
+        return best
+
+    def range_options(self) -> RangeOptions:
+        """Of all ranges of calls."""
+        rows = [self._row(number, calls) for (number, _), calls in zip(self.names, self.calls, strict=True)]
+        load, pass_seconds, state, running, saved = (numpy.stack([row[index] for row in rows]) for index in range(5))
+        return RangeOptions(
+            names=self.names,
+            load_seconds=load,
+            pass_seconds=pass_seconds,
+            state_bytes=state,
+            running_bytes=running,
+            saved_bytes=saved,
+        )
+
+    def _row(self, number: int, per_block: Mapping[str, CallCost]) -> tuple[Matrix, Matrix, Matrix, Matrix, Matrix]:
+        calls = [per_block[call.block] for call in self.graph.calls]
+        columns = [list(column) for column in zip(*calls, strict=True)]
+        pass_seconds, backward, reduced, update, state = (_ranges(column) for column in columns[:5])
+        running, exposed = (_largest(column) for column in columns[5:])
+        with numpy.errstate(invalid="ignore"):
+            load = self.setting.micro_batches * pass_seconds + update + numpy.fmax(0.0, reduced - backward) + exposed
+        return load, pass_seconds, state, running + self.inputs, _ranges(self.saved[number])
+
+
+def block_state(costs: BlockCosts, trace: CallTrace, zero: int, setting: StageSetting) -> StateCost:
+    """Of all parameters of a block."""
+    stored = list(zip(costs.block.parameters, trace.plan.parameters, strict=True))
+    return costs.state_cost(stored, zero, setting.precision, optimizer_named(setting.optimizer))
+
+
+def call_cost(trace: CallTrace, cost: StateCost, zero: int, setting: StageSetting) -> CallCost:
+    """One call of a block under a ZeRO stage."""
+    many, contention = setting.micro_batches, setting.overlap.contention
+    communication = StateCommunication.of(cost, zero, setting.shards, setting.device, setting.precision, many)
+    forward = sum(seconds for seconds, _ in trace.forward)
+    backward = sum(seconds for seconds, _ in trace.backward) + communication.accumulate_seconds
+    hidden = communication.gather_backward + communication.reduce_each
+    forward_pass = max(forward + contention * communication.gather_each, communication.gather_each)
+    backward_pass = max(backward + contention * hidden, hidden)
+    memory = cost.memory
+    state = memory.parameters + memory.optimizer + memory.buffers
+    state += memory.accumulated if many > 1 else memory.gradients
+    state += 0.0 if memory.gathered_is_transient else memory.gathered
+    passing = memory.gathered if memory.gathered_is_transient else 0.0
+    running = max(
+        trace.memory.forward_bytes + 2 * passing,
+        trace.memory.backward_bytes + 2 * passing + memory.reduce_buffer,
+        trace.memory.input_gradient_bytes + memory.unsharded_gradients + memory.gradients + memory.reduce_buffer + passing,
+    )
+    reduced = cost.reduce_seconds if zero < 2 else 0.0
+    return CallCost(
+        pass_seconds=forward_pass + backward_pass,
+        backward_seconds=backward_pass,
+        reduce_seconds=reduced,
+        update_seconds=communication.optimizer_seconds,
+        state_bytes=state,
+        running_bytes=running,
+        exposed_seconds=cost.reduce_seconds,
+    )
+
+
+def _ranges(values: Sequence[float]) -> Matrix:
+    """Sums of ``values[first:end]``; infinite where that is empty."""
+    sums = numpy.concatenate([[0.0], numpy.cumsum(values)])
+    out = sums[None, :] - sums[:, None]
+    out[numpy.tril_indices(len(sums))] = numpy.inf
+    return out
+
+
+def _largest(values: Sequence[float]) -> Matrix:
+    """Maxima of ``values[first:end]``."""
+    count = len(values)
+    out = numpy.zeros((count + 1, count + 1))
+    for first in range(count):
+        out[first, first + 1 :] = numpy.maximum.accumulate(values[first:])
+    return out
+
+
+def with_sends(ranges: BestRanges, seconds: Sequence[float], micro_batches: int) -> BestRanges:
+    """`seconds` is a transfer over a cut before each call, forward or backward. A link carries all micro-batches one after
+    another."""
+    pass_seconds = numpy.array([*seconds, 0.0])[:, None]
+    load = numpy.where(
+        numpy.isfinite(ranges.load_seconds), numpy.maximum(ranges.load_seconds, micro_batches * pass_seconds), numpy.inf
+    )
+    return BestRanges(load, ranges.pass_seconds + 2 * pass_seconds, ranges.choice)
+
+
+def best_ranges(options: RangeOptions, in_flight: float, usable_bytes: float, allowed: Matrix, chunks: int = 1) -> BestRanges:
+    """The best choice of each range, with `in_flight` micro-batches, on a stage of so many like chunks with `usable_bytes`;
+    `allowed` says where chunks may begin and end."""
+    fits = (chunks * (options.state_bytes + in_flight * options.saved_bytes) + options.running_bytes <= usable_bytes) & allowed
+    load = numpy.where(fits, options.load_seconds, numpy.inf)
+    choice = load.argmin(axis=0)
+    picked = choice[None]
+    return BestRanges(
+        numpy.take_along_axis(load, picked, 0)[0], numpy.take_along_axis(options.pass_seconds, picked, 0)[0], choice
+    )

@@ -1,0 +1,252 @@
+"""Schedule synthesis: a CP-SAT model for the real times of the chunks and the memory limit of each stage, with the best known
+schedule as its first solution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, floor, inf
+from time import monotonic
+
+from ortools.sat.python import cp_model
+
+from autopar.errors import Infeasible, PlanError
+from autopar.ir.schedule import Schedule
+from autopar.schedules.check import check
+from autopar.schedules.clock import ChunkSeconds, ScheduleClock
+from autopar.schedules.synthesis.greedy import search_rules
+from autopar.schedules.synthesis.known_orders import known_orders, start_seconds
+from autopar.schedules.synthesis.makespan_bound import makespan_lower_bound
+from autopar.schedules.synthesis.merge_backward import with_merged_backwards
+from autopar.schedules.synthesis.task import BACKWARDS, FORWARDS, WEIGHTS, MemoryLimits, Order, Task
+from autopar.solve.ilp.solver import Status
+
+_UNITS = 1_000_000
+"""Of the best known makespan, or of a stage's memory, where numbers are no multiples of a larger unit."""
+
+_NEAR = 1e-3
+"""The relative gap at which a schedule counts as optimal; seconds are rounded down to units."""
+
+_MARGIN = 0.05
+"""Of the time, for what the solver takes to end."""
+
+_GREEDY_SHARE = 0.35
+"""Of the time, for the greedy search over rules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Synthesis:
+    """`builder` is the best named schedule that fits in memory, with its makespan; `lower_bound_seconds` is below every
+    schedule of these chunks on these ranks. `status`: OPTIMAL where the gap is below 0.1 %, else FEASIBLE."""
+
+    schedule: Schedule
+    makespan_seconds: float
+    lower_bound_seconds: float
+    status: Status
+    builder: str
+    builder_seconds: float
+
+    @property
+    def gap(self) -> float:
+        return 1 - self.lower_bound_seconds / self.makespan_seconds if self.makespan_seconds else 0.0
+
+
+def synthesize(
+    chunks: Sequence[ChunkSeconds],
+    rank_of: Sequence[int],
+    micro_batches: int,
+    transfer_seconds: Sequence[float] = (),
+    *,
+    memory: MemoryLimits | None = None,
+    split_backward: bool = False,
+    blocking: bool = False,
+    time_limit_seconds: float = 20.0,
+    workers: int = 2,
+    name: str = "synthesized",
+) -> Synthesis:
+    """A schedule of the least makespan, never worse than the best builder's. `rank_of[c]` is the rank of chunk c; seconds are
+    those of `Clock.run` (while it searches, transfers between two ranks may overlap). PlanError for lists of other lengths,
+    Infeasible where one micro-batch does not fit on a rank."""
+    ends = monotonic() + time_limit_seconds
+    _check_lengths(chunks, rank_of, transfer_seconds, memory)
+    task = Task.of(chunks, rank_of, micro_batches, transfer_seconds, blocking, memory, split_backward)
+
+    def makespan_of(schedule: Schedule) -> float:
+        return max(rank.end_seconds for rank in ScheduleClock.of(schedule).run(chunks, transfer_seconds, blocking))
+
+    def seconds_of(order: Order) -> float:
+        return makespan_of(task.schedule(name, order))
+
+    known = [(seconds_of(order), said, order) for said, order in known_orders(task)]
+    if not known:
+        raise Infeasible(_no_memory(task))
+    builder_seconds, builder, order = min(known, key=lambda each: each[0])
+    best, bound = builder_seconds, min(makespan_lower_bound(task), builder_seconds)
+    if not _near(best, bound):
+        rules_end = monotonic() + _GREEDY_SHARE * time_limit_seconds
+        _, ruled = search_rules(task, best, order, bound, lambda: monotonic() < rules_end)
+        best, order = min((best, order), (seconds_of(ruled), ruled), key=lambda each: each[0])
+    if not _near(best, bound):
+        found, proven = _Model(task, order, best, bound).solve(ends - monotonic() - _MARGIN * time_limit_seconds, workers)
+        bound = min(best, max(bound, proven))
+        if found and all(task.fits(actions, rank) for rank, actions in enumerate(task.schedule(name, found).ranks)):
+            seconds = seconds_of(found)
+            best, order = (seconds, found) if seconds < best else (best, order)
+    schedule = with_merged_backwards(task.schedule(name, order), makespan_of)
+    check(schedule)
+    makespan = makespan_of(schedule)
+    status = Status.OPTIMAL if _near(makespan, bound) else Status.FEASIBLE
+    return Synthesis(
+        schedule=schedule,
+        makespan_seconds=makespan,
+        lower_bound_seconds=min(bound, makespan),
+        status=status,
+        builder=builder,
+        builder_seconds=builder_seconds,
+    )
+
+
+def _near(seconds: float, bound: float) -> bool:
+    return seconds <= bound * (1 + _NEAR)
+
+
+def _check_lengths(
+    chunks: Sequence[ChunkSeconds], rank_of: Sequence[int], transfer_seconds: Sequence[float], memory: MemoryLimits | None
+) -> None:
+    many = len(chunks)
+    if len(rank_of) != many or set(rank_of) != set(range(max(rank_of, default=-1) + 1)) or not many:
+        raise PlanError(f"{many} chunks on ranks {list(rank_of)}: give each chunk a rank, from 0, none left out")
+    if len(transfer_seconds) not in (0, many - 1):
+        raise PlanError(f"{many} chunks have {many - 1} transfers between them, not {len(transfer_seconds)}")
+    if memory and (len(memory.saved_bytes) != many or len(memory.deferred_bytes) not in (0, many)):
+        raise PlanError(f"{many} chunks save {many} numbers of bytes: {len(memory.saved_bytes)}, {len(memory.deferred_bytes)}")
+    if memory and len(memory.limit_bytes) != max(rank_of) + 1:
+        raise PlanError(f"{max(rank_of) + 1} ranks have as many limits, not {len(memory.limit_bytes)}")
+
+
+def _no_memory(task: Task) -> str:
+    for rank in range(task.ranks):
+        needed = sum(task.saved[chunk] for chunk in task.chunks_of(rank))
+        if needed > task.limit[rank]:
+            return f"one micro-batch saves {needed:.4g} bytes on pipeline rank {rank}, whose limit is {task.limit[rank]:.4g}"
+    raise AssertionError
+
+
+class _Model:
+    """The CP-SAT model. Variables: when each action starts, in units."""
+
+    def __init__(self, task: Task, order: Order, upper: float, bound: float) -> None:
+        self.task, self.model = task, cp_model.CpModel()
+        every = [seconds for chunk in task.seconds for seconds in chunk]
+        self.unit = _unit([*every, *task.first, *task.last, *task.lags], upper)
+        self.horizon = self.units(upper)
+        self.known = {key: self.units(seconds) for key, seconds in start_seconds(task, order).items()}
+        keys = [
+            (chunk, kind, micro)
+            for chunk in range(len(task.rank_of))
+            for kind in task.kinds
+            for micro in range(task.micro_batches)
+        ]
+        self.long = {key: self.units(task.duration(*key)) for key in keys}
+        self.start = {key: self.variable(self.known[key]) for key in keys}
+        self.add_order()
+        for rank in range(task.ranks):
+            self.add_rank(rank)
+        self.end = self.model.new_int_var(max(0, self.units(bound)), self.horizon, "")
+        for (chunk, kind, micro), start in self.start.items():
+            if micro == task.micro_batches - 1:
+                self.model.add(self.end >= start + self.long[chunk, kind, micro])
+        self.model.add_hint(self.end, max(self.known[key] + self.long[key] for key in keys))
+        self.model.minimize(self.end)
+
+    def units(self, seconds: float) -> int:
+        return floor(seconds / self.unit * (1 + 1e-12) + 1e-6)
+
+    def variable(self, hint: int) -> cp_model.IntVar:
+        made = self.model.new_int_var(0, self.horizon, "")
+        self.model.add_hint(made, min(hint, self.horizon))
+        return made
+
+    def add_order(self) -> None:
+        """start(c, F, m) >= end(c - 1, F, m) + lag, and so on; start(c, k, m) >= end(c, k, m - 1)."""
+        for (chunk, kind, micro), start in self.start.items():
+            before = self.task.dependency(chunk, kind)
+            if before is not None:
+                key = before[0], before[1], micro
+                self.model.add(start >= self.start[key] + self.long[key] + self.units(before[2]))
+            if micro:
+                key = chunk, kind, micro - 1
+                self.model.add(start >= self.start[key] + self.long[key])
+
+    def add_rank(self, rank: int) -> None:
+        """One action at a time, and the memory in flight within the limit at any time."""
+        task, mine = self.task, self.task.chunks_of(rank)
+        actions = [key for key in self.start if task.rank_of[key[0]] == rank]
+        self.model.add_no_overlap(
+            [self.model.new_fixed_size_interval_var(self.start[key], self.long[key], "") for key in actions]
+        )
+        many, limit = task.micro_batches, task.limit[rank]
+        if sum(task.saved[chunk] for chunk in mine) * many <= limit:
+            return
+        for chunk in mine:  # start(F, m) >= end(I, m - h): h fit whole; start(F, m) >= end(W, m - 1 - g): g fit beside it
+            for micro in range(many):
+                for kind, before in task.before_forward(chunk, micro):
+                    key = chunk, kind, before
+                    self.model.add(self.start[chunk, FORWARDS, micro] >= self.start[key] + self.long[key])
+        same = not task.split or all(task.deferred[chunk] == task.saved[chunk] for chunk in mine)
+        if len(mine) == 1 and same:
+            return  # that says it all
+        unit = _unit([task.saved[chunk] for chunk in mine] + [task.deferred[chunk] for chunk in mine], limit)
+        intervals, sizes = [], []
+        for chunk in mine:
+            saved, deferred = (ceil(size / unit - 1e-6) for size in (task.saved[chunk], task.deferred[chunk]))
+            for micro in range(many):
+                if same:
+                    parts = [(FORWARDS, False, task.last_kind, saved)]
+                else:
+                    parts = [(FORWARDS, False, BACKWARDS, saved), (BACKWARDS, True, WEIGHTS, deferred)]
+                for first, after, last, size in parts:
+                    intervals.append(self.span((chunk, first, micro), after, (chunk, last, micro)))
+                    sizes.append(size)
+        # sum of the sizes of what is saved at a time <= limit
+        self.model.add_cumulative(intervals, sizes, floor(limit / unit + 1e-6))
+
+    def span(self, first: tuple[int, int, int], after: bool, last: tuple[int, int, int]) -> cp_model.IntervalVar:
+        """From the start of an action, or from its end (`after`), to the end of another one."""
+        extra = self.long[first] if after else 0
+        size = self.variable(self.known[last] + self.long[last] - self.known[first] - extra)
+        return self.model.new_interval_var(self.start[first] + extra, size, self.start[last] + self.long[last], "")
+
+    def solve(self, seconds: float, workers: int) -> tuple[Order, float]:
+        """(order or nothing, a bound in seconds)."""
+        if seconds <= 0:
+            return (), -inf
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = workers
+        solver.parameters.max_time_in_seconds = seconds
+        solver.parameters.random_seed = 1
+        solver.parameters.relative_gap_limit = _NEAR / 2
+        status = solver.solve(self.model)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return (), -inf
+        starts = {key: solver.value(variable) for key, variable in self.start.items()}
+
+        def place(key: tuple[int, int, int]) -> tuple[int, bool, int, int]:
+            chunk, kind, _ = key  # of actions that take nothing: in the order in which they wait for each other
+            return starts[key], self.long[key] > 0, kind, -chunk if kind == BACKWARDS else chunk
+
+        task = self.task
+        ranks = [[key for key in starts if task.rank_of[key[0]] == rank] for rank in range(task.ranks)]
+        return tuple(tuple(sorted(keys, key=place)) for keys in ranks), solver.best_objective_bound * self.unit
+
+
+def _unit(values: Sequence[float], upper: float) -> float:
+    """A number of which all `values` are multiples, or a small one."""
+    positive = [value for value in values if value > upper * 1e-9]
+    least = min(positive, default=upper or 1.0)
+    for parts in range(1, 101):
+        unit = least / parts
+        if all(abs(value / unit - round(value / unit)) < 1e-7 for value in positive) and upper / unit < _UNITS:
+            return unit
+    return (upper or 1.0) / _UNITS

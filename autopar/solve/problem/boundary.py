@@ -1,0 +1,121 @@
+"""Where blocks meet: which inputs, outputs and parameters of which blocks must agree on a placement, and which calls follow each
+other.
+
+A graph value has one placement between calls, and all calls of a block share one plan. So the slots of all blocks that read or
+write one graph value (or one original parameter) form an equivalence class, a *boundary class*, with one placement.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from networkx.utils import UnionFind
+
+from autopar.ir.graph import Block, Graph, Parameter, Value
+
+Side = Literal["in", "out", "param"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Slot:
+    """Input, output or parameter number `index` of a distinct block."""
+
+    block: str
+    side: Side
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallKind:
+    """Calls of a block that own the same parameters alone (`own` per parameter slot; the others are shared between calls)."""
+
+    block: str
+    own: tuple[bool, ...]
+
+
+class BlockBoundaries:
+    """The graph's slots, boundary classes and kinds of calls.
+
+    `blocks`: the distinct blocks that are called. `call_kinds`: one per call, the only table that grows with depth. `shared`:
+    per parameter that several calls use, the last slot that reads it.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.blocks: dict[str, Block] = {block.name: block for block in graph.blocks if graph.count(block.name)}
+        self._joined = UnionFind()
+        users = Counter(name for call in graph.calls for name in set(call.parameters))
+        self.call_kinds: list[CallKind] = []
+        self.shared: dict[str, Slot] = {}
+        for call in graph.calls:
+            sides: tuple[tuple[Side, tuple[str, ...]], ...] = (
+                ("in", call.inputs),
+                ("out", call.outputs),
+                ("param", call.parameters),
+            )
+            for side, names in sides:
+                for index, name in enumerate(names):
+                    self._joined.union((side == "param", name), Slot(call.block, side, index))
+            self.call_kinds.append(CallKind(call.block, tuple(users[name] == 1 for name in call.parameters)))
+            self.shared.update((n, Slot(call.block, "param", i)) for i, n in enumerate(call.parameters) if users[n] > 1)
+
+    @cached_property
+    def classes(self) -> dict[Slot, int]:
+        """The boundary class of every slot, numbered in the order of `slots`."""
+        numbers: dict[object, int] = {}
+        return {slot: numbers.setdefault(self._joined[slot], len(numbers)) for slot in self.slots()}
+
+    def slots(self) -> list[Slot]:
+        """Every slot of every block that is called."""
+        out: list[Slot] = []
+        for block in self.blocks.values():
+            out += [Slot(block.name, "in", index) for index in range(len(block.inputs))]
+            out += [Slot(block.name, "out", index) for index in range(len(block.outputs))]
+            out += [Slot(block.name, "param", index) for index in range(len(block.parameters))]
+        return out
+
+    def class_of(self, name: str, parameter: bool = False) -> int | None:
+        """The class of a graph value or an original parameter name; None where no call reads or writes it."""
+        root = self._joined[parameter, name]
+        return next((number for slot, number in self.classes.items() if self._joined[slot] == root), None)
+
+    def value(self, slot: Slot) -> Value:
+        """The block's value at a slot."""
+        block = self.blocks[slot.block]
+        if slot.side == "in":
+            return block.inputs[slot.index]
+        if slot.side == "param":
+            return block.parameters[slot.index].value
+        return block.values()[block.outputs[slot.index]]
+
+    def parameter(self, slot: Slot) -> Parameter:
+        """The block's parameter at a slot of side "param"."""
+        return self.blocks[slot.block].parameters[slot.index]
+
+    @cached_property
+    def members(self) -> dict[int, tuple[Slot, ...]]:
+        """The slots of every class."""
+        out: dict[int, list[Slot]] = {}
+        for slot, number in self.classes.items():
+            out.setdefault(number, []).append(slot)
+        return {number: tuple(slots) for number, slots in out.items()}
+
+    @cached_property
+    def kind_counts(self) -> Counter[CallKind]:
+        """Calls of each kind."""
+        return Counter(self.call_kinds)
+
+    @cached_property
+    def forward_neighbours(self) -> Counter[tuple[CallKind, CallKind | None]]:
+        """(call, next call) with counts: while `call` runs forward, the parameters of the next are all-gathered."""
+        return Counter(zip(self.call_kinds, [*self.call_kinds[1:], None], strict=True))
+
+    @cached_property
+    def backward_neighbours(self) -> Counter[tuple[CallKind | None, CallKind, CallKind | None]]:
+        """(next call, call, previous call) with counts: while `call` runs backward, the gradients of the next call are reduced
+        and the parameters of the previous one gathered."""
+        kinds = self.call_kinds
+        return Counter(zip([*kinds[1:], None], kinds, [None, *kinds[:-1]], strict=True))

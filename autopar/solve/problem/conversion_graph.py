@@ -1,0 +1,117 @@
+"""The graph of placement conversions (redistributions) of one value, without prices: every placement that lies on the way from a
+production to a need, and the one-axis conversions between them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.ir.graph import Value
+from autopar.ir.placement import Partial, Placement, Placements, Shard
+from autopar.rules.conversions import axis_conversion, placement_states
+
+EdgeKey = tuple[int, Placement, Placement, int]
+"""What the price of a conversion depends on: mesh axis, placements on it before and after, shards cut by the other axes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionGraph:
+    """`states`: the vertices. `edges`: (source state, target state, price number). Edges of one price number change the same mesh
+    axis in the same way while the other axes cut the tensor into equally many shards; `price_keys` says so per price number, and
+    `examples` is the first edge of each."""
+
+    states: tuple[Placements, ...]
+    edges: tuple[tuple[int, int, int], ...]
+    price_keys: tuple[EdgeKey, ...]
+    examples: tuple[int, ...]
+
+
+def conversion_graph(
+    value: Value, sizes: Sequence[int], produced: Collection[Placements], needed: Collection[Placements]
+) -> ConversionGraph:
+    """All paths from any of `produced` to any of `needed` on a mesh of these axis sizes. No edge leads to a Partial or a Shard
+    that nobody needs."""
+    among = placement_states(value.shape, (*produced, *needed), sizes, value.differentiable)
+    per_axis = [list(dict.fromkeys(state[axis] for state in among)) for axis in range(len(sizes))]
+    targets = [_axis_targets(places, {at[axis] for at in needed}, value.differentiable) for axis, places in enumerate(per_axis)]
+    index = [{place: number for number, place in enumerate(places)} for places in per_axis]
+    coded = [tuple(index[axis][place] for axis, place in enumerate(state)) for state in among]
+    number = {code: position for position, code in enumerate(coded)}
+    cuts = [[size if type(place) is Shard else 1 for place in places] for places, size in zip(per_axis, sizes, strict=True)]
+    found: list[tuple[int, int, tuple[int, int, int, int]]] = []
+    for source, code in enumerate(coded):
+        for axis in range(len(sizes)):
+            other_shards = 1
+            for other, place in enumerate(code):
+                if other != axis:
+                    other_shards *= cuts[other][place]
+            for to in targets[axis][code[axis]]:
+                target = number.get((*code[:axis], to, *code[axis + 1 :]))
+                if target is not None and _nests(among[source], per_axis[axis][to], axis):
+                    found.append((source, target, (axis, code[axis], to, other_shards)))
+    return _reachable(among, found, per_axis, produced, needed)
+
+
+def _axis_targets(places: Sequence[Placement], needed: Collection[Placement], differentiable: bool) -> list[list[int]]:
+    """Per placement on one axis the numbers of those that it may be converted to."""
+    return [
+        [
+            to
+            for to, target in enumerate(places)
+            if axis_conversion(source, target, differentiable) is not None
+            and not (target not in needed and isinstance(target, Shard | Partial))
+        ]
+        for source in places
+    ]
+
+
+def _nests(source: Placements, target: Placement, axis: int) -> bool:
+    """As `rules.conversions.may_convert`, for a source and what one axis becomes."""
+    for mine in (source[axis], target):
+        if type(mine) is Shard:
+            for other in source[axis + 1 :]:
+                if type(other) is Shard and (mine.dim, mine.parts) == (other.dim, other.parts):
+                    return False
+    return True
+
+
+def _reachable(
+    among: Sequence[Placements],
+    found: Sequence[tuple[int, int, tuple[int, int, int, int]]],
+    per_axis: Sequence[Sequence[Placement]],
+    produced: Collection[Placements],
+    needed: Collection[Placements],
+) -> ConversionGraph:
+    """The graph without states that no production reaches or that lead to no need."""
+    after: dict[int, list[int]] = {}
+    before: dict[int, list[int]] = {}
+    for source, target, _ in found:
+        after.setdefault(source, []).append(target)
+        before.setdefault(target, []).append(source)
+    start = {index for index, state in enumerate(among) if state in produced}
+    end = {index for index, state in enumerate(among) if state in needed}
+    useful = sorted((_closure(start, after) & _closure(end, before)) | start | end)
+    number = {old: new for new, old in enumerate(useful)}
+    prices: dict[tuple[int, int, int, int], int] = {}
+    examples: list[int] = []
+    edges: list[tuple[int, int, int]] = []
+    for source, target, key in found:
+        if source in number and target in number:
+            if key not in prices:
+                prices[key] = len(examples)
+                examples.append(len(edges))
+            edges.append((number[source], number[target], prices[key]))
+    keys = tuple((axis, per_axis[axis][a], per_axis[axis][b], other_shards) for axis, a, b, other_shards in prices)
+    return ConversionGraph(tuple(among[old] for old in useful), tuple(edges), keys, tuple(examples))
+
+
+def _closure(start: Collection[int], edges: Mapping[int, list[int]]) -> set[int]:
+    """Every state that is reached from these. By hand: `networkx.descendants` takes 2.7 times as long (Llama's block on four
+    meshes), and every mesh of the search needs it for each tensor."""
+    seen, pending = set(start), list(start)
+    while pending:
+        for other in edges.get(pending.pop(), ()):
+            if other not in seen:
+                seen.add(other)
+                pending.append(other)
+    return seen

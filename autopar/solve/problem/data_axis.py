@@ -1,0 +1,158 @@
+"""Placements on the data axis: propagated along the graph, not searched.
+
+Inputs arrive as ``S(0)`` where they have a batch dimension, parameters are ``R`` (their gradients are reduced by FSDP2 or in
+buckets), and each operation takes the strategy whose operands need the least communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from autopar.cost_models.tensors.sizes import itemsize
+from autopar.ir import dims
+from autopar.ir.graph import Block, Graph, Node, Value
+from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
+from autopar.ir.placement import Invariant, Partial, Placement, Replicate, Shard
+from autopar.rules.conversions import COLLECTIVES, axis_conversion
+from autopar.rules.expand import block_strategies
+from autopar.rules.registry import Registry
+from autopar.rules.strategy import AxisStrategy
+from autopar.solve.problem.boundary import BlockBoundaries, Slot
+
+_LOCAL = 0.01
+"""Cost of a local copy, relative to a collective on as many bytes."""
+
+_PADDED = 2.0
+"""Cost of padding a shard with zeros to a Partial, which has to be reduced afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataAxisPlacements:
+    """On the data axis: the strategy of every (block, node), and the placement of every boundary class."""
+
+    strategies: Mapping[tuple[str, str], AxisStrategy]
+    classes: Mapping[int, Placement]
+
+
+def follows_batch(value: Value, graph: Graph) -> bool:
+    """Whether a graph input is sharded along dimension 0."""
+    if not value.shape:
+        return False
+    return dims.has_batch(value.shape[0]) if graph.batch_is_symbolic else value.shape[0] == graph.batch
+
+
+class AxisStrategies:
+    """`block_strategies` of one graph by block and axis size, and its boundary: what all meshes of a search share."""
+
+    def __init__(self, graph: Graph, registry: Registry) -> None:
+        self.graph, self.registry = graph, registry
+        self.boundary = BlockBoundaries(graph)
+        self._known: dict[tuple[str, int, str], dict[str, tuple[AxisStrategy, ...]]] = {}
+
+    def of(self, block: Block, size: int, axis: str) -> dict[str, tuple[AxisStrategy, ...]]:
+        """By node name, on an axis of this name; all but the data axis and `EXPERT_AXIS` have the same strategies."""
+        key = block.name, size, axis if axis in (DATA_AXIS, EXPERT_AXIS) else ""
+        if key not in self._known:
+            self._known[key] = block_strategies(
+                block, size, batch_axis=axis == DATA_AXIS, batch_is_symbolic=self.graph.batch_is_symbolic,
+                registry=self.registry, any_size=axis == EXPERT_AXIS,
+            )  # fmt: skip
+        return self._known[key]
+
+
+def propagate_data_axis(
+    graph: Graph, boundary: BlockBoundaries, size: int, registry: Registry, strategies: AxisStrategies | None = None
+) -> DataAxisPlacements:
+    """Walks the calls once. A distinct block is decided at its first call; its other calls agree through their boundary
+    classes."""
+    classes: dict[int, Placement] = {}
+    loss = boundary.class_of(graph.loss)
+    assert loss is not None
+    classes[loss] = Invariant()
+    for value in graph.inputs:
+        number = boundary.class_of(value.name)
+        if number is not None:
+            classes[number] = Shard(0) if follows_batch(value, graph) else Replicate()
+    for slot, number in boundary.classes.items():
+        if slot.side == "param":
+            classes[number] = Replicate()
+    known = strategies or AxisStrategies(graph, registry)
+    chosen: dict[tuple[str, str], AxisStrategy] = {}
+    seen: set[str] = set()
+    for call in graph.calls:
+        if call.block in seen:
+            continue
+        seen.add(call.block)
+        block = boundary.blocks[call.block]
+        start = {
+            value.name: classes[boundary.classes[Slot(block.name, side, index)]]  # type: ignore[arg-type]
+            for side, values in (("in", block.inputs), ("param", tuple(p.value for p in block.parameters)))
+            for index, value in enumerate(values)
+        }
+        options = known.of(block, size, DATA_AXIS)
+        walk = _Walk(block, size, graph, start)
+        for node in block.nodes:
+            chosen[block.name, node.name] = walk.choose(node, options[node.name])
+        for index, name in enumerate(block.outputs):
+            classes.setdefault(boundary.classes[Slot(block.name, "out", index)], walk.produced[name])
+    return DataAxisPlacements(chosen, classes)
+
+
+class _Walk:
+    """One block: `available` are the placements that each value has been converted to so far."""
+
+    def __init__(self, block: Block, size: int, graph: Graph, start: Mapping[str, Placement]) -> None:
+        self.size, self.graph = size, graph
+        self.values = block.values()
+        self.produced: dict[str, Placement] = dict(start)
+        self.available: dict[str, list[Placement]] = {name: [placement] for name, placement in start.items()}
+
+    def choose(self, node: Node, options: tuple[AxisStrategy, ...]) -> AxisStrategy:
+        names = node.operands()
+        sharded = any(isinstance(self.produced[name], Shard) for name in names)
+        batched = any(dims.has_batch(size) for value in node.outputs for size in value.shape)
+
+        def cost(strategy: AxisStrategy) -> tuple[float, int]:
+            bytes_moved = sum(self._conversion_cost(name, to) for name, to in {*zip(names, strategy.operands, strict=True)})
+            shards = any(isinstance(place, Shard) for place in (*strategy.operands, *strategy.results))
+            return bytes_moved, int(shards != (sharded or (batched and self.graph.batch_is_symbolic)))
+
+        chosen = min(options, key=cost)
+        for name, to in zip(names, chosen.operands, strict=True):
+            if to not in self.available[name]:
+                self.available[name].append(to)
+        for value, placement in zip(node.outputs, chosen.results, strict=True):
+            self.produced[value.name] = placement
+            self.available[value.name] = [placement]
+        return chosen
+
+    def _conversion_cost(self, name: str, target: Placement) -> float:
+        """The least bytes sent from any placement that the value has, in at most two conversions."""
+        if target in self.available[name]:
+            return 0.0
+        middle: tuple[Placement, ...] = (Replicate(), Invariant(), Partial())
+        paths = [self._direct_cost(name, source, target) for source in self.available[name]]
+        paths += [
+            self._direct_cost(name, s, m) + self._direct_cost(name, m, target) for s in self.available[name] for m in middle
+        ]
+        return min(paths)
+
+    def _direct_cost(self, name: str, source: Placement, target: Placement) -> float:
+        value = self.values[name]
+        if source == target:
+            return 0.0
+        found = axis_conversion(source, target, value.differentiable)
+        if found is None:
+            return float("inf")
+        size = prod(dims.shape_at(value.shape, self.graph.batch)) * itemsize(value.dtype)
+        backward = 0.0 if found.backward == "pad" else self._weight(found.backward)
+        return size * (self._weight(found.forward) + backward)
+
+    def _weight(self, kind: str | None) -> float:
+        if kind is None:
+            return 0.0
+        if kind not in COLLECTIVES:
+            return _PADDED if kind == "pad" else _LOCAL
+        return {"all_reduce": 2.0, "all_to_all": 1 / max(2, self.size)}.get(kind, 1.0)

@@ -1,0 +1,200 @@
+"""The choices on one mesh, without prices: strategies of operations, placements of boundary classes, conversion graphs of values.
+
+A structure is made once per mesh and priced for every micro-batch size (`problem.price_structure`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from autopar.ir.graph import Block, Graph, Node
+from autopar.ir.mesh import DATA_AXIS, Mesh
+from autopar.ir.placement import Invariant, Placement, Placements, Replicate, Shard, can_shard, parse_placements
+from autopar.ir.plan import NodePlan
+from autopar.rules.expand import combine_axes
+from autopar.rules.registry import Registry
+from autopar.solve.problem.boundary import BlockBoundaries, Slot
+from autopar.solve.problem.conversion_graph import ConversionGraph, conversion_graph
+from autopar.solve.problem.data_axis import AxisStrategies, DataAxisPlacements, propagate_data_axis
+from autopar.solve.problem.lazy import LazyTable
+
+Pins = Mapping[str, str]
+"""Value name -> forced placements on the model axes, as text (``I``, ``S(1) R``), where it is produced and between blocks."""
+
+Consumers = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStructure:
+    """One distinct block. `plans`: the strategies of each node. `same_price_as`: per strategy, the first of its node that shards
+    all tensors the same way and so costs the same. `consumers` per value: (node, operand), ("", output) or ("=", 0) for a
+    buffer's new value. `conversions`: the conversion graph of each value."""
+
+    block: Block
+    plans: Mapping[str, tuple[NodePlan, ...]]
+    same_price_as: Mapping[str, tuple[int, ...]]
+    consumers: Mapping[str, Consumers]
+    conversions: Mapping[str, ConversionGraph]
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """All blocks of a graph on one mesh. `placements` are the allowed ones of each boundary class."""
+
+    mesh: Mesh
+    boundary: BlockBoundaries
+    blocks: Mapping[str, BlockStructure]
+    placements: Mapping[int, tuple[Placements, ...]]
+
+
+def structure_of(
+    graph: Graph, mesh: Mesh, registry: Registry, pins: Pins | None = None, strategies: AxisStrategies | None = None
+) -> Structure:
+    """The same for all batches where the batch is symbolic; placements on the data axis are chosen for the graph's own batch.
+
+    `strategies`: those of the graph, shared between its meshes.
+    """
+    return _Builder(graph, mesh, pins or {}, strategies or AxisStrategies(graph, registry)).structure()
+
+
+class _Builder:
+    def __init__(self, graph: Graph, mesh: Mesh, pins: Pins, strategies: AxisStrategies) -> None:
+        self.graph, self.mesh, self.strategies = graph, mesh, strategies
+        self.boundary = strategies.boundary
+        self.data = mesh.index(DATA_AXIS)
+        self.pins = {name: parse_placements(text) for name, text in pins.items()}
+        self.propagated: DataAxisPlacements = propagate_data_axis(
+            graph, self.boundary, mesh.sizes[self.data], strategies.registry, strategies
+        )
+        self._graphs: dict[object, ConversionGraph] = {}
+        self.plans = {name: self._plans(block) for name, block in self.boundary.blocks.items()}
+        self.ends = {name: self._ends(block) for name, block in self.boundary.blocks.items()}
+        self.placements = {number: self._class_placements(number) for number in self.boundary.members}
+
+    def structure(self) -> Structure:
+        blocks = {name: self._block(block) for name, block in self.boundary.blocks.items()}
+        return Structure(self.mesh, self.boundary, blocks, self.placements)
+
+    def _plans(self, block: Block) -> dict[str, tuple[NodePlan, ...]]:
+        values = block.values()
+        out = {}
+        for node in block.nodes:
+            per_axis = [
+                (self.propagated.strategies[block.name, node.name],)
+                if axis == self.data
+                else self.strategies.of(block, of.size, of.name)[node.name]
+                for axis, of in enumerate(self.mesh.axes)
+            ]
+            plans = combine_axes(per_axis, node, values, self.mesh.sizes)
+            out[node.name] = tuple(plan for plan in plans if self._allowed(node, plan))
+        return out
+
+    def _model_axes(self, placements: Placements) -> Placements:
+        return tuple(place for axis, place in enumerate(placements) if axis != self.data)
+
+    def _allowed(self, node: Node, plan: NodePlan) -> bool:
+        return not self.pins or all(
+            self._model_axes(at) == self.pins.get(value.name, self._model_axes(at))
+            for value, at in zip(node.outputs, plan.results, strict=True)
+        )
+
+    def _ends(self, block: Block) -> dict[str, tuple[dict[Placements, None], dict[Placements, None]]]:
+        """Per value: the placements it is produced in and those it is needed in, over all strategies."""
+        out: dict[str, tuple[dict[Placements, None], dict[Placements, None]]] = {name: ({}, {}) for name in block.values()}
+        for node in block.nodes:
+            names = node.operands()
+            for plan in self.plans[block.name][node.name]:
+                for value, at in zip(node.outputs, plan.results, strict=True):
+                    out[value.name][0][at] = None
+                for name, at in zip(names, plan.operands, strict=True):
+                    out[name][1][at] = None
+        for _, name in block.updates:
+            out[name][1][(Replicate(),) * len(self.mesh.sizes)] = None
+        return out
+
+    def _class_placements(self, number: int) -> tuple[Placements, ...]:
+        """The placements of a boundary class: whatever its members use, but never Partial on a model axis."""
+        slots = self.boundary.members[number]
+        values = [self.boundary.value(slot) for slot in slots]
+        differentiable = all(value.differentiable for value in values)
+        data = self.propagated.classes[number]
+        replicated: Placement = Invariant() if differentiable else Replicate()
+        if number == self.boundary.class_of(self.graph.loss):
+            return ((replicated,) * len(self.mesh.sizes),)
+        if number in {self.boundary.class_of(value.name) for value in self.graph.inputs}:
+            return (tuple(data if axis == self.data else Replicate() for axis in range(len(self.mesh.sizes))),)
+        parameter = slots[0].side == "param"
+        buffer = parameter and self.boundary.parameter(slots[0]).buffer
+        per_axis: list[dict[Placement, None]] = []
+        for axis in range(len(self.mesh.sizes)):
+            used = {} if buffer else {
+                at[axis]: None
+                for slot, value in zip(slots, values, strict=True)
+                for side in self.ends[slot.block][value.name]
+                for at in side
+            }  # fmt: skip
+            wanted: list[Placement] = [place for place in used if isinstance(place, Shard)]
+            if not parameter and differentiable:
+                wanted.append(Replicate())
+            per_axis.append(dict.fromkeys([data] if axis == self.data else [Replicate() if buffer else replicated, *wanted]))
+        allowed = tuple(at for at in product(*per_axis) if can_shard(values[0].shape, at, self.mesh.sizes))
+        for pin in (self.pins[value.name] for value in values if value.name in self.pins):
+            allowed = tuple(at for at in allowed if self._model_axes(at) == pin)
+        return allowed
+
+    def _block(self, block: Block) -> BlockStructure:
+        values, plans = block.values(), self.plans[block.name]
+        consumers = _consumers(block, plans)
+        at: dict[str, list[Slot]] = {}
+        for side, names in (
+            ("in", [value.name for value in block.inputs]),
+            ("param", [parameter.value.name for parameter in block.parameters]),
+            ("out", block.outputs),
+        ):
+            for index, name in enumerate(names):
+                at.setdefault(name, []).append(Slot(block.name, side, index))  # type: ignore[arg-type]
+
+        def graph_of(name: str) -> ConversionGraph:
+            produced, needed = (list(side) for side in self.ends[block.name][name])
+            for slot in at.get(name, ()):
+                (needed if slot.side == "out" else produced).extend(self.placements[self.boundary.classes[slot]])
+            value = values[name]
+            key = (value.shape, value.dtype, value.differentiable, frozenset(produced), frozenset(needed))
+            if key not in self._graphs:
+                self._graphs[key] = conversion_graph(value, self.mesh.sizes, dict.fromkeys(produced), dict.fromkeys(needed))
+            return self._graphs[key]
+
+        same_price_as = {name: _same_price(each) for name, each in plans.items()}
+        return BlockStructure(block, plans, same_price_as, consumers, LazyTable(consumers, graph_of))
+
+
+def _consumers(block: Block, plans: Mapping[str, Collection[NodePlan]]) -> dict[str, Consumers]:
+    """The readers of each value. Operands of one node that always agree are one consumer."""
+    consumers: dict[str, list[tuple[str, int]]] = {}
+    for node in block.nodes:
+        names = node.operands()
+        for index, name in enumerate(names):
+            first = names.index(name)
+            if first == index or any(plan.operands[index] != plan.operands[first] for plan in plans[node.name]):
+                consumers.setdefault(name, []).append((node.name, index))
+    for index, name in enumerate(block.outputs):
+        consumers.setdefault(name, []).append(("", index))
+    for _, name in block.updates:
+        consumers.setdefault(name, []).append(("=", 0))
+    return {name: tuple(each) for name, each in consumers.items()}
+
+
+def _same_price(plans: Collection[NodePlan]) -> tuple[int, ...]:
+    """Per strategy the number of the first that shards every tensor the same way and calls the same function."""
+    first: dict[object, int] = {}
+    out = []
+    for index, plan in enumerate(plans):
+        cut = tuple(
+            (place.dim, place.parts) if type(place) is Shard else None
+            for placements in (*plan.operands, *plan.results)
+            for place in placements
+        )
+        key = (cut, plan.function, plan.factors if plan.function else ())
+        out.append(first.setdefault(key, index))
+    return tuple(out)

@@ -1,0 +1,100 @@
+"""A schedule of its own for the pipeline that the search chose: for its real times, in the memory that its stages leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.state.optimizers import optimizer_named
+from autopar.cost_models.step.block_memory import call_saved_bytes
+from autopar.cost_models.step.chunk_costs import chunk_costs
+from autopar.cost_models.step.evaluate import Evaluation, evaluate, stage_traces
+from autopar.cost_models.step.stage_memory import StageMemory
+from autopar.cost_models.step.stage_times import schedule_times
+from autopar.errors import Infeasible
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Candidate
+from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.synthesis.task import MemoryLimits
+from autopar.solve.pipeline.synthesize import Synthesis, synthesize
+from autopar.solve.result import PlanResult
+from autopar.solve.space.force import SYNTHESIZED
+
+ASKED_SECONDS = 20.0
+"""How long a schedule is looked for that the user asked for."""
+
+UNASKED_SECONDS = 1.5
+UNASKED_ACTIONS = 400
+"""And one that nobody asked for; only where there are no more actions than this."""
+
+_MIN_IMPROVEMENT = 0.005
+"""A named schedule stays where the other one is not better by this share of the step."""
+
+Progress = Callable[[str], None]
+
+
+def with_synthesized_schedule(
+    cluster: Cluster, found: PlanResult, optimizer: str, *, asked: bool = False, progress: Progress | None = None
+) -> PlanResult:
+    """`found` with a synthesized schedule, where that is faster by the evaluator and fits. `asked`: the user wants one, so
+    that it is looked for longer."""
+    graph, candidate = found.graph, found.candidate
+    pipeline = candidate.pipeline
+    actions = 3 * pipeline.stages * pipeline.virtual * candidate.micro_batches
+    if pipeline.stages == 1 or pipeline.weight_versions > 1 or (not asked and actions > UNASKED_ACTIONS):
+        return found
+    made = _synthesis(graph, candidate, cluster, found.evaluation, optimizer, ASKED_SECONDS if asked else UNASKED_SECONDS)
+    if made is None:
+        return found
+    changed = replace(candidate, pipeline=replace(pipeline, schedule=SYNTHESIZED, actions=str(made.schedule)))
+    priced = evaluate(graph, changed, cluster, optimizer)
+    better = priced.fits and priced.step_seconds < found.evaluation.step_seconds * (1 - _MIN_IMPROVEMENT)
+    if progress is not None:
+        progress(
+            f"schedule: {made.makespan_seconds:.4g} s synthesized, {made.builder_seconds:.4g} s by {made.builder}, "
+            f"gap {100 * made.gap:.1f} %: {'taken' if better else 'the named one stays'}"
+        )
+    if not better:
+        return found
+    gap = max(0.0, 1 - found.lower_bound_seconds / priced.step_seconds)
+    return replace(found, candidate=changed, evaluation=priced, gap=gap)
+
+
+def _synthesis(
+    graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: Evaluation, optimizer: str, seconds: float
+) -> Synthesis | None:
+    runs_of = stage_traces(graph, candidate, cluster)
+    made = chunk_costs(graph, candidate, cluster, runs_of, optimizer_named(optimizer))
+    rank_of = stage_of_chunks(candidate.pipeline)
+    kept = call_saved_bytes(graph, {name: run.memory for name, run in runs_of[0].items()})
+    room = MemoryLimits(
+        tuple(sum(kept[index] for index in chunk.owned.calls) for chunk in made),
+        tuple(_left(each, cluster) for each in evaluation.stage_memory),
+        tuple(
+            sum(runs_of[rank][graph.calls[index].block].weight_gradient_bytes for index in chunk.owned.calls)
+            for chunk, rank in zip(made, rank_of, strict=True)
+        ),
+    )
+    times = schedule_times(made, cluster)
+    try:
+        return synthesize(
+            times.chunks,
+            rank_of,
+            candidate.micro_batches,
+            times.transfer_seconds,
+            memory=room,
+            split_backward=True,
+            blocking=times.blocking,
+            time_limit_seconds=seconds,
+            name=SYNTHESIZED,
+        )
+    except Infeasible:
+        return None
+
+
+def _left(stage: StageMemory, cluster: Cluster) -> float:
+    """What activations in flight may take, beside what else is there at the peak."""
+    capacity = stage.capacity_bytes or cluster.device.memory_bytes
+    free = (capacity - stage.peak_bytes) / (1 + cluster.device.allocator_slack)
+    return stage.table["activations"] + max(0.0, free)

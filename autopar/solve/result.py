@@ -1,0 +1,28 @@
+"""What planning found, by a search or by pricing a fixed configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cost_models.step.evaluate import Evaluation
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Candidate
+from autopar.solve.ilp.solve_mesh import MeshSolution
+from autopar.solve.ilp.solver import Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """The plan that was chosen: `graph` is that of the candidate (pipeline stages may have blocks of their own), `evaluation` its
+    predicted step. `lower_bound_seconds` is below the step of every plan on every point of the grid, and `gap` is relative to the
+    step. `solutions` has every point that was looked at. `warnings` would be bugs: an evaluator and an ILP that disagree."""
+
+    graph: Graph
+    candidate: Candidate
+    evaluation: Evaluation
+    status: Status
+    lower_bound_seconds: float
+    gap: float
+    solutions: tuple[MeshSolution, ...]
+    seconds: float
+    warnings: tuple[str, ...] = ()

@@ -1,0 +1,94 @@
+"""What a search says: a line for each solution, the certified result, and why nothing was found."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from autopar.errors import Infeasible
+from autopar.ir.mesh import Mesh
+from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
+from autopar.solve.ilp.solver import Status
+from autopar.solve.infeasible import explanation
+from autopar.solve.result import PlanResult
+from autopar.solve.search_state import SearchPoint, SearchState
+from autopar.solve.space.pipeline_grid import pipeline_forced
+
+_MESHES = 8
+"""Meshes that are solved for what an infeasible problem lacks."""
+
+_MESH_SECONDS = 5.0
+
+
+def report_grid(state: SearchState) -> None:
+    """How many candidates there are."""
+    meshes, pipelines = {each.point.mesh for each in state.points}, state.pipelines.all_solutions
+    piped = f", {len(pipelines)} pipelines" if pipelines else ""
+    state.progress(f"grid: {len(state.points)} candidates on {len(meshes)} meshes of {state.cluster.size} devices{piped}")
+
+
+def report_solution(state: SearchState, solution: MeshSolution) -> None:
+    """One line."""
+    evaluation = solution.evaluation
+    size = f"{evaluation.step_seconds:.4g} s, {evaluation.peak_memory_bytes / 2**30:.1f} GiB" if evaluation else ""
+    if solution.solved:
+        text = f"{solution.status:10} {size}"
+    elif solution.shortage_bytes:
+        text = f"{solution.status:10} short of {solution.shortage_bytes / 2**30:.1f} GiB per device"
+    elif size:
+        text = f"too large  {size}: to be solved under the memory limit"
+    else:
+        text = str(solution.status)
+    best = f"; best {state.best_seconds():.4g} s" if state.best is not None else ""
+    gap = f", gap {100 * state.gap():.1f} %" if state.best is not None and state.lower_bound_seconds() > 0 else ""
+    state.progress(f"{solution!s:36} {text} ({solution.seconds:.1f} s{best}{gap})")
+
+
+def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> PlanResult:
+    """The best plan with its certificate. What was not solved, with time left, is pruned by its bound."""
+    assert best.candidate is not None and best.evaluation is not None
+    for each in state.points:
+        if not each.done and not interrupted and state.seconds_left() > 0:
+            each.solution.status = Status.PRUNED
+    solutions = [*(each.solution for each in state.points), *state.pipelines.finished()]
+    pruned = sum(each.status is Status.PRUNED for each in solutions)
+    solved = sum(each.solved for each in solutions)
+    state.progress(
+        f"{len(solutions)} candidates: {solved} solved, {pruned} pruned by bounds, "
+        f"{sum(each.status is Status.INFEASIBLE for each in solutions)} do not fit; gap {100 * state.gap():.2g} %"
+    )
+    proven = not interrupted and all(each.status is not Status.TIMEOUT for each in solutions)
+    return PlanResult(
+        graph=best.graph or state.graph,
+        candidate=best.candidate,
+        evaluation=best.evaluation,
+        status=Status.OPTIMAL if proven and best.status is Status.OPTIMAL else Status.FEASIBLE,
+        lower_bound_seconds=state.lower_bound_seconds(),
+        gap=state.gap(),
+        solutions=tuple(solutions),
+        seconds=monotonic() - state.began,
+        warnings=tuple(warning for each in solutions for warning in each.warnings),
+    )
+
+
+def raise_infeasible(state: SearchState) -> None:
+    """Infeasible, with what is short and which changes would do."""
+    if pipeline_forced(state.options.force):
+        state.pipelines.raise_infeasible()
+    if any(each.solution.status is Status.TIMEOUT for each in state.points):
+        raise Infeasible(f"no plan for {state.graph.name} within {state.options.time_limit_seconds:g} s: raise the time limit")
+    raise Infeasible(explanation(state.graph, state.cluster, state.options, state.registry, _nearest(state)))
+
+
+def _nearest(state: SearchState) -> list[MeshSolver]:
+    """What lacks least: per mesh the smallest micro-batches, all state sharded, few meshes; and by how much."""
+    nearest: dict[Mesh, SearchPoint] = {}
+    for each in state.points:
+        first = nearest.setdefault(each.point.mesh, each)
+        if (-each.point.micro_batches, each.point.zero_group) < (-first.point.micro_batches, first.point.zero_group):
+            nearest[each.point.mesh] = each
+    out = []
+    for each in sorted(nearest.values(), key=lambda each: len(each.point.mesh.axes))[:_MESHES]:
+        solver = state.solver(state.tables.problem(each.point), each.solution)
+        solver.result.shortage_bytes = solver.shortage_bytes(_MESH_SECONDS)
+        out.append(solver)
+    return out

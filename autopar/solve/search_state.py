@@ -1,0 +1,149 @@
+"""What a running search knows: the points of the grid with their bounds, the best plan so far, the time that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from time import monotonic
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS, Mesh
+from autopar.rules.registry import default_registry
+from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
+from autopar.solve.ilp.solver import Status
+from autopar.solve.pipeline.pipeline_search import PipelineSearch
+from autopar.solve.problem.problem import Problem
+from autopar.solve.space.grid import GridPoint, devices_per_node, grid_points
+from autopar.solve.space.options import SearchOptions
+from autopar.solve.space.pipeline_grid import force_without_pipeline, pipeline_forced
+from autopar.solve.space.problem_tables import ProblemTables
+
+Progress = Callable[[str], None]
+
+LARGE = 8000
+"""Variables of placements from which on the problem under memory takes long."""
+
+_PIPELINES_SHARE, _LARGE_SHARE = 0.4, 0.1
+"""Of the time, for pipelines; and where their stages are large problems by themselves."""
+
+
+@dataclass(slots=True)
+class SearchPoint:
+    """One point of the grid: its solution so far, and whether nothing remains to be done for it."""
+
+    point: GridPoint
+    solution: MeshSolution
+    done: bool = False
+
+    @property
+    def bound_seconds(self) -> float:
+        return self.solution.bound_seconds
+
+    def raise_bound(self, seconds: float) -> None:
+        """Bounds of a point only grow."""
+        self.solution.bound_seconds = max(self.solution.bound_seconds, seconds)
+
+    def settle(self, status: Status) -> None:
+        """No plan of this point will be solved for."""
+        self.solution.status, self.done = status, True
+
+
+class SearchState:
+    """`variables` has the size of each mesh's problem, `points` the grid without pipelines; `pipelines` has its own points."""
+
+    def __init__(self, graph: Graph, cluster: Cluster, options: SearchOptions, progress: Progress) -> None:
+        if options.batch not in (0, graph.batch):
+            graph = replace(graph, batch=options.batch)
+        self.graph, self.cluster, self.options, self.progress = graph, cluster, options, progress
+        self.registry = options.registry or default_registry()
+        self.tables = ProblemTables(graph, cluster, options, self.registry)
+        self.began = monotonic()
+        self.pipelines_began = self.began
+        self.pipelines = PipelineSearch(graph, cluster, options, self.registry, self.tables, self.seconds_left_for_pipelines)
+        self.best: MeshSolution | None = None
+        self.points: list[SearchPoint] = []
+        self.variables: dict[Mesh, int] = {}
+
+    def list_points(self) -> None:
+        """The grid. AutoparError where what is forced cannot be."""
+        force = self.options.force
+        if not pipeline_forced(force):
+            node, rest = devices_per_node(self.cluster), force_without_pipeline(force)
+            self.points = [
+                SearchPoint(point, MeshSolution(point.mesh, micro_batches=point.micro_batches, zero_group=point.zero_group))
+                for point in grid_points(self.graph, self.cluster.size, node, rest, self.registry)
+            ]
+        self.pipelines.list_points()
+
+    def solver(self, problem: Problem, solution: MeshSolution) -> MeshSolver:
+        """The ILP of a problem, which writes to `solution`."""
+        force = self.options.force
+        axes = tuple(i for i, axis in enumerate(problem.mesh.axes) if axis.name != DATA_AXIS and axis.name in force)
+        return MeshSolver(self.graph, problem, axes, self.options.relative_gap, solution)
+
+    # -- time and the best plan
+
+    @property
+    def forced(self) -> bool:
+        """Whether the user fixes placements or degrees beside the pipeline's."""
+        force = self.options.force
+        return bool(force_without_pipeline(force) or pipeline_forced(force) or self.options.pins)
+
+    def seconds_left(self) -> float:
+        return self.options.time_limit_seconds - (monotonic() - self.began)
+
+    def seconds_left_for_pipelines(self) -> float:
+        if pipeline_forced(self.options.force):
+            return self.seconds_left()
+        large = any(variables > LARGE for mesh, variables in self.variables.items() if len(mesh.axes) == 2)
+        share = (_LARGE_SHARE if large else _PIPELINES_SHARE) * self.options.time_limit_seconds
+        return min(self.seconds_left(), share - (monotonic() - self.pipelines_began))
+
+    def best_seconds(self) -> float:
+        return self.best.evaluation.step_seconds if self.best is not None and self.best.evaluation is not None else inf
+
+    def offer(self, solution: MeshSolution) -> None:
+        """Takes it as the best plan where it is."""
+        if solution.solved and solution.evaluation is not None and solution.evaluation.step_seconds < self.best_seconds():
+            self.best = solution
+
+    # -- pruning
+
+    def is_pruned(self, bound_seconds: float, min_improvement: float = 0.0) -> bool:
+        """Whether a bound says that no plan is better than the best one by enough. Also where time is over: the bound stays."""
+        enough = max(min_improvement, self.options.min_improvement)
+        return bound_seconds > self.best_seconds() * (1 - enough) or self.seconds_left() <= 0
+
+    def any_open(self, points: Sequence[SearchPoint]) -> bool:
+        """Whether some of the points may still have a better plan."""
+        return any(not each.done and not self.is_pruned(each.bound_seconds) for each in points)
+
+    def is_large(self, each: SearchPoint) -> bool:
+        return self.variables.get(each.point.mesh, 0) > LARGE
+
+    def promising(self, points: Sequence[SearchPoint]) -> list[SearchPoint]:
+        """What is not done, the lowest bounds first, few micro-batches before many; of large problems those with one ZeRO group
+        before those with several, which are harder and seldom much better."""
+
+        def order(each: SearchPoint) -> tuple[bool, float, int]:
+            return each.point.zero_group > 0 and self.is_large(each), each.bound_seconds, each.point.micro_batches
+
+        return sorted((each for each in points if not each.done), key=order)
+
+    # -- the certificate
+
+    def bounds(self) -> Iterable[float]:
+        """Below every plan of each point that is not shown to be infeasible."""
+        for each in self.points:
+            if each.solution.status is not Status.INFEASIBLE:
+                yield each.bound_seconds
+        yield from self.pipelines.bounds()
+
+    def lower_bound_seconds(self) -> float:
+        return min([*self.bounds(), self.best_seconds()])
+
+    def gap(self) -> float:
+        best = self.best_seconds()
+        return max(0.0, 1 - self.lower_bound_seconds() / best) if 0 < best < inf else 1.0

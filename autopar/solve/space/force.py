@@ -1,0 +1,102 @@
+"""What a user fixes of a plan, parsed once: degrees and a schedule for the search, or a whole configuration that is only
+priced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.errors import AutoparError
+from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, MODEL_AXES
+from autopar.schedules.named_schedules import builder_named
+
+AXES = (DATA_AXIS, *MODEL_AXES, EXPERT_AXIS)
+DEGREES = (*AXES, "pp", "virtual", "zero", "zero_group", "micro")
+"""Numbers that can be fixed, one by one."""
+
+CONFIGURATION = ("tp", "pp", "zero", "micro_batches", "recompute", "zero_group", "sequence_parallel")
+"""What a fixed configuration says. The data degree is what the cluster leaves."""
+
+_CONFIGURATION_MORE = ("virtual", "dp", "schedule", "weight_versions")
+_ONLY_CONFIGURATION = ("micro_batches", "recompute", "sequence_parallel")
+
+RECOMPUTE = ("none", "selective", "products", "full", "everything")
+"""Of a fixed configuration; `fixed_configuration.FixedConfiguration` says what each is."""
+
+SYNTHESIZED = "synthesized"
+"""The schedule that is solved for, instead of a named one."""
+
+_FROM_ZERO = ("zero", "zero_group", "sequence_parallel")
+
+
+@dataclass(frozen=True, slots=True)
+class Force:
+    """`degrees` by name. `schedule` is that of a builder; it is empty where the search decides, or where the user asks for a
+    synthesized one (`synthesize`). `recompute` is empty unless everything is fixed."""
+
+    degrees: Mapping[str, int]
+    schedule: str = ""
+    synthesize: bool = False
+    recompute: str = ""
+
+    @property
+    def is_configuration(self) -> bool:
+        """Whether nothing is left to the search."""
+        return bool(self.recompute)
+
+
+def parse_force(force: str | Mapping[str, int | str]) -> Force:
+    """``"tp=4,zero=3,schedule=zb-h1"`` for the search, or a configuration:
+    ``tp=8,pp=2,zero=1,micro_batches=4,recompute=full,zero_group=0,sequence_parallel=1`` (and ``virtual=2``, ``schedule=gpipe``,
+    ``weight_versions=2``). AutoparError on another key, a value that makes no sense, or a part of a configuration."""
+    pairs = force.items() if isinstance(force, Mapping) else [item.partition("=")[::2] for item in force.split(",") if item]
+    given = {key.strip(): str(value).strip() for key, value in pairs}
+    fixed = [key for key in _ONLY_CONFIGURATION if key in given]
+    if fixed:
+        _check_configuration(given, fixed[0])
+    else:
+        _check_keys(given)
+    degrees = {key: _degree(key, text) for key, text in given.items() if key not in ("schedule", "recompute")}
+    schedule = given.get("schedule", "")
+    synthesize = schedule == SYNTHESIZED and not fixed
+    if schedule and not synthesize:
+        builder_named(schedule, "give its actions" if fixed else f"write {SYNTHESIZED}")
+    return Force(degrees, "" if synthesize else schedule, synthesize, given.get("recompute", ""))
+
+
+def _check_keys(given: Mapping[str, str]) -> None:
+    for key in given:
+        if key not in (*DEGREES, "schedule"):
+            raise AutoparError(
+                f"force: {key!r} cannot be forced; write some of {', '.join(DEGREES)}, schedule, as in tp=4,zero=3"
+            )
+
+
+def _check_configuration(given: Mapping[str, str], fixed: str) -> None:
+    missing = [key for key in CONFIGURATION if key not in given]
+    unknown = [key for key in given if key not in (*CONFIGURATION, *_CONFIGURATION_MORE)]
+    if missing or unknown:
+        wrong = f"{', '.join(missing)} missing" if missing else f"{', '.join(unknown)} not among them"
+        said = f"{fixed}={given[fixed]}"
+        raise AutoparError(f"force: a configuration with {said} has to be complete ({', '.join(CONFIGURATION)}): {wrong}")
+    check_recompute(given["recompute"])
+
+
+def check_recompute(recompute: str) -> None:
+    """AutoparError where it is none of `RECOMPUTE`."""
+    if recompute not in RECOMPUTE:
+        raise AutoparError(f"recompute={recompute} is none of {', '.join(RECOMPUTE)}")
+
+
+def _degree(key: str, text: str) -> int:
+    least = 0 if key in _FROM_ZERO else 1
+    if not text.isdigit() or int(text) < least or (key == "zero" and int(text) > 3):
+        raise AutoparError(f"force: {key}={text} is no degree; write a whole number of at least {least} (zero: 0 to 3)")
+    return int(text)
+
+
+def check_degrees(degrees: Mapping[str, int]) -> None:
+    """The same for numbers that come from a program. AutoparError names the first that cannot be."""
+    _check_keys({key: "" for key in degrees})
+    for key, value in degrees.items():
+        _degree(key, str(value))

@@ -1,0 +1,35 @@
+"""The options of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.ir.plan import Precision
+from autopar.rules.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """`batch` is the global batch (0: the captured one). `force` fixes degrees (see `force`), `schedule` that of pipelines.
+    `pins` fixes placements on the model axes of named values, as text (``I``, ``S(1) R``). `registry` holds rules that a user
+    added. `relative_gap` is that of each ILP. A candidate is pruned whose lower bound is not below the best plan by at least
+    `min_improvement` (relative), or `min_improvement_large` where its problem is large."""
+
+    batch: int = 0
+    precision: Precision = field(default_factory=Precision)
+    optimizer: str = "adamw"
+    force: Mapping[str, int] = field(default_factory=dict)
+    schedule: str = ""
+    strict: bool = False
+    time_limit_seconds: float = 60.0
+    pins: Mapping[str, str] = field(default_factory=dict)
+    registry: Registry | None = None
+    relative_gap: float = 1e-4
+    min_improvement: float = 1e-3
+    min_improvement_large: float = 0.05
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        """The state shardings (ZeRO stages) that may be chosen."""
+        return (self.force["zero"],) if "zero" in self.force else (0, 1, 2, 3)

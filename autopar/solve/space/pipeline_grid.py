@@ -1,0 +1,154 @@
+"""The points of the grid that are pipelines: pipeline stages, the mesh of one stage, micro-batches, state group; and their
+schedules.
+
+A stage has at most one model axis, there are at most as many stages as the graph has calls, and at least as many micro-batches as
+stages (with fewer, the bubble is longer than the work), unless other degrees are forced. GPipe and naive schedules are slower
+than 1F1B and need as much memory or more, and DualPipe-V without overlapped communication is ZB-V with more micro-batches in
+flight: they are only taken where they are forced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.errors import AutoparError, BatchError, PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
+from autopar.ir.pipeline.chunk_calls import layer_calls
+from autopar.rules.registry import Registry
+from autopar.schedules.builder import ScheduleBuilder
+from autopar.schedules.named_schedules import builder_named, schedule_builders
+from autopar.solve.space.grid import (
+    MICRO,
+    GridPoint,
+    devices_per_node,
+    dispatches_tokens,
+    expert_axis_fits,
+    micro_batch_counts,
+    zero_groups,
+)
+from autopar.solve.space.meshes import divisors, meshes
+from autopar.solve.space.micro_batching import why_one_micro_batch
+
+PIPELINE_FORCES = ("pp", "virtual")
+"""The degrees that only pipelines have."""
+
+_CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Model chunks per stage that are tried, beside one chunk per layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleOption:
+    """A schedule with `virtual` model chunks per stage, and estimates for ranking. `bubble_passes`: the bubble per further stage,
+    in passes of a micro-batch through one stage. `transfers`: exposed p2p transfers per micro-batch (schedules keep as many
+    micro-batches in flight as hide the computation but no transfer, so each chunk exposes both directions; V-shaped schedules
+    have slack). `in_flight`: micro-batches in flight per stage, on average."""
+
+    virtual: int
+    schedule: str
+    bubble_passes: float
+    in_flight: float
+
+    @property
+    def transfers(self) -> float:
+        return 0.5 if builder_named(self.schedule).v_shaped else 2.0 * self.virtual
+
+
+def pipeline_forced(force: Mapping[str, int]) -> bool:
+    """Whether only pipelines are allowed."""
+    return force.get("pp", 1) > 1
+
+
+def pipeline_excluded(force: Mapping[str, int]) -> bool:
+    """Whether no pipeline is allowed."""
+    return force.get("pp", 2) == 1
+
+
+def force_without_pipeline(force: Mapping[str, int]) -> dict[str, int]:
+    """The forced degrees of one pipeline stage."""
+    return {name: value for name, value in force.items() if name not in PIPELINE_FORCES}
+
+
+def pipeline_points(graph: Graph, cluster: Cluster, force: Mapping[str, int], registry: Registry) -> Iterator[GridPoint]:
+    """Every point, those with few stages first. AutoparError where a pipeline is forced that is impossible."""
+    if pipeline_excluded(force):
+        return
+    rest = force_without_pipeline(force)
+    one_micro_batch = bool(why_one_micro_batch(graph, registry))
+    experts = dispatches_tokens(graph, registry) and force.get(EXPERT_AXIS) != 1
+    found_any = False
+    degrees = [force["pp"]] if pipeline_forced(force) else divisors(cluster.size)[1:]
+    for stages in degrees:
+        if pipeline_forced(force):
+            _check(graph, cluster, stages * force.get("virtual", 1), stages)
+        if stages > len(graph.calls) or cluster.size % stages:
+            continue
+        size, node = cluster.size // stages, devices_per_node(cluster)
+        try:
+            found = meshes(size, graph.batch, rest, min(node, size), experts)
+        except AutoparError:
+            if pipeline_forced(force):
+                raise
+            continue
+        for mesh in found:
+            if len(mesh.axes) > 2 and not {"tp2", EXPERT_AXIS} & set(force):
+                continue
+            for micro_batches in micro_batch_counts(graph.batch, mesh.size_of(DATA_AXIS), rest, one_micro_batch):
+                if not expert_axis_fits(mesh, graph.batch, micro_batches, force, experts):
+                    continue
+                if micro_batches < stages and not (
+                    pipeline_forced(force) and (MICRO in force or micro_batches == graph.batch // mesh.size_of(DATA_AXIS))
+                ):
+                    continue
+                for group in zero_groups(mesh, node, force):
+                    found_any = True
+                    yield GridPoint(mesh, micro_batches, group, stages)
+    if pipeline_forced(force) and not found_any:
+        raise BatchError(_no_point_reason(graph, force, why_one_micro_batch(graph, registry)))
+
+
+def _no_point_reason(graph: Graph, force: Mapping[str, int], one_micro_batch: str) -> str:
+    if MICRO in force:
+        reason = one_micro_batch or f"times no data degree of these meshes it divides the batch of {graph.batch}"
+        return f"micro={force[MICRO]} cannot be: {reason}; force a divisor"
+    return f"no data degree and state group of a pipeline of {force['pp']} stages divide the batch of {graph.batch}: change it"
+
+
+def _check(graph: Graph, cluster: Cluster, chunks: int, stages: int) -> None:
+    if cluster.size % stages:
+        raise PlanError(f"pp={stages} does not divide the {cluster.size} devices of {cluster.name}: force a divisor")
+    if chunks > len(graph.calls):
+        raise PlanError(
+            f"{graph.name} has {len(graph.calls)} blocks, pp={stages} with {chunks // stages} chunks a stage needs {chunks}: "
+            "take fewer stages"
+        )
+
+
+def schedule_options(graph: Graph, point: GridPoint, force: Mapping[str, int], schedule: str = "") -> tuple[ScheduleOption, ...]:
+    """The schedules of a point: those that builders offer to the search, or the forced one. PlanError where that cannot be."""
+    layers = max(len(layer_calls(graph)[1]), 1)
+    builders = [builder_named(schedule)] if schedule else [each for each in schedule_builders().values() if each.searched]
+    micro_batches = point.micro_batches
+    out = []
+    for builder in builders:
+        for virtual in [force["virtual"]] if "virtual" in force else sorted({*_CHUNKS, max(1, layers // point.stages)}):
+            if "virtual" not in force and not _usual(builder, virtual, point.stages, layers, bool(schedule)):
+                continue
+            try:
+                builder.check(point.stages, virtual, micro_batches)
+            except PlanError:
+                if schedule:
+                    raise
+                continue
+            in_flight = min(micro_batches, builder.in_flight(point.stages, virtual, micro_batches))
+            out.append(ScheduleOption(virtual, builder.name, builder.bubble_passes(virtual, micro_batches), in_flight))
+    return tuple(out)
+
+
+def _usual(builder: ScheduleBuilder, virtual: int, stages: int, layers: int, asked: bool) -> bool:
+    """Whether a schedule is looked at with so many chunks a stage, where nobody says how many."""
+    if builder.v_shaped:
+        return virtual == 2 and (stages * 2 <= layers or asked)
+    return virtual == 1 or (builder.interleaved and virtual * stages <= layers)

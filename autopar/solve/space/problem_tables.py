@@ -1,0 +1,74 @@
+"""A cache of `Problem` tables for the points of one grid: points of one mesh share a structure, and state groups share prices."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import TypeVar
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.device_specs import Device
+from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.rules.registry import Registry
+from autopar.solve.problem.data_axis import AxisStrategies
+from autopar.solve.problem.problem import Problem, price_structure, with_zero_group
+from autopar.solve.problem.structure import Structure, structure_of
+from autopar.solve.space.grid import GridPoint
+from autopar.solve.space.options import SearchOptions
+
+T = TypeVar("T")
+
+_CACHED = 4
+"""Tables in the cache: those of a mesh with two model axes take about 30 MB."""
+
+
+class ProblemTables:
+    """`graph` is at the global batch. A structure serves every number of micro-batches, a price table every state group."""
+
+    def __init__(self, graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry) -> None:
+        self.graph, self.cluster, self.options, self.registry = graph, cluster, options, registry
+        self._strategies = AxisStrategies(graph, registry)
+        self._structures: OrderedDict[Hashable, Structure] = OrderedDict()
+        self._costs: dict[Device, dict[str, BlockCosts]] = {}
+        self._problems: OrderedDict[Hashable, Problem] = OrderedDict()
+
+    def structure(self, mesh: Mesh) -> Structure:
+        """The choices on a mesh, without prices."""
+        if mesh not in self._structures:
+            structure = structure_of(self.graph, mesh, self.registry, self.options.pins, self._strategies)
+            _remember(self._structures, mesh, structure)
+        return self._structures[mesh]
+
+    def problem(self, point: GridPoint, zeros: tuple[int, ...] | None = None, cluster: Cluster | None = None) -> Problem:
+        """The tables of a point. `zeros`: the allowed state shardings, by default those of the options. `cluster`: the
+        devices of one pipeline stage, where these are not all."""
+        cluster = cluster or self.cluster
+        key = point.mesh, point.micro_batches, cluster.size, cluster.device
+        if key not in self._problems:
+            options = self.options
+            graph = replace(self.graph, batch=self.graph.batch // point.micro_batches)
+            problem = price_structure(
+                self.structure(point.mesh),
+                graph,
+                cluster,
+                options.precision,
+                options.optimizer,
+                zeros=options.zeros,
+                micro_batches=point.micro_batches,
+                known=self._costs.setdefault(cluster.device, {}),
+            )
+            _remember(self._problems, key, problem)
+        found = with_zero_group(self._problems[key], point.zero_group)
+        if zeros is not None and found.zeros != (0,):
+            found = replace(found, zeros=zeros)
+        return found
+
+
+def _remember(cache: OrderedDict[Hashable, T], key: Hashable, table: T) -> None:
+    """First in, first out: the search goes through the grid mesh by mesh."""
+    cache[key] = table
+    while len(cache) > _CACHED:
+        cache.popitem(last=False)

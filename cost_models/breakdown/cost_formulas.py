@@ -1,0 +1,90 @@
+"""The formulas of one operation or collective, with its numbers put in. Each value is the evaluator's own, of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from autopar.cost_models.breakdown.cost_breakdown import CollectiveCost, OperationCost
+from autopar.cost_models.comm.collectives import collective_seconds, explain_collective
+from autopar.cost_models.compute.kernels import attention_efficiency, product_dtype, product_efficiency
+from autopar.cost_models.compute.operations import Profile, local_shape, seconds_and_flops, work_shards
+from autopar.cost_models.formulas.registry import formula
+from autopar.cost_models.hardware.device_specs import Device
+from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.ir.plan import NodePlan
+
+
+class CostFormula(NamedTuple):
+    """What it is the formula of, its value, and its text with symbols and with numbers."""
+
+    name: str
+    seconds: float
+    text: str
+
+
+def collective_formulas(cost: CollectiveCost) -> Iterator[CostFormula]:
+    """One for each collective of a call."""
+    for kind, full_bytes, link in cost.collectives:
+        name = kind.replace("_", "-")
+        yield CostFormula(name, collective_seconds(kind, full_bytes, link), explain_collective(kind, full_bytes, link))
+
+
+def operation_formulas(cost: OperationCost, costs: BlockCosts) -> Iterator[CostFormula]:
+    """Arithmetic of the forward, then forward and backward as a whole. `costs` are those of the operation's block."""
+    plan, profile = cost.plan, costs.profile(cost.plan.node)
+    device, sizes = costs.cluster.device, costs.mesh.sizes
+    if profile.experts is not None:
+        return
+    unlaunched = replace(profile, kernels=(0, 0), transcendental_elements=0.0)
+    without_memory = replace(
+        unlaunched, operand_bytes=(0,) * len(profile.operand_bytes), result_bytes=(0,) * len(profile.result_bytes)
+    )
+    without_flops = replace(unlaunched, forward_flops=0.0, backward_flops=0.0, matrix=None)
+    arithmetic = seconds_and_flops(without_memory, plan, sizes, device)[:2]
+    streamed = seconds_and_flops(without_flops, plan, sizes, device)[:2]
+    elements = profile.transcendental_elements / prod(work_shards(plan.operands, plan.results, sizes))
+    yield from _arithmetic(profile, plan, sizes, device, arithmetic[0])
+    found = formula("compute.operation.cpu" if device.kind == "cpu" else "compute.operation")
+    rate = device.bandwidth_bytes_per_second * device.bandwidth_fraction
+    for index, name in enumerate(("forward", "backward")):
+        values = {
+            "arithmetic": arithmetic[index],
+            "traffic": streamed[index] * rate,
+            "bandwidth": device.bandwidth_bytes_per_second,
+            "streams": device.bandwidth_fraction,
+            "elements": elements * (1, 2 * (streamed[1] > 0))[index] if device.transcendental_seconds else 0.0,
+            "special": device.transcendental_seconds,
+            "kernels": float(profile.kernels[index]),
+            "launch": device.launch_seconds,
+        }
+        values = {key: values[key] for key in found.names}
+        if found.value(values):
+            yield CostFormula(name, found.value(values), found.explain(values))
+
+
+def _arithmetic(
+    profile: Profile, plan: NodePlan, sizes: tuple[int, ...], device: Device, seconds: float
+) -> Iterator[CostFormula]:
+    """The matrix product or the attention of the forward on one device."""
+    if not seconds or profile.matrix is None:
+        return
+    matrix, dtype = profile.matrix, profile.dtype
+    left = local_shape(matrix.left, plan.operands[matrix.index], sizes)
+    if profile.attention:
+        flops = profile.forward_flops / prod(work_shards(plan.operands, plan.results, sizes))
+        share = attention_efficiency(left[-2], left[-1], False) if device.multiprocessors else 1.0
+        values = {"flops": flops, "efficiency": share, "pass_share": 1.0, "fraction": device.attention_fraction}
+        found = formula("compute.attention")
+    else:
+        result = local_shape(matrix.result, plan.results[0], sizes)
+        rows = result[-2] if matrix.batched else prod(result[:-1])
+        count, n, k = prod(result[:-1]) // max(1, rows), result[-1], left[-1]
+        dtype = product_dtype(device, dtype, n, k) if matrix.batched else dtype
+        values = {"count": float(count), "m": float(rows), "n": float(n), "k": float(k), "fraction": device.matmul_fraction}
+        values["efficiency"] = product_efficiency(count, rows, n, k, device.multiprocessors)
+        found = formula("compute.product")
+    values["peak"] = device.peak_flops_per_second(dtype)
+    yield CostFormula("arithmetic of the forward", found.value(values), found.explain(values))

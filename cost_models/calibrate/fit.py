@@ -1,0 +1,209 @@
+"""Fits a cluster to measurements: the rates of the device, and the link whose latency and bandwidth explain the collectives
+best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from operator import mul
+from typing import Any
+
+from autopar.cost_models.calibrate.measure import CalibrationRun, Timing
+from autopar.cost_models.comm.collectives import algorithm_cost, collective_seconds
+from autopar.cost_models.compute.kernels import TRANSCENDENTAL_BACKWARD
+from autopar.cost_models.hardware.cluster import Cluster, read_cluster
+from autopar.cost_models.hardware.cluster_file import in_human_units, preset_path, presets
+from autopar.cost_models.hardware.device_specs import AxisLink, Device, Level, Link, OffloadTarget
+from autopar.cost_models.hardware.overlap import Overlap
+
+MAX_SLOWDOWN = 1.5
+MAX_SPREAD = 0.3
+"""A run with a larger slowdown by other programs, or a larger spread between rounds, is not reliable."""
+
+MAX_CONTENTION = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The cluster, the measurements that it was fitted to, and predicted over measured seconds of each collective."""
+
+    cluster: Cluster
+    run: CalibrationRun
+    ratios: tuple[float, ...]
+
+
+def fit_cluster(name: str, processes: int, run: CalibrationRun, day: str = "") -> Calibration:
+    """The cluster of `processes` devices that `run`, of that day, measured."""
+    device = fit_device(run)
+    on_gpu = device.kind == "cuda"
+    link = Link("nvlink" if on_gpu else "loopback", processes, 1e9, 1e-6)
+    algorithms = ("ring", "tree", "switch") if on_gpu else ("ring",)
+    if processes > 1:
+        link = fit_link(link, processes, device.launch_seconds, run.collectives, on_gpu)
+    cluster = Cluster(
+        name,
+        device,
+        (link,) if processes > 1 else (),
+        processes,
+        host=_host_memory(run),
+        algorithms=algorithms,
+        overlap=Overlap(contention=round(min(MAX_CONTENTION, run.contention), 3)),
+        note=calibration_note(run, day),
+    )
+    ratios = tuple(_predicted_seconds(link, processes, device.launch_seconds, each) / each.seconds for each in run.collectives)
+    return Calibration(cluster, run, ratios)
+
+
+def calibration_note(run: CalibrationRun, day: str) -> str:
+    """What a plan says of a measured cluster."""
+    said = f"measured {day}; repetitions differ by {100 * run.spread:.0f} %"
+    doubt = "the machine was busy, so that an idle one may be faster" if run.slowdown > MAX_SLOWDOWN else ""
+    doubt = doubt or ("too much to be sure of more than the order of magnitude" if run.spread > MAX_SPREAD else "")
+    return f"{said}; {doubt}: measure again with `autopar calibrate`" if doubt else said
+
+
+def is_reliable(run: CalibrationRun) -> bool:
+    """Whether the machine was idle enough."""
+    return run.slowdown <= MAX_SLOWDOWN and run.spread <= MAX_SPREAD
+
+
+def fit_device(run: CalibrationRun) -> Device:
+    """Peak of a dtype: that of the data sheet where the device is a bundled one, else the fastest product. Fractions: geometric
+    means over shapes against the peak of the main dtype (bfloat16 on a GPU, float32 on a CPU)."""
+    facts, main = run.facts, "bfloat16" if run.facts["kind"] == "cuda" else "float32"
+    fastest: dict[str, float] = {}
+    for each in _timings("gemm", run):
+        dtype = each.name.split(".")[1]
+        fastest[dtype] = max(fastest.get(dtype, 0.0), each.rate)
+    sheet = known_device(facts["name"])
+    peak = {**dict(sheet.peak), **{k: v for k, v in fastest.items() if k not in dict(sheet.peak)}} if sheet else fastest
+    (stream,), (launch,), special = _timings("stream", run), _timings("launch.chain", run, ""), _timings("special", run)
+    update = _timings("launch.update", run, "")
+    bandwidth = sheet.bandwidth_bytes_per_second if sheet else stream.rate
+    return Device(
+        name=str(facts["name"]),
+        kind=str(facts["kind"]),
+        peak=tuple(peak.items()),
+        memory_bytes=int(facts["memory_bytes"]),
+        bandwidth_bytes_per_second=bandwidth,
+        launch_seconds=launch.seconds / launch.work,
+        matmul_fraction=_reached_fraction(_timings(f"gemm.{main}", run), peak[main]),
+        attention_fraction=_reached_fraction(_timings("attention", run), peak[main]),
+        bandwidth_fraction=_reached_fraction([stream], bandwidth),
+        base_bytes=int(facts["base_bytes"]),
+        generation=str(facts.get("generation") or facts["kind"]),
+        multiprocessors=int(facts.get("multiprocessors", 0)),
+        transcendental_seconds=_transcendental_seconds(special, stream.rate) if facts["kind"] == "cpu" else 0.0,
+        update_seconds=update[0].seconds / update[0].work if update else 0.0,
+        allocator_slack=sheet.allocator_slack if sheet else 0.05 if facts["kind"] == "cuda" else 0.0,
+    )
+
+
+def known_device(name: str) -> Device | None:
+    """The bundled device that a driver's name (``NVIDIA H200``, ``NVIDIA A100-SXM4-80GB``) stands for, if any."""
+    wanted = name.upper().replace("-", " ").split()
+    for preset in presets():
+        device = read_cluster(preset_path(preset), preset).device
+        words = device.name.upper().split()
+        size = words[-1].removesuffix("GB")
+        if words[0] in wanted and "PCIE" not in wanted and (words[0] not in ("A100", "V100") or f"{size}GB" in wanted):
+            return device
+    return None
+
+
+def _timings(kind: str, run: CalibrationRun, dot: str = ".") -> list[Timing]:
+    return [each for each in run.operations if each.name.startswith(f"{kind}{dot}")]
+
+
+def _transcendental_seconds(measured: Sequence[Timing], bytes_per_second: float) -> float:
+    """Per element of a forward, which with its backward takes three times as long, besides five accesses of four bytes."""
+    return max(
+        0.0, *((each.seconds / each.work - 20.0 / bytes_per_second) / (1 + TRANSCENDENTAL_BACKWARD) for each in measured), 0.0
+    )
+
+
+def _reached_fraction(measured: Sequence[Timing], peak: float) -> float:
+    """The geometric mean of the rates over the peak, to four digits; at most 1."""
+    mean = exp(sum(log(each.rate) for each in measured) / len(measured))
+    return float(f"{min(1.0, mean / peak):.4g}")
+
+
+def _host_memory(run: CalibrationRun) -> OffloadTarget | None:
+    read_rate, write_rate = ([each.rate for each in run.operations if each.name == f"host.{way}"] for way in ("read", "write"))
+    if not read_rate:
+        return None
+    return OffloadTarget("host", float(run.facts["host_bytes"]), read_rate[0], write_rate[0], 1e-5)
+
+
+def _predicted_seconds(link: Link, size: int, launch_seconds: float, each: Timing) -> float:
+    return collective_seconds(each.name, each.work, AxisLink(size, (Level(link, size),), launch_seconds, ("ring",)))
+
+
+def fit_link(link: Link, size: int, launch_seconds: float, run: Sequence[Timing], small_protocol: bool) -> Link:
+    """Latency and bandwidth from the all-reduces. Each other kind may differ from its formula by two constant factors, of latency
+    and of transfer."""
+    reduced = [each for each in run if each.name == "all_reduce"]
+    unit = replace(link, latency_seconds=1.0, bandwidth_bytes_per_second=1.0)
+    latency, transfer = _fit_alpha_beta(unit, size, launch_seconds, reduced)
+    found = replace(link, latency_seconds=latency, bandwidth_bytes_per_second=1.0 / transfer)
+    if small_protocol:
+        found = _fit_two_protocols(found, size, launch_seconds, reduced)
+    factors = []
+    for kind in dict.fromkeys(each.name for each in run if each.name != "all_reduce"):
+        pair = _fit_alpha_beta(found, size, launch_seconds, [each for each in run if each.name == kind])
+        factors.append((kind, float(f"{pair[0]:.3g}"), float(f"{pair[1]:.3g}")))
+    return replace(found, factors=tuple(factors))
+
+
+def _fit_alpha_beta(link: Link, size: int, launch_seconds: float, run: Sequence[Timing]) -> tuple[float, float]:
+    """(x, y) so that ``launch + x latency + y transfer`` is nearest to the measurements, in squares of relative errors; both are
+    at least a thousandth of their share, since a measurement may say anything."""
+    kind = run[0].name
+    cost = algorithm_cost(
+        kind, "direct" if kind == "all_to_all" else "ring", "", AxisLink(size, (Level(link, size),), 0.0, ("ring",))
+    )
+    a = [cost.latency_seconds / each.seconds for each in run]
+    b = [cost.seconds_per_byte * each.work / each.seconds for each in run]
+    t = [max(0.01, 1.0 - launch_seconds / each.seconds) for each in run]
+    aa, ab, bb, at, bt = (sum(map(mul, x, y)) for x, y in ((a, a), (a, b), (b, b), (a, t), (b, t)))
+    determinant = aa * bb - ab * ab
+    x, y = (at * bb - bt * ab) / determinant, (bt * aa - at * ab) / determinant
+    return (max(x, 1e-3 * at / aa), bt / bb) if x <= 0 else (at / aa, 1e-3 * bt / bb) if y <= 0 else (x, y)
+
+
+def _fit_two_protocols(link: Link, size: int, launch_seconds: float, run: Sequence[Timing]) -> Link:
+    """The four numbers of two protocols with the least sum of ``|log(predicted / measured)|``, by descent along one at a time."""
+    numbers = {
+        "bandwidth_bytes_per_second": link.bandwidth_bytes_per_second,
+        "latency_seconds": 2 * link.latency_seconds,
+        "low_latency_bandwidth_bytes_per_second": link.bandwidth_bytes_per_second / 2,
+        "low_latency_seconds": link.latency_seconds,
+    }
+
+    def error(trial: dict[str, float]) -> float:
+        made = replace(link, **trial)  # type: ignore[arg-type]
+        return sum(abs(log(_predicted_seconds(made, size, launch_seconds, each) / each.seconds)) for each in run)
+
+    best = error(numbers)
+    for step in (2.0, 1.3, 1.1, 1.03, 1.01):
+        moved = True
+        while moved:
+            moved = False
+            for name in numbers:
+                for factor in (step, 1 / step):
+                    trial = {**numbers, name: numbers[name] * factor}
+                    if (found := error(trial)) < best * (1 - 1e-9):
+                        numbers, best, moved = trial, found, True
+    return replace(link, **numbers)  # type: ignore[arg-type]
+
+
+def calibration_document(found: Calibration, source: dict[str, Any]) -> dict[str, Any]:
+    """What goes into the YAML file: the cluster in human units, and the measurements under ``source`` (not read again)."""
+    rows = {each.name: f"{each.rate / 1e9:.4g} G/s, {each.seconds * 1e6:.4g} us" for each in found.run.operations}
+    sent = {
+        f"{each.name} {each.work:.0f} B": f"{each.seconds * 1e6:.4g} us, predicted {ratio * each.seconds * 1e6:.4g}"
+        for each, ratio in zip(found.run.collectives, found.ratios, strict=True)
+    }
+    how = {**source, "slowdown": round(found.run.slowdown, 2), "spread": round(found.run.spread, 3)}
+    return {**in_human_units(found.cluster.to_dict()), "source": {**how, **rows, **sent}}

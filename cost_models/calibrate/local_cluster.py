@@ -1,0 +1,78 @@
+"""``local:N``: this machine as a cluster of processes that share its cores (or have one GPU each), with gloo (or NCCL)."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from autopar.cost_models.calibrate.fit import Calibration, fit_cluster, is_reliable
+from autopar.cost_models.calibrate.measure import (
+    CalibrationRun,
+    Effort,
+    Progress,
+    available_cores,
+    machine_memory_bytes,
+    machine_name,
+    measure_ranks,
+    quick_effort,
+)
+from autopar.cost_models.hardware.cluster import Cluster, read_cluster, with_nodes
+from autopar.cost_models.hardware.cluster_file import preset_path
+from autopar.errors import ClusterError
+
+RETRY_SECONDS = 600.0
+"""For how long an unreliable measurement is used, at first; each further one doubles it."""
+
+STALE_SECONDS = 30 * 86400.0
+"""For how long any measurement is used."""
+
+
+def default_local_cluster(processes: int) -> Cluster:
+    """`local:processes` from the bundled description; only the memory is this machine's, divided evenly."""
+    one = read_cluster(preset_path("local"), "local")
+    device = replace(one.device, memory_bytes=machine_memory_bytes() // processes)
+    return replace(with_nodes(one, f"local:{processes}", processes), device=device)
+
+
+def measure_local(processes: int, effort: Effort | None = None, progress: Progress | None = None) -> Calibration:
+    """Measures now. ClusterError where that fails."""
+    run = measure_ranks(processes, effort or quick_effort(), progress or (lambda what, share: None))
+    return _calibrated(processes, run)
+
+
+def _calibrated(processes: int, run: CalibrationRun) -> Calibration:
+    return fit_cluster(f"local:{processes}", processes, run, date.today().isoformat())
+
+
+def measured_local_cluster(processes: int, folder: Path) -> Cluster:
+    """The measured cluster, cached in `folder` per number of cores and torch version.
+
+    A file that cannot be read, or is older than a month, is replaced by a new measurement. An unreliable one (the machine was
+    busy, or repetitions differ much) is measured again after a while, less often each time; of all these runs the fastest seconds
+    of each timing count, so that the figures converge to those of an idle machine.
+    """
+    path = folder / f"local-{processes}-{machine_name()}-{available_cores()}-torch{version('torch')}.json"
+    tries, run = 0, None
+    try:
+        data = json.loads(path.read_text())
+        age = time.time() - path.stat().st_mtime
+        if age < STALE_SECONDS:
+            tries, run = int(data["tries"]), CalibrationRun.from_dict(data["run"])
+            if is_reliable(run) or age < RETRY_SECONDS * 2 ** (tries - 1):
+                return Cluster.from_dict(data["cluster"])
+    except (OSError, ValueError, KeyError, TypeError, ClusterError):
+        tries, run = 0, None
+    found = measure_local(processes)
+    if run is not None:
+        found = _calibrated(processes, found.run.faster(run))
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}")
+    content = {"tries": tries + 1, "run": asdict(found.run), "cluster": found.cluster.to_dict()}
+    draft.write_text(json.dumps(content, indent=1))
+    draft.replace(path)
+    return found.cluster

@@ -1,0 +1,236 @@
+"""Runs one process per rank, which measure at the same time, as in training; and merges their timings.
+
+Each operation and collective is timed in short slices, one slice per round, so that a disturbance affects one round of
+everything and not every round of one operation; of the rounds a fast one counts (`QUANTILE`). Every slice starts on all ranks
+together, since they share memory and perhaps cores. On a CPU an operation's seconds are its processor time, times the ranks
+over the cores that they share: other programs do not count. A collective also waits: its seconds are wall-clock seconds divided
+by the slowdown of the operations (`CalibrationRun.slowdown`), and at least the processor time of all ranks over the cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from threading import Timer
+from typing import Any
+
+from autopar.errors import ClusterError
+
+QUANTILE = 0.25
+TIME_LIMIT_SECONDS = 300.0
+LARGE_BYTES = 2**21
+"""From here on a collective is bound by bandwidth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured: `rounds` slices of `slice_seconds` of each operation and collective, and whether of many shapes and
+    sizes. Operations and collectives each end early, after three rounds at least, when they have taken `limit_seconds`."""
+
+    rounds: int
+    slice_seconds: float
+    thorough: bool
+    limit_seconds: float
+
+
+def quick_effort() -> Effort:
+    """A few seconds: for ``local:N`` on first use."""
+    return Effort(rounds=5, slice_seconds=0.03, thorough=False, limit_seconds=4.0)
+
+
+def thorough_effort() -> Effort:
+    """Under a minute: for `autopar calibrate`."""
+    return Effort(rounds=8, slice_seconds=0.06, thorough=True, limit_seconds=14.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one call. `work` is FLOPs or bytes."""
+
+    name: str
+    work: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Work per second."""
+        return self.work / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRun:
+    """Timings of one calibration, merged over ranks.
+
+    facts: of rank 0's device.
+    operations, collectives: their timings (of a collective: name is its kind, work its bytes).
+    slowdown: how many times longer operations took than on an idle machine.
+    spread: by which share the median round took longer than the one that counts, for the median operation.
+    contention: share of the cores that a large collective uses, which compute that overlaps with it lacks.
+    """
+
+    facts: dict[str, Any]
+    operations: tuple[Timing, ...]
+    collectives: tuple[Timing, ...]
+    slowdown: float
+    spread: float = 0.0
+    contention: float = 0.0
+
+    @property
+    def everything(self) -> tuple[Timing, ...]:
+        """Operations and collectives."""
+        return self.operations + self.collectives
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> CalibrationRun:
+        """The inverse of `dataclasses.asdict`."""
+        operations, collectives = (tuple(Timing(**each) for each in data[key]) for key in ("operations", "collectives"))
+        return CalibrationRun(
+            dict(data["facts"]), operations, collectives, *(float(data[key]) for key in ("slowdown", "spread", "contention"))
+        )
+
+    def faster(self, other: CalibrationRun) -> CalibrationRun:
+        """The faster seconds of each timing: only a disturbance makes a run slower. This run where the two timed different
+        things."""
+        if [(each.name, each.work) for each in self.everything] != [(each.name, each.work) for each in other.everything]:
+            return self
+        pairs = [
+            tuple(replace(a, seconds=min(a.seconds, b.seconds)) for a, b in zip(mine, others, strict=True))
+            for mine, others in ((self.operations, other.operations), (self.collectives, other.collectives))
+        ]
+        return CalibrationRun(self.facts, pairs[0], pairs[1], *map(min, _quality(self), _quality(other)))
+
+
+Progress = Callable[[str, float], object]
+"""Called with what is measured, and which share is done."""
+
+
+def measure_ranks(processes: int, effort: Effort, progress: Progress) -> CalibrationRun:
+    """Starts `processes` processes and merges their timings. ClusterError where one fails or all take too long."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = json.dumps({"size": processes, "folder": folder, **asdict(effort)})
+        # os._exit: a thread of gloo that lets go of its last tensors while the interpreter ends aborts now and then.
+        code = (
+            "import os, sys; from autopar.cost_models.calibrate.measure_rank import measure_as_rank; "
+            "measure_as_rank(int(sys.argv[1]), sys.argv[2]); "
+            "sys.stdout.flush(); os._exit(0)"
+        )
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(rank), job],
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stderr=(Path(folder) / f"{rank}.err").open("wb"),
+                text=True,
+            )
+            for rank in range(processes)
+        ]
+        late: list[bool] = []
+        timer = Timer(TIME_LIMIT_SECONDS, _kill, (ranks, late))
+        timer.start()
+        try:
+            for line in ranks[0].stdout or ():
+                share, _, what = line.rstrip().partition(" ")
+                progress(what, float(share))
+            _join(ranks, Path(folder), late)
+        finally:
+            timer.cancel()
+            _kill(ranks, [])
+        each = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
+    return merge_ranks(each)
+
+
+def _kill(ranks: list[subprocess.Popen[str]], late: list[bool]) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            late.append(True)
+            rank.kill()
+            rank.wait()
+
+
+def _join(ranks: list[subprocess.Popen[str]], folder: Path, late: list[bool]) -> None:
+    """Waits for all processes; a failure of one ends the others, which would wait for it."""
+    failed: int | None = None
+    while failed is None and any(rank.poll() is None for rank in ranks):
+        failed = next((index for index, rank in enumerate(ranks) if rank.poll()), None)
+        if failed is None:
+            try:
+                next(rank for rank in ranks if rank.poll() is None).wait(timeout=0.2)
+            except (subprocess.TimeoutExpired, StopIteration):
+                continue
+    failed = next((index for index, rank in enumerate(ranks) if rank.poll()), None) if failed is None else failed
+    size = len(ranks)
+    if late:
+        limit = f"took over {TIME_LIMIT_SECONDS:.0f} s"
+        raise ClusterError(f"measuring {size} processes {limit}: end what else runs on this machine, or take fewer processes")
+    if failed is not None:
+        lines = (folder / f"{failed}.err").read_text(errors="replace").strip().splitlines() or ["no message"]
+        raise ClusterError(f"measuring {size} processes failed ({lines[-1]}): describe the machine in a .yaml file instead")
+
+
+def merge_ranks(each: list[dict[str, Any]]) -> CalibrationRun:
+    """Merges the rounds of all ranks: on shared cores by their mean, on devices of their own by the slowest."""
+    facts = each[0]["facts"]
+    merge = _mean if facts["kind"] == "cpu" else max
+    facts["memory_bytes"] = min(one["facts"]["memory_bytes"] for one in each)
+    facts["base_bytes"] = max(one["facts"]["base_bytes"] for one in each)
+
+    def rounds(kind: str, index: int, which: str) -> list[float]:
+        return [merge(same) for same in zip(*(one[kind][index][which] for one in each), strict=True)]
+
+    counts = {kind: range(len(each[0][kind])) for kind in ("operations", "collectives")}
+    own = {(kind, index): rounds(kind, index, "own") for kind in counts for index in counts[kind]}
+    clock = {(kind, index): rounds(kind, index, "clock") for kind in counts for index in counts[kind]}
+    slowdown = max(1.0, median(sum(clock["operations", i]) / sum(own["operations", i]) for i in counts["operations"]))
+    operations, collectives = [], []
+    for index, item in enumerate(each[0]["operations"]):
+        operations.append(Timing(item["name"], item["work"], _counted(own["operations", index])))
+    for index, item in enumerate(each[0]["collectives"]):
+        seconds = max(_counted(own["collectives", index]), _counted(clock["collectives", index]) / slowdown)
+        collectives.append(Timing(item["name"], item["work"], seconds))
+    spread = median(median(same) / _counted(same) for same in own.values()) - 1
+    large = [each.work >= LARGE_BYTES for each in collectives]
+    uses = [_counted(own["collectives", i]) / collectives[i].seconds for i, counts in enumerate(large) if counts]
+    contention = median(uses) if uses and facts["kind"] == "cpu" else 0.0
+    return CalibrationRun(
+        facts=facts,
+        operations=tuple(operations),
+        collectives=tuple(collectives),
+        slowdown=slowdown,
+        spread=spread,
+        contention=contention,
+    )
+
+
+def _quality(run: CalibrationRun) -> tuple[float, float, float]:
+    return run.slowdown, run.spread, run.contention
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    return sum(seconds) / len(seconds)
+
+
+def _counted(rounds: list[float]) -> float:
+    """The `QUANTILE` of the rounds."""
+    return sorted(rounds)[int(QUANTILE * (len(rounds) - 1))]
+
+
+def machine_name() -> str:
+    """This machine's name."""
+    return platform.node() or "machine"
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine_memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

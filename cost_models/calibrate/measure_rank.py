@@ -1,0 +1,154 @@
+"""One rank of a calibration. Imports torch: it runs in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.cost_models.calibrate.measure import Effort, available_cores, machine_memory_bytes
+from autopar.cost_models.calibrate.measure_collectives import collective_calls
+from autopar.cost_models.calibrate.measure_operations import operation_calls
+
+
+@dataclass(slots=True)
+class TimedCall:
+    """An operation or collective to time: name, FLOPs or bytes, the call, and the seconds of each round, by the wall clock and
+    its own (see `RankBenchmark.slice`)."""
+
+    name: str
+    work: float
+    call: Callable[[], object]
+    calls: int = 1
+    clock: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RankBenchmark:
+    """Device and effort of one rank. If ranks share the cores evenly, `share` is wall-clock seconds per processor second of a
+    rank, and `alone` per processor second of its main thread alone."""
+
+    device: torch.device
+    effort: Effort
+    share: float
+    alone: float
+    say: Callable[[str], object]
+
+    def _on_gpu(self, task: TimedCall) -> float:
+        """Seconds of all calls on the GPU's own clock, between two events of its stream."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self.device)
+        first.record()
+        for _ in range(task.calls):
+            task.call()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+    def slice(self, task: TimedCall) -> tuple[float, float]:
+        """(clock, own) seconds of one call of `task.calls`: own is processor time times its share, of all threads or of the main
+        one, whichever is longer; on a GPU both are the GPU's."""
+        dist.barrier()
+        if self.device.type == "cuda":
+            passed = self._on_gpu(task) / task.calls
+            return passed, passed
+        clock, processor, thread = time.perf_counter(), time.process_time(), time.thread_time()
+        for _ in range(task.calls):
+            task.call()
+        passed = (time.perf_counter() - clock) / task.calls
+        own = max((time.process_time() - processor) * self.share, (time.thread_time() - thread) * self.alone)
+        return passed, own / task.calls
+
+    def rounds(self, what: str, tasks: list[TimedCall], share: tuple[float, float]) -> None:
+        """Times each task once per round. `share` is where this begins and ends in the whole measurement."""
+        for task in tasks:
+            task.calls = self._calls(task)
+        start = time.perf_counter()
+        for done in range(self.effort.rounds):
+            late = torch.tensor([float(time.perf_counter() - start > self.effort.limit_seconds)], device=self.device)
+            dist.all_reduce(late, op=dist.ReduceOp.MAX)
+            if done >= 3 and late.item():
+                break
+            so_far = share[0] + (share[1] - share[0]) * done / self.effort.rounds
+            self.say(f"{so_far:.3f} {what}: {len(tasks)} kinds, round {done + 1} of {self.effort.rounds}")
+            for task in tasks:
+                clock, own = self.slice(task)
+                task.clock.append(clock)
+                task.own.append(own)
+
+    def _calls(self, task: TimedCall) -> int:
+        """Calls that fill a slice with their own time, agreed on by all ranks. The first call (which may set things up) does not
+        count."""
+        task.call()
+        _, own = self.slice(task)
+        mean = torch.tensor([own], device=self.device)
+        dist.all_reduce(mean)
+        return max(3, min(1000, int(self.effort.slice_seconds * dist.get_world_size() / float(mean))))
+
+
+def measure_as_rank(rank: int, job: str) -> None:
+    """Measures as one of the ranks, and writes ``folder/rank.json``. Progress goes to stdout."""
+    told = json.loads(job)
+    size, folder = int(told.pop("size")), Path(told.pop("folder"))
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= size
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    threads = max(1, available_cores() // size)
+    torch.set_num_threads(threads)
+    if cuda:
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=240)
+    where = f"file://{folder}/rendezvous"
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=where, rank=rank, world_size=size, timeout=limit)
+    say: Callable[[str], object] = partial(print, flush=True) if rank == 0 else lambda line: None
+    try:
+        found = _measure(
+            RankBenchmark(
+                device, Effort(**told), max(1 / threads, size / available_cores()), max(1.0, size / available_cores()), say
+            ),
+            size,
+        )
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def _measure(bench: RankBenchmark, size: int) -> dict[str, Any]:
+    made = [TimedCall(*each) for each in operation_calls(bench.device, bench.effort.thorough)]
+    bench.rounds("operations", made, (0.0, 0.5 if size > 1 else 1.0))
+    sent: list[TimedCall] = []
+    if size > 1:
+        sent = [TimedCall(*each) for each in collective_calls(bench.device, size, bench.effort.thorough)]
+        bench.rounds("collectives", sent, (0.5, 1.0))
+    plain = [[{"name": t.name, "work": t.work, "clock": t.clock, "own": t.own} for t in tasks] for tasks in (made, sent)]
+    return {"facts": _facts(bench.device, size), "operations": plain[0], "collectives": plain[1]}
+
+
+def _facts(device: torch.device, size: int) -> dict[str, Any]:
+    """Name, memory and the driver's properties of the device. `base_bytes`: used besides tensors, by context and
+    communicators."""
+    if device.type == "cpu":
+        name = platform.processor() or platform.machine() or "CPU"
+        return {"kind": "cpu", "name": f"{name} process", "memory_bytes": machine_memory_bytes() // size, "base_bytes": 2**29}
+    told = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    major = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell"}.get(told.major, "")
+    return {
+        "kind": "cuda",
+        "name": told.name,
+        "memory_bytes": total,
+        "base_bytes": max(0, total - free - torch.cuda.memory_reserved(device)),
+        "generation": major,
+        "multiprocessors": told.multi_processor_count,
+        "host_bytes": machine_memory_bytes() // size,
+    }

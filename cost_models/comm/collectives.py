@@ -1,0 +1,156 @@
+"""Seconds of a collective over the process groups of one mesh axis: the fastest algorithm that the library has.
+
+Each algorithm and protocol is a formula of formulas/collective_formulas.py. All of them are linear in the bytes (alpha-beta
+model), so alpha and beta of one axis are computed once, and pricing one collective compares a few linear costs. The algorithms:
+a *ring* always; for all_reduce also a *tree* and reductions in the *switch*; *hierarchical* (one level after the other) only
+where the library does so, as on a torus: NCCL does not, and its measured all-reduces over nodes contradict it
+(tests/cost_models/comm/test_nccl_measurements.py). The protocols: one for small messages (less latency, less bandwidth; NCCL's
+LL and LL128) beside the one for large messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil, inf, log2, prod
+
+from autopar.cost_models.formulas.registry import formula
+from autopar.cost_models.hardware.device_specs import AlphaBetaCost, AxisLink, Level, Link
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "point_to_point")
+LARGE, SMALL = "", "low latency"
+_REFERENCE_BYTES = 2.0**30
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveAlgorithm:
+    """The algorithm and protocol that a collective runs with, and its seconds."""
+
+    algorithm: str
+    protocol: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.algorithm} ({self.protocol})" if self.protocol else self.algorithm
+
+
+def collective_seconds(kind: str, full_bytes: float, link: AxisLink) -> float:
+    """Seconds of one collective. `full_bytes` is the unsharded tensor as the group sees it (for all_to_all too: each of the n
+    members then holds ``full_bytes / n``; for point_to_point what is sent). ValueError on an unknown kind.
+    """
+    costs = link.cost_cache.get(kind) or algorithm_costs(kind, link)
+    best = inf
+    for cost in costs:
+        seconds = cost.latency_seconds + full_bytes * cost.seconds_per_byte
+        if seconds < best:
+            best = seconds
+    return best
+
+
+def fastest_algorithm(kind: str, full_bytes: float, link: AxisLink) -> CollectiveAlgorithm:
+    """The algorithm with the fewest seconds; see `collective_seconds`."""
+    cost = min(algorithm_costs(kind, link), key=lambda each: each.seconds(full_bytes))
+    return CollectiveAlgorithm(cost.algorithm, cost.protocol, cost.seconds(full_bytes))
+
+
+def algorithm_costs(kind: str, link: AxisLink) -> tuple[AlphaBetaCost, ...]:
+    """The costs of every algorithm and protocol of the library; a single free one for a group of one. ValueError on an unknown
+    kind."""
+    if kind not in KINDS:
+        raise ValueError(f"no collective {kind!r}")
+    if kind not in link.cost_cache:
+        link.cost_cache[kind] = (
+            tuple(_algorithm_costs(kind, link)) if link.size > 1 else (AlphaBetaCost("none", LARGE, 0.0, 0.0),)
+        )
+    return link.cost_cache[kind]
+
+
+def _algorithm_costs(kind: str, link: AxisLink) -> Iterable[AlphaBetaCost]:
+    algorithms = ("direct",) if kind in ("all_to_all", "point_to_point") else _algorithms(kind, link)
+    small = any(level.link.low_latency_bandwidth_bytes_per_second for level in link.levels)
+    for algorithm in algorithms:
+        for protocol in (LARGE, SMALL) if small else (LARGE,):
+            if algorithm != "switch" or protocol == LARGE:
+                yield algorithm_cost(kind, algorithm, protocol, link)
+
+
+def _algorithms(kind: str, link: AxisLink) -> tuple[str, ...]:
+    able = {"ring", "hierarchical"}
+    if kind == "all_reduce":
+        able |= {"tree", "switch"} if link.levels[0].link.switch_bandwidth_bytes_per_second else {"tree"}
+    return tuple(name for name in link.algorithms if name in able) or ("ring",)
+
+
+def algorithm_cost(kind: str, algorithm: str, protocol: str, link: AxisLink) -> AlphaBetaCost:
+    """The cost of one algorithm and protocol on `link`, whether or not the library would choose it."""
+    found = formula(f"{kind}.{algorithm}.{1 if kind == 'point_to_point' else len(link.levels)}")
+    values = formula_values(kind, algorithm, protocol, link)
+    latency = found.value({**values, "N": 0.0})
+    waits = ("launch", "s", *(f"a{index}" for index in range(1, len(link.levels) + 1)))
+    moved = found.value({**values, **dict.fromkeys(waits, 0.0), "N": _REFERENCE_BYTES})
+    latency_factor, transfer_factor = measured_factors(kind, link)
+    latency = link.launch_seconds + latency_factor * (latency - link.launch_seconds)
+    return AlphaBetaCost(algorithm, protocol, latency, transfer_factor * moved / _REFERENCE_BYTES)
+
+
+def measured_factors(kind: str, link: AxisLink) -> tuple[float, float]:
+    """How many times longer than its formula the library takes, in latency and in transfer; 1 where nothing was measured."""
+    known = [(latency, transfer) for level in link.levels for name, latency, transfer in level.link.factors if name == kind]
+    return max((pair[0] for pair in known), default=1.0), max((pair[1] for pair in known), default=1.0)
+
+
+def formula_values(kind: str, algorithm: str, protocol: str, link: AxisLink) -> dict[str, float]:
+    """Values for the formula ``kind.algorithm.levels`` but for the bytes `N`."""
+    levels = link.levels[-1:] if kind == "point_to_point" else link.levels
+    nodes = prod(level.width for level in levels[1:]) if len(levels) > 1 else levels[0].width
+    values = {"launch": link.launch_seconds, "c": 1.0 if nodes == 2 else 2.0}
+    inside = 1
+    for index, level in enumerate(levels, 1):
+        values[f"w{index}"] = level.width
+        values[f"a{index}"], values[f"b{index}"] = _step(level.link, protocol)
+        values[f"d{index}"] = level.width - 1 if index == 1 < len(levels) else ceil(log2(level.width))
+        values[f"h{index}"] = _all_to_all_share(level, inside, link.size)
+        inside *= level.width
+    if kind == "point_to_point" and level.peer_bandwidth_bytes_per_second:
+        values["b1"] *= level.peer_bandwidth_bytes_per_second / level.link.bandwidth_bytes_per_second
+    first = levels[0].link
+    values["s"], values["bs"] = first.switch_seconds, first.switch_bandwidth_bytes_per_second or first.bandwidth_bytes_per_second
+    return values
+
+
+def _step(link: Link, protocol: str) -> tuple[float, float]:
+    """Seconds of one step, and bytes per second."""
+    if protocol == SMALL and link.low_latency_bandwidth_bytes_per_second:
+        return link.low_latency_seconds, link.low_latency_bandwidth_bytes_per_second
+    return link.latency_seconds, link.bandwidth_bytes_per_second
+
+
+def _all_to_all_share(level: Level, inside: int, size: int) -> float:
+    """Share of the tensor that a member sends over a level in all_to_all. Along a ring of w a message makes
+    ``floor(w**2 / 4) / w`` hops for each member (both ways round; on a part of a ring the middle cable carries as much)."""
+    if level.link.kind == "ring":
+        return (level.width**2 // 4) / level.width / size
+    return (level.width - 1) * inside / size**2
+
+
+def parameter_server_seconds(full_bytes: float, link: AxisLink, servers: int = 1) -> float:
+    """For comparison only: the members push `full_bytes` each to `servers` machines on the outermost level, and pull as much."""
+    if link.size == 1:
+        return 0.0
+    values = formula_values("point_to_point", "direct", LARGE, link)
+    return formula("parameter_server.direct.1").value({**values, "N": full_bytes, "n": link.size, "servers": servers})
+
+
+def explain_collective(kind: str, full_bytes: float, link: AxisLink) -> str:
+    """The formula of the fastest algorithm, without and with numbers."""
+    fastest = fastest_algorithm(kind, full_bytes, link)
+    if fastest.algorithm == "none":
+        return f"{kind}: one member, nothing to send"
+    found = formula(f"{kind}.{fastest.algorithm}.{1 if kind == 'point_to_point' else len(link.levels)}")
+    values: Mapping[str, float] = {**formula_values(kind, fastest.algorithm, fastest.protocol, link), "N": full_bytes}
+    latency_factor, transfer_factor = measured_factors(kind, link)
+    more = ""
+    if (latency_factor, transfer_factor) != (1.0, 1.0):
+        measured = f"{latency_factor:.3g} x the latency and {transfer_factor:.3g} x the transfer as measured"
+        more = f"\n  with {measured} = {fastest.seconds:.6g} seconds"
+    return found.explain({name: values[name] for name in found.names}) + more

@@ -1,0 +1,77 @@
+"""Collectives inside operations (all-to-all of expert dispatch, all-gather of context-parallel attention, ...), as the rules'
+named functions tell them; and the imbalance of their work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import prod
+
+from autopar.cost_models.comm.shard_groups import operation_collective_seconds
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.tensors.sizes import itemsize
+from autopar.ir import dims
+from autopar.ir.graph import Node, Value
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard
+from autopar.ir.plan import NodePlan
+from autopar.rules.registry import Registry
+from autopar.rules.rule import NamedFunction
+from autopar.rules.strategy import OperationCollective
+from autopar.rules.table.priced_only import priced_registry
+
+
+@lru_cache(maxsize=1)
+def _registry() -> Registry:
+    return priced_registry()
+
+
+def named_function(node: Node, function: str) -> NamedFunction | None:
+    """The named function `function` of the node's rule."""
+    rule = _registry().rule(node.op)
+    return next((named for named in (rule.functions if rule is not None else ()) if named.name == function), None)
+
+
+def inner_collectives(node: Node, values: Mapping[str, Value], function: str) -> tuple[tuple[str, OperationCollective], ...]:
+    """Collectives that named function `function` runs where its factor is sharded: (factor, collective) pairs, from the rules."""
+    named = named_function(node, function)
+    if named is None or named.collectives is None:
+        return ()
+    shapes = tuple(values[name].shape for name in node.operands())
+    return tuple((named.factor, collective) for collective in named.collectives(node, shapes))
+
+
+def work_imbalance(node: Node, values: Mapping[str, Value], plan: NodePlan, mesh: Mesh) -> float:
+    """Work of the busiest rank over the mean (causal attention over shards of a sequence)."""
+    named = named_function(node, plan.function)
+    if named is None or named.imbalance is None:
+        return 1.0
+    shapes = tuple(values[name].shape for name in node.operands())
+    return prod(
+        named.imbalance(node, shapes, size)
+        for sharded, size in zip(plan.factors, mesh.sizes, strict=True)
+        if sharded.partition(" ")[0] == named.factor
+    )
+
+
+def exposed_collective_seconds(
+    node: Node, values: Mapping[str, Value], plan: NodePlan, mesh: Mesh, batch: int, cluster: Cluster,
+    work: Sequence[int], computing: tuple[float, float],
+) -> tuple[tuple[float, ...], tuple[float, ...]]:  # fmt: skip
+    """Exposed seconds per axis, forward and backward, of the collectives inside the operation. `work` is how many ways each axis
+    shards the work, `computing` the seconds of compute, forward and backward. A collective of n blocks that overlaps (ring
+    attention) hides all blocks but the first behind compute."""
+    exposed, overlapped = ([[0.0] * len(mesh.sizes) for _ in range(2)] for _ in range(2))
+    for factor, collective in inner_collectives(node, values, plan.function):
+        for axis, sharded in enumerate(plan.factors):
+            if sharded.partition(" ")[0] != factor:
+                continue
+            full = float(dims.numel(collective.shape, batch) * itemsize(collective.dtype))
+            side = (overlapped if collective.overlapped else exposed)[collective.backward]
+            operand = plan.operands[collective.operand] if collective.operand >= 0 else None
+            cuts = work if operand is None else [size if isinstance(operand[at], Shard) else 1 for at, size in enumerate(work)]
+            side[axis] += operation_collective_seconds(collective, full, axis, plan.factors, cuts, mesh, cluster)
+    for seconds, hidden, compute in zip(exposed, overlapped, computing, strict=True):
+        for axis, size in enumerate(mesh.sizes):
+            seconds[axis] += max(0.0, hidden[axis] - compute * (size - 1) / size)
+    return tuple(exposed[0]), tuple(exposed[1])

@@ -1,0 +1,310 @@
+"""Seconds and FLOPs of one operation on one rank: the FLOPs and the memory traffic of its local shapes, priced by `kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from autopar.cost_models.compute.experts import ExpertsCost
+from autopar.cost_models.compute.kernels import (
+    TRANSCENDENTAL_BACKWARD,
+    attention_seconds,
+    operation_seconds,
+    product_dtype,
+    product_seconds,
+    streaming_seconds,
+)
+from autopar.cost_models.compute.operation_collectives import exposed_collective_seconds, work_imbalance
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.device_specs import Device
+from autopar.cost_models.tensors.expert_shapes import ExpertShapes
+from autopar.cost_models.tensors.flops import (
+    ATTENTION,
+    EXPERTS,
+    FLOAT8,
+    FLOPS,
+    LOOKUPS,
+    LOSSES,
+    SLICING_VIEWS,
+    TRANSCENDENTAL,
+    VIEWS,
+    Sizes,
+    packet,
+)
+from autopar.cost_models.tensors.saved_tensors import SavedTensors, saved_tensors
+from autopar.cost_models.tensors.sizes import itemsize, shard_count
+from autopar.ir import dims
+from autopar.ir.graph import Node, Value
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements, Shard
+from autopar.ir.plan import NodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """One operation on one rank: `*_seconds` of compute, `*_comm_seconds` of exposed collectives inside the operation per mesh
+    axis."""
+
+    forward_seconds: float
+    backward_seconds: float
+    forward_flops: float
+    backward_flops: float
+    forward_comm_seconds: tuple[float, ...]
+    backward_comm_seconds: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward, compute and exposed communication."""
+        return self.forward_seconds + self.backward_seconds + sum(self.forward_comm_seconds) + sum(self.backward_comm_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShapes:
+    """Global shapes of a matrix product or of attention: `left` is operand number `index` (its last dimension is the inner one;
+    for attention the queries), `result` the output. `batched`: leading dimensions are separate products, not rows."""
+
+    index: int
+    left: Sizes
+    result: Sizes
+    batched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What does not depend on placements: global FLOPs and bytes.
+
+    forward_operands, forward_results, backward_operands, backward_results: how often a pass reads or writes the bytes of each
+        operand and result.
+    kernels: launches (forward, backward).
+    matrix: shapes of a matrix product or of attention (None: the operation streams).
+    transcendental_elements: elements of a transcendental function.
+    """
+
+    forward_flops: float
+    backward_flops: float
+    model_flops: float
+    operand_bytes: Sizes
+    result_bytes: Sizes
+    forward_operands: tuple[float, ...]
+    forward_results: tuple[float, ...]
+    backward_operands: tuple[float, ...]
+    backward_results: tuple[float, ...]
+    kernels: tuple[int, int]
+    dtype: str
+    attention: bool = False
+    matrix: ProductShapes | None = None
+    experts: ExpertsCost | None = None
+    transcendental_elements: float = 0.0
+
+
+def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
+    """FLOPs and traffic of `node` at the global batch. Backward: one product of the forward's size per gradient that is needed;
+    attention recomputes its scores, five products for two (Dao et al., arXiv 2205.14135; model FLOPs count four). Everything
+    else streams: saved tensors and the gradients of the results are read once, gradients of operands are written once."""
+    operands = [values[name] for name in node.operands()]
+    a = [dims.shape_at(value.shape, batch) for value in operands]
+    out = [dims.shape_at(value.shape, batch) for value in node.outputs]
+    op = packet(node.op)
+    needed = [value.differentiable and not node.no_grad for value in operands]
+    backward = any(needed) and any(value.differentiable for value in node.outputs)
+    needed = [need and backward for need in needed]
+    flops = FLOPS[op](node, a, out) if op in FLOPS else 0.0
+    attention = op in ATTENTION
+    products = sum(needed[1:3] if op in ("aten.addmm", "aten.baddbmm") else needed[:2])
+    weight_read = float(op not in VIEWS)
+    reads = [weight_read] * len(a)
+    if op in LOOKUPS:
+        reads[0] = 0.0
+    writes = [weight_read] * len(out)
+    saved = saved_tensors(node, values) if backward else SavedTensors((False,) * len(a), (False,) * len(out))
+    same = [shape == out[0] for shape in a]
+    back_operands, back_results = _backward_accesses(op, needed, same, saved, flops > 0)
+    if op in LOSSES:  # the log-probabilities, written and read besides the logits; in place they are float32, twice as wide
+        reads[0] += 4.0 if op == "ap.cross_entropy_in_place" else 2.0
+    if op in LOOKUPS:
+        writes = [2.0] * len(out)
+    return Profile(
+        forward_flops=flops,
+        backward_flops=2.5 * flops * backward if attention else products * flops,
+        model_flops=flops * (1 + (2 * backward if attention else products)),
+        operand_bytes=tuple(prod(shape) * itemsize(value.dtype) for shape, value in zip(a, operands, strict=True)),
+        result_bytes=tuple(prod(shape) * itemsize(value.dtype) for shape, value in zip(out, node.outputs, strict=True)),
+        forward_operands=tuple(reads),
+        forward_results=tuple(writes),
+        backward_operands=back_operands,
+        backward_results=back_results,
+        kernels=(0 if op in VIEWS else 1, _kernels(op, products, back_results, flops > 0 and not attention)),
+        dtype="float8" if op in FLOAT8 else operands[0].dtype if operands else node.outputs[0].dtype,
+        attention=attention,
+        matrix=_matrix(op, a, out),
+        experts=_experts_cost(node, a, operands[0].dtype) if op in EXPERTS else None,
+        transcendental_elements=float(prod(a[0])) if op in TRANSCENDENTAL and a else 0.0,
+    )
+
+
+def _experts_cost(node: Node, a: Sequence[Sizes], dtype: str) -> ExpertsCost:
+    return ExpertsCost(ExpertShapes.of(node.op, node.args, dict(node.kwargs), a), itemsize(dtype))
+
+
+def _matrix(op: str, a: Sequence[Sizes], out: Sequence[Sizes]) -> ProductShapes | None:
+    if op in ATTENTION:
+        return ProductShapes(0, a[0], out[0], True)
+    if op in ("aten.addmm", "aten.baddbmm"):
+        return ProductShapes(1, a[1], out[0], op == "aten.baddbmm")
+    if op in ("aten.linear", "ap.linear_kn", "ap.linear_float8", "aten.mm", "aten.bmm", "aten.matmul") and len(out[0]) > 1:
+        return ProductShapes(0, a[0], out[0], len(a[1]) > 2)
+    return None
+
+
+def _kernels(op: str, products: int, backward: Sequence[float], is_product: bool) -> int:
+    if not any(backward):
+        return 0
+    return max(1, products) if is_product else 1
+
+
+def _backward_accesses(
+    op: str, needed: Sequence[bool], same: Sequence[bool], saved: SavedTensors, is_product: bool
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """How often the backward reads or writes each operand (saved: read, gradient: written) and each result (both read).
+
+    The gradient of a sum is passed through without a kernel, except where an operand was broadcast (`same` false) and is summed.
+    """
+    results = len(saved.results)
+    if not any(needed) or (op in VIEWS and op not in SLICING_VIEWS):
+        return (0.0,) * len(needed), (0.0,) * results
+    if op in ("aten.add", "aten.sub"):
+        reduced = [need and not equal for need, equal in zip(needed, same, strict=True)]
+        return tuple(map(float, reduced)), (float(sum(reduced)),) * results
+    grads = float(max(1, sum(needed[:2]))) if is_product else 1.0
+    read = tuple(float(need) + is_saved for need, is_saved in zip(needed, saved.operands, strict=True))
+    return read, tuple(grads + is_saved for is_saved in saved.results)
+
+
+def work_shards(operands: Sequence[Placements], results: Sequence[Placements], axis_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Per axis, how many ways the work is sharded: the axis size where any tensor of the operation is sharded on it, else 1
+    (redundant, or a linear operation that passes a Partial through)."""
+    out = []
+    for axis, size in enumerate(axis_sizes):
+        for placements in (*operands, *results):
+            if type(placements[axis]) is Shard:
+                out.append(size)
+                break
+        else:
+            out.append(1)
+    return tuple(out)
+
+
+def seconds_and_flops(
+    known: Profile, plan: NodePlan, axis_sizes: Sequence[int], device: Device
+) -> tuple[float, float, float, float]:
+    """Forward and backward seconds, forward and backward FLOPs of one rank."""
+    work = prod(work_shards(plan.operands, plan.results, axis_sizes))
+    if known.experts is not None:
+        cuts = expert_shards(plan, axis_sizes)
+        return *known.experts.seconds(device, known.dtype, *cuts), known.forward_flops / work, known.backward_flops / work
+    operands = [size / shard_count(place, axis_sizes) for size, place in zip(known.operand_bytes, plan.operands, strict=True)]
+    results = [size / shard_count(place, axis_sizes) for size, place in zip(known.result_bytes, plan.results, strict=True)]
+    forward = sum(map(float.__mul__, operands, known.forward_operands)) + sum(map(float.__mul__, results, known.forward_results))
+    backward = sum(map(float.__mul__, operands, known.backward_operands)) + sum(
+        map(float.__mul__, results, known.backward_results)
+    )
+    flops = known.forward_flops / work, known.backward_flops / work
+    busy = _computing(known, plan, axis_sizes, device, flops)
+    traffic = streaming_seconds(device, forward), streaming_seconds(device, backward)
+    if device.transcendental_seconds and known.transcendental_elements:
+        special = known.transcendental_elements / work * device.transcendental_seconds
+        traffic = traffic[0] + special, traffic[1] + TRANSCENDENTAL_BACKWARD * special * (backward > 0)
+    first, second = (operation_seconds(device, *each) for each in zip(busy, traffic, known.kernels, strict=True))
+    return first, second, *flops
+
+
+def expert_shards(plan: NodePlan, axis_sizes: Sequence[int]) -> tuple[int, int, int | None]:
+    """How many ways token copies, the inner dimension of each expert, and the experts are sharded (None: as the operation
+    says)."""
+    if len(plan.operands) < 5:
+        return shard_count(plan.operands[0], axis_sizes), shard_count(plan.operands[2], axis_sizes), None
+    copies = inside = experts = 1
+    for token, up, size in zip(plan.operands[0], plan.operands[3], axis_sizes, strict=True):
+        among = isinstance(up, Shard) and up.dim == 0
+        copies *= size if among or isinstance(token, Shard) else 1
+        experts *= size if among else 1
+        inside *= size if isinstance(up, Shard) and not among else 1
+    return copies, inside, experts
+
+
+def token_copy_share(node: Node, plan: NodePlan, known: Profile, axis_sizes: Sequence[int], cluster: Cluster) -> float:
+    """Share of the token copies that the busiest rank holds, over its share of the tokens: less than 1 where experts or their
+    inner dimension are sharded."""
+    if packet(node.op) != "ap.moe_experts":
+        return 1.0
+    copies, inside, _ = expert_shards(plan, axis_sizes)
+    return expert_imbalance(known, plan, axis_sizes, cluster) * shard_count(plan.operands[0], axis_sizes) / (copies * inside)
+
+
+def _computing(
+    known: Profile, plan: NodePlan, axis_sizes: Sequence[int], device: Device, flops: tuple[float, float]
+) -> tuple[float, float]:
+    """Seconds of matrix products or attention, forward and backward, at the rates of the local shapes."""
+    if not flops[0]:
+        return 0.0, 0.0
+    if known.matrix is None:
+        rate = device.peak_flops_per_second(known.dtype) * device.matmul_fraction
+        return flops[0] / rate, flops[1] / rate
+    left = local_shape(known.matrix.left, plan.operands[known.matrix.index], axis_sizes)
+    if known.attention:
+        queries, head = left[-2:]
+        forward = attention_seconds(device, known.dtype, flops[0], queries, head, False)
+        return forward, attention_seconds(device, known.dtype, flops[1], queries, head, True)
+    result = local_shape(known.matrix.result, plan.results[0], axis_sizes)
+    rows = result[-2] if known.matrix.batched else prod(result[:-1])
+    count, n, k = prod(result[:-1]) // max(1, rows), result[-1], left[-1]
+    dtype = product_dtype(device, known.dtype, n, k) if known.matrix.batched else known.dtype
+    forward = product_seconds(device, dtype, count, rows, n, k)
+    to_left = product_seconds(device, dtype, count, rows, k, n)
+    to_right = product_seconds(device, dtype, count, k, n, rows)
+    return forward, (to_left + to_right) / 2 * (flops[1] / flops[0])
+
+
+def local_shape(shape: Sizes, placements: Placements, axis_sizes: Sequence[int]) -> Sizes:
+    """The shard of one rank."""
+    out = list(shape)
+    for place, size in zip(placements, axis_sizes, strict=True):
+        if type(place) is Shard:
+            out[place.dim] = max(1, out[place.dim] // size)
+    return tuple(out)
+
+
+def node_cost(
+    node: Node,
+    values: Mapping[str, Value],
+    plan: NodePlan,
+    mesh: Mesh,
+    batch: int,
+    cluster: Cluster,
+    known: Profile | None = None,
+) -> NodeCost:
+    """The cost of `node` under `plan` at the global `batch`. `known` is its `profile`, for callers that price many plans."""
+    known = known or profile(node, values, batch)
+    seconds = seconds_and_flops(known, plan, mesh.sizes, cluster.device)
+    busiest = expert_imbalance(known, plan, mesh.sizes, cluster)
+    if busiest != 1.0:
+        seconds = busiest * seconds[0], busiest * seconds[1], *seconds[2:]
+    if not plan.function:
+        none = (0.0,) * len(mesh.sizes)
+        return NodeCost(*seconds, none, none)
+    imbalance = work_imbalance(node, values, plan, mesh)
+    forward, backward = imbalance * seconds[0], imbalance * seconds[1]
+    work = work_shards(plan.operands, plan.results, mesh.sizes)
+    exposed = exposed_collective_seconds(node, values, plan, mesh, batch, cluster, work, (forward, backward))
+    if busiest != 1.0:
+        exposed = tuple(tuple(busiest * each for each in side) for side in exposed)  # type: ignore[assignment]
+    return NodeCost(forward, backward, *seconds[2:], *exposed)
+
+
+def expert_imbalance(known: Profile, plan: NodePlan, axis_sizes: Sequence[int], cluster: Cluster) -> float:
+    """Token copies of the busiest rank over the mean, where experts are distributed over ranks; else 1."""
+    if known.experts is None:
+        return 1.0
+    cut = expert_shards(plan, axis_sizes)[2]
+    return cluster.expert_load.imbalance(known.experts.shapes.experts, cut) if cut else 1.0

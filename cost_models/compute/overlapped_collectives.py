@@ -1,0 +1,31 @@
+"""Exposed time of collectives that are decomposed to overlap with the compute beside them (asynchronous tensor parallelism).
+
+A product whose operand is gathered starts on the shards that have arrived; a product whose result is reduced sends its shards as
+they are ready (Wang et al., ASPLOS 2023, "Overlap communication with dependent computation via decomposition"). Of ``p`` shards
+the first or the last has no compute to overlap with, so at most ``1 - 1/p`` of a collective is hidden, and no more than the
+compute beside it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+StreamSegment = tuple[float, frozenset[str], float]
+"""Seconds of the main stream, the links that it uses meanwhile (none: compute), and the share of it that may overlap with
+compute."""
+
+
+def exposed_segments(stream: Sequence[StreamSegment]) -> list[tuple[float, frozenset[str]]]:
+    """The main stream without what overlaps: a collective overlaps with the compute before it, then with the compute after it;
+    compute hides no more than it takes."""
+    unused_compute = [0.0 if links else seconds for seconds, links, _ in stream]
+    out = []
+    for index, (seconds, links, share) in enumerate(stream):
+        hidden = 0.0
+        for beside in (index - 1, index + 1) if share else ():
+            if 0 <= beside < len(stream):
+                more = min(seconds * share - hidden, unused_compute[beside])
+                unused_compute[beside] -= more
+                hidden += more
+        out.append((seconds - hidden, links))
+    return [(seconds, links) for seconds, links in out if seconds > 0]

@@ -1,0 +1,163 @@
+"""`Cluster`: the hardware (and its software) that a plan is priced on, read from preset names, YAML files or plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from autopar.cost_models.hardware import cluster_parser as parser
+from autopar.cost_models.hardware.bottleneck import bottleneck_device, bottleneck_note, bottleneck_of
+from autopar.cost_models.hardware.cluster_file import preset_path, presets, read_yaml
+from autopar.cost_models.hardware.device_specs import Device, Link, NodeGroup, OffloadTarget
+from autopar.cost_models.hardware.expert_load import ExpertLoad, parse_expert_load
+from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.state_layouts import StateLayout
+from autopar.errors import ClusterError
+
+
+def _lists(data: Any) -> Any:
+    """Tuples as lists, as JSON and YAML give them back."""
+    if isinstance(data, dict):
+        return {name: _lists(value) for name, value in data.items()}
+    return [_lists(each) for each in data] if isinstance(data, (list, tuple)) else data
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`size` devices, and `links` from the innermost level (inside a node) outwards. The last level joins everything.
+
+    groups: the node groups of a heterogeneous cluster. Then `device` and `links` are the bottleneck of a synchronous step, in
+        which every rank waits for the slowest and the same program must fit everywhere: the slowest matrix products, the slowest
+        and the smallest memory, and of each link level the smallest bandwidth and the largest latency.
+    host, nvme: where a device can offload to (None: unknown).
+    algorithms: what the collective library chooses from.
+    overlap: which communication the software of the step overlaps with compute.
+    state_layout: which copies of weights and gradients that software holds.
+    expert_load: how evenly routers distribute tokens over experts.
+    note: provenance of the figures: when they were measured, how reliable they are, which device's they are.
+    """
+
+    name: str
+    device: Device
+    links: tuple[Link, ...]
+    size: int
+    host: OffloadTarget | None = None
+    nvme: OffloadTarget | None = None
+    algorithms: tuple[str, ...] = ("ring", "tree", "switch")
+    groups: tuple[NodeGroup, ...] = ()
+    overlap: Overlap = Overlap()
+    note: str = ""
+    state_layout: StateLayout = StateLayout()
+    expert_load: ExpertLoad = ExpertLoad()
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.size, self.device.name))
+
+    @staticmethod
+    def parse(text: str, cache: Path | None = None) -> Cluster:
+        """``preset:nodes`` (``dgx-h100:8``), several of them joined by ``+``, ``local:processes``, or the path of a YAML file.
+        ClusterError where it is none.
+
+        ``local`` is measured on this machine, once, when `cache` names a folder that keeps the result; without one it is the
+        conservative description beside this file, so that nothing depends on the hour.
+        """
+        if text.endswith((".yaml", ".yml")):
+            return read_cluster(Path(text), text)
+        if "+" in text:
+            return heterogeneous_cluster(tuple(Cluster.parse(part.strip()) for part in text.split("+")), text)
+        preset, _, count = text.partition(":")
+        if preset not in presets():
+            raise ClusterError(
+                f"no cluster {preset!r}: write one of {', '.join(presets())} with :nodes, or the path of a .yaml file"
+            )
+        if not (count or "1").isdigit() or int(count or "1") < 1:
+            raise ClusterError(f"cluster {text!r}: {count!r} is not a number of nodes; write {preset}:1")
+        if preset == "local":
+            return _local(int(count or "1"), cache)
+        return with_nodes(read_cluster(preset_path(preset), preset), text, int(count or "1"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, the inverse of `from_dict`."""
+        data = asdict(self)
+        for each in (data, *data["groups"]):
+            each["device"]["peak"] = dict(each["device"]["peak"])
+            for link in each["links"]:
+                link["factors"] = {kind: list(pair) for kind, *pair in link["factors"]}
+        plain: dict[str, Any] = _lists(data)
+        return plain
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Cluster:
+        """A cluster from plain data. ClusterError tells the path of what is missing or wrong, and how to mend it."""
+        readers: dict[str, Any] = {
+            "device": parser.parse_device,
+            "links": parser.list_of(parser.parse_link),
+            "host": parser.optional_of(parser.parse_offload_target),
+            "nvme": parser.optional_of(parser.parse_offload_target),
+            "algorithms": parser.list_of(parser.parse_algorithm),
+            "groups": parser.list_of(parser.parse_node_group),
+            "overlap": parser.parse_overlap,
+            "state_layout": parser.parse_state_layout,
+            "expert_load": parse_expert_load,
+        }
+        cluster: Cluster = parser.parse_dataclass(Cluster, data, "", readers)
+        parser.check_cluster(cluster.device, cluster.links, cluster.size, cluster.algorithms)
+        return cluster
+
+
+def _local(processes: int, cache: Path | None) -> Cluster:
+    local: Any = import_module("autopar.cost_models.calibrate.local_cluster")  # it imports this module
+    found: Cluster = local.default_local_cluster(processes) if cache is None else local.measured_local_cluster(processes, cache)
+    return found
+
+
+def read_cluster(path: Path, name: str) -> Cluster:
+    """A cluster from a YAML file; units may be in the keys (``memory_gib``). Instead of a device it may have `groups`, each with
+    a `cluster` as `Cluster.parse` takes it; the other keys of the file (links, host, nvme) then replace those of the bottleneck.
+    ClusterError names file and fault."""
+    data = read_yaml(path)
+    try:
+        if "groups" in data and "device" not in data:
+            clusters = tuple(Cluster.parse(str(group["cluster"])) for group in data.pop("groups"))
+            return Cluster.from_dict({**heterogeneous_cluster(clusters, name).to_dict(), **data})
+        alone: dict[str, Any] = {"links": []} if data.get("size", 1) == 1 else {}
+        return Cluster.from_dict({"name": name, "size": 1, **alone, **data})
+    except ClusterError as error:
+        raise ClusterError(f"{path.name}: {error}") from None
+    except (KeyError, TypeError) as error:
+        raise ClusterError(f"{path.name}: each of groups needs a cluster ({error})") from None
+
+
+def with_nodes(one: Cluster, name: str, nodes: int) -> Cluster:
+    """`nodes` copies of a one-node description: the last link joins them all."""
+    size = one.size * nodes
+    last = replace(one.links[-1], devices=max(size, one.links[-1].devices))
+    return replace(one, name=name, size=size, links=(*one.links[:-1], last))
+
+
+def heterogeneous_cluster(clusters: tuple[Cluster, ...], name: str) -> Cluster:
+    """Clusters side by side, joined by their last level; the bottleneck of each figure counts, see `Cluster`. ClusterError where
+    their nodes have different numbers of devices."""
+    if len({tuple(link.devices for link in each.links[:-1]) for each in clusters}) > 1:
+        raise ClusterError(f"cluster {name}: the parts must have equally many devices in a node; describe it in a .yaml file")
+    size = sum(each.size for each in clusters)
+    links = tuple(bottleneck_of(same, {"devices", "dimensions"}) for same in zip(*(each.links for each in clusters), strict=True))
+    offload_targets: dict[str, Any] = {}
+    for key in ("host", "nvme"):
+        found = [target for each in clusters if (target := getattr(each, key)) is not None]
+        offload_targets[key] = bottleneck_of(found) if len(found) == len(clusters) else None
+    whole = Cluster(
+        name,
+        bottleneck_device([each.device for each in clusters]),
+        (*links[:-1], replace(links[-1], devices=size)),
+        size,
+        **offload_targets,
+        algorithms=tuple(name for name in clusters[0].algorithms if all(name in each.algorithms for each in clusters)),
+        groups=tuple(NodeGroup(each.device, each.links, each.size) for each in clusters),
+        note=bottleneck_note([(each.size, each.device) for each in clusters]),
+    )
+    parser.check_cluster(whole.device, whole.links, whole.size, whole.algorithms)
+    return whole

@@ -1,0 +1,120 @@
+"""YAML files of clusters: where the presets are, and the units in keys (``memory_gib`` in a file is `memory_bytes` in the
+code)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autopar.errors import ClusterError
+
+GIB = 1024**3
+_UNITS = {
+    "_tflops": (1e12, ""),
+    "_gib": (GIB, "_bytes"),
+    "_mib": (1024**2, "_bytes"),
+    "_gb_per_second": (1e9, "_bytes_per_second"),
+    "_us": (1e-6, "_seconds"),
+}
+"""Ending of a key: factor, and the ending of the same key in the code's units."""
+
+
+def preset_path(name: str) -> Path:
+    return Path(__file__).parent / "presets" / f"{name}.yaml"
+
+
+@lru_cache(maxsize=1)
+def presets() -> tuple[str, ...]:
+    """The bundled cluster names, to be followed by ``:nodes`` (``local``: by ``:processes``)."""
+    return tuple(sorted(path.stem for path in preset_path("any").parent.glob("*.yaml")))
+
+
+def nonnegative(value: object, key: str) -> float:
+    """A finite number of at least 0; ValueError names the key."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{key} is {value!r}: write a number of at least 0")
+    return float(value)
+
+
+def in_code_units(data: Any, path: str = "") -> Any:
+    """Human units in keys (``memory_gib: 80``) to the ones of the code (``memory_bytes``). ValueError names a key by its path."""
+    if isinstance(data, list):
+        return [in_code_units(item, f"{path}[{index}]") for index, item in enumerate(data)]
+    if not isinstance(data, dict):
+        return data
+    out: dict[str, Any] = {}
+    for key, item in data.items():
+        where = f"{path}.{key}" if path else str(key)
+        ending = next((ending for ending in _UNITS if str(key).endswith(ending)), None)
+        if ending is None:
+            out[str(key)] = in_code_units(item, where)
+            continue
+        factor, spelling = _UNITS[ending]
+        name = str(key).removesuffix(ending) + spelling
+        if name in data:
+            raise ValueError(f"{where} is given twice, also as {name}: take one out")
+        if isinstance(item, dict):
+            out[name] = {k: nonnegative(v, f"{where}.{k}") * factor for k, v in item.items()}
+        else:
+            out[name] = nonnegative(item, where) * factor
+    return out
+
+
+_HUMAN = {"peak": "_tflops", "memory_bytes": "_gib", "base_bytes": "_gib", "capacity_bytes": "_gib"}
+
+
+def _ending(key: str) -> str:
+    """What `key` of the code ends with in human units; empty where it has none."""
+    known = {"_bytes_per_second": "_gb_per_second", "_seconds": "_us", "_bytes": "_mib"}
+    return _HUMAN.get(key) or next((human for ending, human in known.items() if key.endswith(ending)), "")
+
+
+def human_key(key: str) -> str:
+    """``memory_gib`` for ``memory_bytes``."""
+    ending = _ending(key)
+    return key.removesuffix(_UNITS[ending][1]) + ending if ending else key
+
+
+def in_human_units(data: Any) -> Any:
+    """The inverse of `in_code_units`, to six digits; nothing that is empty, None, or an optional zero."""
+    if isinstance(data, list | tuple):
+        return [in_human_units(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    out: dict[str, Any] = {}
+    for key, item in data.items():
+        ending = _ending(key)
+        if not item and item is not False and key not in ("launch_seconds", "latency_seconds", "base_bytes"):
+            continue
+        factor, spelling = _UNITS.get(ending, (1, ""))
+        name = key.removesuffix(spelling) + ending if ending else key
+        if ending and isinstance(item, dict):
+            out[name] = {k: float(f"{v / factor:.6g}") for k, v in item.items()}
+        else:
+            out[name] = float(f"{item / factor:.6g}") if ending else in_human_units(item)
+    return out
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The file's content in the code's units. ClusterError names file and fault."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"cluster file {path}: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        where = f" in line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
+        fault = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ClusterError(
+            f"cluster file {path} is not YAML{where}: {fault}; `autopar calibrate` writes one to begin with"
+        ) from None
+    if not isinstance(data, dict):
+        raise ClusterError(f"cluster file {path}: expected keys name, device, links and size; `autopar calibrate` writes one")
+    data.pop("source", None)
+    try:
+        found: dict[str, Any] = in_code_units(data)
+    except ValueError as error:
+        raise ClusterError(f"cluster file {path}: {error}") from None
+    return found

@@ -1,0 +1,197 @@
+"""Reads a `Cluster` from plain data. Every ClusterError is one line: the path of the key, its value, and how to correct it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from math import prod
+from typing import Any
+
+from autopar.cost_models.hardware.cluster_file import human_key, nonnegative
+from autopar.cost_models.hardware.device_specs import ALGORITHMS, LINK_KINDS, Device, Link, NodeGroup, OffloadTarget
+from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.state_layouts import StateLayout
+from autopar.errors import ClusterError
+
+Reader = Callable[[Any, str], Any]
+
+
+def parse_dataclass(cls: type[Any], data: Any, path: str, readers: Mapping[str, Reader]) -> Any:
+    """An instance of dataclass `cls`; keys with a reader are read by it, others by their annotation. `path` leads to `data`."""
+    if not isinstance(data, Mapping):
+        raise ClusterError(f"{path or 'the file'} is {data!r}: write keys with values, such as {_example(cls)}")
+    known = {field.name: field for field in fields(cls)}
+    if unknown := [key for key in data if key not in known]:
+        can = ", ".join(human_key(name) for name in known)
+        raise ClusterError(f"{_join(path, unknown[0])} is unknown: take it out, or write one of {can}")
+    missing = [name for name, field in known.items() if name not in data and _is_required(field)]
+    if missing:
+        raise ClusterError(f"{_join(path, missing[0])} is missing: add {human_key(missing[0])}, as in {_example(cls)}")
+    found = {}
+    for name, value in data.items():
+        where = _join(path, name)
+        read = readers.get(name) or _READERS.get(str(known[name].type))
+        found[name] = read(value, where) if read else value
+    return cls(**found)
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{human_key(str(key))}" if path else human_key(str(key))
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _example(cls: type[Any]) -> str:
+    """The required keys."""
+    given = {"name": "X", "kind": "cuda", "peak": "{float32: 60, bfloat16: 900}"}
+    each = [f"{human_key(f.name)}: {given.get(f.name, 1)}" for f in fields(cls) if _is_required(f)]
+    return "{" + ", ".join(each) + "}"
+
+
+def _number(value: Any, where: str) -> float:
+    try:
+        return nonnegative(value, where)
+    except ValueError as error:
+        raise ClusterError(str(error)) from None
+
+
+def _whole(value: Any, where: str) -> int:
+    return int(_number(value, where))
+
+
+def _text(value: Any, where: str) -> str:
+    if isinstance(value, Mapping | list):
+        raise ClusterError(f"{where} is {value!r}: write a name")
+    return str(value)
+
+
+def _truth(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ClusterError(f"{where} is {value!r}: write true or false")
+    return value
+
+
+_READERS: Mapping[str, Reader] = {"float": _number, "int": _whole, "str": _text, "bool": _truth}
+
+
+def list_of(read: Reader) -> Reader:
+    """A tuple of what `read` reads."""
+
+    def every(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            raise ClusterError(f"{where} is {value!r}: write a list, each entry after a dash")
+        return tuple(read(each, f"{where}[{index}]") for index, each in enumerate(value))
+
+    return every
+
+
+def optional_of(read: Reader) -> Reader:
+    """None, or what `read` reads."""
+    return lambda value, where: None if value is None else read(value, where)
+
+
+def _rates(value: Any, where: str) -> tuple[tuple[str, float], ...]:
+    if not isinstance(value, Mapping):
+        raise ClusterError(f"{where} is {value!r}: write the rate of each dtype, such as {{float32: 60, bfloat16: 900}}")
+    return tuple((str(name), _number(rate, f"{where}.{name}")) for name, rate in value.items())
+
+
+def _factors(value: Any, where: str) -> tuple[tuple[str, float, float], ...]:
+    if not isinstance(value, Mapping) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value.values()):
+        raise ClusterError(
+            f"{where} is {value!r}: write each kind of collective with its factors of latency and transfer, [1, 1]"
+        )
+    at = f"{where}.%s"
+    return tuple((str(kind), _number(pair[0], at % kind), _number(pair[1], at % kind)) for kind, pair in value.items())
+
+
+def _link_kind(value: Any, where: str) -> str:
+    if value not in LINK_KINDS:
+        raise ClusterError(f"{where} is {value!r}: write one of {', '.join(LINK_KINDS)}")
+    return str(value)
+
+
+def parse_algorithm(value: Any, where: str) -> str:
+    """An algorithm of the collective library."""
+    if value not in ALGORITHMS:
+        raise ClusterError(f"{where} is {value!r}: write some of {', '.join(ALGORITHMS)}")
+    return str(value)
+
+
+def parse_device(data: Any, where: str) -> Device:
+    """One device."""
+    found: Device = parse_dataclass(Device, data, where, {"peak": _rates})
+    return found
+
+
+def parse_link(data: Any, where: str) -> Link:
+    """One link level."""
+    found: Link = parse_dataclass(Link, data, where, {"kind": _link_kind, "dimensions": list_of(_whole), "factors": _factors})
+    return found
+
+
+def parse_offload_target(data: Any, where: str) -> OffloadTarget:
+    """Host memory or NVMe."""
+    found: OffloadTarget = parse_dataclass(OffloadTarget, data, where, {})
+    return found
+
+
+def parse_overlap(data: Any, where: str) -> Overlap:
+    """Which communication overlaps with compute."""
+    found: Overlap = parse_dataclass(Overlap, data, where, {})
+    if not 0 <= found.contention < 1:
+        raise ClusterError(f"{where}.contention is {found.contention}: write a share below 1")
+    return found
+
+
+def parse_state_layout(data: Any, where: str) -> StateLayout:
+    """Optimizer state layout."""
+    found: StateLayout = parse_dataclass(StateLayout, data, where, {})
+    if found.gradient_bytes not in (0, 2, 4) or found.accesses < 0:
+        raise ClusterError(f"{where}: write gradient_bytes 0, 2 or 4, and accesses of at least 0")
+    return found
+
+
+def parse_node_group(data: Any, where: str) -> NodeGroup:
+    """The nodes of one kind in a heterogeneous cluster."""
+    found: NodeGroup = parse_dataclass(NodeGroup, data, where, {"device": parse_device, "links": list_of(parse_link)})
+    return found
+
+
+def check_cluster(given: Device, links: Sequence[Link], size: int, algorithms: Sequence[str]) -> None:
+    """ClusterError where the figures of a cluster contradict each other."""
+    above = ("bandwidth_bytes_per_second", "matmul_fraction", "attention_fraction", "bandwidth_fraction", "memory_bytes")
+    for name in above:
+        if getattr(given, name) <= 0:
+            raise ClusterError(f"device.{human_key(name)} is {getattr(given, name):g}: write a number above 0")
+    for name in ("matmul_fraction", "attention_fraction", "bandwidth_fraction"):
+        if getattr(given, name) > 1.5:
+            raise ClusterError(f"device.{name} is {getattr(given, name):g}: write the share of the peak that is reached, as 0.7")
+    if "float32" not in dict(given.peak) or min(peak for _, peak in given.peak) <= 0:
+        raise ClusterError("device.peak_tflops needs float32, and each rate above 0: such as {float32: 60, bfloat16: 900}")
+    if size < 1:
+        raise ClusterError(f"size is {size}: write how many devices there are, at least 1")
+    if not algorithms:
+        raise ClusterError(f"algorithms is empty: write some of {', '.join(ALGORITHMS)}")
+    if size > 1 and not links:
+        raise ClusterError(f"links is empty, but size is {size}: add the level that joins the devices, or write size: 1")
+    _check_links(links, size)
+
+
+def _check_links(links: Sequence[Link], size: int) -> None:
+    inside, inner = 1, "a single device"
+    for index, level in enumerate(links):
+        where = f"links[{index}]"
+        if level.bandwidth_bytes_per_second <= 0:
+            raise ClusterError(f"{where}.bandwidth_gb_per_second is 0: write what one device can send, above 0")
+        if level.oversubscription < 1:
+            raise ClusterError(f"{where}.oversubscription is {level.oversubscription:g}: write 1 (none) or more")
+        if level.devices < 1 or level.devices % inside:
+            raise ClusterError(f"{where}.devices is {level.devices}: write a multiple of {inside}, as {inner} joins so many")
+        if level.kind == "torus" and (not level.dimensions or prod(level.dimensions) * inside != level.devices):
+            raise ClusterError(f"{where}.dimensions of torus {level.name} must multiply to {level.devices // inside}")
+        inside, inner = level.devices, f"{where} ({level.name})"
+    if links and size > inside:
+        raise ClusterError(f"size is {size}, but {inner} joins only {inside} devices: raise its devices, or lower size")

@@ -1,0 +1,174 @@
+"""Devices, network links and offload targets by the numbers of their data sheets; and the links that one mesh axis runs over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+LINK_KINDS = ("switch", "mesh", "ring", "torus")
+"""How a link joins its members: through a switch; pair by pair (each pair has ``bandwidth / (devices - 1)`` for itself); as a
+ring of neighbours; or as rings along each of several `dimensions`."""
+
+ALGORITHMS = ("ring", "tree", "switch", "hierarchical")
+"""What a collective library may choose from; see comm/collectives.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator, or one process of a CPU machine.
+
+    peak: dense FLOP/s per dtype as the data sheet prints it (``float8`` stands for both of its formats).
+    matmul_fraction, attention_fraction: share of `peak` that matrix products and attention reach.
+    bandwidth_fraction: share of the memory bandwidth that streaming kernels reach.
+    launch_seconds: the floor below which no operation ends.
+    base_bytes: what context, allocator and communicator take before the model.
+    generation: name of the architecture (``hopper``); empty where unknown.
+    multiprocessors: what a kernel's tiles are distributed over; 0 where unknown, and on a CPU.
+    fused: neighbouring streaming operations run as one kernel, as a compiler makes them.
+    allocator_slack: what a caching allocator reserves beyond the tensors in it, as a share of these.
+    transcendental_seconds: seconds per element of a transcendental function (gelu, softmax) besides its memory traffic; 0 on a
+        GPU.
+    update_seconds: one pass of an optimizer over a small distributed tensor on a CPU (0: as a launch).
+    """
+
+    name: str
+    kind: str
+    peak: tuple[tuple[str, float], ...]
+    memory_bytes: int
+    bandwidth_bytes_per_second: float
+    launch_seconds: float
+    matmul_fraction: float
+    attention_fraction: float
+    bandwidth_fraction: float
+    base_bytes: int
+    generation: str = ""
+    multiprocessors: int = 0
+    fused: bool = False
+    allocator_slack: float = 0.0
+    transcendental_seconds: float = 0.0
+    update_seconds: float = 0.0
+
+    @property
+    def usable_bytes(self) -> float:
+        """The memory budget of tensors: ``(memory - base) / (1 + slack)``."""
+        return (self.memory_bytes - self.base_bytes) / (1 + self.allocator_slack)
+
+    def peak_flops_per_second(self, dtype: str) -> float:
+        """The data-sheet peak of dense matrix products in `dtype`; an unlisted dtype counts as float32."""
+        known = dict(self.peak)
+        return known.get("float8" if dtype.startswith("float8") else dtype, known["float32"])
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One level of the network. Bandwidths are those of one device in one direction, as collectives reach them (of a ring or
+    torus: of one cable).
+
+    devices: how many devices one switch of this level joins.
+    latency_seconds: of one step of a ring.
+    low_latency_seconds, low_latency_bandwidth_bytes_per_second: the library's protocol for small messages (NCCL's LL and LL128);
+        a bandwidth of 0: none.
+    switch_seconds, switch_bandwidth_bytes_per_second: reductions inside the switch (NVLink SHARP); a bandwidth of 0: none.
+    oversubscription: how much more its members could send than this level carries (1: none); it divides the bandwidth.
+    port: the level whose cable at the device this level's traffic uses too, where it is not its own (a spine is reached through
+        the network card of the leaf).
+    dimensions: widths of the rings of a torus.
+    factors: per kind of collective, how many times longer than its formula the library takes, in latency and in transfer (a
+        reduce-scatter that is run as an all-reduce: 2 and 2).
+    """
+
+    name: str
+    devices: int
+    bandwidth_bytes_per_second: float
+    latency_seconds: float
+    kind: str = "switch"
+    low_latency_seconds: float = 0.0
+    low_latency_bandwidth_bytes_per_second: float = 0.0
+    switch_seconds: float = 0.0
+    switch_bandwidth_bytes_per_second: float = 0.0
+    oversubscription: float = 1.0
+    port: str = ""
+    dimensions: tuple[int, ...] = ()
+    factors: tuple[tuple[str, float, float], ...] = ()
+
+    def scaled(self, share: float) -> Link:
+        """The same link with `share` of its bandwidth, for messages of every size."""
+        return replace(
+            self,
+            bandwidth_bytes_per_second=self.bandwidth_bytes_per_second * share,
+            low_latency_bandwidth_bytes_per_second=self.low_latency_bandwidth_bytes_per_second * share,
+            switch_bandwidth_bytes_per_second=self.switch_bandwidth_bytes_per_second * share,
+        )
+
+    @property
+    def physical(self) -> str:
+        """The cable at the device that carries this level's traffic."""
+        return self.port or self.name
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadTarget:
+    """Memory that a device can offload to: the host's, or NVMe. All figures are one device's share; a read goes to the device."""
+
+    name: str
+    capacity_bytes: float
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    latency_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """`size` equal devices of a heterogeneous cluster."""
+
+    device: Device
+    links: tuple[Link, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The part of a process group that one link joins: `width` subgroups of the next inner level. The bandwidths of `link` are
+    those that one member has for a collective over this width, its `devices` and `oversubscription` do not count any more.
+    `peer_bandwidth_bytes_per_second` is what one member has towards one other (0: the same)."""
+
+    link: Link
+    width: int
+    peer_bandwidth_bytes_per_second: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaBetaCost:
+    """One algorithm and protocol of a collective in the alpha-beta model: ``latency_seconds + bytes x seconds_per_byte``."""
+
+    algorithm: str
+    protocol: str
+    latency_seconds: float
+    seconds_per_byte: float
+
+    def seconds(self, full_bytes: float) -> float:
+        return self.latency_seconds + full_bytes * self.seconds_per_byte
+
+
+@dataclass(frozen=True, slots=True)
+class AxisLink:
+    """The links of the process groups of one mesh axis: levels from inside the node outwards, whose widths multiply to `size`.
+    `algorithms` is what the collective library may choose from."""
+
+    size: int
+    levels: tuple[Level, ...]
+    launch_seconds: float = 0.0
+    algorithms: tuple[str, ...] = ("ring", "tree", "switch")
+    cost_cache: dict[str, tuple[AlphaBetaCost, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Filled by comm/collectives.py: the costs of each kind of collective on these links."""
+
+    def __hash__(self) -> int:
+        return hash((self.size, self.launch_seconds, *(level.link.name for level in self.levels)))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The physical links in use."""
+        return frozenset(level.link.physical for level in self.levels)
+
+    def shares(self, other: AxisLink) -> bool:
+        """Whether both use one physical link."""
+        return not self.names.isdisjoint(other.names)

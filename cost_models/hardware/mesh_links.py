@@ -1,0 +1,93 @@
+"""Which network links the process groups of a mesh axis run over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from math import gcd, prod
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
+from autopar.errors import ClusterError
+from autopar.ir.mesh import Axis, Mesh
+
+
+def check_mesh(cluster: Cluster, mesh: Mesh) -> None:
+    """ClusterError unless the mesh uses every device."""
+    if mesh.size != cluster.size:
+        raise ClusterError(
+            f"the mesh {mesh} has {mesh.size} ranks, but {cluster.name} has {cluster.size} devices: let the axes multiply to it"
+        )
+
+
+@lru_cache(maxsize=4096)
+def links_of_axis(cluster: Cluster, mesh: Mesh, axis: int) -> AxisLink:
+    """The link levels that the groups of `axis` use. Ranks are row-major: neighbours on the last axis are neighbours in a node.
+
+    A group steps through ranks in strides of ``prod(sizes after axis)``; a level that joins D devices (but not all) holds
+    ``gcd(size, D / stride)`` of its members, the rest is joined further out. Where a stride does not divide D the members are
+    taken to lie apart (a group that straddles nodes runs at the speed of its slowest link). A torus counts as one level for
+    each dimension.
+    """
+    check_mesh(cluster, mesh)
+    stride, size = prod(mesh.sizes[axis + 1 :]), mesh.sizes[axis]
+    levels: list[Level] = []
+    inside, beneath = 1, 1
+    links = torus_as_rings(cluster.links)
+    for index, link in enumerate(links):
+        everyone = index == len(links) - 1 or link.devices >= cluster.size
+        reach = size if everyone else gcd(size, link.devices // stride) if link.devices % stride == 0 else 1
+        width = reach // inside
+        if width > 1:
+            levels.append(level_of(link, width, link.devices // beneath))
+            inside = reach
+        beneath = link.devices
+    inner = {link.name for link in links[:1]} if len(links) > 1 else set()
+    algorithms = cluster.algorithms
+    if all(level.link.name in inner for level in levels) and algorithms != ("tree",):
+        algorithms = tuple(name for name in algorithms if name != "tree")  # in a node it is a chain: never better than a ring
+    return AxisLink(size, tuple(levels), cluster.device.launch_seconds, algorithms)
+
+
+def links_of_group(cluster: Cluster, mesh: Mesh, axis: int, group: int) -> AxisLink:
+    """What `group` neighbours on one axis use among themselves. ValueError where `group` does not divide the axis."""
+    return links_of_axis(cluster, _split(mesh, axis, group), axis + 1)
+
+
+def links_across(cluster: Cluster, mesh: Mesh, axis: int, group: int) -> AxisLink:
+    """What members of equal place in such groups use between the groups."""
+    return links_of_axis(cluster, _split(mesh, axis, group), axis)
+
+
+def _split(mesh: Mesh, axis: int, group: int) -> Mesh:
+    """The mesh with one axis as (groups, members)."""
+    whole = mesh.axes[axis]
+    if whole.size % group:
+        raise ValueError(f"groups of {group} do not divide {whole.name}={whole.size}")
+    parts = Axis(f"{whole.name}_groups", whole.size // group), Axis(whole.name, group)
+    return Mesh((*mesh.axes[:axis], *parts, *mesh.axes[axis + 1 :]))
+
+
+def torus_as_rings(links: tuple[Link, ...]) -> list[Link]:
+    """The links, with each torus as rings, one for each dimension."""
+    out: list[Link] = []
+    for link in links:
+        inside = out[-1].devices if out else 1
+        for index, width in enumerate(link.dimensions if link.kind == "torus" else ()):
+            inside *= width
+            out.append(replace(link, name=f"{link.name}{index}", devices=inside, kind="ring", dimensions=()))
+        if link.kind != "torus":
+            out.append(link)
+    return out
+
+
+def level_of(link: Link, width: int, members: int) -> Level:
+    """`width` of the `members` of a link. Of a full mesh they have only the cables between them; a whole ring is used in both
+    directions, a part of one has a first and a last member that have only one neighbour."""
+    share = 1.0 / link.oversubscription
+    if link.kind == "mesh":
+        share *= (width - 1) / max(1, members - 1)
+    elif link.kind == "ring" and width == members > 2:
+        share *= 2.0
+    peer = link.bandwidth_bytes_per_second / link.oversubscription / (max(1, members - 1) if link.kind == "mesh" else 1)
+    return Level(link.scaled(share), width, peer)

@@ -1,0 +1,34 @@
+"""Which communication a training step overlaps with compute: a property of the software that runs the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What overlaps with compute. The defaults describe autopar's own programs.
+
+    contention: share of its speed that compute loses while communication overlaps it (collectives take multiprocessors and memory
+        bandwidth).
+    gradient_reduction: gradients are reduced while the backward of earlier blocks runs (Megatron: ``overlap_grad_reduce``); else
+        after the last backward.
+    parameter_gather: weights of the next block are gathered while this one computes (FSDP2's prefetch, Megatron's
+        ``overlap_param_gather``); else when they are needed.
+    blocking_sends: a pipeline stage stalls until a p2p send has completed.
+    scattered_sends: each rank of a tensor axis sends its shard of an activation that all of them hold (scatter/gather
+        optimization, arXiv 2104.04473, section 4.1).
+    model_parallel: collectives of model axes, and of attention over shards of a sequence, are decomposed and overlap with the
+        products beside them (Megatron: ``tp_comm_overlap``).
+    expert_dispatch: all-to-alls of experts overlap with compute too.
+    gradient_buffers: gradients have buffers of their own and queue for their reduction, so that no backward waits for one.
+    """
+
+    contention: float = 0.0
+    gradient_reduction: bool = True
+    parameter_gather: bool = True
+    blocking_sends: bool = False
+    scattered_sends: bool = False
+    model_parallel: bool = False
+    expert_dispatch: bool = False
+    gradient_buffers: bool = False

@@ -1,0 +1,26 @@
+"""Optimizer state layout of a training framework: which copies of weights and gradients live through a step, and the update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The defaults describe FSDP2 and autopar's own programs.
+
+    stored_compute: weights in the compute dtype live through the step beside the master weights (Megatron, DeepSpeed; ZeRO, arXiv
+        1910.02054, section 3.1); else they are cast for the forward and freed after the backward.
+    gradient_bytes: bytes of a gradient element, in memory and in its reduction; 0: as the master weight's.
+    accesses: reads and writes of master-sized tensors in the optimizer update; 0: torch's foreach implementation. (A fused Adam
+        reads gradient, weight and two moments, writes three of them and the compute copy: 7.5.)
+    update_copies: the update makes a temporary of the master's size for its shard (foreach; DeepSpeed's float32 gradients).
+    owners_broadcast: each rank owns whole tensors and broadcasts them after the update (InternEvo), instead of one all-gather of
+        equal shards.
+    """
+
+    stored_compute: bool = False
+    gradient_bytes: int = 0
+    accesses: float = 0.0
+    update_copies: bool = True
+    owners_broadcast: bool = False

@@ -1,0 +1,46 @@
+"""The parameters that are gathered and reduced together (one FSDP unit), as counts of elements on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from autopar.cost_models.tensors.sizes import itemsize, shard_count
+from autopar.ir.graph import Parameter
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """The parameters that one block call owns: what its tensor-parallel shard on one device counts, before ZeRO.
+
+    elements: of all parameters.
+    trainable: elements that train.
+    tensors: number of parameters.
+    buffer_bytes: buffers of the model, which ZeRO never shards.
+    largest: elements of the largest parameter.
+    """
+
+    elements: float
+    trainable: float
+    tensors: int
+    buffer_bytes: float = 0.0
+    largest: float = 0.0
+
+
+def state_group(parameters: Iterable[tuple[Parameter, Placements]], mesh: Mesh) -> StateGroup:
+    """The group of these parameters, each with the placements that it is stored in."""
+    elements = trainable = buffers = largest = 0.0
+    tensors = 0
+    for parameter, placements in parameters:
+        count = prod(size for size in parameter.value.shape if isinstance(size, int)) / shard_count(placements, mesh.sizes)
+        if parameter.buffer:
+            buffers += count * itemsize(parameter.value.dtype)
+            continue
+        elements += count
+        tensors += 1
+        trainable += count if parameter.trainable else 0.0
+        largest = max(largest, count)
+    return StateGroup(elements, trainable, tensors, buffers, largest)

@@ -1,0 +1,135 @@
+"""Memory of parameters, gradients and optimizer state under ZeRO, in bytes on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from autopar.cost_models.hardware.state_layouts import StateLayout
+from autopar.cost_models.state.optimizers import Optimizer
+from autopar.cost_models.state.state_group import StateGroup
+from autopar.cost_models.tensors.sizes import itemsize
+from autopar.ir.plan import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class StatePolicy:
+    """Bytes per parameter: a software's state layout, with the dtypes and the optimizer of a run put in.
+
+    optimizer_bytes: of the optimizer's state tensors.
+    stored_compute: a copy of the weights in the compute dtype lives through the step beside the master weights (Megatron, the
+        ZeRO paper); else it is made for the forward and freed after the backward (FSDP2), and is not needed where the dtypes
+        agree.
+    memory_accesses, update_copies, owners_broadcast: see `StateLayout`.
+    """
+
+    compute_bytes: int
+    master_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    stored_compute: bool = False
+    memory_accesses: float = 0.0
+    update_copies: bool = True
+    owners_broadcast: bool = False
+
+    @staticmethod
+    def of(precision: Precision, optimizer: Optimizer, layout: StateLayout | None = None) -> StatePolicy:
+        """Under `layout`; without it, that of autopar's own programs."""
+        compute, master, layout = itemsize(precision.compute), itemsize(precision.master), layout or StateLayout()
+        return StatePolicy(
+            compute_bytes=compute,
+            master_bytes=master,
+            gradient_bytes=min(master, layout.gradient_bytes or master),
+            optimizer_bytes=master * optimizer.state_tensors,
+            stored_compute=layout.stored_compute and compute != master,
+            memory_accesses=layout.accesses,
+            update_copies=layout.update_copies,
+            owners_broadcast=layout.owners_broadcast,
+        )
+
+    @staticmethod
+    def zero_paper() -> StatePolicy:
+        """fp16 weights 2, fp16 gradients 2, K = 12 (float32 master 4, momentum 4, variance 4): arXiv 1910.02054, section 3.1."""
+        return StatePolicy(2, 4, 2, 8, stored_compute=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StateMemory:
+    """Bytes of one group of parameters on one device.
+
+    parameters: master weights, and the compute copy where that is stored.
+    gradients: reduced gradients, from the backward to the optimizer step.
+    gathered: unsharded weights in the compute dtype.
+    gathered_is_transient: ZeRO-3 holds `gathered` while the block computes (with prefetch, for two blocks at a time); else it
+        stays from forward to backward.
+    unsharded_gradients: as autograd makes them, while the block's backward runs.
+    reduce_buffer: the gradients are copied into it to be reduced. It lives until the next block's is reduced (FSDP2), or, with
+        `reduced_in_place` (nothing is sharded), only until it replaces the gradients.
+    buffers: buffers of the model.
+    accumulated: gradients held between micro-batches.
+    update_temporaries: one temporary of the master's size for every trainable parameter (foreach optimizers).
+    largest_tensor: such a temporary for the largest parameter.
+    persistent_reduce_buffer: the buffer is reused in the next step and never freed (CPU: runtime `gradient_buckets`).
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    gathered_is_transient: bool
+    unsharded_gradients: float
+    reduce_buffer: float = 0.0
+    buffers: float = 0.0
+    reduced_in_place: bool = False
+    accumulated: float = 0.0
+    update_temporaries: float = 0.0
+    largest_tensor: float = 0.0
+    persistent_reduce_buffer: bool = False
+
+    def __add__(self, other: StateMemory) -> StateMemory:
+        """The groups of one block call (its own parameters, and its experts), which are live at the same time."""
+        first, second = (tuple(getattr(each, field.name) for field in fields(self)) for each in (self, other))
+        return StateMemory(*(a or b if isinstance(a, bool) else a + b for a, b in zip(first, second, strict=True)))
+
+    @staticmethod
+    def merged(groups: Sequence[StateMemory]) -> StateMemory:
+        """The shared parameters of several model chunks of one stage as one group; flags are those of the first."""
+        sums = {
+            field.name: sum(getattr(group, field.name) for group in groups)
+            for field in fields(StateMemory)
+            if field.name not in ("gathered_is_transient", "reduced_in_place", "persistent_reduce_buffer", "largest_tensor")
+        }
+        return replace(groups[0], **sums, largest_tensor=max(group.largest_tensor for group in groups))
+
+
+def state_memory(group: StateGroup, zero: int, shards: int, policy: StatePolicy, kind: str = "cuda") -> StateMemory:
+    """`group` under ZeRO stage `zero` over `shards` data ranks, on devices of this `kind`. (A group of one parameter that is not
+    sharded needs no buffer to reduce its gradient.)"""
+    n = float(shards)
+    elements, trainable = group.elements, group.trainable
+    optimizer_shards = n if zero >= 1 else 1.0
+    parameters = elements * policy.master_bytes / optimizer_shards
+    if policy.stored_compute:
+        parameters += elements * policy.compute_bytes / (n if zero == 3 else 1.0)
+    sharded = zero >= 1 and shards > 1
+    separate_copy = policy.compute_bytes != policy.master_bytes or sharded
+    unsharded = reduce_buffer = 0.0
+    if not policy.stored_compute:
+        unsharded = trainable * policy.compute_bytes if sharded else 0.0
+        reduce_buffer = trainable * policy.gradient_bytes if shards > 1 and (sharded or group.tensors > 1) else 0.0
+    gradients = trainable * policy.gradient_bytes / (n if zero >= 2 or (zero == 1 and not policy.stored_compute) else 1.0)
+    return StateMemory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=trainable * policy.optimizer_bytes / optimizer_shards,
+        gathered=elements * policy.compute_bytes if separate_copy and not policy.stored_compute else 0.0,
+        gathered_is_transient=zero == 3,
+        unsharded_gradients=unsharded,
+        reduce_buffer=reduce_buffer,
+        buffers=group.buffer_bytes,
+        reduced_in_place=not sharded,
+        accumulated=trainable * policy.gradient_bytes if zero == 1 else gradients,
+        update_temporaries=trainable * policy.master_bytes / optimizer_shards * policy.update_copies,
+        largest_tensor=min(group.largest, trainable) * policy.master_bytes / optimizer_shards,
+        persistent_reduce_buffer=kind == "cpu" and not sharded and reduce_buffer > 0,
+    )

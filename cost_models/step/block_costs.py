@@ -1,0 +1,189 @@
+"""Costs of one block on one mesh, memoized: operations, conversions, saved tensors and parameter state under any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.cost_models.comm.conversion_costs import ConversionCost, conversion_cost
+from autopar.cost_models.comm.shard_groups import expert_links, state_links
+from autopar.cost_models.compute.fusion import FusableValues, fusable_values, fused_profile
+from autopar.cost_models.compute.operations import NodeCost, Profile, expert_imbalance, node_cost, profile, token_copy_share
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.state.optimizers import Optimizer
+from autopar.cost_models.state.state_communication import accumulate_seconds
+from autopar.cost_models.state.state_cost import StateCost, state_cost
+from autopar.cost_models.state.state_group import StateGroup, state_group
+from autopar.cost_models.state.state_memory import StatePolicy
+from autopar.cost_models.tensors.saved_tensors import SavedTensors, saved_tensors
+from autopar.cost_models.tensors.sizes import shard_count, value_bytes
+from autopar.errors import PlanError
+from autopar.ir.graph import Block, Node, Parameter, Value
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements
+from autopar.ir.plan import NodePlan, Precision
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor that autograd saves from forward to backward.
+
+    value: its name; it ends in ``+`` for what an operation saves beside operands and results.
+    bytes: on one device. `block_memory.saved_storages` tells which of them share storage (views, free conversions).
+    """
+
+    value: str
+    placements: Placements
+    bytes: float
+
+
+class BlockCosts:
+    """Costs of one block for a global batch of `batch` examples (those of one micro-batch). Results are memoized frozen records.
+
+    Parameter state is sharded over `zero_group` neighbours on the data axis and replicated between such groups (0: over all of
+    it).
+    """
+
+    def __init__(self, block: Block, mesh: Mesh, batch: int, cluster: Cluster, zero_group: int = 0) -> None:
+        self.block, self.mesh, self.batch, self.cluster = block, mesh, batch, cluster
+        self.state_links = state_links(cluster, mesh, zero_group)
+        self.values: dict[str, Value] = block.values()
+        self._conversions: dict[tuple[str, Placements, Placements], ConversionCost] = {}
+        self._profiles: dict[str, Profile] = {}
+        self._bytes: dict[tuple[str, Placements], float] = {}
+        self._saved_tensors: dict[int, tuple[NodePlan, tuple[SavedTensor, ...]]] = {}
+        self._costs: dict[int, tuple[NodePlan, NodeCost]] = {}
+
+    def share_with(self, other: BlockCosts) -> None:
+        """Shares the memoized results that do not depend on the mesh with `other`, of the same block on another mesh."""
+        self.__dict__["saved"] = other.saved
+        if other.batch == self.batch:
+            self._profiles = other._profiles
+
+    def with_zero_group(self, zero_group: int) -> BlockCosts:
+        """The same costs, with shared results, for another state group."""
+        other = copy(self)
+        other.state_links = state_links(self.cluster, self.mesh, zero_group)
+        return other
+
+    @cached_property
+    def nodes(self) -> dict[str, Node]:
+        """By the name of the first output, as `NodePlan.node`."""
+        return {node.name: node for node in self.block.nodes}
+
+    @cached_property
+    def saved(self) -> dict[str, SavedTensors]:
+        """What autograd saves, per node."""
+        return {node.name: saved_tensors(node, self.values, self.cluster.device.kind) for node in self.block.nodes}
+
+    def profile(self, name: str) -> Profile:
+        """Global FLOPs and bytes of a node."""
+        if name not in self._profiles:
+            found = profile(self.nodes[name], self.values, self.batch)
+            self._profiles[name] = fused_profile(self.nodes[name], found, self._streaming) if self.cluster.device.fused else found
+        return self._profiles[name]
+
+    @cached_property
+    def _streaming(self) -> FusableValues:
+        return fusable_values(self.block)
+
+    def node(self, plan: NodePlan) -> NodeCost:
+        """Seconds and FLOPs of one node under one strategy."""
+        found = self._costs.get(id(plan))
+        if found is None:
+            node, known = self.nodes[plan.node], self.profile(plan.node)
+            found = plan, node_cost(node, self.values, plan, self.mesh, self.batch, self.cluster, known)
+            self._costs[id(plan)] = found
+        return found[1]
+
+    def conversion(self, value: str, source: Placements, target: Placements) -> ConversionCost:
+        """Seconds of one conversion."""
+        key = value, source, target
+        if key not in self._conversions:
+            self._conversions[key] = conversion_cost(self.values[value], source, target, self.mesh, self.batch, self.cluster)
+        return self._conversions[key]
+
+    def offload_seconds(self, size_bytes: float) -> tuple[float, float]:
+        """Seconds to host memory, and back. PlanError where the cluster describes no host."""
+        host = self.cluster.host
+        if not size_bytes:
+            return 0.0, 0.0
+        if host is None:
+            raise PlanError(
+                f"the description of {self.cluster.name} has no host, so no tensor can be offloaded: add it, or plan again"
+            )
+        return size_bytes / host.write_bytes_per_second, size_bytes / host.read_bytes_per_second
+
+    def value_bytes(self, value: str, placements: Placements) -> float:
+        """Bytes of a value on one device."""
+        key = value, placements
+        found = self._bytes.get(key)
+        if found is None:
+            found = self._bytes[key] = value_bytes(self.values[value], self.batch) / shard_count(placements, self.mesh.sizes)
+        return found
+
+    def saved_tensors(self, plan: NodePlan) -> tuple[SavedTensor, ...]:
+        """What the node saves for its backward, parameters included (callers leave those out, since they live anyway)."""
+        found = self._saved_tensors.get(id(plan))  # by id: hashing a NodePlan costs more than the look-up
+        if found is None:
+            found = self._saved_tensors[id(plan)] = plan, tuple(self._find_saved_tensors(plan))
+        return found[1]
+
+    def _find_saved_tensors(self, plan: NodePlan) -> Iterator[SavedTensor]:
+        node, saved = self.nodes[plan.node], self.saved[plan.node]
+        for name, placements, flag in zip(node.operands(), plan.operands, saved.operands, strict=True):
+            if flag:
+                yield SavedTensor(name, placements, self.value_bytes(name, placements))
+        for output, placements, flag in zip(node.outputs, plan.results, saved.results, strict=True):
+            if flag:
+                yield SavedTensor(output.name, placements, self.value_bytes(output.name, placements))
+        if saved.extra_ratio:
+            at = saved.extra_reference
+            name, placements = (
+                (node.operands()[at], plan.operands[at]) if at >= 0 else (node.outputs[-1 - at].name, plan.results[-1 - at])
+            )
+            share = saved.extra_ratio * token_copy_share(node, plan, self.profile(plan.node), self.mesh.sizes, self.cluster)
+            extra = share * self.value_bytes(name, placements) + self._received_bytes(plan)
+            yield SavedTensor(f"{plan.node}+", placements, extra)
+
+    def _received_bytes(self, plan: NodePlan) -> float:
+        """Of experts with dispatched tokens (expert parallelism): the tokens received from other ranks, which their products
+        save."""
+        known = self.profile(plan.node)
+        if known.experts is None or not plan.function.endswith("_dispatched") or len(plan.operands) < 5:
+            return 0.0
+        tokens = self.value_bytes(self.nodes[plan.node].operands()[0], plan.operands[0])
+        return known.experts.shapes.top_k * tokens * expert_imbalance(known, plan, self.mesh.sizes, self.cluster)
+
+    def state_cost(
+        self, stored: Iterable[tuple[Parameter, Placements]], zero: int, precision: Precision, optimizer: Optimizer
+    ) -> StateCost:
+        """Of the parameters that one call owns, with their stored placements, under ZeRO stage `zero`. Experts are a group of
+        their
+        own: they are replicated over fewer ranks."""
+        common: list[tuple[Parameter, Placements]] = []
+        experts: list[tuple[Parameter, Placements]] = []
+        for parameter, at in stored:
+            (experts if parameter.expert_parallel > 1 else common).append((parameter, at))
+        cost = self.group_state_cost(state_group(common, self.mesh), zero, precision, optimizer)
+        if not experts:
+            return cost
+        degree, group = experts[0][0].expert_parallel, state_group(experts, self.mesh)
+        links = expert_links(self.cluster, self.mesh, degree, [at for _, at in experts])
+        local = StateGroup(
+            group.elements / degree, group.trainable / degree, group.tensors, group.buffer_bytes, group.largest / degree
+        )
+        policy = StatePolicy.of(precision, optimizer, self.cluster.state_layout)
+        return cost + state_cost(local, zero, links, self.cluster.device, precision, optimizer, policy)
+
+    def accumulate_seconds(self, cost: StateCost, zero: int, precision: Precision) -> float:
+        """Seconds to add the gradients of a micro-batch to those accumulated before."""
+        return accumulate_seconds(cost, zero, self.state_links[0].size, self.cluster.device, precision)
+
+    def group_state_cost(self, group: StateGroup, zero: int, precision: Precision, optimizer: Optimizer) -> StateCost:
+        """As `state_cost`, of one group (linear in its counts but for latencies)."""
+        data, across = self.state_links
+        policy = StatePolicy.of(precision, optimizer, self.cluster.state_layout)
+        return state_cost(group, zero, data, self.cluster.device, precision, optimizer, policy, across)

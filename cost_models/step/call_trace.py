@@ -1,0 +1,184 @@
+"""One call of a planned block as segments of the main stream: compute and exposed communication, in the order of execution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost_models.compute.operations import Profile, work_shards
+from autopar.cost_models.compute.overlapped_collectives import StreamSegment, exposed_segments
+from autopar.cost_models.hardware.mesh_links import links_of_axis
+from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.cost_models.step.block_memory import BlockMemory, block_memory
+from autopar.cost_models.step.recompute import RecomputePlan
+from autopar.cost_models.tensors.aliases import aliases
+from autopar.ir.plan import BlockPlan, Conversion, NodePlan
+
+Segment = tuple[float, frozenset[str]]
+"""Seconds of the main stream, and the physical links that it uses meanwhile (none: it computes)."""
+
+NO_LINKS: frozenset[str] = frozenset()
+HOST_LINK = frozenset(["host"])
+SPLIT_BACKWARD = ("aten.linear", "ap.linear_kn")
+"""Operations whose backward a schedule may split into input gradient and weight gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallTrace:
+    """One call of a block on the main stream, and its totals.
+
+    forward, backward: the segments. A backward begins with all that it recomputes. Copies of offloaded tensors overlap with the
+        call; where they take longer, a last segment is the stall.
+    axis_seconds: communication on each mesh axis, overlapped or exposed.
+    model_flops, flops: without and with recomputation, over all devices of the mesh.
+    redundant_flops: per mesh axis, those of operations that every rank of the axis repeats.
+    weight_gradient_seconds: part of the backward that a schedule may delay (split backward).
+    weight_gradient_bytes: tensors that live until the weight gradients are computed.
+    """
+
+    costs: BlockCosts
+    plan: BlockPlan
+    forward: tuple[Segment, ...]
+    backward: tuple[Segment, ...]
+    memory: BlockMemory
+    axis_seconds: tuple[float, ...]
+    model_flops: float
+    flops: float
+    redundant_flops: tuple[float, ...]
+    weight_gradient_seconds: float = 0.0
+    weight_gradient_bytes: float = 0.0
+
+    @staticmethod
+    def of(costs: BlockCosts, plan: BlockPlan) -> CallTrace:
+        """PlanError where the plan cannot be run (see `RecomputePlan.of`)."""
+        same = aliases(costs.block, plan.nodes, plan.conversions)
+        recompute = RecomputePlan.of(costs, plan, same)
+        recorder = _Recorder(costs, frozenset((*recompute.nodes, *recompute.conversions)))
+        recorder.record(plan)
+        offload_seconds, load_seconds = costs.offload_seconds(sum(recompute.offloaded.values()))
+        weight_gradient_seconds, weight_gradient_bytes = _weight_gradients(costs, plan)
+        backward = [*exposed_segments(recorder.recompute), *exposed_segments(recorder.backward[::-1])]
+        return CallTrace(
+            costs=costs,
+            plan=plan,
+            forward=_with_offload_stall(exposed_segments(recorder.forward), offload_seconds),
+            backward=_with_offload_stall(backward, load_seconds),
+            memory=block_memory(costs, plan, same, recompute),
+            axis_seconds=tuple(recorder.axis_seconds),
+            model_flops=recorder.model_flops,
+            flops=recorder.flops,
+            redundant_flops=tuple(recorder.redundant_flops),
+            weight_gradient_seconds=weight_gradient_seconds,
+            weight_gradient_bytes=weight_gradient_bytes,
+        )
+
+    def seconds(self, *, backward: bool, exposed: bool) -> float:
+        """Seconds of compute, or of exposed communication."""
+        return sum(seconds for seconds, links in (self.backward if backward else self.forward) if bool(links) == exposed)
+
+
+def _weight_gradients(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float]:
+    """(seconds, bytes) of linears whose weight trains: half of their backward is the weight gradient, which needs their input and
+    the gradient of their result (Qi et al., arXiv 2401.10241, section 2)."""
+    trained = {parameter.value.name for parameter in costs.block.parameters if parameter.trainable and not parameter.buffer}
+    seconds, tensors = 0.0, {}
+    for each in plan.nodes:
+        node = costs.nodes[each.node]
+        names = node.operands()
+        if node.op not in SPLIT_BACKWARD or len(names) < 2 or names[1] not in trained:
+            continue
+        seconds += costs.node(each).backward_seconds / 2
+        tensors[names[0], each.operands[0]] = costs.value_bytes(names[0], each.operands[0])
+        tensors[f"gradient of {node.name}", each.results[0]] = costs.value_bytes(node.name, each.results[0])
+    return seconds, sum(tensors.values())
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """Records segments in the order of the forward; `recompute` are those that the backward repeats first, `backward` is reversed
+    when it is read."""
+
+    costs: BlockCosts
+    recomputed: frozenset[str | Conversion]
+    axis_seconds: list[float] = field(init=False)
+    redundant_flops: list[float] = field(init=False)
+    forward: list[StreamSegment] = field(default_factory=list)
+    recompute: list[StreamSegment] = field(default_factory=list)
+    backward: list[StreamSegment] = field(default_factory=list)
+    model_flops: float = 0.0
+    flops: float = 0.0
+
+    def __post_init__(self) -> None:
+        axes = len(self.costs.mesh.sizes)
+        self.axis_seconds, self.redundant_flops = [0.0] * axes, [0.0] * axes
+
+    def record(self, plan: BlockPlan) -> None:
+        """Conversions of inputs and parameters, then each node with the conversions of its outputs."""
+        conversions: dict[str, list[Conversion]] = {}
+        for each in plan.conversions:
+            conversions.setdefault(each.value, []).append(each)
+        block = self.costs.block
+        for value in (*block.inputs, *(parameter.value for parameter in block.parameters)):
+            self.convert(conversions.get(value.name, ()))
+        plans = {node_plan.node: node_plan for node_plan in plan.nodes}
+        for node in block.nodes:
+            self.compute(plans[node.name])
+            for output in node.outputs:
+                self.convert(conversions.get(output.name, ()))
+
+    def compute(self, plan: NodePlan) -> None:
+        cost, profile = self.costs.node(plan), self.costs.profile(plan.node)
+        recomputed = plan.node in self.recomputed
+        for stream in (self.forward, self.recompute)[: 1 + recomputed]:
+            _append(stream, cost.forward_seconds, NO_LINKS)
+            for axis, seconds in enumerate(cost.forward_comm_seconds):
+                self._communicate(stream, axis, seconds, self._overlap_share_inside(profile, axis))
+        for axis, seconds in enumerate(cost.backward_comm_seconds):
+            self._communicate(self.backward, axis, seconds, self._overlap_share_inside(profile, axis))
+        _append(self.backward, cost.backward_seconds, NO_LINKS)
+        flops = (1 + recomputed) * profile.forward_flops + profile.backward_flops
+        self.flops += flops
+        self.model_flops += profile.model_flops
+        for axis, shards in enumerate(work_shards(plan.operands, plan.results, self.costs.mesh.sizes)):
+            if shards == 1 < self.costs.mesh.sizes[axis]:
+                self.redundant_flops[axis] += flops
+
+    def convert(self, conversions: Sequence[Conversion]) -> None:
+        for each in conversions:
+            cost = self.costs.conversion(each.value, each.source, each.target)
+            for stream in (self.forward, self.recompute)[: 1 + (each in self.recomputed)]:
+                self._communicate(stream, cost.axis, cost.forward_comm_seconds)
+                _append(stream, cost.forward_local_seconds, NO_LINKS)
+            _append(self.backward, cost.backward_local_seconds, NO_LINKS)
+            self._communicate(self.backward, cost.axis, cost.backward_comm_seconds)
+
+    def _overlap_share_inside(self, profile: Profile, axis: int) -> float:
+        """The share that may overlap of the collectives inside a function."""
+        if profile.experts is not None:
+            return 1.0 if self.costs.cluster.overlap.expert_dispatch else 0.0
+        return self._overlap_share(axis)
+
+    def _overlap_share(self, axis: int) -> float:
+        """The share of a collective that may overlap with the compute next to it."""
+        return 1.0 - 1.0 / self.costs.mesh.sizes[axis] if self.costs.cluster.overlap.model_parallel else 0.0
+
+    def _communicate(self, stream: list[StreamSegment], axis: int, seconds: float, share: float | None = None) -> None:
+        if seconds:
+            self.axis_seconds[axis] += seconds
+            links = links_of_axis(self.costs.cluster, self.costs.mesh, axis).names
+            _append(stream, seconds, links, self._overlap_share(axis) if share is None else share)
+
+
+def _append(stream: list[StreamSegment], seconds: float, links: frozenset[str], share: float = 0.0) -> None:
+    if not seconds:
+        return
+    if stream and stream[-1][1:] == (links, share):
+        stream[-1] = stream[-1][0] + seconds, links, share
+    else:
+        stream.append((seconds, links, share))
+
+
+def _with_offload_stall(stream: Sequence[Segment], copy_seconds: float) -> tuple[Segment, ...]:
+    """The stream, and a stall on the host link where the copies take longer than it."""
+    left = copy_seconds - sum(seconds for seconds, _ in stream)
+    return (*stream, (left, HOST_LINK)) if left > 0 else tuple(stream)

@@ -1,0 +1,184 @@
+"""The ground-truth cost of a plan: simulates one training step of a candidate, call by call. The solver's own plans are judged by
+it.
+
+Order of the models: `call_trace` (one call of a block) -> `chunk_costs` (micro-batches of a model chunk, with its FSDP
+communication) -> `stage_times` (pipeline schedule) and `stage_memory` (peak of each stage) -> `Evaluation`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.device_specs import Device
+from autopar.cost_models.hardware.mesh_links import check_mesh
+from autopar.cost_models.state.optimizers import optimizer_named
+from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.cost_models.step.call_trace import CallTrace
+from autopar.cost_models.step.chunk_costs import ChunkCost, chunk_costs
+from autopar.cost_models.step.stage_devices import stage_clusters
+from autopar.cost_models.step.stage_memory import StageMemory, stage_memories
+from autopar.cost_models.step.stage_times import StageTime, stage_times
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.plan import Candidate
+from autopar.schedules.placement import chunks_of_stages
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What one step of a candidate costs, all micro-batches together.
+
+    step_seconds: when the bottleneck stage ends. The next five are of that stage and add up to it:
+    compute_seconds, exposed_seconds: compute, and exposed communication of the model axes.
+    stall_seconds: it waits for the data axis (all-gathers of weights, reductions of gradients).
+    bubble_seconds: it waits for other pipeline stages.
+    optimizer_seconds: the update.
+    axis_seconds: per mesh axis, communication of that stage, overlapped or exposed.
+    redundant_share: per mesh axis, the share of FLOPs that every rank of the axis repeats.
+    model_flops: of one step over all devices, without recomputation; causal attention counts half.
+    mfu: model FLOPs utilization.
+    stages, stage_memory: per pipeline stage.
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    stall_seconds: float
+    bubble_seconds: float
+    optimizer_seconds: float
+    axis_seconds: tuple[tuple[str, float], ...]
+    redundant_share: tuple[tuple[str, float], ...]
+    model_flops: float
+    tflops_per_device: float
+    mfu: float
+    stages: tuple[StageTime, ...]
+    stage_memory: tuple[StageMemory, ...]
+
+    @property
+    def bubble_share(self) -> float:
+        """The bubble of a stage as a share of the step, on average over the stages."""
+        if not self.step_seconds:
+            return 0.0
+        return sum(stage.bubble_seconds for stage in self.stages) / len(self.stages) / self.step_seconds
+
+    @property
+    def fullest_stage(self) -> StageMemory:
+        """The memory of the stage that exceeds its devices' capacity by most, or leaves least of it."""
+        return max(self.stage_memory, key=lambda each: each.peak_bytes - each.capacity_bytes)
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Of the fullest stage."""
+        return self.fullest_stage.peak_bytes
+
+    @property
+    def memory_capacity_bytes(self) -> int:
+        """Of the devices of the fullest stage."""
+        return self.fullest_stage.capacity_bytes
+
+    @property
+    def memory(self) -> tuple[tuple[str, int], ...]:
+        """(kind, bytes) of the fullest stage at its peak."""
+        return tuple(self.fullest_stage.table.items())
+
+    @property
+    def fits(self) -> bool:
+        """No stage exceeds the memory of its devices."""
+        fullest = self.fullest_stage
+        return fullest.peak_bytes <= fullest.capacity_bytes
+
+
+def evaluate(
+    graph: Graph, candidate: Candidate, cluster: Cluster, optimizer: str = "adamw", costs: Mapping[str, BlockCosts] | None = None
+) -> Evaluation:
+    """Simulates one training step of `candidate`. ClusterError where the mesh is not the cluster's size.
+
+    `costs` are those of the blocks by name, where the caller has them for this graph, mesh, batch and cluster already.
+    """
+    traces_of = stage_traces(graph, candidate, cluster, costs)
+    chunks = chunk_costs(graph, candidate, cluster, traces_of, optimizer_named(optimizer))
+    stages = stage_times(graph, candidate, cluster, traces_of, chunks)
+    memory = stage_memories(graph, candidate, cluster, traces_of, [chunk.owned for chunk in chunks])
+    return _summary(graph, candidate, cluster, traces_of, chunks, stages, memory)
+
+
+def stage_traces(
+    graph: Graph, candidate: Candidate, cluster: Cluster, costs: Mapping[str, BlockCosts] | None = None
+) -> list[dict[str, CallTrace]]:
+    """One call of each block by name, on the devices of each stage."""
+    clusters = stage_clusters(cluster, candidate.pipeline.stages)
+    check_mesh(clusters[0], candidate.mesh)
+    found: dict[Device, dict[str, CallTrace]] = {}
+    for each in clusters:
+        if each.device not in found:
+            known = (costs or {}) if each.device == cluster.device else {}
+            found[each.device] = _block_traces(graph, candidate, each, known)
+    return [found[each.device] for each in clusters]
+
+
+def _block_traces(graph: Graph, candidate: Candidate, cluster: Cluster, costs: Mapping[str, BlockCosts]) -> dict[str, CallTrace]:
+    """Every block on the devices of one stage."""
+    return {
+        block.name: CallTrace.of(
+            costs.get(block.name) or BlockCosts(block, candidate.mesh, candidate.micro_batch, cluster, candidate.zero_group),
+            candidate.block(block.name),
+        )
+        for block in graph.blocks
+    }
+
+
+def _summary(
+    graph: Graph,
+    candidate: Candidate,
+    cluster: Cluster,
+    traces_of: Sequence[Mapping[str, CallTrace]],
+    chunks: Sequence[ChunkCost],
+    stages: Sequence[StageTime],
+    memory: Sequence[StageMemory],
+) -> Evaluation:
+    names, micro_batches = candidate.mesh.names, candidate.micro_batches
+    bottleneck = max(range(len(stages)), key=lambda index: stages[index].end_seconds)
+    traces, stage = traces_of[bottleneck], stages[bottleneck]
+    mine = [chunks[index] for index in chunks_of_stages(candidate.pipeline)[bottleneck]]
+    all_calls = Counter(call.block for call in graph.calls)
+    own_calls = Counter(graph.calls[index].block for index in stage.calls)
+
+    def total(of: Callable[[CallTrace], float], calls: Mapping[str, int]) -> float:
+        return micro_batches * sum(count * of(traces[name]) for name, count in calls.items())
+
+    def seconds(exposed: bool) -> Callable[[CallTrace], float]:
+        return lambda trace: trace.seconds(backward=False, exposed=exposed) + trace.seconds(backward=True, exposed=exposed)
+
+    flops, model_flops = total(lambda trace: trace.flops, all_calls), total(lambda trace: trace.model_flops, all_calls)
+    axis_seconds = [total(lambda trace, axis=axis: trace.axis_seconds[axis], own_calls) for axis in range(len(names))]  # type: ignore[misc]
+    redundant = [total(lambda trace, axis=axis: trace.redundant_flops[axis], all_calls) for axis in range(len(names))]  # type: ignore[misc]
+    communication = [each for chunk in mine for each in chunk.communication]
+    axis_seconds[candidate.mesh.index(DATA_AXIS)] += sum(each.data_axis_seconds(micro_batches) for each in communication)
+    compute = total(seconds(exposed=False), own_calls) + micro_batches * sum(each.accumulate_seconds for each in communication)
+    exposed = total(seconds(exposed=True), own_calls)
+    in_stage = stage.busy_seconds + stage.tail_seconds
+    per_device = model_flops / stage.end_seconds / candidate.devices if stage.end_seconds else 0.0
+    return Evaluation(
+        step_seconds=stage.end_seconds,
+        compute_seconds=compute,
+        exposed_seconds=exposed,
+        stall_seconds=mine[0].passes.stall_seconds if len(chunks) == 1 else max(0.0, in_stage - compute - exposed),
+        bubble_seconds=stage.bubble_seconds,
+        optimizer_seconds=stage.optimizer_seconds,
+        axis_seconds=tuple(zip(names, axis_seconds, strict=True)),
+        redundant_share=tuple((name, share / flops if flops else 0.0) for name, share in zip(names, redundant, strict=True)),
+        model_flops=model_flops,
+        tflops_per_device=per_device / 1e12,
+        mfu=per_device / _mean_peak_flops_per_second(cluster, candidate),
+        stages=tuple(stages),
+        stage_memory=tuple(memory),
+    )
+
+
+def _mean_peak_flops_per_second(cluster: Cluster, candidate: Candidate) -> float:
+    """Of one device in the compute dtype, over the stages."""
+    clusters = stage_clusters(cluster, candidate.pipeline.stages)
+    return sum(each.device.peak_flops_per_second(candidate.precision.compute) for each in clusters) / len(clusters)

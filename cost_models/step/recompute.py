@@ -1,0 +1,172 @@
+"""Activation recomputation: what the backward of a block recomputes, what is saved for it, and whether a plan can be run.
+
+A tensor is *needed* where autograd saves it for some operation's backward, or where an operation or conversion is recomputed from
+it. What is needed and not recomputed is saved. Tensors are told apart by storage (`tensors.aliases`): a saved view keeps its
+storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
+from autopar.cost_models.tensors.flops import VIEWS, packet
+from autopar.errors import PlanError
+from autopar.ir.graph import Block
+from autopar.ir.placement import format_placements
+from autopar.ir.plan import BlockPlan, Conversion, NodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputePlan:
+    """What a block recomputes, saves and offloads. Bytes are per storage, by its first (value, placements), on one device.
+
+    nodes, conversions: recomputed in the backward, in the order of the forward.
+    saved: from forward to backward, without parameters as they are stored.
+    recomputed: what the backward needs and recomputes; it lives while the block's backward runs.
+    offloaded: the part of `saved` that is in host memory meanwhile.
+    """
+
+    nodes: tuple[str, ...]
+    conversions: tuple[Conversion, ...]
+    saved: Mapping[PlacedValue, float]
+    recomputed: Mapping[PlacedValue, float]
+    offloaded: Mapping[PlacedValue, float]
+
+    @staticmethod
+    def of(costs: BlockCosts, plan: BlockPlan, same: Aliases) -> RecomputePlan:
+        """`same` are the aliases of the plan. PlanError where the backward uses a tensor that is neither saved nor recomputed."""
+        needs = _BackwardNeeds(costs, plan, same)
+        if plan.recompute:
+            given = {same.find(value) for value in needs.inputs}
+            nodes, conversions = needs.closure(lambda value: same.find(value) in given)
+        else:
+            nodes, conversions = frozenset(plan.recompute_nodes), frozenset(plan.recompute_conversions)
+        needs.check(nodes, conversions)
+        saved = needs.saved(nodes, conversions)
+        return RecomputePlan(
+            nodes=tuple(node.name for node in costs.block.nodes if node.name in nodes),
+            conversions=tuple(each for each in plan.conversions if each in conversions),
+            saved=saved,
+            recomputed={at: size for at, size in needs.backward.items() if at not in saved and at not in needs.stored},
+            offloaded=needs.offloaded(saved),
+        )
+
+
+def with_least_recompute(
+    costs: BlockCosts, plan: BlockPlan, saved: Callable[[PlacedValue], bool], ready: Collection[str]
+) -> BlockPlan:
+    """The plan with the least recomputation where only these tensors are saved, and those that no node of `ready` produces."""
+    needs = _BackwardNeeds(costs, plan, aliases(costs.block, plan.nodes, plan.conversions))
+    nodes, conversions = needs.closure(saved, ready)
+    return replace(
+        plan,
+        recompute=False,
+        recompute_nodes=tuple(node.name for node in costs.block.nodes if node.name in nodes),
+        recompute_conversions=tuple(each for each in plan.conversions if each in conversions),
+    )
+
+
+def overwritten_values(block: Block) -> frozenset[str]:
+    """Values that are not the same in the backward: buffers that the block updates, and views of them."""
+    found = {name for name, _ in block.updates}
+    for node in block.nodes:
+        if packet(node.op) in VIEWS and found & set(node.operands()):
+            found.update(value.name for value in node.outputs)
+    return frozenset(found)
+
+
+class _BackwardNeeds:
+    """What produces each tensor of a block, and what the backward of every node uses."""
+
+    def __init__(self, costs: BlockCosts, plan: BlockPlan, same: Aliases) -> None:
+        self.costs, self.plan, self.same = costs, plan, same
+        block = costs.block
+        self.plans: dict[str, NodePlan] = {each.node: each for each in plan.nodes}
+        self.inputs = {(value.name, at) for value, at in zip(block.inputs, plan.inputs, strict=True)}
+        self.stored = frozenset(
+            same.find((parameter.value.name, at)) for parameter, at in zip(block.parameters, plan.parameters, strict=True)
+        )
+        self.producers: dict[PlacedValue, str | Conversion] = {(each.value, each.target): each for each in plan.conversions}
+        self.sizes: dict[PlacedValue, float] = {}
+        self.used: list[PlacedValue] = []
+        for node in block.nodes:
+            each = self.plans[node.name]
+            for value, at in zip(node.outputs, each.results, strict=True):
+                self.producers[value.name, at] = node.name
+            for saved in costs.saved_tensors(each):
+                placed = saved.value, saved.placements
+                self.used.append(placed)
+                self.sizes[placed] = saved.bytes
+                if saved.value == f"{node.name}+":
+                    self.producers[placed] = node.name
+        self.overwritten = overwritten_values(block)
+        self.backward = {self.same.find(placed): self.bytes_of(self.same.find(placed)) for placed in self.used}
+
+    def bytes_of(self, placed: PlacedValue) -> float:
+        return self.sizes[placed] if placed[0].endswith("+") else self.costs.value_bytes(*placed)
+
+    def operands(self, producer: str | Conversion) -> Iterator[PlacedValue]:
+        """What an operation or a conversion reads."""
+        if isinstance(producer, Conversion):
+            yield producer.value, producer.source
+        else:
+            yield from zip(self.costs.nodes[producer].operands(), self.plans[producer].operands, strict=True)
+
+    def closure(
+        self, saved: Callable[[PlacedValue], bool], ready: Collection[str] | None = None
+    ) -> tuple[frozenset[str], frozenset[Conversion]]:
+        """The least that must be recomputed where only these tensors are saved. What no node of `ready` produces is saved, too;
+        PlanError where that is not enough."""
+        nodes: set[str] = set()
+        conversions: set[Conversion] = set()
+        pending = list(self.used)
+        seen: set[PlacedValue] = set()
+        while pending:
+            placed = pending.pop()
+            if placed in seen or self.same.find(placed) in self.stored or saved(placed):
+                continue
+            seen.add(placed)
+            producer = self.producers.get(placed)
+            if isinstance(producer, Conversion) and producer.value not in self.overwritten:
+                conversions.add(producer)
+            elif isinstance(producer, str) and (ready is None or producer in ready):
+                nodes.add(producer)
+            elif ready is None:
+                raise self._unsaved(placed)
+            else:
+                continue
+            assert producer is not None
+            pending += self.operands(producer)
+        return frozenset(nodes), frozenset(conversions)
+
+    def saved(self, nodes: Iterable[str], conversions: Iterable[Conversion]) -> dict[PlacedValue, float]:
+        """What is needed and not recomputed."""
+        recomputed: set[str | Conversion | None] = {*nodes, *conversions}
+        needed = [*self.used, *(placed for each in recomputed if each is not None for placed in self.operands(each))]
+        left = dict.fromkeys(self.same.find(placed) for placed in needed if self.producers.get(placed) not in recomputed)
+        return {placed: self.bytes_of(placed) for placed in left if placed not in self.stored}
+
+    def check(self, nodes: Iterable[str], conversions: Iterable[Conversion]) -> None:
+        """PlanError where something recomputed reads what the step has overwritten by then."""
+        recomputed: list[str | Conversion] = [*nodes, *conversions]
+        for producer in recomputed:
+            for placed in self.operands(producer):
+                if placed[0] in self.overwritten:
+                    raise self._unsaved(placed)
+
+    def offloaded(self, saved: Mapping[PlacedValue, float]) -> dict[PlacedValue, float]:
+        """Of the tensors that the plan offloads. PlanError where one of them is not saved."""
+        out = {}
+        for placed in self.plan.offload:
+            storage = self.same.find(placed)
+            if storage not in saved:
+                raise self._unsaved(placed)
+            out[storage] = saved[storage]
+        return out
+
+    def _unsaved(self, placed: PlacedValue) -> PlanError:
+        text = f"{placed[0]} as {format_placements(placed[1])!r}"
+        return PlanError(f"block {self.plan.block}: the backward uses {text}, which is not saved; plan the model again")

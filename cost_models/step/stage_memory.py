@@ -1,0 +1,153 @@
+"""Peak memory of every pipeline stage of a candidate, and the operation at which it occurs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.state.state_memory import StateMemory
+from autopar.cost_models.step.block_memory import call_saved_bytes
+from autopar.cost_models.step.call_trace import CallTrace
+from autopar.cost_models.step.chunk_costs import OwnedState
+from autopar.cost_models.step.memory_events import CallMemory, MemoryEvent, PeakMemory, peak_memory, update_temporaries
+from autopar.cost_models.step.pipeline_clock import chunks_in_flight
+from autopar.cost_models.step.stage_devices import stage_clusters
+from autopar.cost_models.tensors.sizes import user_held_bytes
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Candidate
+from autopar.schedules.placement import chunks_of_stages
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """The peak of one stage.
+
+    table: bytes by kind (`memory_events.KINDS`).
+    phase, call, prefix: the event: ``backward`` of this call (its index and its place in the model), ...
+    node, source: the operation, and its line in the user's code.
+    capacity_bytes: memory of the stage's devices.
+    """
+
+    table: dict[str, int]
+    phase: str
+    call: int
+    prefix: str
+    node: str
+    source: str
+    capacity_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.table.values())
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of tensors alone: without the allocator's slack and the base."""
+        return self.peak_bytes - self.table["slack"] - self.table["base"]
+
+    @property
+    def place(self) -> str:
+        """``backward of model.layers.31, at cross_entropy_sum (modeling_llama.py:500)``."""
+        if self.phase == "optimizer":
+            return "optimizer step"
+        phase = {"reduction": "end of the backward", "gather": "start of the backward"}.get(self.phase, self.phase)
+        where = f"{phase} of {self.prefix}"
+        at = f", at {self.node}" if self.node else ""
+        return where + at + (f" ({self.source})" if self.source else "")
+
+
+def stage_memories(
+    graph: Graph,
+    candidate: Candidate,
+    cluster: Cluster,
+    traces_of: Sequence[Mapping[str, CallTrace]],
+    owned: Sequence[OwnedState],
+) -> tuple[StageMemory, ...]:
+    """One per stage. `traces_of` are the blocks on each stage, `owned` the state of each model chunk."""
+    saved = call_saved_bytes(graph, {name: trace.memory for name, trace in traces_of[0].items()})
+    pipeline = candidate.pipeline
+    devices = [each.device for each in stage_clusters(cluster, pipeline.stages)]
+    inputs_bytes = user_held_bytes(graph, candidate.batch, candidate.mesh)
+    out = []
+    for stage, chunks in enumerate(chunks_of_stages(pipeline)):
+        mine, traces, device = [owned[chunk] for chunk in chunks], traces_of[stage], devices[stage]
+        calls = _call_memories(graph, candidate, stage, traces, mine, saved)
+        root = StateMemory.merged([each.root.memory for each in mine])
+        foreach = device.kind != "cpu"
+        peak = peak_memory(calls, root, device.base_bytes, foreach, candidate.micro_batches, inputs_bytes, device.allocator_slack)
+        if pipeline.weight_versions > 1:
+            peak = _with_second_weight_version(peak, calls, root, stage + 1 < pipeline.stages, foreach)
+        indices = [index for each in mine for index in each.calls]
+        out.append(replace(_stage_memory(graph, traces, peak, indices), capacity_bytes=device.memory_bytes))
+    return tuple(out)
+
+
+def _call_memories(
+    graph: Graph,
+    candidate: Candidate,
+    stage: int,
+    traces: Mapping[str, CallTrace],
+    owned: Sequence[OwnedState],
+    saved: Sequence[float],
+) -> list[CallMemory]:
+    """The calls of one stage, with the tensors of all its micro-batches in flight. `saved`: bytes of each call of the graph."""
+    whole = [sum(saved[index] for index in each.calls) for each in owned]
+    for_weights = [sum(traces[graph.calls[index].block].weight_gradient_bytes for index in each.calls) for each in owned]
+    in_flight = chunks_in_flight(candidate.pipeline, stage, candidate.micro_batches, whole, for_weights)
+    out = []
+    for each, count in zip(owned, in_flight, strict=True):
+        for index, state in zip(each.calls, each.states, strict=True):
+            trace, one = traces[graph.calls[index].block], saved[index]
+            out.append(
+                CallMemory(
+                    saved_bytes=one * count.whole + trace.weight_gradient_bytes * count.deferred,
+                    forward_bytes=trace.memory.forward_bytes,
+                    backward_bytes=trace.memory.backward_bytes,
+                    input_gradient_bytes=trace.memory.input_gradient_bytes,
+                    state=state.memory,
+                    latest_saved_bytes=one,
+                )
+            )
+    return out
+
+
+def _with_second_weight_version(
+    peak: PeakMemory, calls: Sequence[CallMemory], root: StateMemory, overlapping: bool, foreach: bool
+) -> PeakMemory:
+    """Adds the gradients of the batch that has begun, and (`overlapping`: backwards of the batch before are left over) the
+    weights that it was computed with. The optimizer steps while micro-batches are in flight."""
+    states = [*(call.state for call in calls), root]
+    table = dict(peak.table)
+    table["parameters"] += sum(state.parameters for state in states) if overlapping else 0.0
+    table["gradients"] += sum(state.gradients for state in states)
+    update = dict(table, gathered=0.0, collectives=0.0, gradients=2 * sum(state.gradients for state in states))
+    update["activations"] = sum(call.earlier for call in calls)
+    update["temporaries"] = update_temporaries(states, foreach)
+    if sum(update.values()) <= sum(table.values()):
+        return replace(peak, table=table)
+    event = MemoryEvent(
+        phase="optimizer",
+        call=-1,
+        gradients=update["gradients"],
+        gathered=0.0,
+        activations=update["activations"],
+        temporaries=update["temporaries"],
+    )
+    return PeakMemory(event, update)
+
+
+def _stage_memory(graph: Graph, traces: Mapping[str, CallTrace], peak: PeakMemory, indices: Sequence[int]) -> StageMemory:
+    """The peak with the names of its place. `indices` are the stage's calls in the graph."""
+    table = {kind: round(size) for kind, size in peak.table.items()}
+    event = peak.event
+    if event.call < 0:
+        return StageMemory(table=table, phase=event.phase, call=-1, prefix="", node="", source="")
+    index = indices[event.call]
+    call = graph.calls[index]
+    trace = traces[call.block]
+    node = trace.memory.peak_nodes[event.phase != "forward"] if event.phase in ("forward", "backward") else ""
+    source = trace.costs.nodes[node].source if node else ""
+    return StageMemory(
+        table=table, phase=event.phase, call=index, prefix=call.prefix or call.block, node=node, source=source or ""
+    )

@@ -1,0 +1,208 @@
+"""Lowers a captured graph under a plan to the program of one rank: the list of all passes, and the driver that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Block, Graph, Value
+from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.placement import Invariant, Placements, Replicate
+from autopar.ir.plan import BlockPlan, Candidate
+from autopar.ir.schedule import Schedule
+from autopar.ir.verify import verify_pipeline
+from autopar.passes.base import BlockState, Context, Pass
+from autopar.passes.bucket_conversions import BucketConversions
+from autopar.passes.cast_parameters import CastParameters, stored_dtype
+from autopar.passes.dead_code import DeadCode
+from autopar.passes.insert_conversions import InsertConversions
+from autopar.passes.localize import Localize, localize_value
+from autopar.passes.lowered import Lowered, LoweredBlock, LoweredChunk, LoweredOutput, StoredParameter
+from autopar.passes.mark_recompute import MarkRecompute
+from autopar.passes.overlap import OverlapCollectives, OverlapExpertDispatch
+from autopar.passes.readable_names import ReadableNames
+from autopar.passes.split_stages import ChunkedGraph, split_stages
+from autopar.passes.split_totals import split_totals
+from autopar.passes.verify import verify
+from autopar.schedules.communicate import with_communication
+from autopar.schedules.pipeline_schedule import schedule_of
+from autopar.schedules.weight_versions import weight_version_window, window_with_transfers
+
+Dump = Callable[[str, str], None]
+"""Takes the name of an IR dump, ``LlamaDecoderLayer.03.localize``, and its text."""
+
+
+def passes() -> tuple[Pass, ...]:
+    """All rewrites of a block, in order."""
+    return (
+        InsertConversions(),
+        MarkRecompute(),
+        Localize(),
+        DeadCode(),
+        CastParameters(),
+        BucketConversions(),
+        OverlapExpertDispatch(),
+        OverlapCollectives(),
+        ReadableNames(),
+    )
+
+
+def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None) -> Lowered:
+    """The program of one rank. PlanError where the candidate does not fit the graph. `dump` gets the IR after each pass."""
+    data_ranks = candidate.mesh.size_of(DATA_AXIS)
+    parts = data_ranks * candidate.micro_batches
+    if candidate.batch % parts:
+        times = f" and {candidate.micro_batches} micro-batches" if candidate.micro_batches > 1 else ""
+        raise PlanError(f"a batch of {candidate.batch} is not divisible by dp={data_ranks}{times}")
+    split = split_totals(graph, candidate)
+    staged = split_stages(split.graph, split.candidate)
+    graph, candidate = staged.graph, staged.candidate
+    piped = candidate.pipeline.stages > 1
+    schedule = _schedule(staged) if piped else None
+    blocks = tuple(_lower_block(block, candidate, dump) for block in graph.blocks)
+    placements = _input_placements(graph, candidate)
+    context = Context(candidate.mesh, candidate.blocks[0], candidate.precision, candidate.batch // parts)
+    return Lowered(
+        name=graph.name,
+        mesh=candidate.mesh,
+        precision=candidate.precision,
+        batch=candidate.batch // parts,
+        inputs=tuple(localize_value(value, placements[value.name], context) for value in graph.inputs),
+        input_placements=tuple((value.name, _placement_texts(placements[value.name], candidate)) for value in graph.inputs),
+        blocks=blocks,
+        calls=graph.calls,
+        loss=graph.loss,
+        fingerprint=graph.fingerprint,
+        micro_batches=candidate.micro_batches,
+        zero_group=candidate.zero_group,
+        total_calls=split.calls,
+        total_ops=split.ops,
+        chunks=_chunks(staged, context),
+        schedule=schedule,
+        weight_versions=candidate.pipeline.weight_versions,
+        outputs=_outputs(graph, candidate),
+        interface=graph.interface,
+    )
+
+
+def _outputs(graph: Graph, candidate: Candidate) -> tuple[LoweredOutput, ...]:
+    """Each output with its placement at the end of the program."""
+    places = {
+        name: where for call in graph.calls for name, where in zip(call.outputs, candidate.block(call.block).outputs, strict=True)
+    }
+    return tuple(LoweredOutput(each.path, each.value, _placement_texts(places[each.value], candidate)) for each in graph.outputs)
+
+
+def _schedule(staged: ChunkedGraph) -> Schedule:
+    """The actions of all pipeline ranks, communication included. PlanError where the plan's weight versions are not possible."""
+    candidate = staged.candidate
+    pipeline = candidate.pipeline
+    if pipeline.weight_versions == 1:
+        return with_communication(schedule_of(pipeline, candidate.micro_batches), _zero_of_chunks(staged))
+    verify_pipeline(staged.graph, candidate)
+    return window_with_transfers(weight_version_window(pipeline.stages, candidate.micro_batches))
+
+
+def _zero_of_chunks(staged: ChunkedGraph) -> tuple[int, ...] | None:
+    """The ZeRO stage of each model chunk: 1 or 2 where some of its blocks all-gather once a step, 3 where all gather per call."""
+    if staged.candidate.mesh.size_of(DATA_AXIS) == 1:
+        return None
+    plans = {plan.block: plan for plan in staged.candidate.blocks}
+    out = []
+    for chunk in staged.chunks:
+        found = {plans[call.block].zero for call in chunk.calls if call.parameters}
+        out.append(max(found & {1, 2}, default=max(found, default=0)))
+    return tuple(out)
+
+
+def _chunks(staged: ChunkedGraph, context: Context) -> tuple[LoweredChunk, ...]:
+    """The model chunks, with the local shapes of what is sent between them."""
+    graph, candidate = staged.graph, staged.candidate
+    values: dict[str, Value] = {}
+    wanted = {name for chunk in staged.chunks for name in (*chunk.receives, *chunk.sends)}
+    for call in graph.calls:
+        for slot, name in enumerate(call.outputs):
+            if name in wanted:
+                block, plan = graph.block(call.block), candidate.block(call.block)
+                value = replace(block.values()[block.outputs[slot]], name=name)
+                values[name] = localize_value(value, plan.outputs[slot], context)
+
+    def of(names: tuple[str, ...]) -> tuple[Value, ...]:
+        return tuple(values[name] for name in names)
+
+    return tuple(LoweredChunk(chunk.calls, of(chunk.receives), of(chunk.sends)) for chunk in staged.chunks)
+
+
+def _lower_block(block: Block, candidate: Candidate, dump: Dump | None) -> LoweredBlock:
+    mesh, plan = candidate.mesh, candidate.block(block.name)
+    batch = candidate.micro_batch // mesh.size_of(DATA_AXIS)
+    context = Context(mesh, plan, candidate.precision, batch, candidate.micro_batches)
+    state = BlockState(block, captured_placements(block, plan))
+    for number, each in enumerate(passes(), 1):
+        try:
+            state = each.run(state, context)
+        except PlanError as error:
+            raise PlanError(f"block {block.name}: {error}") from None
+        verify(state, context, each.name)
+        if dump is not None:
+            dump(f"{block.name}.{number:02d}.{each.name}", str(state))
+    return LoweredBlock(
+        block=state.block,
+        specs=_stored_parameters(block, candidate),
+        zero=plan.zero,
+        recompute=plan.recompute,
+        recomputed=state.recomputed,
+        offloaded=state.offloaded,
+    )
+
+
+def captured_placements(block: Block, plan: BlockPlan) -> dict[str, Placements]:
+    """The placement in which the plan produces each value, before any conversion."""
+    results = {each.node: each.results for each in plan.nodes}
+    if results.keys() != {node.name for node in block.nodes}:
+        raise PlanError(f"block {block.name}: the plan's operations are not those of the graph; plan the model again")
+    out = {value.name: where for value, where in zip(block.inputs, plan.inputs, strict=True)}
+    out.update((p.value.name, where) for p, where in zip(block.parameters, plan.parameters, strict=True))
+    for node in block.nodes:
+        out.update((value.name, where) for value, where in zip(node.outputs, results[node.name], strict=True))
+    return out
+
+
+def _stored_parameters(block: Block, candidate: Candidate) -> tuple[StoredParameter, ...]:
+    def spec(index: int) -> StoredParameter:
+        parameter, where = block.parameters[index], candidate.block(block.name).parameters[index]
+        shape = tuple(size for size in parameter.value.shape if isinstance(size, int))
+        assert len(shape) == len(parameter.value.shape), f"{parameter.path} depends on the batch"
+        dtype = stored_dtype(parameter.value.dtype, candidate.precision)
+        return StoredParameter(
+            path=parameter.path,
+            shape=shape,
+            dtype=dtype,
+            placements=_placement_texts(where, candidate, model=True),
+            trainable=parameter.trainable,
+            buffer=parameter.buffer,
+        )
+
+    return tuple(map(spec, range(len(block.parameters))))
+
+
+def _placement_texts(placements: Placements, candidate: Candidate, model: bool = False) -> tuple[tuple[str, str], ...]:
+    """(axis, placement) for each axis on which it is neither Replicate nor Invariant, the default."""
+    pairs = zip(candidate.mesh.names, placements, strict=True)
+    return tuple(
+        (axis, str(where))
+        for axis, where in pairs
+        if not isinstance(where, Replicate | Invariant) and not (model and axis == DATA_AXIS)
+    )
+
+
+def _input_placements(graph: Graph, candidate: Candidate) -> dict[str, Placements]:
+    """The placement of each input of the batch at the start of the program; an input that is never read is replicated."""
+    replicated: Placements = (Replicate(),) * len(candidate.mesh.axes)
+    out = {value.name: replicated for value in graph.inputs}
+    for call in graph.calls:
+        for name, where in zip(call.inputs, candidate.block(call.block).inputs, strict=True):
+            if name in out:
+                out[name] = where
+    return out

@@ -1,0 +1,79 @@
+"""Marks the values that the backward recomputes, and those that are offloaded to host memory until the backward.
+
+Before: the plan names them in terms of the captured block, here recompute_nodes ``(silu,)``, recompute_conversions
+``(%x: S(1) -> R,)`` and offload ``((q, S(1)),)``; nothing is marked::
+
+    %x_full = ap.convert(%x, axis='tp', conversion='S(1) -> R')
+    %q = aten.linear(%x_full, %w)
+    %silu = aten.silu(%q)
+
+After: the same nodes; `BlockState.recomputed` is ``{x_full, silu}`` and `BlockState.offloaded` ``{q}``. Later passes keep the
+marks, and the generated program wraps what is marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Node
+from autopar.ir.placement import Placements
+from autopar.passes.base import CONVERT, BlockState, Context, only_gradient_changes
+
+PlacedValue = tuple[str, Placements]
+"""A value of the captured block in one placement."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkRecompute:
+    """Finds nodes and conversions by the names that the plan gives them, so it runs directly after `InsertConversions`."""
+
+    name: str = "mark_recompute"
+
+    def run(self, state: BlockState, context: Context) -> BlockState:
+        plan = context.plan
+        if not (plan.recompute_nodes or plan.recompute_conversions or plan.offload):
+            return state
+        placed = dict(_placed_values(state))
+        nodes = {node.name: node for node in state.block.nodes if node.op != CONVERT}
+        converted = {placed[node.name]: node.name for node in state.block.nodes if node.op == CONVERT}
+        targets = [(each.value, each.target) for each in plan.recompute_conversions]
+        recomputed = {value.name for name in plan.recompute_nodes for value in _planned_node(nodes, name).outputs}
+        recomputed |= {converted[target] for target in targets if target in converted}
+        offloaded: set[str] = set()
+        for wanted in plan.offload:
+            found = _names_of(wanted, placed, context)
+            if not found:
+                raise PlanError(f"the plan offloads {wanted[0]} in a placement that it never has; plan the model again")
+            offloaded.add(found[0])
+        return replace(state, recomputed=frozenset(recomputed), offloaded=frozenset(offloaded - recomputed))
+
+
+def _planned_node(nodes: dict[str, Node], name: str) -> Node:
+    if name not in nodes:
+        raise PlanError(f"the plan recomputes {name}, which the graph does not have; plan the model again")
+    return nodes[name]
+
+
+def _placed_values(state: BlockState) -> Iterator[tuple[str, PlacedValue]]:
+    """For each value of the rewritten block: the captured value and the placement that it stands for."""
+    roots = {name: name for name in state.block.values()}
+    for node in state.block.nodes:
+        if node.op == CONVERT:
+            roots[node.name] = roots[node.operands()[0]]
+    return ((name, (root, state.placements[name])) for name, root in roots.items())
+
+
+def _names_of(wanted: PlacedValue, placed: dict[str, PlacedValue], context: Context) -> list[str]:
+    """The names that a placed value has in the rewritten block. Axes of size 1, and conversions that change no value, have no
+    node of their own."""
+
+    def matches(found: PlacedValue, ignore_gradient: bool) -> bool:
+        axes = zip(found[1], wanted[1], context.mesh.sizes, strict=True)
+        return found[0] == wanted[0] and all(
+            a == b or size == 1 or (ignore_gradient and only_gradient_changes(a, b)) for a, b, size in axes
+        )
+
+    exact = [name for name, found in placed.items() if matches(found, ignore_gradient=False)]
+    return exact or [name for name, found in placed.items() if matches(found, ignore_gradient=True)]

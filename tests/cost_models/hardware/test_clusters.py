@@ -1,0 +1,240 @@
+"""Clusters from names and files, one clear line for bad ones, and mesh axes on link levels."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.models.mesh import mesh_of
+
+from autopar.cost_models.calibrate import local_cluster as local
+from autopar.cost_models.comm.collectives import collective_seconds
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.cluster_file import GIB, presets
+from autopar.cost_models.hardware.mesh_links import links_of_axis
+from autopar.errors import ClusterError
+
+
+@pytest.mark.parametrize("name", [name for name in presets() if name != "local"])
+def test_presets(name: str) -> None:
+    cluster = Cluster.parse(f"{name}:3")
+    assert cluster.size == 24 and cluster.links[-1].devices == 24 and cluster.links[0].devices == 8
+    half = cluster.device.peak_flops_per_second("float16")
+    assert half > 5 * cluster.device.peak_flops_per_second("float32")
+    assert cluster.device.multiprocessors and cluster.device.generation
+    assert cluster.host is not None and cluster.nvme is not None
+    assert cluster.host.read_bytes_per_second > cluster.nvme.read_bytes_per_second
+    assert 30 * GIB < cluster.device.memory_bytes < 200 * GIB
+    assert Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
+
+
+def test_data_sheet_h100() -> None:
+    """hardware_specs.csv: H100 SXM 80GB."""
+    device = Cluster.parse("dgx-h100").device
+    assert device.peak_flops_per_second("bfloat16") == pytest.approx(989e12)
+    assert device.bandwidth_bytes_per_second == pytest.approx(3.35e12)
+    assert device.peak_flops_per_second("float8_e4m3fn") == pytest.approx(1979e12)
+    assert device.peak_flops_per_second("int8") == device.peak_flops_per_second("float32")
+
+
+def test_data_sheet_v100() -> None:
+    """No bf16."""
+    device = Cluster.parse("dgx-v100").device
+    assert device.peak_flops_per_second("bfloat16") == device.peak_flops_per_second("float32") == pytest.approx(15.7e12)
+
+
+def test_local_is_fixed_but_for_memory() -> None:
+    one, four = Cluster.parse("local"), Cluster.parse("local:4")
+    assert four.size == 4 and four == Cluster.parse("local:4")
+    assert (
+        four.device.memory_bytes == local.machine_memory_bytes() // 4 and one.device.memory_bytes == local.machine_memory_bytes()
+    )
+
+
+BAD = ["dgx-h10:1", "dgx-h100:0", "dgx-h100:x", "", "missing.yaml"]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_names(text: str) -> None:
+    with pytest.raises(ClusterError) as error:
+        Cluster.parse(text)
+    assert "\n" not in str(error.value)
+
+
+FILE = """
+name: two
+size: 16
+device: {name: X, kind: cuda, peak_tflops: {float32: 10, bfloat16: 100}, memory_gib: 16, bandwidth_gb_per_second: 1000,
+  launch_us: 5, matmul_fraction: 0.5, attention_fraction: 0.5, bandwidth_fraction: 0.5, base_gib: 1}
+links:
+  - {name: nv, devices: 4, bandwidth_gb_per_second: 100, latency_us: 1}
+  - {name: ib, devices: 16, bandwidth_gb_per_second: 10, latency_us: 4}
+"""
+
+
+def test_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(FILE)
+    cluster = Cluster.parse(str(path))
+    assert (
+        cluster.name == "two" and cluster.device.launch_seconds == pytest.approx(5e-6) and cluster.device.memory_bytes == 16 * GIB
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where", "mend"),
+    [
+        ("memory_gib: 16", "memory_gib: -1", "device.memory_gib is -1", "write a number of at least 0"),
+        ("memory_gib: 16, ", "", "device.memory_gib is missing", "add memory_gib"),
+        ("memory_gib: 16", "memory_gib: 16, memory_bytes: 5", "device.memory_gib is given twice", "take one out"),
+        ("size: 16", "size: 32", "size is 32", "raise its devices, or lower size"),
+        ("size: 16", "size: many", "size is 'many'", "write a number"),
+        ("size: 16", "size: 0", "size is 0", "at least 1"),
+        ("devices: 16", "devices: 6", "links[1].devices is 6", "write a multiple of 4, as links[0] (nv) joins so many"),
+        ("devices: 16, ", "", "links[1].devices is missing", "add devices"),
+        ("float32: 10, ", "", "device.peak_tflops needs float32", "such as"),
+        ("bfloat16: 100", "bfloat16: fast", "device.peak_tflops.bfloat16 is 'fast'", "write a number"),
+        ("peak_tflops: {float32: 10, bfloat16: 100}", "peak_tflops: 3", "device.peak_tflops is 3", "rate of each dtype"),
+        ("links:", "links: 5\nother:", "other is unknown", "write one of"),
+        ("device: {name: X", "device: 5\nx: {name: X", "x is unknown", "take it out"),
+        ("device: {name: X", "device: [4]\nnote: {name: X", "device is [4]", "such as {name: X"),
+        ("name: two", "name: [a", "line 3", "autopar calibrate"),
+        ("kind: cuda", "kind: cuda, colour: red", "device.colour is unknown", "memory_gib"),
+        ("matmul_fraction: 0.5", "matmul_fraction: 50", "device.matmul_fraction is 50", "share"),
+        ("bandwidth_gb_per_second: 10,", "bandwidth_gb_per_second: 0,", "links[1].bandwidth_gb_per_second is 0", "above 0"),
+        ("latency_us: 4}", "latency_us: 4, kind: wire}", "links[1].kind is 'wire'", "one of switch, mesh"),
+        ("latency_us: 4}", "latency_us: 4, oversubscription: 0.5}", "links[1].oversubscription is 0.5", "write 1"),
+        ("latency_us: 4}", "latency_us: 4, factors: {all_reduce: 2}}", "links[1].factors is", "[1, 1]"),
+        ("latency_us: 4}", "latency_us: fast}", "links[1].latency_us is 'fast'", "write a number"),
+        ("size: 16", "size: 16\nalgorithms: [gossip]", "algorithms[0] is 'gossip'", "ring, tree"),
+        ("size: 16", "size: 16\noverlap: {contention: 2}", "overlap.contention is 2", "below 1"),
+        ("size: 16", "size: 16\noverlap: {blocking_sends: 2}", "overlap.blocking_sends is 2", "true or false"),
+        ("size: 16", "size: 16\ncolour: red", "colour is unknown", "nvme"),
+        ("size: 16", "size: 16\nhost: {name: PCIe}", "host.capacity_gib is missing", "add capacity_gib"),
+        ("size: 16", "size: 16\ngroups: [{size: 3}]", "groups[0].device is missing", "add device"),
+    ],
+)
+def test_bad_files(tmp_path: Path, old: str, new: str, where: str, mend: str) -> None:
+    """One line: the file, the key's path as it is written in the file, and how to mend it."""
+    path = tmp_path / "c.yaml"
+    path.write_text(FILE.replace(old, new))
+    assert path.read_text() != FILE
+    with pytest.raises(ClusterError) as error:
+        Cluster.parse(str(path))
+    text = str(error.value)
+    assert "\n" not in text and "c.yaml" in text and where in text and mend in text, text
+
+
+def widths(cluster: Cluster, axis: int, **axes: int) -> list[tuple[str, int]]:
+    return [(level.link.name, level.width) for level in links_of_axis(cluster, mesh_of(**axes), axis).levels]
+
+
+def test_axes_on_levels() -> None:
+    """Ranks are row-major: the last axis joins neighbours."""
+    cluster = Cluster.parse("dgx-h100:8")
+    assert widths(cluster, 1, dp=8, tp=8) == [("nvlink", 8)]
+    assert widths(cluster, 0, dp=8, tp=8) == [("infiniband", 8)]
+    assert widths(cluster, 0, dp=16, tp=4) == [("nvlink", 2), ("infiniband", 8)]
+    assert widths(cluster, 0, dp=64) == [("nvlink", 8), ("infiniband", 8)]
+    assert widths(cluster, 1, dp=2, tp=32) == [("nvlink", 8), ("infiniband", 4)]
+    assert widths(cluster, 1, dp=4, tp=2, tp2=8) == [("infiniband", 2)]
+    assert widths(cluster, 1, dp=64, tp=1) == []
+    with pytest.raises(ClusterError, match="32 ranks"):
+        links_of_axis(cluster, mesh_of(dp=32), 0)
+
+
+def test_groups_that_straddle_nodes_run_at_the_slow_link() -> None:
+    cluster = Cluster.parse("dgx-h100:3")
+    assert widths(cluster, 1, dp=4, tp=6) == [("nvlink", 2), ("infiniband", 3)]
+    assert widths(cluster, 0, dp=8, tp=3) == [("infiniband", 8)]
+
+
+SPINE = FILE.replace(
+    "  - {name: ib, devices: 16, bandwidth_gb_per_second: 10, latency_us: 4}",
+    """  - {name: ib, devices: 8, bandwidth_gb_per_second: 10, latency_us: 4}
+  - {name: spine, devices: 16, bandwidth_gb_per_second: 10, latency_us: 8, oversubscription: 4, port: ib}""",
+)
+
+
+def parsed(tmp_path: Path, text: str) -> Cluster:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return Cluster.parse(str(path))
+
+
+def test_a_spine_is_oversubscribed_and_reached_through_the_card(tmp_path: Path) -> None:
+    cluster = parsed(tmp_path, SPINE)
+    data, outer = (links_of_axis(cluster, mesh_of(dp=2, tp2=2, tp=4), axis) for axis in (0, 1))
+    assert [(level.link.name, level.link.bandwidth_bytes_per_second) for level in data.levels] == [("spine", 2.5e9)]
+    assert data.names == outer.names == {"ib"} and data.shares(outer)
+    assert [level.width for level in links_of_axis(cluster, mesh_of(dp=16), 0).levels] == [4, 2, 2]
+
+
+def test_a_full_mesh_has_a_cable_for_each_pair() -> None:
+    """mi300x: two devices have one of seven cables."""
+    cluster = Cluster.parse("mi300x")
+    pair, node = (links_of_axis(cluster, mesh_of(dp=8 // n, tp=n), 1).levels[0] for n in (2, 8))
+    assert pair.link.bandwidth_bytes_per_second == pytest.approx(node.link.bandwidth_bytes_per_second / 7)
+    assert pair.peer_bandwidth_bytes_per_second == pytest.approx(node.peer_bandwidth_bytes_per_second)
+
+
+TORUS = """
+name: torus
+size: 64
+algorithms: [hierarchical]
+device: {name: X, kind: cuda, peak_tflops: {float32: 10}, memory_gib: 16, bandwidth_gb_per_second: 1000,
+  launch_us: 0, matmul_fraction: 0.5, attention_fraction: 0.5, bandwidth_fraction: 0.5, base_gib: 1}
+links:
+  - {name: ici, kind: torus, dimensions: [4, 4, 4], devices: 64, bandwidth_gb_per_second: 50, latency_us: 1}
+"""
+
+
+def test_a_torus_is_a_ring_for_each_dimension(tmp_path: Path) -> None:
+    cluster = parsed(tmp_path, TORUS)
+    assert widths(cluster, 0, dp=64) == [("ici0", 4), ("ici1", 4), ("ici2", 4)]
+    assert widths(cluster, 0, dp=16, tp=4) == [("ici1", 4), ("ici2", 4)]
+    whole, part = (links_of_axis(cluster, mesh_of(dp=64 // n, tp=n), 1) for n in (4, 2))
+    one_ring, cut_ring = (link.levels[0].link.bandwidth_bytes_per_second for link in (whole, part))
+    assert one_ring == 2 * cut_ring == pytest.approx(100e9)
+    everyone = links_of_axis(cluster, mesh_of(dp=64), 0)
+    expected = 9 * 1e-6 + 3 / 4 * 1e9 / 100e9  # the first dimension moves most
+    assert collective_seconds("all_gather", 1e9, everyone) == pytest.approx(expected)
+    with pytest.raises(ClusterError, match="dimensions of torus ici must multiply to 64"):
+        parsed(tmp_path, TORUS.replace("[4, 4, 4]", "[4, 4]"))
+
+
+def test_several_kinds_of_nodes(tmp_path: Path) -> None:
+    """A synchronous step runs at the slowest device; the smallest memory must do."""
+    both = Cluster.parse("dgx-h100:2+dgx-a100-40:1")
+    fast, slow = Cluster.parse("dgx-h100:2"), Cluster.parse("dgx-a100-40:1")
+    assert both.size == 24 and both.links[-1].devices == 24 and [group.size for group in both.groups] == [16, 8]
+    assert both.device.peak_flops_per_second("bfloat16") == slow.device.peak_flops_per_second("bfloat16")
+    assert both.device.memory_bytes == slow.device.memory_bytes < fast.device.memory_bytes
+    for link, one, other in zip(both.links, fast.links, slow.links, strict=True):
+        assert link.bandwidth_bytes_per_second == min(one.bandwidth_bytes_per_second, other.bandwidth_bytes_per_second)
+        assert link.latency_seconds == max(one.latency_seconds, other.latency_seconds)
+    assert "float8" not in dict(both.device.peak)
+    assert "16 x H100 SXM 80GB and 8 x A100 SXM 40GB" in both.note and "slowest (A100 SXM 40GB)" in both.note
+    assert not Cluster.parse("dgx-h100:2").note and not Cluster.parse("dgx-h100:1+dgx-h100:1").note
+    assert Cluster.from_dict(json.loads(json.dumps(both.to_dict()))) == both
+    text = "groups: [{cluster: 'dgx-h100:2'}, {cluster: 'dgx-a100-40:1'}]"
+    assert replace(parsed(tmp_path, text), name=both.name) == both
+    with pytest.raises(ClusterError, match="equally many devices in a node"):
+        Cluster.parse("dgx-h100:2+local:4")
+
+
+def test_old_descriptions_are_read() -> None:
+    """A plan of before the optional fields."""
+    cluster = Cluster.parse("dgx-h100:2")
+    data = cluster.to_dict()
+    for key in ("host", "nvme", "algorithms", "groups"):
+        del data[key]
+    for key in ("generation", "multiprocessors"):
+        del data["device"][key]
+    known = ("name", "devices", "bandwidth_bytes_per_second", "latency_seconds")
+    data["links"] = [{key: link[key] for key in known} for link in data["links"]]
+    old = Cluster.from_dict(data)
+    assert old.size == 16 and old.host is None and old.device.peak == cluster.device.peak
+    assert widths(old, 0, dp=16) == widths(cluster, 0, dp=16)

@@ -1,0 +1,223 @@
+"""What `parallel(...)` gives back, on real ranks: the model's own class, fields as DTensors, gradients of the loss only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import namedtuple
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.harness.captured_models import Case, case_of
+from support.harness.rank_pool import ROOT, RankPool
+from support.harness.training_loop import parallel_model
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.errors import CaptureError
+
+Pair = namedtuple("Pair", "loss logits")
+
+
+@dataclass
+class Result:
+    loss: Tensor
+    logits: Tensor
+    states: tuple[Tensor, ...]
+    words: dict[str, Any]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    """Three layers, a head, and a result of many kinds of fields."""
+
+    def __init__(self, kind: str = "class") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head, self.kind = nn.Linear(16, 8), kind
+
+    def forward(self, x: Tensor, target: Tensor) -> Any:
+        states = []
+        for layer in self.layers:
+            x = layer(x)
+            states.append(x)
+        logits = self.head(x)
+        loss = nn.functional.cross_entropy(logits, target)
+        if self.kind == "dict":
+            return {"loss": loss, "logits": logits}
+        if self.kind == "tuple":
+            return loss, logits
+        if self.kind == "namedtuple":
+            return Pair(loss, logits)
+        if self.kind == "object":
+            return SimpleNamespace(loss=loss, logits=logits)
+        return Result(loss, logits, tuple(states), {"norm": x.square().sum(), "right": logits.argmax(-1) == target, "depth": 3})
+
+
+ASKED = ("logits", "states.1", "words.norm", "words.right")
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(16, 16, generator=generator, dtype=torch.float64)
+    return {"x": x, "target": torch.randint(0, 8, (16,), generator=generator)}
+
+
+@cache
+def net() -> tuple[Net, Case]:
+    torch.manual_seed(0)
+    model = Net().double()
+    return model, case_of(model, (), batch(), ASKED)
+
+
+def fields(text: str, state: dict[str, Tensor], form: Any, given: dict[str, Tensor], paths: tuple[str, ...]) -> Any:
+    """On a rank: for training and for evaluation the loss, the outputs (whole, and where they are), the rest."""
+    out = []
+    parallel = parallel_model(text, state, form=form)
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            result = parallel.train(training)(**given)
+        if training:
+            result.loss.backward()
+        found = {}
+        for path in paths:
+            value = _at(result, path)
+            found[path] = None if value is None else (value.full_tensor().detach(), [str(place) for place in value.placements])
+        out.append((result.loss.item(), found, _at(result, "states.0"), result.words["depth"]))
+    from autopar.runtime.errors import RuntimeProblem
+
+    problem, mine = "", parallel.full_gradients()
+    result = parallel.train()(**given)
+    try:
+        (result.loss + (0 if result.logits is None else result.logits.full_tensor().mean())).backward()
+    except RuntimeProblem as error:
+        problem = str(error)
+    return out, mine, problem
+
+
+def _at(result: Any, path: str) -> Any:
+    for part in path.split("."):
+        result = result[int(part)] if part.isdigit() else result[part] if isinstance(result, dict) else getattr(result, part)
+    return result
+
+
+FORCED = [
+    {"dp": 2, "tp": 2, "zero": 3, "micro": 2},
+    {"pp": 2, "tp": 2, "micro": 2},
+    pytest.param({"dp": 2, "tp": 2, "zero": 0}, marks=pytest.mark.slow),
+    pytest.param({"tp": 4, "micro": 4}, marks=pytest.mark.slow),
+    pytest.param({"pp": 2, "dp": 2, "zero": 0, "micro": 4}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("force", FORCED, ids=str)
+def test_fields_are_those_of_one_process(force: dict[str, int], ranks: RankPool) -> None:
+    model, case = net()
+    model.zero_grad()
+    expected = model(**batch())
+    expected.loss.backward()
+    given = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = ranks.run(fields, case.text(**{"pp": 1, **force}), case.state, case.form, batch(), ASKED)
+    last = 4 // force.get("pp", 1) * (force.get("pp", 1) - 1)
+    for rank, (modes, mine, problem) in enumerate(found):
+        for loss, outputs, left_out, depth in modes:
+            assert loss == pytest.approx(expected.loss.item(), rel=1e-12) and left_out is None and depth == 3
+            for path in ASKED:
+                if rank < last:
+                    assert outputs[path] is None, "an earlier stage"
+                    continue
+                value, places = outputs[path]
+                torch.testing.assert_close(value, _at(expected, path).detach(), rtol=1e-10, atol=1e-12, check_dtype=True)
+                assert "Partial" not in str(places)
+                if path != "words.norm" and force.get("dp", 1) > 1:
+                    assert places[0] == "S(0)"
+        for name, gradient in given.items():
+            torch.testing.assert_close(mine[name], gradient, rtol=1e-9, atol=1e-12)
+        assert rank < last or "only the loss takes gradients" in problem and "logits" in problem
+
+
+def kinds(cases: list[tuple[str, dict[str, Tensor], Any]], given: dict[str, Tensor]) -> list[Any]:
+    """On a rank: what comes back for each form."""
+    out = []
+    for text, state, form in cases:
+        result = parallel_model(text, state, form=form)(**given)
+        loss = result if isinstance(result, Tensor) else result[0] if isinstance(result, tuple) else None
+        loss = loss if loss is not None else result["loss"] if isinstance(result, dict) else result.loss
+        loss.backward()
+        out.append((type(result).__name__, loss.item(), len(result) if isinstance(result, (tuple, dict)) else 0))
+    return out
+
+
+def test_kinds_of_results(ranks: RankPool) -> None:
+    """Nothing is asked for: containers come back with None in the places of tensors."""
+    cases, expected = [], None
+    for kind in ("dict", "tuple", "namedtuple", "object"):
+        torch.manual_seed(0)
+        model = Net(kind).double()
+        case = case_of(model, (), batch())
+        assert case.graph.interface is not None and case.graph.interface.left_out == (("1",) if kind == "tuple" else ("logits",))
+        cases.append((case.text(dp=4, zero=0, pp=1), case.state, case.form))
+        expected = expected or model(**batch())["loss"].item()
+    for found in ranks.run(kinds, cases, batch()):
+        # the class of the test module has another name on ranks: a plain namespace
+        names = [("dict", 2), ("tuple", 2), ("SimpleNamespace", 0), ("SimpleNamespace", 0)]
+        assert [(name, size) for name, _, size in found] == names
+        assert [loss for _, loss, _ in found] == [pytest.approx(expected, rel=1e-12)] * 4
+
+
+def test_unknown_outputs_are_refused() -> None:
+    with pytest.raises(CaptureError, match="no tensor 'logitz'; there is logits, states, words"):
+        capture(Net(), (), {name: x.float() if name == "x" else x for name, x in batch().items()}, outputs=("logitz",))
+
+
+def test_an_input_as_output_is_refused() -> None:
+    class Echo(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x).sum(), x
+
+    with pytest.raises(CaptureError, match="output 1 is an input"):
+        capture(Echo(4, 4), (torch.randn(8, 4),), outputs=("1",))
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, "tests")
+import torch, torch.distributed as dist
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions as Output
+from support.models.small_models import make
+import autopar
+model, batch = make("gpt2", torch.float32, 8)
+expected = model(**batch)
+parallel = autopar.parallelize(model, "local:2", batch, force="dp=2", outputs=("logits",), cache=False)
+for _ in range(2):
+    out = parallel(**batch)
+    assert type(out) is Output and out.hidden_states is None and list(out.keys()) == ["loss", "logits"], out
+    torch.testing.assert_close(out.logits.full_tensor(), expected.logits)
+    torch.testing.assert_close(out.loss, expected.loss)
+    assert str(out.logits.placements) == "(Shard(dim=0),)" and out["loss"] is out.loss is out[0]
+out.loss.backward()
+assert all(p.grad is not None for p in parallel.parameters())
+print("right" * (dist.get_rank() == 0))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_the_class_of_transformers(tmp_path: Any) -> None:
+    """The user's loop, unchanged, under torchrun."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "train.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert "right" in done.stdout, done.stderr[-3000:]

@@ -1,0 +1,129 @@
+"""A plan is data: whatever stands in its strings, nothing of it runs, and the program has no code that lowering did not write."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.capture.models import load_model
+from autopar.errors import AutoparError, PlanError
+from autopar.ir.plan_file.plan_file import check_graph, decode_plan
+from autopar.program.build import program_text
+from autopar.program.load import load_program
+
+PLANS = {
+    "dense": ("llama-tiny", "dp=2,tp=4,zero=3"),
+    "pipeline": ("gpt2-tiny", "pp=2,dp=2,tp=2"),
+    "mixture": ("mixtral-tiny", "dp=2,ep=4"),
+}
+PAYLOADS = (
+    'x"""\n__import__("os").system("touch {mark}")\n"""',
+    "x\n    import os; os.system('touch {mark}')",
+    "x'); __import__('os').system('touch {mark}')  #",
+    '"""+str(__import__("os").system("touch {mark}"))+"""',
+    "__import__('os').system('touch {mark}') or B",
+)
+Path_ = tuple[str | int, ...]
+
+
+@cache
+def document(kind: str) -> dict[str, Any]:
+    name, force = PLANS[kind]
+    loaded = load_model(name, 16, None, device="meta")
+    plan = autopar.plan(loaded.model, "dgx-h100:1", loaded.example_inputs, force=force, batch=16)
+    return json.loads(plan.to_json())  # type: ignore[no-any-return]
+
+
+def leaves(data: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(data, list):
+        for index, value in enumerate(data):
+            yield from leaves(value, (*path, index))
+    else:
+        yield path, data
+
+
+def changed(data: dict[str, Any], path: Path_, value: Any) -> bytes:
+    """The document with one leaf replaced."""
+    copy = json.loads(json.dumps(data))
+    at = copy
+    for part in path[:-1]:
+        at = at[part]
+    at[path[-1]] = value
+    return json.dumps(copy).encode()
+
+
+def one_of_each_kind(data: dict[str, Any], kinds: type | tuple[type, ...]) -> list[Path_]:
+    """The first leaf of each field, and of each argument's form."""
+    found: dict[str, Path_] = {}
+    for path, value in leaves(data):
+        if isinstance(value, kinds):
+            found.setdefault(re.sub(r"\d+", "#", "/".join(map(str, path))), path)
+    return list(found.values())
+
+
+def attempt(kind: str, path: Path_, folder: Path) -> None:
+    """PlanError, or a program without the crafted text as code."""
+    mark = folder / "made"
+    for payload in PAYLOADS:
+        try:
+            plan = decode_plan(changed(document(kind), path, payload.replace("{mark}", str(mark))))
+            text = program_text(plan.graph, plan.candidate)
+        except AutoparError as error:
+            assert "\n" not in str(error), (path, payload)
+            continue
+        names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+        assert "__import__" not in names and "os" not in names, (path, payload)
+        load_program(text)
+        assert not mark.exists(), (path, payload)
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_nothing_crafted_runs(kind: str, tmp_path: Path) -> None:
+    for path in one_of_each_kind(document(kind), str):
+        attempt(kind, path, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLANS)
+def test_nothing_crafted_runs_wherever_it_stands(kind: str, tmp_path: Path) -> None:
+    for path, value in leaves(document(kind)):
+        if isinstance(value, str):
+            attempt(kind, path, tmp_path)
+
+
+WITHOUT_EFFECT = {"name", "notes", "fingerprint", "batch", "module", "source", "returns", "left_out", "constant"}
+"""Fields of a graph that no program computes with: what people read, the form of the result, and arguments that may be left
+out. The batch is that of the example, the plan has its own; another fingerprint than the graph's is refused."""
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_tampered_graph_is_refused_without_its_model(kind: str) -> None:
+    """One leaf of each field of the graph, changed to another value of its type."""
+    for path in one_of_each_kind(document(kind)["graph"], (str, bool, int, float)):
+        if WITHOUT_EFFECT & set(path):
+            continue
+        at: Any = document(kind)["graph"]
+        for part in path:
+            at = at[part]
+        other = (not at) if isinstance(at, bool) else at + 1 if isinstance(at, (int, float)) else f"{at}x"
+        with pytest.raises(PlanError):
+            check_graph(decode_plan(changed(document(kind), ("graph", *path), other)), "plan.json")
+            pytest.fail(f"{path}: {other!r} was accepted")
+
+
+def test_deep_nesting_is_one_line() -> None:
+    for text in ("[" * 100_000, '{"schema_version": 2, "graph": ' + "[" * 5_000 + "]" * 5_000 + "}"):
+        with pytest.raises(PlanError) as error:
+            decode_plan(text)
+        assert "\n" not in str(error.value)

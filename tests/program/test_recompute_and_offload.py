@@ -1,0 +1,29 @@
+"""Drawn selective recomputation and offload: loss, gradients and buffers are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+from program.test_trains import CLASSES, GRAPHS, MESHES, compare
+from support.harness.rank_pool import RankPool
+from support.harness.run_program import train_steps
+from support.models.mesh import mesh_of
+from support.oracles.interpret_graph import make_batch, make_state
+from support.plans.drawn_candidates import drawn_candidate
+from support.plans.drawn_recomputation import with_replays
+
+from autopar.program.build import program_text
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("model", GRAPHS)
+def test_any_selection_of_values(model: str, mesh: str, ranks: RankPool) -> None:
+    graph = GRAPHS[model]()
+    state, batch = make_state(graph), make_batch(graph, CLASSES)
+    texts = []
+    for seed, share in enumerate((0.3, 0.6, 0.9, 1.0)):
+        candidate = drawn_candidate(graph, mesh_of(**MESHES[mesh]), seed, zero=(seed + 3) % 4, wild=0.2 * seed)
+        texts.append(program_text(graph, with_replays(graph, candidate, seed, share)))
+    results = ranks.run(train_steps, [(text, state, batch) for text in texts])
+    for found in (results[0], results[3]):
+        for one, text in zip(found, texts, strict=True):
+            compare(one, graph, state, batch, 1e-9, text)

@@ -1,0 +1,1 @@
+"""What tests use: models, plans, oracles to compare with, and the harness that runs programs on forked ranks."""

@@ -1,0 +1,75 @@
+"""What a training on ranks and one on one process have apart: losses, gradients, and state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from support.harness.training_loop import Training
+
+NOISE = 1e-3
+"""A gradient smaller than this share of the largest gradient of all is noise (mathematically zero, such as a key bias's)."""
+
+
+class Outcome(NamedTuple):
+    """Loss and gradients of the first step; parameters and buffers after the last one."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def differences(found: Outcome, expected: Outcome, tolerance: float, parameters: bool = True) -> list[str]:
+    """What differs by more than `tolerance`, relative to each tensor's largest value; a gradient counts relative to at least
+    `NOISE` times the largest gradient."""
+    out = different_numbers("loss", [found[0]], [expected[0]], tolerance)
+    out += different_tensors("gradient", found[1], expected[1], tolerance, noise=NOISE)
+    if parameters:
+        buffers = {name: tensor for name, tensor in expected[3].items() if name in found[3]}
+        out += different_tensors("parameter", found[2], expected[2], tolerance)
+        out += different_tensors("buffer", found[3], buffers, tolerance)
+    return out
+
+
+def different_numbers(kind: str, found: Sequence[float], expected: Sequence[float], tolerance: float) -> list[str]:
+    """Those that differ by more than `tolerance`, relative to what is expected."""
+    pairs = enumerate(zip(found, expected, strict=True))
+    return [f"{kind} {index}: {mine} instead of {theirs}" for index, (mine, theirs) in pairs
+            if not abs(mine - theirs) <= tolerance * abs(theirs)]  # fmt: skip
+
+
+def different_tensors(
+    kind: str,
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    tolerance: float,
+    noise: float = 0.0,
+    smallest: float = 1e-12,
+) -> list[str]:
+    """Names on one side only, or tensors that differ by more than `tolerance` relative to their largest value, but at least to
+    `noise` times the largest value of all tensors and to `smallest`."""
+    if found.keys() != expected.keys():
+        return [f"{kind}s of {sorted(found.keys() ^ expected.keys())} on one side only"]
+    largest = {name: float(tensor.double().abs().max()) if tensor.numel() else 0.0 for name, tensor in expected.items()}
+    floor = max(noise * max(largest.values(), default=0.0), smallest)
+    out = []
+    for name, tensor in expected.items():
+        error = float((found[name].double() - tensor.double()).abs().max()) if tensor.numel() else 0.0
+        if not error <= tolerance * max(largest[name], floor):
+            out.append(f"{kind} {name} off by {error / max(largest[name], floor):.2g}")
+    return out
+
+
+def training_differences(found: Training, expected: Training, tolerance: float = 1e-9) -> list[str]:
+    """What differs of two trainings by more than `tolerance`, relative to each tensor's largest value; a state on one side may
+    lack what training does not need."""
+    both = found.state.keys() & expected.state.keys()
+    return [
+        *different_numbers("loss", found.losses, expected.losses, tolerance),
+        *different_tensors("gradient", found.gradients, expected.gradients, tolerance, smallest=1e-9),
+        *different_tensors("state", *({name: each.state[name] for name in both} for each in (found, expected)), tolerance,
+                           smallest=1e-9),
+    ]  # fmt: skip

@@ -1,0 +1,96 @@
+"""The whole way for one small model: capture, search, program; and what one process makes of the same model."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Precision
+from autopar.program.build import program_text
+from autopar.solve.result import PlanResult
+from autopar.solve.search import search
+from autopar.solve.space.options import SearchOptions
+from support.harness.comparison import Outcome
+from support.harness.training_loop import STEPS, train
+from support.models.further_families import further_families
+from support.models.lift_casts import LiftedCasts, lift_graph
+from support.models.model_families import families
+from support.models.small_models import VOCABULARY, cases, long_cases, make_case, routed_cases, token_batch
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model with its graph, one batch, its initial state and what one process makes of it."""
+
+    name: str
+    graph: Graph
+    state: dict[str, Tensor]
+    batch: dict[str, Tensor]
+    expected: Outcome
+
+
+def reference(model: nn.Module, batch: dict[str, Tensor], lift: bool) -> Outcome:
+    """One process. `lift`: with the casts to float32 lifted to float64."""
+    with LiftedCasts() if lift else nullcontext():
+        found = train(model, [batch] * STEPS)
+    buffers = {name for name, _ in model.named_buffers()}
+    parameters = {name: tensor for name, tensor in found.state.items() if name not in buffers}
+    return Outcome(found.losses[0], found.gradients, parameters, {name: found.state[name] for name in buffers})
+
+
+def prepare(name: str, dtype: torch.dtype = torch.float64, batch: int = 16) -> Prepared:
+    """Captured in `dtype`, once a session; in float64 the casts inside the model are lifted, in graph and reference alike."""
+    return _prepared(name, dtype, batch)
+
+
+@cache
+def _prepared(name: str, dtype: torch.dtype, batch: int) -> Prepared:
+    model, inputs = make_case((families() | further_families() | cases() | long_cases() | routed_cases())[name], dtype, batch)
+    lift = dtype is torch.float64
+    graph = capture(model, (), inputs, compute_dtype=str(dtype).removeprefix("torch."))
+    graph = lift_graph(graph) if lift else graph
+    needed = graph.parameters()
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    state = {key: tensor.detach().clone() for key, tensor in tensors if key in needed}
+    return Prepared(name, graph, state, inputs, reference(model, inputs, lift))
+
+
+@cache
+def prepare_dropout() -> Prepared:
+    """GPT-2 in float64 with dropout, attention's too; expected is only the loss of an evaluation."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=64)
+    model, batch = transformers.GPT2LMHeadModel(config).double(), token_batch(16)
+    graph = capture(model, (), batch)
+    named = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    state = {name: named[name] for name in graph.parameters()}
+    return Prepared("gpt2", graph, state, batch, Outcome(model.eval()(**batch).loss.item(), {}, {}, {}))
+
+
+def sharding_wins(size: int = 4) -> Cluster:
+    """A cluster of slow devices with little memory on fast links, where whatever is repeated costs more than what is sent."""
+    cluster = Cluster.parse(f"local:{size}")
+    fast = tuple(replace(link, bandwidth_bytes_per_second=1e15, latency_seconds=1e-12) for link in cluster.links)
+    device = replace(cluster.device, launch_seconds=0.0)
+    return replace(cluster, name="sharding-wins", links=fast, device=device)
+
+
+def plan(prepared: Prepared, force: dict[str, int], cluster: Cluster | None = None) -> PlanResult:
+    """The search's answer; without a pipeline, unless one is forced."""
+    dtype = next(v.value.dtype for v in prepared.graph.parameters().values() if v.trainable)
+    options = SearchOptions(batch=prepared.graph.batch, precision=Precision(dtype, dtype), force={"pp": 1, **force})
+    return search(prepared.graph, cluster or Cluster.parse("local:4"), options)
+
+
+def program(prepared: Prepared, result: PlanResult) -> str:
+    """The text that ranks run."""
+    return program_text(prepared.graph, result.candidate)

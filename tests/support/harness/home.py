@@ -1,0 +1,27 @@
+"""A home folder for one test session, so that tests neither read nor write the user's measurements and plans.
+
+It holds the bundled descriptions of ``local:N`` as if they had been measured: no test waits for a measurement that it does not
+ask for, and plans do not depend on how busy the machine was.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+PROCESSES = (1, 2, 4, 8)
+
+
+def write_local_clusters(folder: Path) -> None:
+    """Into the folder that `measured_local_cluster` reads."""
+    from autopar.cost_models.calibrate import local_cluster
+    from autopar.cost_models.calibrate.fit import Calibration
+    from autopar.cost_models.calibrate.measure import CalibrationRun
+
+    def describe(processes: int) -> Calibration:
+        quiet = CalibrationRun({}, (), (), slowdown=1.0)
+        return Calibration(local_cluster.default_local_cluster(processes), quiet, ())
+
+    with patch.object(local_cluster, "measure_local", describe):
+        for processes in PROCESSES:
+            local_cluster.measured_local_cluster(processes, folder)
