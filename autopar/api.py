@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
@@ -14,7 +15,9 @@ from torch import nn
 
 from autopar import errors
 from autopar.capture import capture
+from autopar.capture.modes import CapturedModes
 from autopar.capture.normalize.batch_norm import LOCAL
+from autopar.capture.tracing.trace import copy_without_data
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, PlanMismatch, StateError
 from autopar.ir.plan import Precision
@@ -32,9 +35,12 @@ from autopar.planning import (
 )
 from autopar.program.build import build_program
 from autopar.rules.check import check_strategies
+from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
+from autopar.runtime.comm.heartbeat import PATIENCE_SECONDS, start_heartbeat, watched
 from autopar.runtime.device.mesh import MeshHandle, join_process_group
-from autopar.runtime.errors import LaunchProblem
+from autopar.runtime.errors import LaunchProblem, MismatchProblem
 from autopar.runtime.parallel import Parallel
+from autopar.runtime.state.plain_model import PlainModel, hooked_modules
 from autopar.runtime.state.weight_source import BroadcastSource, named_tensors
 from autopar.schedules.pipeline_schedule import check_schedule
 
@@ -58,6 +64,8 @@ def parallelize(
     outputs: Sequence[str] = (),
     batch_norm: str = "global",
     expert_load: float | str = 1.0,
+    patience_seconds: float = PATIENCE_SECONDS,
+    check_batch_every: int = 100,
 ) -> Parallel:
     """The model as a program for the cluster: an `nn.Module` whose call takes the global batch and returns what the model does.
 
@@ -70,7 +78,9 @@ def parallelize(
     result (``("logits", "hidden_states.1")``) that are wanted beside the loss: they come as DTensors, without gradients; fields
     that nobody asked for are None, and the plan lists them. `batch_norm="local"` takes the statistics of batch norm from each
     data rank's own examples, as DDP does, and the plan says so; by default they are those of the whole batch.
-    `expert_load` is how unevenly experts are expected to be loaded (see `make_plan`).
+    `expert_load` is how unevenly experts are expected to be loaded (see `make_plan`). A rank that dies, stops or fails, from the
+    comparison of the models on, makes all others end within `patience_seconds` with an error that names it. Ranks compare their
+    batches in the first three calls and then in one of `check_batch_every` (0: never).
 
     Raises `AutoparError`.
     """
@@ -81,8 +91,12 @@ def parallelize(
         outputs=outputs, batch_norm=batch_norm, expert_load=expert_load,
     )  # fmt: skip
     if example_inputs is None:
-        rest: dict[str, Any] = dict(plan=plan, compile=compile, state=state, cache=cache)
-        return Deferred(lambda args, batch: parallelize(model, cluster, _named(model, args, batch), **options, **rest))
+        rest: dict[str, Any] = dict(
+            plan=plan, compile=compile, state=state, cache=cache, patience_seconds=patience_seconds,
+            check_batch_every=check_batch_every,
+        )  # fmt: skip
+        build = lambda args, batch: parallelize(model, cluster, _named(model, args, batch), **options, **rest)  # noqa: E731
+        return Deferred(build, model.training)
     _join(cluster)
     tensors = {**named_tensors(model), **(state or {})}
 
@@ -92,18 +106,35 @@ def parallelize(
             return make_plan(model, cluster, example_inputs, **options, cache=plan_folder() if cache else None)
         return check_plan(plan, model, cluster, example_inputs, outputs)
 
-    agreed = _on_first_rank(chosen)
-    program = build_program(agreed.graph, agreed.candidate)
-    mesh = MeshHandle(program.Program.mesh_axes)
-    form = agreed.graph.interface.returns if agreed.graph.interface else None
-    return Parallel(program.Program(mesh), BroadcastSource(tensors), compile=compile, form=form)
+    heartbeat = start_heartbeat(lambda rank: f"rank {rank}", patience_seconds)
+    try:
+        with watched(heartbeat, "comparing the models"):
+            _compare_models(model)
+        with watched(heartbeat, "planning"):
+            agreed = _on_first_rank(chosen)
+            _warn_of(model)
+        program = build_program(agreed.graph, agreed.candidate)
+        with watched(heartbeat, "making process groups"):
+            mesh = MeshHandle(program.Program.mesh_axes)
+        form = agreed.graph.interface.returns if agreed.graph.interface else None
+        parallel = Parallel(
+            program.Program(mesh), BroadcastSource(tensors), compile=compile, form=form, heartbeat=heartbeat,
+            plain=_plain_model(model, agreed, example_inputs), check_batch_every=check_batch_every,
+        )  # fmt: skip
+    except BaseException:
+        if heartbeat is not None:
+            heartbeat.close()
+        raise
+    parallel.__dict__["plan"] = agreed
+    return parallel
 
 
 class Deferred(Parallel):
     """A parallel model that is built by its first call, when it sees a batch. Then it *becomes* that `Parallel`."""
 
-    def __init__(self, build: Callable[[tuple[Any, ...], dict[str, Any]], Parallel]) -> None:
+    def __init__(self, build: Callable[[tuple[Any, ...], dict[str, Any]], Parallel], training: bool) -> None:
         nn.Module.__init__(self)
+        self.training = training
         self.__dict__["build"] = build
 
     def forward(self, *args: Any, **batch: Any) -> Any:
@@ -111,7 +142,10 @@ class Deferred(Parallel):
         built = self.__dict__["build"](args, batch)
         self.__class__ = Parallel  # type: ignore[assignment]
         self.__dict__ = built.__dict__
-        self.train(training)
+        if self.heartbeat is not None:
+            self.heartbeat.stop_with(self)
+        if self.training != training:
+            self.train(training)
         return self(*args, **batch)
 
     def train(self, mode: bool = True) -> Self:
@@ -126,7 +160,7 @@ class Deferred(Parallel):
 
     parameters = named_parameters = buffers = named_buffers = state_dict = load_state_dict = _too_early
     _apply = local_batch = sampler = clip_grad_norm_ = load_full_state = reseed = zero_grad = _too_early
-    expert_load = full_state = full_gradients = flush = trace = _too_early
+    expert_load = full_state = full_optimizer_state = full_gradients = flush = trace = _too_early
 
 
 # -- the steps
@@ -142,6 +176,47 @@ def _join(cluster: Cluster) -> None:
             f"the cluster {cluster.name} has {cluster.size} devices but {launched} processes were launched: "
             f"use torchrun --nproc-per-node {cluster.size}, or name a cluster of {launched}"
         ) from None
+
+
+def _compare_models(model: nn.Module) -> None:
+    """PlanMismatch on all ranks where one has another model, or another version of torch or autopar."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return
+    try:
+        require_agreement(stated_versions(), lambda rank: f"rank {rank}")
+        require_equal_models(model, lambda rank: f"rank {rank}")
+    except MismatchProblem as problem:
+        raise PlanMismatch(str(problem)) from None
+
+
+def _plain_model(model: nn.Module, agreed: Plan, example_inputs: ExampleInputs) -> PlainModel:
+    """What the parallel model knows of this one."""
+    args, kwargs = split_inputs(example_inputs)
+    options = dict(
+        compute_dtype=agreed.candidate.precision.compute,
+        outputs=tuple(output.path for output in agreed.graph.outputs),
+        batch_norm="local" if LOCAL in agreed.graph.notes else "global",
+    )
+    skeleton = copy_without_data(model, None)
+    return PlainModel(model, skeleton, CapturedModes(skeleton, args, kwargs, options, agreed.graph.fingerprint).right_in)
+
+
+def _warn_of(model: nn.Module) -> None:
+    """On rank 0, what a program cannot have of the model as it is."""
+    if dist.get_rank():
+        return
+    if not model.training:
+        warnings.warn(
+            f"{type(model).__name__} is in eval mode, and is captured so, without dropout and with the running statistics of "
+            "batch norm: call model.train() before autopar.parallelize to train it",
+            stacklevel=3,
+        )
+    if hooked := hooked_modules(model):
+        warnings.warn(
+            "hooks do not run in the parallel program (what they compute of tensors was captured once): those of "
+            + ", ".join(hooked),
+            stacklevel=3,
+        )
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], batch: dict[str, Any]) -> ExampleInputs:

@@ -1,12 +1,24 @@
-"""The errors of autopar, with one base class. Each message is one line: what is wrong, where, and how to fix it."""
+"""The errors of autopar, with one base class. Each message is one line: what is wrong, where, and how to fix it.
+
+The base and what a running program raises too are in `runtime.errors`, which stands alone."""
 
 from __future__ import annotations
 
+from autopar.runtime.errors import AutoparError, BatchError, StateError
 
-class AutoparError(Exception):
-    """Base of all errors that a user can fix. `exit_status` is the exit status of the command line."""
-
-    exit_status = 2
+__all__ = [
+    "AutoparError",
+    "BatchError",
+    "CaptureError",
+    "ClusterError",
+    "FileError",
+    "Infeasible",
+    "OperatorError",
+    "PlanError",
+    "PlanMismatch",
+    "StateError",
+    "UnsupportedOp",
+]
 
 
 class CaptureError(AutoparError):
@@ -31,20 +43,12 @@ class ClusterError(AutoparError):
     """A cluster name or file is invalid."""
 
 
-class BatchError(AutoparError):
-    """A batch does not fit the plan."""
-
-
 class PlanError(AutoparError):
     """A plan or plan file is invalid: truncated, of another schema version, or inconsistent."""
 
 
 class PlanMismatch(AutoparError):
     """A plan was made for another model or another number of processes."""
-
-
-class StateError(AutoparError):
-    """Parameters are requested before they exist, or a state does not fit."""
 
 
 class FileError(AutoparError):

@@ -14,6 +14,7 @@ from torch import nn
 from autopar.capture.convert import flatten_program
 from autopar.capture.fold import fold
 from autopar.capture.normalize import normalize
+from autopar.capture.normalize.simplify import without_dropout
 from autopar.capture.tracing.outline import CannotOutline
 from autopar.capture.tracing.trace import trace
 from autopar.errors import CaptureError
@@ -31,13 +32,16 @@ def capture(
     allowed_functions: tuple[str, ...] = (),
     outputs: Sequence[str] = (),
     batch_norm: str = "global",
+    dropout: bool = True,
 ) -> Graph:
     """The graph of the forward of `model` up to its loss. The model is not changed and may be on the meta device.
 
     `compute_dtype` (``bfloat16``) is the dtype in which floating-point parameters enter the forward. `allowed_functions` are
     names of ``autograd.Function`` classes that may be traced through. `outputs` are fields of the model's result (``logits``,
     ``hidden_states.1``) that are returned beside the loss. With ``batch_norm="local"`` batch norm has the statistics of each data
-    rank's own examples, as in DDP. CaptureError, one line, with the user's file and line.
+    rank's own examples, as in DDP. ``dropout=False`` leaves dropout out, as a program in evaluation does.
+
+    CaptureError, one line, with the user's file and line.
     """
     if batch_norm not in ("global", "local"):
         raise CaptureError(f"batch_norm={batch_norm!r} is not known: write global or local")
@@ -48,4 +52,5 @@ def capture(
     except CannotOutline:
         traced = trace(*given, outlined=False, asked=tuple(outputs))
         flat = flatten_program(traced)
+    flat = flat if dropout else without_dropout(flat)
     return fold(model, normalize(flat, batch_norm == "local"), traced)

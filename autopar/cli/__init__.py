@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments, Console(arguments.json)))
     except Exception as error:
-        if not isinstance(error, (AutoparError, *_runtime_errors())):
+        if not isinstance(error, AutoparError):
             raise
         status = int(getattr(error, "exit_status", 2))
         lines = str(error).splitlines() if isinstance(error, Infeasible) else [" ".join(str(error).split())]
@@ -36,12 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         return 130
-
-
-def _runtime_errors() -> tuple[type[Exception], ...]:
-    """The runtime's own error class, if it was imported: the runtime does not import `autopar.errors`."""
-    module = sys.modules.get("autopar.runtime.errors")
-    return (module.RuntimeProblem,) if module else ()
 
 
 _GC_THRESHOLD = 200_000

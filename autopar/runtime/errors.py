@@ -1,20 +1,32 @@
-"""Errors of the runtime. `autopar.errors` has the same for users of the package; an exported program has only these."""
+"""Errors of the runtime, and their bases, which `autopar.errors` has too: an exported program has only this file."""
 
 from __future__ import annotations
 
 
-class RuntimeProblem(Exception):
-    """Base of all: one line that says what is wrong, where, and how to mend it."""
+class AutoparError(Exception):
+    """Base of all errors that a user can fix. `exit_status` is the exit status of the command line."""
 
     exit_status = 2
+
+
+class BatchError(AutoparError):
+    """A batch does not fit the plan."""
+
+
+class StateError(AutoparError):
+    """Parameters are requested before they exist, or a state does not fit."""
+
+
+class RuntimeProblem(AutoparError):
+    """Base of all errors of a running program: one line that says what is wrong, where, and how to mend it."""
 
 
 class LaunchProblem(RuntimeProblem):
     """The program was launched with the wrong number of processes."""
 
 
-class BatchProblem(RuntimeProblem):
-    """A batch that does not fit the plan."""
+class BatchProblem(RuntimeProblem, BatchError):
+    """A batch that does not fit the plan, or that differs between ranks."""
 
 
 class PeerProblem(RuntimeProblem):
@@ -23,5 +35,9 @@ class PeerProblem(RuntimeProblem):
     exit_status = 1
 
 
-class StateProblem(RuntimeProblem):
+class MismatchProblem(RuntimeProblem):
+    """The ranks of a run have different models, programs, versions or batches."""
+
+
+class StateProblem(RuntimeProblem, StateError):
     """State that does not fit the program."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.data import DistributedSampler
 
-from .comm.heartbeat import Heartbeat, start_heartbeat
+from .comm.agreement import Stated, agree_on_batch, program_digest, require_agreement, stated_step
+from .comm.heartbeat import PATIENCE_SECONDS, Heartbeat, start_heartbeat
 from .compat import in_backward, save_strided_shards
-from .errors import RuntimeProblem, StateProblem
+from .errors import BatchProblem, RuntimeProblem, StateProblem
 from .module import Program
 from .ops.expert_load import MeasuredExpertLoad, gather_expert_load, recording_copies
 from .pipeline.pipeline_step import PipelineStep
@@ -23,10 +25,13 @@ from .pipeline.weight_versions import PipeDreamStep
 from .state.fsdp import reshard_all
 from .state.gradient_norm import clip_gradients
 from .state.materialize import State, materialize
+from .state.optimizer_state import full_optimizer_state
+from .state.plain_model import Container, PlainModel, ShardedStateDict, check_parameters
 from .state.weight_source import WeightSource
 from .step.inputs import NamedBatch, bind_arguments, bind_named_batch, local_inputs
 from .step.micro_batches import StepResult, run_micro_batches, split_result
 from .step.outputs import as_dtensors, build_result, plain_result
+from .step.same_batch import check_same_batch, is_checked
 
 
 def make_pipeline_step(program: PipelineProgram, state: State) -> PipelineStep | PipeDreamStep:
@@ -38,10 +43,6 @@ class LocalBatch(dict[str, Any]):
     """A batch of which each data-parallel rank passes its own part. Made by `Parallel.local_batch`."""
 
 
-class Container(nn.Module):
-    """A node in the tree of the original parameter names."""
-
-
 class Parallel(nn.Module):
     """Runs a program like the model that it was made from. Its parameters are DTensors under their original names."""
 
@@ -49,7 +50,13 @@ class Parallel(nn.Module):
     state: State
     pipeline_step: PipelineStep | PipeDreamStep | None
     heartbeat: Heartbeat | None
+    program_digest: str
+    compared: bool
     form: Any
+    plain: PlainModel | None = None
+    plan: Any = None
+    """The plan (an `autopar.Plan`) that `parallelize` followed."""
+    call_count = 0
 
     def __init__(
         self,
@@ -57,15 +64,19 @@ class Parallel(nn.Module):
         source: WeightSource,
         *,
         compile: bool | str | Callable[..., Any] = False,
-        patience_seconds: float = 60.0,
+        patience_seconds: float = PATIENCE_SECONDS,
+        heartbeat: Heartbeat | None = None,
         form: Any = None,
+        plain: PlainModel | None = None,
+        check_batch_every: int = 100,
     ) -> None:
         """`source` gives full tensors by original name. `compile`: a backend of torch.compile, or True for inductor. `form`: the
         structure of the model's result (`outputs.build_result`); without it a call returns the loss, or a namespace of it and the
-        outputs.
+        outputs. `plain`: the model that it was made from. Ranks compare checksums of their batches in the first calls and then
+        in one of `check_batch_every` (0: never).
 
-        Blocks of one class share their compiled code: each distinct block is compiled once. In a pipeline, a rank that dies,
-        stops or fails in a step makes the others end with an error that names it, within `patience_seconds`.
+        Blocks of one class share their compiled code: each distinct block is compiled once. A rank that dies, stops or fails
+        makes the others end with an error that names it, within `patience_seconds`. `heartbeat`: one that runs already.
         """
         super().__init__()
         save_strided_shards()
@@ -74,16 +85,30 @@ class Parallel(nn.Module):
         # The generated modules are not registered as children: their parameters are not the canonical ones.
         self.__dict__["program"] = program
         self.__dict__["form"] = form
-        self.__dict__["state"] = materialize(program, source)
-        staged = isinstance(program, PipelineProgram)
-        self.__dict__["pipeline_step"] = make_pipeline_step(program, self.state) if isinstance(program, PipelineProgram) else None
-        self.__dict__["heartbeat"] = start_heartbeat(self, program.mesh.describe, patience_seconds) if staged else None
+        self.__dict__["check_batch_every"] = check_batch_every
+        self.__dict__["pipeline_step"], self.__dict__["compared"] = None, False
+        self.__dict__["program_digest"] = program_digest(program)  # FSDP2 changes the class
+        heartbeat = heartbeat or start_heartbeat(program.mesh.describe, patience_seconds)
+        self.__dict__["heartbeat"] = heartbeat
+        if heartbeat is not None:
+            heartbeat.describe = program.mesh.describe
+            heartbeat.stop_with(self)
+        with self._watched("loading weights"):
+            self.__dict__["state"] = materialize(program, source)
+        if isinstance(program, PipelineProgram):
+            self.__dict__["pipeline_step"] = make_pipeline_step(program, self.state)
         for name, parameter in self.state.parameters.items():
             node, leaf = self._node(name)
             node.register_parameter(leaf, parameter)
         for name, buffer in self.state.buffers.items():
             node, leaf = self._node(name)
-            node.register_buffer(leaf, buffer, persistent=self.state.specs[name].persistent)
+            saved = self.state.specs[name].persistent and (plain is None or name in plain.names.values())
+            node.register_buffer(leaf, buffer, persistent=saved)
+        if plain is not None:
+            plain.complete(self.state.index.specs, source if callable(source) else source.__getitem__)
+            self.__dict__["plain"] = plain
+            self.training = plain.training
+            program.train(plain.training)
         if compile:
             self._compile("inductor" if compile is True else compile)
 
@@ -113,22 +138,11 @@ class Parallel(nn.Module):
         """The model's result for the global batch, which every rank passes, or for a `local_batch`: the loss and the outputs that
         were asked for, in the model's own result class if it has one. Outputs are DTensors (in a pipeline on the last stage, None
         elsewhere). Only the loss takes gradients."""
-        if not self.training and any(block.batch_statistics for block in self.program.blocks()):
-            raise RuntimeProblem(
-                "this program normalises by the statistics of the batch and was captured for training: call train(), or evaluate "
-                "the original model with parallel.full_state()"
-            )
-        if not self.training and any(block.training_noise for block in self.program.blocks()):
-            raise RuntimeProblem(
-                "this program draws random numbers as the model did in training (stochastic depth, channel dropout, noise): call "
-                "train(), or evaluate the original model with parallel.full_state()"
-            )
-        if len(args) == 1 and isinstance(args[0], LocalBatch):
-            inputs = bind_arguments(self.program, (), args[0])
-        elif len(args) == 1 and isinstance(args[0], NamedBatch):
-            inputs = local_inputs(self.program, bind_named_batch(self.program, args[0]))
-        else:
-            inputs = local_inputs(self.program, bind_arguments(self.program, args, batch))
+        self._check_mode()
+        if self.plain is not None:
+            check_parameters(self.state.parameters, lambda name: self.state.specs[name].trainable)
+            self.plain.check_frozen()
+        inputs = self._inputs(args, batch)
         if not in_backward():
             for buckets in (self.state.buckets, *self.state.chunk_buckets):
                 buckets.reset()
@@ -138,11 +152,77 @@ class Parallel(nn.Module):
         outputs = as_dtensors(self.program, others) if self.program.outputs else {}
         return plain_result(self.program, loss, outputs) if self.form is None else build_result(self.form, loss, outputs)
 
+    def _check_mode(self) -> None:
+        """RuntimeProblem where this program does not compute what the model does in evaluation."""
+        if self.training:
+            return
+        if any(block.batch_statistics for block in self.program.blocks()):
+            raise RuntimeProblem(
+                "this program normalises by the statistics of the batch and was captured for training: call train(), or evaluate "
+                "the original model with parallel.full_state()"
+            )
+        if any(block.training_noise for block in self.program.blocks()):
+            raise RuntimeProblem(
+                "this program draws random numbers as the model did in training (stochastic depth, channel dropout, noise): call "
+                "train(), or evaluate the original model with parallel.full_state()"
+            )
+        if self.plain is not None and not self.plain.right_in(False):
+            raise RuntimeProblem(
+                "this program was captured in training, and the model computes something else in evaluation (a branch on "
+                "self.training?): call train(), or evaluate the original model with parallel.full_state()"
+            )
+
+    def _inputs(self, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """This rank's part of the batch. BatchProblem where it does not fit, or where ranks passed different ones; before the
+        first step all ranks compare the structure of their batches, programs and versions too."""
+        first = args[0] if len(args) == 1 else None
+        local, checked = isinstance(first, LocalBatch), is_checked(self.call_count, self.__dict__["check_batch_every"])
+        self.__dict__["call_count"] = self.call_count + 1
+        bound: dict[str, torch.Tensor] | None = None
+        stated: dict[str, Stated] = {}
+
+        def bind() -> dict[str, torch.Tensor]:
+            nonlocal bound
+            if isinstance(first, NamedBatch):
+                found = bind_named_batch(self.program, first)
+            else:
+                found = bind_arguments(self.program, () if local else args, first if isinstance(first, LocalBatch) else batch)
+            inputs = found if local else local_inputs(self.program, found)
+            stated.update(stated_step(self.program.mesh, self.program_digest, found, own_part=local))
+            bound = found
+            return inputs
+
+        if self.heartbeat is not None and not self.compared:
+            with self.heartbeat.watching(lambda: "comparing the ranks"):
+                inputs = agree_on_batch(bind, self.program.mesh.describe)
+                require_agreement(stated, self.program.mesh.describe)
+            self.__dict__["compared"] = True
+        else:
+            try:
+                inputs = bind()
+            except BatchProblem:
+                if checked:
+                    with self._watched("the comparison of batches"):
+                        check_same_batch(self.program.mesh, None, tuple(self.program.input_placements), local)
+                raise
+        if checked:
+            with self._watched("the comparison of batches"):
+                check_same_batch(self.program.mesh, bound, tuple(self.program.input_placements), local)
+        return inputs
+
     def _run(self, inputs: dict[str, torch.Tensor]) -> StepResult:
         """The loss, and this rank's shard of each output."""
+        if self.heartbeat is not None and torch.is_grad_enabled() and not in_backward():
+            self.heartbeat.step += 1
+        with self._watched("forward" if torch.is_grad_enabled() else "evaluation"):
+            loss, others = self._computed(inputs)
+        if self.heartbeat is not None:
+            self.heartbeat.watch_backward(loss)
+        return loss, others
+
+    def _computed(self, inputs: dict[str, torch.Tensor]) -> StepResult:
         if self.pipeline_step is not None:
-            with self._watched("the step"):
-                return self.pipeline_step.run(inputs)
+            return self.pipeline_step.run(inputs)
         if self.program.micro_batches > 1:
             return run_micro_batches(self.program, self.state, inputs)
         return split_result(self.program(**inputs))
@@ -175,7 +255,13 @@ class Parallel(nn.Module):
         return iter(found or [nn.Parameter(torch.empty(0, device=self.program.mesh.device))])
 
     def train(self, mode: bool = True) -> Parallel:
-        """Also switches the program, which is not a registered child."""
+        """Also switches the program, which is not a registered child. RuntimeProblem where it was captured in evaluation and the
+        model computes something else in training."""
+        if mode and self.plain is not None and not self.plain.right_in(True):
+            raise RuntimeProblem(
+                "the model was captured in eval mode (of some of its modules), and computes something else in training (dropout, "
+                "batch norm, a branch on self.training): call model.train() before autopar.parallelize"
+            )
         super().train(mode)
         self.program.train(mode)
         return self
@@ -187,6 +273,35 @@ class Parallel(nn.Module):
             if (after := fn(probe)).dtype != probe.dtype or after.device.type != probe.device.type:
                 raise StateProblem("a parallel model keeps its device and dtypes; choose them when planning (device, dtype=)")
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Also plain attributes of the model (``config``) and methods of its class, which are bound to this object."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            plain = self.__dict__.get("plain")
+            if plain is None:
+                raise
+        return plain.attribute(self, name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """DTensors by name, for torch.distributed.checkpoint; pickling it warns, since a rank has only its shards."""
+        found = super().state_dict(*args, **kwargs)
+        if args or kwargs.get("destination") is not None or self.program.mesh.whole_mesh.size() == 1:
+            return found
+        return ShardedStateDict(found)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """What `state_dict` gave, or the full state dict of the plain model."""
+        full = bool(state_dict) and not any(isinstance(each, DTensor) for each in state_dict.values())
+        if self.plain is None or not full:
+            return super().load_state_dict(state_dict, strict, assign)
+        missing, unexpected = self.plain.unfit_keys(state_dict)
+        if strict and (missing or unexpected):
+            problem = f"misses {missing[0]}" if missing else f"has {unexpected[0]}, which the model has not"
+            raise StateProblem(f"the state dict {problem}: pass that of the plain model, or of parallel.full_state()")
+        self.load_full_state(state_dict)
+        return _IncompatibleKeys(missing, unexpected)
 
     def __deepcopy__(self, memo: Any) -> Parallel:
         raise StateProblem("a parallel model cannot be copied; save its state with torch.distributed.checkpoint")
@@ -200,7 +315,7 @@ class Parallel(nn.Module):
             return clip_gradients(list(gradients.values()), first, mesh, max_norm, norm_type)
 
     def _watched(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """A context around work that needs the ranks of all stages."""
+        """A context around work that needs the other ranks."""
         if self.heartbeat is None:
             return contextlib.nullcontext()
         stages = self.pipeline_step
@@ -208,15 +323,26 @@ class Parallel(nn.Module):
 
     def load_full_state(self, source: WeightSource) -> None:
         """Copies a full state dict (or name -> full tensor) of the original model into the local shards."""
-        self.state.load_full(source)
+        if self.plain is not None and isinstance(source, Mapping):
+            self.plain.load_unused(source)
+            empty = {name: torch.empty(spec.shape, device="meta") for name, spec in self.state.index.specs.items() if spec.buffer}
+            source = self.plain.canonical(source, empty | self.state.buffers)
+        with self._watched("load_full_state"):
+            self.state.load_full(source)
 
     def full_state(self) -> dict[str, torch.Tensor]:
-        """The state dict of the original model with full tensors, on every rank (all ranks must call)."""
+        """The state dict of the original model, which loads it strictly: full tensors on every rank (all ranks must call)."""
         specs = self.state.index.specs
         names = [name for name, spec in specs.items() if not spec.buffer]
         names += [name for name, spec in specs.items() if spec.buffer and spec.persistent]
         with self._watched("full_state"):
-            return {name: self.state.broadcast_full(name) for name in names}
+            held = {name: self.state.broadcast_full(name) for name in names}
+        return held if self.plain is None else self.plain.state_dict(held)
+
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state dict of the plain model's optimizer, with full tensors on every rank (all ranks must call)."""
+        order = list(self.state.parameters) if self.plain is None else self.plain.parameter_names
+        return full_optimizer_state(self.state, optimizer, order)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients by original name with full tensors, on every rank (all ranks must call)."""

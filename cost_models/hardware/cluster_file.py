@@ -98,10 +98,19 @@ def in_human_units(data: Any) -> Any:
     return out
 
 
+_MOST_CHARACTERS = 100_000
+"""Of a cluster file. Aliases could make a small one large beyond all memory."""
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The file's content in the code's units. ClusterError names file and fault."""
     try:
-        data = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        if len(text) > _MOST_CHARACTERS or any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ClusterError(f"cluster file {path}: write it without aliases (*name), in at most {_MOST_CHARACTERS} characters")
+        data = yaml.safe_load(text)
+    except RecursionError:
+        raise ClusterError(f"cluster file {path} is nested too deeply: `autopar calibrate` writes one to begin with") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"cluster file {path}: {getattr(error, 'strerror', None) or error}") from None
     except yaml.YAMLError as error:

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ORDER = [
-    *("errors", "files", "ir", "schedules", "runtime", "ops", "capture", "rules", "cost_models", "solve", "explain", "validate"),
+    *("runtime", "errors", "files", "ir", "schedules", "ops", "capture", "rules", "cost_models", "solve", "explain", "validate"),
     *("planning", "passes", "program", "dryrun", "api", "cli"),
 ]
 FOLDERS = {"passes": ROOT / "passes", "cost_models": ROOT / "cost_models"}

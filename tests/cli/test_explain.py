@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from support.models.handwritten_blocks import gpt2_graph
 
 from autopar.cli import main
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.ir.plan_file.fingerprint import graph_fingerprint
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.solve.fixed.baselines import baselines
 from autopar.solve.report import plan_of_result
@@ -21,6 +23,7 @@ from autopar.solve.space.options import SearchOptions
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
     graph = gpt2_graph(layers=2, hidden=128, heads=4, vocabulary=512, seq=64, batch=16)
+    graph = replace(graph, fingerprint=graph_fingerprint(graph))
     cluster, options = Cluster.parse("dgx-h100:1"), SearchOptions(force={"dp": 4, "tp": 2})
     recipes = baselines(graph, cluster, options)
     plan = plan_of_result(graph, cluster, search(graph, cluster, options), recipes, optimizer=options.optimizer)

@@ -18,6 +18,7 @@ _RESHAPES = (
 )
 _COPIES = ("aten.clone", "aten.alias", "aten.lift_fresh_copy", "aten.contiguous", "aten.detach_", "aten.lift_fresh")
 _NEW = ("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty")
+_DROPOUT = ("aten.native_dropout", "aten.dropout", "ap.dropout")
 _VIEWS = ("aten.reshape", "aten.expand", "aten.slice.Tensor", "aten.permute", "aten.to.dtype", "aten.squeeze.dims", "aten.pad")
 
 
@@ -64,13 +65,27 @@ def factories(flat: FlatGraph) -> FlatGraph:
     return rewrite_nodes(flat, step)
 
 
+def without_dropout(flat: FlatGraph) -> FlatGraph:
+    """The graph with dropout's probabilities at zero, attention's too."""
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op in _DROPOUT:
+            return (), {node.name: node.operands()[0]}
+        if node.op != "aten.scaled_dot_product_attention":
+            return None
+        args = tuple(0.0 if index == 4 else arg for index, arg in enumerate(node.args))
+        return (replace(node, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in node.kwargs)),), {}
+
+    return rewrite_nodes(flat, step)
+
+
 def no_ops(flat: FlatGraph) -> FlatGraph:
     """Operations that give back their operand are dropped; dropout gets one spelling."""
     values = flat.values()
 
     def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
         operands = node.operands()
-        if node.op in ("aten.native_dropout", "aten.dropout", "ap.dropout"):
+        if node.op in _DROPOUT:
             probability, active = node.args[1], node.args[2] if len(node.args) > 2 else True
             if probability == 0 or active is False:
                 return (), {node.name: operands[0]}

@@ -1,40 +1,35 @@
 """Notices that another rank died, stopped or failed, and names it: collectives alone name nobody, or hang for ever.
 
-A thread of each rank increments a counter in the process group's store, also while the main thread computes or compiles. While
-this rank is in a step, the thread watches the counters of other ranks, and a key to which the first failure is written. Then the
-main thread raises an error if what it waits in returns; if it does not, the process prints the error and ends."""
+One thread of each rank writes a beat to the process group's store, also while the main thread computes, compiles, plans or waits:
+only a process that died or is stopped stops beating. It reads the beats of other ranks, and what failures were reported. A second
+thread, which never touches the store, ends the process where the main thread hangs: soon where it is in work that needs the other
+ranks (`Heartbeat.watching`, and the backward of a loss), later where it is between two steps, in the user's own code."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from types import TracebackType
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from ..compat import own_store
-from ..errors import BatchProblem, PeerProblem
+from ..compat import at_end_of_backward, in_backward, own_store
+from ..errors import BatchProblem, MismatchProblem, PeerProblem
+from .beats import ALIVE, ENDED, ENDED_INSIDE, Beat, KeyValueStore, Seen, is_communication_error
 
+PATIENCE_SECONDS = 30.0
 BEAT_SECONDS = 2.0
 WATCHED_RANKS = 8
 """Each rank watches the next ranks, this many: each rank of a lost machine with fewer ranks still has a watcher elsewhere."""
-COMMUNICATION_ERRORS = ("gloo", "NCCL", "pair closure", "Connection closed", "Connection reset", "Broken pipe")
-"""Words in the errors that a failed peer causes."""
-
-
-class KeyValueStore(Protocol):
-    """The methods that a heartbeat needs of a store of torch.distributed."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes: ...
+ADVICE = "see its own output, and start all ranks again"
 
 
 class Heartbeat:
@@ -42,135 +37,300 @@ class Heartbeat:
     `patience_seconds`."""
 
     def __init__(
-        self, store: KeyValueStore, rank: int, size: int, describe: Callable[[int], str], patience_seconds: float = 60.0
+        self,
+        store: KeyValueStore,
+        rank: int,
+        size: int,
+        describe: Callable[[int], str],
+        patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         self.store, self.rank, self.describe, self.patience_seconds = store, rank, describe, patience_seconds
         self.prefix = f"autopar/{store.add(f'autopar/heartbeats/{rank}', 1)}"
+        self.host, self.process = socket.gethostname(), os.getpid()
         self.watched_ranks = [(rank + step) % size for step in range(1, min(size - 1, WATCHED_RANKS) + 1)]
-        self.last_beats: dict[int, tuple[bytes, float]] = {}
-        self.step_started: float | None = None
+        self.seen: dict[int, Seen] = {}
+        self.step = 0
+        self.entries = 0
+        self.doing: Callable[[], str] | None = None
+        """What the main thread does in a watched section; None between them."""
+        self.entered = 0.0
+        self.failed_entry = -1
         self.problem: str | None = None
+        self.problem_entry: int | None = None
+        """The section in which another rank failed and may go on; None where its process ends."""
+        self.problem_since = 0.0
+        self.told = False
+        """The main thread has raised the problem, and ends the process in its own way."""
         self.suspicious = False
         self.lost_since: float | None = None
-        self.stopping = threading.Event()
+        self.asking_since: float | None = None
+        self.lock, self.stopping = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self._run, name="autopar heartbeat", daemon=True)
+        self.judge = threading.Thread(target=self._judge, name="autopar heartbeat judge", daemon=True)
+        self.finalizer: Any = None
 
-    @property
-    def silence_seconds(self) -> float:
-        """A rank without a new count for so long is given up: half of the patience, less once a collective failed anywhere."""
-        return self.patience_seconds / (6 if self.suspicious else 2)
+    def start(self) -> None:
+        """Starts the threads. An exception that ends this process is told to the other ranks from now on."""
+        _ALL.add(self)
+        _tell_uncaught_exceptions()
+        self.thread.start()
+        self.judge.start()
 
-    @contextlib.contextmanager
-    def watching(self, doing: Callable[[], str]) -> Iterator[None]:
-        """A context around work that needs the other ranks. PeerProblem where one of them failed."""
-        if self.problem is not None:
-            raise PeerProblem(self.problem)
-        self.step_started = time.monotonic()
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, BatchProblem):  # raised on all ranks alike, before any communication
-                raise
-            if not _is_communication(error):
-                text = str(error).strip().partition("\n")[0]
-                self._report_failure(f"{self.describe(self.rank)} failed in {doing()}: {type(error).__name__}: {text}")
-                raise
-            self._wait_for_culprit(error)
-            raise
-        finally:
-            self.step_started = None
+    def stop_with(self, owner: object) -> None:
+        """The heartbeat stops when `owner` is collected, or when Python ends."""
+        if self.finalizer is not None:
+            self.finalizer.detach()
+        self.finalizer = weakref.finalize(owner, self.close)
 
     def close(self) -> None:
-        """Stops the thread."""
+        """Tells the others that this rank ends, and stops the threads."""
+        if os.getpid() != self.process:  # a fork, which has neither the threads nor the connection
+            return
         self.stopping.set()
         if self.thread.is_alive() and threading.current_thread() is not self.thread:
             self.thread.join(BEAT_SECONDS)
 
-    # -- the main thread, after an error
+    @property
+    def silence_seconds(self) -> float:
+        """A rank without a new beat for so long is given up: half of the patience, less once a collective failed anywhere."""
+        return self.patience_seconds / (6 if self.suspicious else 2)
 
-    def _wait_for_culprit(self, error: Exception) -> None:
+    @property
+    def where(self) -> str:
+        """What this rank is doing, with a preposition, for messages."""
+        doing = self.doing
+        if doing is None:
+            return f"after step {self.step}" if self.step else "before the first step"
+        return f"in step {self.step}, {doing()}" if self.step else f"while {doing()}"
+
+    # -- the main thread
+
+    @contextlib.contextmanager
+    def watching(self, doing: Callable[[], str]) -> Iterator[None]:
+        """A context around work that needs the other ranks. PeerProblem where one of them failed."""
+        self._raise_problem(None)
+        outer = self.doing if in_backward() else None
+        self.entries += 1
+        self._enter(doing)
+        try:
+            yield
+        except Exception as error:
+            self._failed(error)
+            raise
+        finally:
+            self.doing = outer
+
+    def watch_backward(self, loss: torch.Tensor) -> None:
+        """The backward of `loss` is watched, from its first node until its gradients are delivered."""
+
+        def begin(*_: Any) -> None:
+            self._enter(lambda: "backward")
+            # Callbacks run in the order of their registration: one that is registered by another comes after FSDP2's and the
+            # buckets', which wait for their collectives.
+            at_end_of_backward(lambda: at_end_of_backward(self._leave))
+
+        if loss.grad_fn is not None:
+            loss.grad_fn.register_prehook(begin)
+
+    def process_failed(self, error: BaseException) -> None:
+        """Called with an exception that ends this process."""
+        if not self.thread.is_alive() or os.getpid() != self.process or isinstance(error, PeerProblem):
+            return
+        if not is_communication_error(error):
+            self._report("failure", self._own_failure(error))
+            self.told = True
+        elif not self.told:
+            self._await_culprit()
+            if self.problem is not None:
+                self.told = True
+                print(f"{self.describe(self.rank)}: {self.problem}", file=sys.stderr, flush=True)
+
+    def _enter(self, doing: Callable[[], str]) -> None:
+        self.entered = time.monotonic()
+        self.doing = doing
+
+    def _leave(self) -> None:
+        self.doing = None
+
+    def _failed(self, error: Exception) -> None:
+        """An error in a watched section."""
+        if isinstance(error, (BatchProblem, MismatchProblem)):  # raised on all ranks alike
+            return
+        if is_communication_error(error):
+            self._await_culprit()
+            self._raise_problem(error)
+            return
+        with self.lock:  # where all ranks fail alike and go on, this is no failure of another rank
+            self.failed_entry = self.entries
+            if self.problem_entry == self.entries:
+                self.problem = self.problem_entry = None
+        self._report(f"failure/{self.entries}", self._own_failure(error))
+
+    def _own_failure(self, error: BaseException) -> str:
+        """The failure in words. They stay with the error, which may leave the section before it ends the process."""
+        text = str(error).strip().partition("\n")[0]
+        message = f"{self.describe(self.rank)} on {self.host} failed {self.where}: {type(error).__name__}: {text}"
+        found: str = error.__dict__.setdefault("autopar_failure", message)
+        return found
+
+    def _raise_problem(self, cause: Exception | None) -> None:
+        if self.problem is not None:
+            self.told = True
+            raise PeerProblem(self.problem) from cause
+
+    def _await_culprit(self) -> None:
         """Waits until the failed rank is known."""
+        self.suspicious = True
         with contextlib.suppress(RuntimeError):
             self.store.set(f"{self.prefix}/suspicion", str(self.rank))
-        self.suspicious = True
+            self.store.set(f"{self.prefix}/alarm", "1")
         until = time.monotonic() + self.patience_seconds
         while self.problem is None and time.monotonic() < until:
             time.sleep(0.05)
-        if self.problem is not None:
-            raise PeerProblem(self.problem) from error
 
-    def _report_failure(self, message: str) -> None:
-        """Reports a failure; all ranks raise the one that was reported first."""
+    def _report(self, key: str, message: str) -> str:
+        """Reports a failure; all ranks tell the one that was reported first, which is returned."""
         with contextlib.suppress(RuntimeError):
-            message = self.store.compare_set(f"{self.prefix}/failure", "", message).decode() or message
-        self.problem = message
+            message = self.store.compare_set(f"{self.prefix}/{key}", "", message).decode() or message
+            self.store.set(f"{self.prefix}/alarm", "1")
+        return message
 
-    # -- the thread
+    # -- the thread that talks to the store
 
     def _run(self) -> None:
         count = 0
         beat_seconds = min(BEAT_SECONDS, self.patience_seconds / 30)
-        while not self.stopping.wait(beat_seconds):
+        while True:
+            stopped = self.stopping.wait(beat_seconds if count else 0)
             count += 1
+            state = ALIVE if not stopped else ENDED if self.doing is None else ENDED_INSIDE
+            self.asking_since = time.monotonic()
             try:
-                self.store.set(f"{self.prefix}/beat/{self.rank}", str(count))
+                beat = Beat(count, self.entries, state, self.host, self.where)
+                self.store.set(f"{self.prefix}/beat/{self.rank}", beat.encoded())
+                if not stopped and self.problem is None:
+                    self._read_peers()
                 self.lost_since = None
-                if self.step_started is not None and self.problem is None:
-                    self._check_peers(self.step_started)
             except RuntimeError:  # the store is gone, with the process that holds it
                 self._without_store()
-            if self.problem is not None:
-                self._exit_process(self.patience_seconds / 12)
+            self.asking_since = None
+            if stopped:
                 return
 
-    def _check_peers(self, entered: float) -> None:
-        failure = f"{self.prefix}/failure"
-        if self.store.check([failure]):
-            self.problem = self.store.get(failure).decode()
-            return
-        self.suspicious = self.suspicious or self.store.check([f"{self.prefix}/suspicion"])
+    def _read_peers(self) -> None:
+        if self.store.check([f"{self.prefix}/alarm"]):
+            self.suspicious = self.suspicious or self.store.check([f"{self.prefix}/suspicion"])
+            if self._read_failures():
+                return
         now = time.monotonic()
         for rank in self.watched_ranks:
             key = f"{self.prefix}/beat/{rank}"
-            number = self.store.get(key) if self.store.check([key]) else b""
-            known = self.last_beats.get(rank)
-            if known is None or known[0] != number or known[1] < entered:
-                self.last_beats[rank] = number, now
-            elif now - known[1] > self.silence_seconds:
-                self._report_failure(
-                    f"{self.describe(rank)} has not answered for {now - known[1]:.0f} s: its process died or is stopped; "
-                    "see its own output, and start all ranks again"
-                )
+            known = self.seen.get(rank)
+            if known is None and not self.store.check([key]):
+                if self.suspicious and self.doing is not None and now - self.entered > self.silence_seconds:
+                    self._set_problem(
+                        self._report(
+                            "failure", f"{self.describe(rank)} is waited for {self.where}, and never came there: {ADVICE}"
+                        )
+                    )
+                continue  # it may still be importing, or building its model
+            beat = Beat.parse(self.store.get(key))
+            if known is None or known.beat.number != beat.number:
+                self.seen[rank] = known = Seen(beat, now)
+            if message := self._why_lost(rank, known, now):
+                self._set_problem(self._report("failure", message))
                 return
+
+    def _read_failures(self) -> bool:
+        """Takes over a failure that was reported: of a process that ends, or in this rank's current or last section."""
+        for entry in (None, self.entries, self.entries - 1):
+            key = f"{self.prefix}/failure" + ("" if entry is None else f"/{entry}")
+            if entry != self.failed_entry and self.store.check([key]):
+                self._set_problem(self.store.get(key).decode(), entry)
+                return self.problem is not None
+        return False
+
+    def _why_lost(self, rank: int, seen: Seen, now: float) -> str:
+        """Why a rank is given up; empty where it is not."""
+        beat = seen.beat
+        name = f"{self.describe(rank)} on {beat.host}"
+        if beat.state == ALIVE:
+            if now - seen.since <= self.silence_seconds:
+                return ""
+            return (
+                f"{name} has not answered for {now - seen.since:.0f} s, last seen {beat.where}: its process died or is "
+                f"stopped; {ADVICE}"
+            )
+        # A process that ended after its work is no failure, unless this rank still needs it.
+        if self.doing is None or not (beat.state == ENDED_INSIDE or beat.entries < self.entries or self.suspicious):
+            return ""
+        return f"{name} ended its process {beat.where}, others wait for it {self.where}: {ADVICE}"
+
+    def _set_problem(self, message: str, entry: int | None = None) -> None:
+        with self.lock:
+            if self.problem is None and (entry is None or entry != self.failed_entry):
+                self.problem, self.problem_since, self.problem_entry = message, time.monotonic(), entry
 
     def _without_store(self) -> None:
         now = time.monotonic()
         self.lost_since = self.lost_since or now
-        if self.step_started is not None and now - max(self.lost_since, self.step_started) > self.silence_seconds:
-            self.problem = f"{self.describe(0)} does not answer, nor does the store of the run: start all ranks again"
+        if self.doing is not None and now - max(self.lost_since, self.entered) > self.silence_seconds:
+            self._set_problem(self._store_lost())
 
-    def _exit_process(self, grace_seconds: float) -> None:
-        """Gives the main thread time to raise; ends the process where it hangs in a collective."""
-        until = time.monotonic() + grace_seconds
-        while self.step_started is not None and time.monotonic() < until:
-            if self.stopping.wait(0.05):
+    def _store_lost(self) -> str:
+        host = f" on {self.seen[0].beat.host}" if 0 in self.seen else ""
+        return f"{self.describe(0)}{host} does not answer, nor does the store of the run: start all ranks again"
+
+    # -- the thread that ends the process
+
+    def _judge(self) -> None:
+        tick = min(0.25, self.patience_seconds / 60)
+        last = time.monotonic()
+        while not self.stopping.wait(tick):
+            now = time.monotonic()
+            if now - last > self.patience_seconds / 4:  # this process was stopped itself: what it saw is old
+                for seen in list(self.seen.values()):
+                    seen.since = now
+                self.asking_since = self.asking_since and now
+            last = now
+            asking = self.asking_since
+            if self.problem is None and asking is not None and now - asking > self.patience_seconds / 2:
+                self._set_problem(self._store_lost())
+            grace = self.patience_seconds / (6 if self.doing is not None else 3)
+            if self.problem is not None and not self.told and now - self.problem_since > grace:
+                print(f"{self.describe(self.rank)}: {self.problem}", file=sys.stderr, flush=True)
+                sys.stdout.flush()
+                os._exit(PeerProblem.exit_status)
                 return
-        if self.step_started is not None:
-            print(f"{self.describe(self.rank)}: {self.problem}", file=sys.stderr, flush=True)
-            os._exit(PeerProblem.exit_status)
 
 
-def _is_communication(error: Exception) -> bool:
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in COMMUNICATION_ERRORS)
-    )
+_ALL: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
 
 
-def start_heartbeat(owner: object, describe: Callable[[int], str], patience_seconds: float) -> Heartbeat | None:
-    """Starts the heartbeat of this process; it stops with `owner`. None where there are no other ranks. All ranks must call."""
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+def _tell_uncaught_exceptions() -> None:
+    """Adds to Python's handling of uncaught exceptions: first as before, then each heartbeat is told."""
+    before = sys.excepthook
+    if getattr(before, "autopar", False):
+        return
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        for heartbeat in list(_ALL):
+            heartbeat.process_failed(error)
+
+    tell.autopar = True  # type: ignore[attr-defined]
+    sys.excepthook = tell
+
+
+def start_heartbeat(describe: Callable[[int], str], patience_seconds: float = PATIENCE_SECONDS) -> Heartbeat | None:
+    """Starts the heartbeat of this process. None where there are no other ranks. All ranks must call."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     heartbeat = Heartbeat(own_store(), dist.get_rank(), dist.get_world_size(), describe, patience_seconds)
-    weakref.finalize(owner, heartbeat.close)
-    heartbeat.thread.start()
+    heartbeat.start()
     return heartbeat
+
+
+def watched(heartbeat: Heartbeat | None, doing: str) -> contextlib.AbstractContextManager[None]:
+    """`Heartbeat.watching`, where there is a heartbeat."""
+    return contextlib.nullcontext() if heartbeat is None else heartbeat.watching(lambda: doing)

@@ -109,6 +109,14 @@ class MeshHandle:
             left //= size
         return f"rank {rank} ({', '.join(reversed(words))})"
 
+    def data_coordinate(self, rank: int) -> int:
+        """The coordinate of a rank on the data axis."""
+        names = list(self.axes)
+        if DATA_AXIS not in names:
+            return 0
+        inner = prod(self.axes[name] for name in names[names.index(DATA_AXIS) + 1 :])
+        return rank // inner % self.axes[DATA_AXIS]
+
     def rank_in_stage(self, stage: int) -> int:
         """The rank in another stage that has this rank's coordinates on all other axes."""
         size = prod(self.axes.values())

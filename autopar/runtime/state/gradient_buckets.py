@@ -15,7 +15,10 @@ from ..compat import at_end_of_backward, sole_holder
 
 
 def accumulate_gradient(canonical: nn.Parameter, local: torch.Tensor) -> None:
-    """Adds a local gradient to ``canonical.grad``; takes the tensor itself if there is none yet."""
+    """Adds a local gradient to ``canonical.grad``; takes the tensor itself if there is none yet. A parameter that was frozen
+    since gets none."""
+    if not canonical.requires_grad:
+        return
     data = canonical.data
     assert isinstance(data, DTensor)
     with torch.no_grad():

@@ -103,6 +103,11 @@ def _word(key: Any) -> str:
 
 
 def _tensor(program: Program, path: str, value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise BatchProblem(
+            f"argument {path} requires a gradient, and a parallel model computes none into its inputs: pass {path}.detach(), or "
+            "make what computes it part of the model"
+        )
     try:
         return torch.as_tensor(value).to(program.mesh.device, non_blocking=True)
     except (TypeError, ValueError, RuntimeError):

@@ -82,6 +82,10 @@ def _check_configuration(given: Mapping[str, str], fixed: str) -> None:
     check_recompute(given["recompute"])
 
 
+_DIGITS = 9
+"""More than any cluster has devices or any batch examples: longer numbers are refused before divisors are looked for."""
+
+
 def check_recompute(recompute: str) -> None:
     """AutoparError where it is none of `RECOMPUTE`."""
     if recompute not in RECOMPUTE:
@@ -90,7 +94,8 @@ def check_recompute(recompute: str) -> None:
 
 def _degree(key: str, text: str) -> int:
     least = 0 if key in _FROM_ZERO else 1
-    if not text.isdigit() or int(text) < least or (key == "zero" and int(text) > 3):
+    whole = text.isascii() and text.isdigit() and len(text) <= _DIGITS
+    if not whole or int(text) < least or (key == "zero" and int(text) > 3):
         raise AutoparError(f"force: {key}={text} is no degree; write a whole number of at least {least} (zero: 0 to 3)")
     return int(text)
 

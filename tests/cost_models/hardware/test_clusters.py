@@ -238,3 +238,14 @@ def test_old_descriptions_are_read() -> None:
     old = Cluster.from_dict(data)
     assert old.size == 16 and old.host is None and old.device.peak == cluster.device.peak
     assert widths(old, 0, dp=16) == widths(cluster, 0, dp=16)
+
+
+BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
+
+
+@pytest.mark.parametrize("text", [BOMB, "[" * 20_000, "x: " + "y" * 200_000], ids=["aliases", "nesting", "length"])
+def test_files_that_would_fill_the_memory_are_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ClusterError) as caught:
+        Cluster.parse(str(tmp_path / "c.yaml"))
+    assert "\n" not in str(caught.value)

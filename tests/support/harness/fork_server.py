@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -145,5 +144,6 @@ def _become(function: str, args: tuple[Any, ...], environment: dict[str, str], s
             print(end.code, file=sys.stderr, flush=True)
         os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.stderr.flush()
         os._exit(1)

@@ -1,0 +1,222 @@
+"""What a parallel model knows of the plain one that it was made from: the names of its state, its attributes, and its parameters,
+whose optimizers and later changes would train nothing.
+
+Only weak references to its tensors are kept, so that the plain model can be freed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..errors import RuntimeProblem, StateProblem
+
+_LIBRARIES = ("torch", "transformers", "diffusers")
+
+
+class PlainModel:
+    """`skeleton`: a copy on the meta device. `names`: each key of its state dict with the first name of that tensor. `unused`:
+    tensors of the state that the program does not read. `extra`: entries of the state dict that are no parameters or buffers.
+    `right_in`: whether the program computes what the model does in training (True) or evaluation (False)."""
+
+    def __init__(self, model: nn.Module, skeleton: nn.Module, right_in: Callable[[bool], bool]) -> None:
+        self.skeleton, self.right_in = skeleton, right_in
+        self.training = skeleton.training
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        first: dict[int, str] = {}
+        for name, tensor in named:
+            first.setdefault(id(tensor), name)
+        self.names: dict[str, str] = {}
+        self.extra: dict[str, Any] = {}
+        for key, value in model.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor) and id(value) in first:
+                self.names[key] = first[id(value)]
+            else:
+                self.extra[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        self.unused: dict[str, torch.Tensor] = {}
+        self._parameters = [(name, weakref.ref(p), p.requires_grad) for name, p in model.named_parameters()]
+        self.parameter_names = [name for name, _, _ in self._parameters]
+        self._ids = {id(p): (name, weakref.ref(p)) for name, p in model.named_parameters()}
+        self._watch_optimizers()
+
+    # -- optimizers
+
+    def _watch_optimizers(self) -> None:
+        """Hooks of all optimizers, removed with this object."""
+        me = weakref.ref(self)
+        for register, closures in ((register_optimizer_step_pre_hook, False), (register_optimizer_step_post_hook, True)):
+            handle = register(partial(_look, me, closures))
+            weakref.finalize(self, handle.remove)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """RuntimeProblem where the optimizer has parameters of the plain model and no gradient for any of them: a script that
+        trains the plain model too has."""
+        name = ""
+        every: list[torch.Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
+        for parameter in every:
+            known, reference = self._ids.get(id(parameter), ("", None))
+            if reference is None or reference() is not parameter:
+                continue
+            if parameter.grad is not None:
+                return
+            name = name or known
+        if name:
+            raise RuntimeProblem(
+                f"this {type(optimizer).__name__} has the parameters of the plain model ({name} ...), and would train nothing: "
+                "move the line that makes it below autopar.parallelize, and give it parallel.parameters()"
+            )
+
+    # -- parameters
+
+    def check_frozen(self) -> None:
+        """RuntimeProblem where `requires_grad` of the plain model's parameters has changed since."""
+        for name, parameter, before in self._parameters:
+            now = parameter()
+            if now is not None and now.requires_grad != before:
+                raise RuntimeProblem(
+                    f"{name}.requires_grad of the plain model was changed after autopar.parallelize, which the parallel model "
+                    "does not see: change it before, or freeze the parallel model's parameter of that name"
+                )
+
+    # -- attributes
+
+    def attribute(self, parallel: nn.Module, name: str) -> Any:
+        """An attribute of the model that is no module or tensor, or a method of its own class, bound to the parallel model.
+        AttributeError where there is none."""
+        if name.startswith("_") or not (name in self.skeleton.__dict__ or hasattr(type(self.skeleton), name)):
+            raise AttributeError(f"neither the parallel model nor {type(self.skeleton).__name__} has an attribute {name!r}")
+        if name in self.skeleton.__dict__:
+            value = self.skeleton.__dict__[name]
+            if not isinstance(value, torch.Tensor):
+                return value
+        found = inspect.getattr_static(type(self.skeleton), name, None)
+        owner = next((each for each in type(self.skeleton).__mro__ if name in each.__dict__), type(None))
+        if owner.__module__.split(".")[0] not in _LIBRARIES:
+            if isinstance(found, FunctionType):
+                return MethodType(found, parallel)
+            if isinstance(found, (staticmethod, classmethod)):
+                return getattr(type(self.skeleton), name)
+            if isinstance(found, property) and found.fget is not None:
+                return found.fget(parallel)
+            if found is not None and not callable(found):
+                return found
+        raise AttributeError(
+            f"{type(self.skeleton).__name__}.{name} is not there on the parallel model: load parallel.full_state() into a plain "
+            "model"
+        )
+
+    # -- state
+
+    def complete(self, held: Mapping[str, object], source: Callable[[str], torch.Tensor]) -> None:
+        """Fetches the tensors of the state that the program does not have (every rank calls it)."""
+        wanted = [name for name in dict.fromkeys(self.names.values()) if name not in held]
+        self.unused = {name: source(name).detach().clone() for name in wanted}
+
+    def state_dict(self, held: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Full tensors by name as the state dict of the plain model, which loads it strictly; tied names share one tensor."""
+        every = {**self.unused, **held}
+        return {key: every[name] for key, name in self.names.items()} | self.extra
+
+    def canonical(self, state: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """A state dict of the plain model by first names. Buffers that are in no state dict keep their values."""
+        saved = set(self.names.values())
+        out = {name: buffer for name, buffer in buffers.items() if name not in saved} | dict(state)
+        for key, name in self.names.items():
+            if key in state:
+                out.setdefault(name, state[key])
+        return out
+
+    def load_unused(self, state: Mapping[str, Any]) -> None:
+        """Takes over what the program does not have."""
+        for key, name in self.names.items():
+            if name in self.unused and key in state:
+                self.unused[name] = state[key].detach().clone()
+        self.extra |= {key: state[key] for key in self.extra if key in state}
+
+    def unfit_keys(self, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Missing and unexpected keys of a state dict."""
+        known = [*self.names, *self.extra]
+        return [key for key in known if key not in state], [key for key in state if key not in known]
+
+
+def _look(plain: weakref.ref[PlainModel], closures: bool, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before a step, or after one whose closure has run the model."""
+    found, closure = plain(), kwargs.get("closure", next(iter(args[1:]), None))
+    if found is not None and (closure is not None) == closures:
+        found.check_optimizer(optimizer)
+
+
+# -- the sharded state dict
+
+
+class ShardedStateDict(dict[str, Any]):
+    """The state dict of a parallel model: DTensors, of which each rank holds its shards. Pickling it (torch.save) warns."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        import warnings
+
+        warnings.warn(
+            "parallel.state_dict() holds only this rank's shards (DTensors): save parallel.full_state(), which every rank calls, "
+            "or use torch.distributed.checkpoint on all ranks",
+            stacklevel=4,
+        )
+        return dict, (dict(self),)
+
+    def __copy__(self) -> ShardedStateDict:
+        return ShardedStateDict(self)
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        import copy
+
+        return copy.deepcopy(dict(self), memo)
+
+
+# -- modules
+
+
+class Container(nn.Module):
+    """A node in the tree of the original parameter names. It computes nothing, so its hooks would never run."""
+
+    def _no_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeProblem(
+            "a hook of a part of the parallel model would never run: register it on the parallel model itself, or ask for the "
+            'value with parallelize(..., outputs=("..."))'
+        )
+
+    register_forward_hook = register_forward_pre_hook = register_full_backward_hook = _no_hook
+    register_full_backward_pre_hook = register_backward_hook = _no_hook
+
+
+def hooked_modules(model: nn.Module) -> list[str]:
+    """The paths of modules with a forward hook of the user."""
+    return [path or type(model).__name__ for path, module in model.named_modules() if any(_own_hooks(module))]
+
+
+def _own_hooks(module: nn.Module) -> Iterator[bool]:
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        owner = getattr(hook, "__module__", None) or type(hook).__module__
+        yield not str(owner).startswith("torch.")
+
+
+def check_parameters(parameters: Mapping[str, nn.Parameter], trainable: Callable[[str], bool]) -> None:
+    """Before a call: StateProblem where a frozen parameter was made trainable, or one has a hook that would never run."""
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and not trainable(name):
+            raise StateProblem(
+                f"{name} was frozen when the plan was made and requires a gradient now, which the program does not compute: call "
+                "requires_grad_(True) before autopar.parallelize"
+            )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise StateProblem(f"{name} has a gradient hook, which would never run: change .grad after the backward instead")

@@ -1,0 +1,75 @@
+"""Finds ranks that pass different batches where they must pass equal ones: a checksum of every input, compared now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from ..device.mesh import DATA_AXIS, MeshHandle
+from ..errors import BatchProblem
+
+FIRST_CALLS = 3
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MULTIPLIER = 0x5851F42D4C957F2D
+
+
+def is_checked(call: int, every: int) -> bool:
+    """Whether the batches of this call (from 0) are compared: the first ones, then one of `every`; none where that is 0."""
+    return bool(every) and (call < FIRST_CALLS or call % every == 0)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Of the bits, of rows and columns by their place: equal tensors have equal ones, and no copy of the tensor is made. Another
+    order of examples or of positions changes it."""
+    bits = tensor.detach().contiguous()
+    if bits.is_complex():
+        bits = torch.view_as_real(bits)
+    words = bits.view(_WORDS[bits.element_size()]) if bits.dim() else bits.reshape(1).view(_WORDS[bits.element_size()])
+    table = words.reshape(words.shape[0], -1) if words.numel() else words.new_zeros(1, 1)
+    total = torch.zeros((), dtype=torch.int64, device=table.device)
+    for dim in (0, 1):
+        sums = table.sum(dim, dtype=torch.int64)
+        places = torch.arange(1, 2 * sums.numel(), 2, device=table.device) * _MULTIPLIER
+        total += (sums * places).sum()
+    return int(total) ^ hash(tuple(tensor.shape)) >> 1
+
+
+def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor] | None, names: tuple[str, ...], local: bool) -> None:
+    """BatchProblem on every rank where ranks passed different batches. All ranks call it; one that refused its own batch passes
+    None. A `local` batch is this data rank's part, equal along the other axes only."""
+    backend = dist.get_backend()
+    if dist.get_world_size() == 1 or backend == "fake":
+        return
+    mine = [0, *(checksum(inputs[name]) for name in names)] if inputs is not None else [1, *(0 for _ in names)]
+    row = torch.tensor(mine, dtype=torch.int64, device=mesh.device)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    found = [tuple(each.tolist()) for each in rows]
+    refused = next((rank for rank, each in enumerate(found) if each[0]), None)
+    if inputs is None:
+        return
+    if refused is not None:
+        raise BatchProblem(
+            f"{mesh.describe(refused)} refused its batch: see its own error, and pass the global batch on every rank"
+        )
+    first: dict[int, int] = {}
+    for rank, each in enumerate(found):
+        other = first.setdefault(mesh.data_coordinate(rank) if local else 0, rank)
+        different = next((name for name, a, b in zip(names, found[other][1:], each[1:], strict=True) if a != b), None)
+        if different is not None:
+            raise BatchProblem(_said(mesh, different, (other, rank), local))
+
+
+def _said(mesh: MeshHandle, name: str, ranks: tuple[int, int], local: bool) -> str:
+    one, other = (mesh.describe(rank) for rank in ranks)
+    if local:
+        return (
+            f"{one} and {other} passed different parts (input {name}), and have the same place on {DATA_AXIS}: "
+            "take the part from parallel.sampler(dataset), which gives ranks of the other axes equal ones"
+        )
+    return (
+        f"{one} and {other} passed different batches (input {name}): pass the global batch on every rank, or each rank's own "
+        "part with parallel(parallel.local_batch(**batch)) and a loader over parallel.sampler(dataset)"
+    )

@@ -1,0 +1,234 @@
+"""A rank that dies, stops or fails at any moment makes the others end in time, with an error that names it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from support.harness.failing_run import CULPRIT, MOMENTS, PIPELINE, PROGRAMS, failing_run
+from support.harness.rank_pool import RankPool
+
+from autopar.runtime.comm.heartbeat import Heartbeat
+from autopar.runtime.errors import BatchProblem, PeerProblem
+
+WORDS = {"dies": "died or is stopped", "stops": "died or is stopped", "terminated": "died", "raises": "ValueError: on purpose"}
+PLACES = {"planning": " while planning", "forward": " in step 2, ", "backward": " in step 2, backward", "saving": " after step 2"}
+SHORT = [
+    ("dp=2,tp=2", "stops", "forward"),
+    ("dp=4", "dies", "backward"),
+    ("dp=4,zero=3", "raises", "backward"),
+    ("dp=4,zero=3", "stops", "saving"),
+    ("dp=4", "dies", "planning"),
+    ("pp=4", "dies", "forward"),
+    ("pp=4", "raises", "forward"),
+]
+ALL = [(plan, how, moment) for plan in (*PROGRAMS, PIPELINE) for how in WORDS for moment in MOMENTS]
+LONG = [each for each in ALL if each not in SHORT and each[:1] + each[2:] != (PIPELINE, "backward")]
+
+
+def check_run(ranks: RankPool, folder: Path, plan: str, how: str, moment: str, patience: float) -> None:
+    for rank, outcome in failing_run(ranks, folder, plan, how, moment, patience).items():
+        assert outcome.status, f"rank {rank} ended with {outcome.status}: {outcome.text}"
+        assert outcome.seconds < patience + 1.5, f"rank {rank} took {outcome.seconds:.1f} s: {outcome.text}"
+        line = next((line for line in outcome.text.splitlines() if f"rank {CULPRIT}" in line and WORDS[how] in line), "")
+        assert PLACES[moment] in line and f" on {socket.gethostname()} " in line, f"rank {rank}: {outcome.text}"
+
+
+@pytest.mark.parametrize(("plan", "how", "moment"), SHORT)
+def test_the_others_end_and_name_it(plan: str, how: str, moment: str, ranks: RankPool, tmp_path: Path) -> None:
+    check_run(ranks, tmp_path, plan, how, moment, patience=6.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "how", "moment"), LONG)
+def test_every_fault_at_every_moment(plan: str, how: str, moment: str, ranks: RankPool, tmp_path: Path) -> None:
+    check_run(ranks, tmp_path, plan, how, moment, patience=8.0)
+
+
+class Store:
+    """In memory, shared by the heartbeats of a test."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.broken, self.hangs = False, threading.Event()
+        self.hangs.set()
+
+    def set(self, key: str, value: str) -> None:
+        self.hangs.wait()
+        if self.broken:
+            raise dist.DistNetworkError("no store")
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+        return int(self.values[key])
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self.values.setdefault(key, value.encode())
+
+
+def beating(store: Store, rank: int, size: int = 3, patience_seconds: float = 1.5) -> Heartbeat:
+    made = Heartbeat(store, rank, size, lambda number: f"rank {number}", patience_seconds)
+    made.start()
+    return made
+
+
+def stop(heart: Heartbeat) -> None:
+    """As if the process were killed: no more beats, and no word of its end."""
+    heart.watched_ranks, heart.store = [], Store()
+
+
+def test_a_long_step_is_no_alarm() -> None:
+    """Others beat; it is not they who are late. A stage that was silent before the step is not given up at once either."""
+    store = Store()
+    hearts = [beating(store, rank) for rank in range(3)]
+    time.sleep(1.0)
+    with hearts[0].watching(lambda: "a step"):
+        time.sleep(2.0)
+    assert all(heart.problem is None for heart in hearts)
+    for heart in hearts:
+        heart.close()
+        assert not heart.thread.is_alive()
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The statuses with which the process would have ended."""
+    found: list[int] = []
+    monkeypatch.setattr(os, "_exit", found.append)
+    return found
+
+
+def test_silence_ends_the_process_soon_in_a_step_and_later_between_steps(exits: list[int]) -> None:
+    store = Store()
+    inside, between, other = (beating(store, rank) for rank in range(3))
+    time.sleep(0.3)
+    stop(other)
+    with inside.watching(lambda: "a step"):
+        time.sleep(1.15)
+        assert exits == [1]
+        time.sleep(0.4)
+    assert exits == [1, 1]
+    for heart in (inside, between):
+        with pytest.raises(PeerProblem, match="rank 2 on .* has not answered"), heart.watching(lambda: "the next step"):
+            pass
+        heart.close()
+
+
+def test_who_is_slow_to_start_is_not_given_up(exits: list[int]) -> None:
+    """It may have joined the process group and then build its model."""
+    alive = beating(Store(), 0, 2)
+    with alive.watching(lambda: "comparing"):
+        time.sleep(1.6)
+    assert alive.problem is None and not exits
+    alive.close()
+
+
+def test_who_ends_after_its_work_is_no_failure(exits: list[int]) -> None:
+    store = Store()
+    alive, other = beating(store, 0, 2), beating(store, 1, 2)
+    with other.watching(lambda: "a step"), alive.watching(lambda: "a step"):
+        pass
+    other.close()
+    time.sleep(1.6)
+    assert alive.problem is None and not exits
+    with pytest.raises(PeerProblem, match="rank 1 on .* ended its process"), alive.watching(lambda: "a step too many"):
+        time.sleep(0.3)
+        raise RuntimeError("[gloo] Connection closed by peer")
+    alive.close()
+
+
+def test_who_goes_on_after_an_error_of_all_ranks_is_no_failure() -> None:
+    store = Store()
+    hearts = [beating(store, rank, 2) for rank in range(2)]
+    for heart in hearts:
+        with pytest.raises(ValueError, match="skipped"), heart.watching(lambda: "a step"):
+            raise ValueError("this batch is skipped")
+    time.sleep(0.3)
+    for heart in hearts:
+        with heart.watching(lambda: "the next step"):
+            pass
+        heart.close()
+
+
+def test_a_store_that_hangs_is_noticed(exits: list[int]) -> None:
+    """A stopped process that holds the store never answers: no call of the store returns."""
+    store = Store()
+    other, alive = beating(store, 0, 2), beating(store, 1, 2)
+    time.sleep(0.3)
+    store.hangs.clear()
+    time.sleep(1.7)
+    assert exits == [1, 1] and alive.problem is not None and "nor does the store" in alive.problem
+    store.hangs.set()
+    for heart in (other, alive):
+        heart.close()
+
+
+def test_an_exception_that_ends_a_process_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store()
+    first, second = beating(store, 0, 2), beating(store, 1, 2)
+    first.step = second.step = 3
+    sys.excepthook(ValueError, ValueError("no more data"), None)
+    assert "no more data" in capsys.readouterr().err
+    with pytest.raises(PeerProblem, match="^rank [01] on .* failed after step 3: ValueError: no more data$"):
+        time.sleep(0.3)
+        with second.watching(lambda: "forward"):
+            pass
+    first.close()
+    second.close()
+
+
+def test_an_error_of_the_network_waits_for_the_culprit() -> None:
+    store = Store()
+    alive, other = beating(store, 0, 2, 3.0), beating(store, 1, 2, 3.0)
+    time.sleep(0.3)
+    stop(other)
+    began = time.monotonic()
+    with pytest.raises(PeerProblem, match="rank 1 on .* has not answered"), alive.watching(lambda: "a step"):
+        raise RuntimeError("[gloo] Connection closed by peer")
+    assert time.monotonic() - began < 1.5  # half of what plain silence would take
+    alive.close()
+
+
+def test_the_first_failure_is_told() -> None:
+    store = Store()
+    first, second = beating(store, 0, 2), beating(store, 1, 2)
+    with pytest.raises(ValueError, match="mine"), first.watching(lambda: "0F1"):
+        raise ValueError("mine\nand more")
+    with pytest.raises(PeerProblem, match="^rank 0 on .* failed while 0F1: ValueError: mine$"), second.watching(lambda: "1F1"):
+        raise dist.DistBackendError("gone")
+    first.close()
+    second.close()
+
+
+def test_a_refused_batch_is_no_failure() -> None:
+    heart = beating(Store(), 0)
+    with pytest.raises(BatchProblem), heart.watching(lambda: "a step"):
+        raise BatchProblem("too small")
+    assert heart.problem is None
+    heart.close()
+
+
+def test_a_lost_store_is_noticed_in_a_step_only(exits: list[int]) -> None:
+    store = Store()
+    heart = beating(store, 1, 2)
+    store.broken = True
+    time.sleep(1.5)
+    assert heart.problem is None
+    with heart.watching(lambda: "a step"):
+        time.sleep(1.6)
+    assert exits == [1]
+    assert heart.problem is not None and "rank 0 does not answer, nor does the store" in heart.problem
+    heart.close()
