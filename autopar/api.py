@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar import errors
 from autopar.capture import capture
 from autopar.capture.modes import CapturedModes
 from autopar.capture.normalize.batch_norm import LOCAL
-from autopar.capture.tracing.trace import copy_without_data
+from autopar.capture.returned import parse_asked, within
+from autopar.capture.tracing.trace import LossFunction, copy_without_data
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.errors import AutoparError, PlanMismatch, StateError
+from autopar.errors import PlanMismatch, StateError
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
@@ -43,6 +43,7 @@ from autopar.runtime.parallel import Parallel
 from autopar.runtime.state.plain_model import PlainModel, hooked_modules
 from autopar.runtime.state.weight_source import BroadcastSource, named_tensors
 from autopar.schedules.pipeline_schedule import check_schedule
+from autopar.variants.maker import VariantMaker, on_first_rank
 
 __all__ = ["Deferred", "check_plan", "make_plan", "parallelize", "plan", "plan_folder", "register_rule"]
 
@@ -66,6 +67,7 @@ def parallelize(
     expert_load: float | str = 1.0,
     patience_seconds: float = PATIENCE_SECONDS,
     check_batch_every: int = 100,
+    loss_fn: LossFunction | None = None,
 ) -> Parallel:
     """The model as a program for the cluster: an `nn.Module` whose call takes the global batch and returns what the model does.
 
@@ -75,12 +77,20 @@ def parallelize(
     (bf16 compute over float32 master shards) or a `Precision`; by default the model's own dtype. `force` fixes degrees
     (``"tp=4,zero=3"``). `state` gives full tensors by name for a model on the meta device. `cache` takes the plan of an equal
     model, cluster and options from ``~/.cache/autopar/plans``, and keeps a new one there. `outputs` are fields of the model's
-    result (``("logits", "hidden_states.1")``) that are wanted beside the loss: they come as DTensors, without gradients; fields
-    that nobody asked for are None, and the plan lists them. `batch_norm="local"` takes the statistics of batch norm from each
-    data rank's own examples, as DDP does, and the plan says so; by default they are those of the whole batch.
+    result (``("logits", "hidden_states.1")``) that are wanted beside the loss: full tensors without gradients, or as
+    ``"logits:gradient"`` and ``"logits:dtensor"`` say; fields that nobody asked for are None, and the plan lists them.
+    `batch_norm="local"` takes the statistics of batch norm from each data rank's own examples, as DDP does, and the plan says so;
+    by default they are those of the whole batch.
     `expert_load` is how unevenly experts are expected to be loaded (see `make_plan`). A rank that dies, stops or fails, from the
     comparison of the models on, makes all others end within `patience_seconds` with an error that names it. Ranks compare their
     batches in the first three calls and then in one of `check_batch_every` (0: never).
+
+    A model that returns no loss returns what it returns, as full tensors that take gradients: ``criterion(parallel(x), y)`` is
+    the loss of one process. Plans of such calls have no pipeline and no micro-batches; `loss_fn` (from the model's result and a
+    target to the loss) puts the loss into the program, which then takes the target too: ``loss = parallel(x, target=y)``.
+
+    Calls of other kinds than the example inputs (another mode, other arguments, lengths or batch sizes) have programs of their
+    own, which are captured and planned when they are first met, with the weights where they are.
 
     Raises `AutoparError`.
     """
@@ -88,7 +98,7 @@ def parallelize(
         cluster = Cluster.parse(cluster, cache=cache_folder())
     options: dict[str, Any] = dict(
         precision=precision, force=force, optimizer=optimizer, strict=strict, time_limit_seconds=time_limit_seconds,
-        outputs=outputs, batch_norm=batch_norm, expert_load=expert_load,
+        outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,
     )  # fmt: skip
     if example_inputs is None:
         rest: dict[str, Any] = dict(
@@ -104,23 +114,27 @@ def parallelize(
         _check_state(tensors)
         if plan is None:
             return make_plan(model, cluster, example_inputs, **options, cache=plan_folder() if cache else None)
-        return check_plan(plan, model, cluster, example_inputs, outputs)
+        return check_plan(plan, model, cluster, example_inputs, outputs, loss_fn)
 
     heartbeat = start_heartbeat(lambda rank: f"rank {rank}", patience_seconds)
     try:
         with watched(heartbeat, "comparing the models"):
             _compare_models(model)
         with watched(heartbeat, "planning"):
-            agreed = _on_first_rank(chosen)
+            agreed = planfile.decode_plan(on_first_rank(lambda: chosen().to_json()))
             _warn_of(model)
+            maker = _variant_maker(model, agreed, cluster, example_inputs, loss_fn)
         program = build_program(agreed.graph, agreed.candidate)
         with watched(heartbeat, "making process groups"):
             mesh = MeshHandle(program.Program.mesh_axes)
         form = agreed.graph.interface.returns if agreed.graph.interface else None
         parallel = Parallel(
             program.Program(mesh), BroadcastSource(tensors), compile=compile, form=form, heartbeat=heartbeat,
-            plain=_plain_model(model, agreed, example_inputs), check_batch_every=check_batch_every,
+            plain=PlainModel(model, maker.model, maker.right_in), check_batch_every=check_batch_every, make_variant=maker.make,
         )  # fmt: skip
+        if parallel.variants is not None:
+            fixed = 0 if agreed.graph.batch_is_symbolic else agreed.graph.batch
+            parallel.variants.learn_first(*split_inputs(example_inputs), parallel.captured_modes, fixed)
     except BaseException:
         if heartbeat is not None:
             heartbeat.close()
@@ -189,16 +203,21 @@ def _compare_models(model: nn.Module) -> None:
         raise PlanMismatch(str(problem)) from None
 
 
-def _plain_model(model: nn.Module, agreed: Plan, example_inputs: ExampleInputs) -> PlainModel:
-    """What the parallel model knows of this one."""
+def _variant_maker(
+    model: nn.Module, agreed: Plan, cluster: Cluster, example_inputs: ExampleInputs, loss_fn: LossFunction | None
+) -> VariantMaker:
+    """What makes the programs of other calls."""
     args, kwargs = split_inputs(example_inputs)
-    options = dict(
+    has_loss = agreed.graph.interface is None or agreed.graph.interface.has_loss
+    options: dict[str, Any] = dict(
         compute_dtype=agreed.candidate.precision.compute,
-        outputs=tuple(output.path for output in agreed.graph.outputs),
+        outputs=tuple(output.asked for output in agreed.graph.outputs) if has_loss else (),
         batch_norm="local" if LOCAL in agreed.graph.notes else "global",
+        loss_fn=loss_fn,
     )
     skeleton = copy_without_data(model, None)
-    return PlainModel(model, skeleton, CapturedModes(skeleton, args, kwargs, options, agreed.graph.fingerprint).right_in)
+    modes = CapturedModes(skeleton, args, kwargs, options, agreed.graph.fingerprint)
+    return VariantMaker(skeleton, agreed, cluster, registry(), options, modes)
 
 
 def _warn_of(model: nn.Module) -> None:
@@ -227,25 +246,13 @@ def _named(model: nn.Module, args: tuple[Any, ...], batch: dict[str, Any]) -> Ex
     return dict(zip(names, args, strict=False)) | batch
 
 
-def _on_first_rank(make: Callable[[], Plan]) -> Plan:
-    """Rank 0's plan on every rank; an error there is raised on all of them, so that none waits for ever."""
-    said: list[Any] = [None]
-    made: Plan | None = None
-    if dist.get_rank() == 0:
-        try:
-            made = make()
-            said = [("plan", made.to_json())]
-        except AutoparError as error:
-            said = [(type(error).__name__, str(error))]
-    dist.broadcast_object_list(said, src=0)
-    kind, text = said[0]
-    if kind != "plan":
-        raise getattr(errors, kind, AutoparError)(text)
-    return made or planfile.decode_plan(text)
-
-
 def check_plan(
-    plan: Plan | str | Path, model: nn.Module, cluster: Cluster, example_inputs: ExampleInputs, outputs: Sequence[str] = ()
+    plan: Plan | str | Path,
+    model: nn.Module,
+    cluster: Cluster,
+    example_inputs: ExampleInputs,
+    outputs: Sequence[str] = (),
+    loss_fn: LossFunction | None = None,
 ) -> Plan:
     """The given plan. PlanMismatch where it was made for another model, batch shape, number of devices or without outputs."""
     given = plan if isinstance(plan, Plan) else planfile.load_plan(plan)
@@ -255,12 +262,17 @@ def check_plan(
             f"{cluster.size}: plan again, or launch {given.candidate.devices} processes"
         )
     args, kwargs = split_inputs(example_inputs)
-    planned = tuple(output.path for output in given.graph.outputs)
-    lacking = [path for path in outputs if not any(each == path or each.startswith(f"{path}.") for each in planned)]
-    if lacking:
-        raise PlanMismatch(f"the plan returns no {lacking[0]} beside the loss: plan again with outputs={tuple(outputs)}")
+    planned = {output.path: output for output in given.graph.outputs}
+    for path, kind in parse_asked(outputs).items():
+        found = [output for each, output in planned.items() if within(each, path)]
+        if not found or any(kind and output.kind != kind for output in found):
+            how = " like that" if found else ""
+            raise PlanMismatch(f"the plan returns no {path} beside the loss{how}: plan again with outputs={tuple(outputs)}")
     statistics = "local" if LOCAL in given.graph.notes else "global"
-    graph = capture(model, args, kwargs, compute_dtype=given.candidate.precision.compute, outputs=planned, batch_norm=statistics)
+    graph = capture(
+        model, args, kwargs, compute_dtype=given.candidate.precision.compute, batch_norm=statistics, loss_fn=loss_fn,
+        outputs=tuple(output.asked for output in planned.values()),
+    )  # fmt: skip
     if graph.fingerprint != given.graph.fingerprint:
         raise PlanMismatch(
             f"the plan was made for {given.document.model.name} (fingerprint {given.graph.fingerprint[:12]}), this model and "

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
+from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.expert_load import ExpertLoad
 from autopar.errors import AutoparError, BatchError, UnsupportedOp
@@ -56,6 +57,7 @@ def make_plan(
     outputs: Sequence[str] = (),
     batch_norm: str = "global",
     expert_load: float | str = 1.0,
+    loss_fn: LossFunction | None = None,
 ) -> Plan:
     """Plans without running: needs no process group, and the model may be on the meta device. `autopar.plan` is this function.
 
@@ -72,7 +74,7 @@ def make_plan(
     chosen = _precision(precision, model)
     forced = parse_force(force)
     args, kwargs = split_inputs(example_inputs)
-    graph = capture(model, args, kwargs, compute_dtype=chosen.compute, outputs=outputs, batch_norm=batch_norm)
+    graph = capture(model, args, kwargs, compute_dtype=chosen.compute, outputs=outputs, batch_norm=batch_norm, loss_fn=loss_fn)
     if batch not in (None, graph.batch) and not graph.batch_is_symbolic:
         raise BatchError(f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {batch}")
     rules = registry()

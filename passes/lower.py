@@ -8,6 +8,7 @@ from dataclasses import replace
 from autopar.errors import PlanError
 from autopar.ir.graph import Block, Graph, Value
 from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.micro_batching import why_one_graph
 from autopar.ir.placement import Invariant, Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.ir.schedule import Schedule
@@ -55,6 +56,8 @@ def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None) -> Lower
     if candidate.batch % parts:
         times = f" and {candidate.micro_batches} micro-batches" if candidate.micro_batches > 1 else ""
         raise PlanError(f"a batch of {candidate.batch} is not divisible by dp={data_ranks}{times}")
+    if candidate.pipeline.stages > 1 and (reason := why_one_graph(graph)):
+        raise PlanError(f"{reason}, which a pipeline cannot have: take pp=1")
     split = split_totals(graph, candidate)
     staged = split_stages(split.graph, split.candidate)
     graph, candidate = staged.graph, staged.candidate
@@ -91,7 +94,18 @@ def _outputs(graph: Graph, candidate: Candidate) -> tuple[LoweredOutput, ...]:
     places = {
         name: where for call in graph.calls for name, where in zip(call.outputs, candidate.block(call.block).outputs, strict=True)
     }
-    return tuple(LoweredOutput(each.path, each.value, _placement_texts(places[each.value], candidate)) for each in graph.outputs)
+    return tuple(
+        LoweredOutput(each.path, each.value, _output_placements(places[each.value], candidate, each.kind), each.kind)
+        for each in graph.outputs
+    )
+
+
+def _output_placements(placements: Placements, candidate: Candidate, kind: str) -> tuple[tuple[str, str], ...]:
+    """Where it takes gradients, Invariant and Replicate differ."""
+    if kind != "gradient":
+        return _placement_texts(placements, candidate)
+    pairs = zip(candidate.mesh.names, placements, strict=True)
+    return tuple((axis, str(where)) for axis, where in pairs if where != Replicate())
 
 
 def _schedule(staged: ChunkedGraph) -> Schedule:

@@ -70,6 +70,7 @@ class LoweredOutput:
     path: str
     value: str
     placements: tuple[tuple[str, str], ...]
+    kind: str = "dtensor"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, TreeSpec, t
 from autopar.errors import CaptureError
 from autopar.ir.interface import Argument, Interface, constant_text
 
+TARGET = "target"
+"""The argument that goes to the loss function, beside the model's result."""
+
 _FORCED = {"use_cache": False}
 """Hugging Face: a cache for generation, which training never reads."""
 
@@ -40,11 +43,13 @@ class _Input:
     name: str
 
 
-def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
+def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_target: bool = False) -> BoundInputs:
     """The leaves of the example inputs by path: an argument of the forward, keys of dicts, indices of tuples. CaptureError for
-    arguments without a name."""
+    arguments without a name. `with_target`: the call takes a further argument `TARGET`, for the loss function."""
     name = type(model).__name__
     signature = inspect.signature(model.forward)
+    if with_target:
+        signature = _with_target(signature)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -89,6 +94,17 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     ]
     positional = tuple(key for key, each in signature.parameters.items() if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return BoundInputs(tensors, tuple(leaves), spec, Interface(positional, tuple(arguments)))
+
+
+def _with_target(signature: inspect.Signature) -> inspect.Signature:
+    """The signature with `TARGET` after what may be passed by position. The arguments before it need no default then."""
+    given = list(signature.parameters.values())
+    at = next(
+        (i for i, each in enumerate(given) if each.kind in (each.VAR_POSITIONAL, each.KEYWORD_ONLY, each.VAR_KEYWORD)), len(given)
+    )
+    by_name = any(each.default is not each.empty for each in given[:at])
+    kind = inspect.Parameter.KEYWORD_ONLY if by_name else inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return signature.replace(parameters=[*given[:at], inspect.Parameter(TARGET, kind), *given[at:]])
 
 
 def batch_of(tensors: Mapping[str, Tensor]) -> int:

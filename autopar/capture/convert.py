@@ -67,7 +67,7 @@ class _Converter:
                     self.sources[original] = sources[-1]
                 elif spec.kind is InputKind.USER_INPUT:
                     self.names[node] = next(user_names)
-                    inputs.append(self.value(self.names[node], node.meta["val"], False))
+                    inputs.append(self.value(self.names[node], node.meta["val"], self.names[node] in self.traced.differentiable))
                 elif spec.kind is InputKind.CONSTANT_TENSOR and (number := self.number(str(spec.target))) is not None:
                     value = self.value(node.name, node.meta["val"], False)
                     self.nodes.append(Node("aten.scalar_tensor", (number,), (("dtype", DType(value.dtype)),), (value,)))

@@ -22,7 +22,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class FlatGraph:
-    """The whole forward. `updates` are (buffer's name in the model, value name), `outputs` (path in the model's result, value
+    """The whole forward. `updates` are (buffer's name in the model, value name), `outputs` (``path:kind``, value
     name) of what is returned beside the loss. `Node.module` is the absolute module path here."""
 
     inputs: tuple[Value, ...]

@@ -80,7 +80,7 @@ def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
                 shaped.parameters,
             )
         )
-    outputs = tuple(Output(path, graph_names[name]) for path, name in flat.outputs)
+    outputs = tuple(Output(asked.rpartition(":")[0], graph_names[name], asked.rpartition(":")[2]) for asked, name in flat.outputs)
     graph = Graph(
         name=type(model).__name__,
         inputs=flat.inputs,
@@ -102,7 +102,10 @@ def check_outputs(flat: FlatGraph) -> None:
     given = {value.name for value in flat.inputs} | {source.value.name for source in flat.state_tensors}
     for path, name in flat.outputs:
         if name in given:
-            raise CaptureError(f"output {path} is an input, a parameter or a buffer of the model itself: leave it out of outputs")
+            field = path.rpartition(":")[0] or "(the result)"
+            raise CaptureError(
+                f"output {field} is an input, a parameter or a buffer of the model itself: leave it out of outputs"
+            )
 
 
 def glue_name(index: int, total: int) -> str:

@@ -1,4 +1,8 @@
-"""The model's result: finds its loss and the requested outputs, and describes the form of the whole."""
+"""The model's result: finds its loss and the requested outputs, and describes the form of the whole.
+
+A model without a loss returns outputs that take gradients (the loss is computed outside). Its graph has a stand-in loss, the sum
+of all of them, so that the planner prices their backward.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,43 @@ from typing import Any
 from torch import Tensor
 
 from autopar.errors import CaptureError
-from autopar.ir.interface import Form
+from autopar.ir.interface import OUTPUT_KINDS, Form
 
 
-def find_loss(output: Any) -> Tensor:
-    """The scalar loss: the output itself, its ``.loss``, its ``["loss"]``, or the first scalar of a tuple. CaptureError
-    otherwise."""
+def find_loss(output: Any) -> Tensor | None:
+    """The scalar loss: the output itself, its ``.loss``, its ``["loss"]``, or the only scalar of a tuple or dictionary; None
+    where there is none, or where several scalars may be combined outside."""
     candidate = output
     if isinstance(output, Mapping):
-        candidate = output["loss"] if "loss" in output else first_scalar(output.values())
+        candidate = output["loss"] if "loss" in output else only_scalar(output.values())
     elif not isinstance(output, Tensor) and hasattr(output, "loss"):
         candidate = output.loss
     elif isinstance(output, (tuple, list)):
-        candidate = first_scalar(output)
-    if not isinstance(candidate, Tensor) or not is_scalar(candidate):
-        raise CaptureError(
-            f"the model returns {type(output).__name__} without a scalar loss; return the loss, or an object with .loss "
-            "(Hugging Face models need labels in the example inputs)"
-        )
-    return candidate
+        candidate = only_scalar(output)
+    return candidate if isinstance(candidate, Tensor) and is_scalar(candidate) else None
+
+
+def stand_in_loss(outputs: Iterable[Tensor]) -> Tensor | None:
+    """The sum of all floating-point outputs, of the others where there are none; None without any tensor."""
+    every = list(outputs)
+    floating = [output for output in every if output.is_floating_point()]
+    total: Tensor | None = None
+    for output in floating or every[:1]:
+        part = output.sum() if floating else output.sum().float()
+        total = part if total is None else total + part.to(total.dtype)
+    return total
+
+
+def parse_asked(asked: Iterable[str]) -> dict[str, str]:
+    """The requested outputs (``logits``, ``logits:dtensor``) by path with their kind; it is empty where nothing is said.
+    CaptureError for an unknown kind."""
+    out: dict[str, str] = {}
+    for text in asked:
+        path, _, kind = text.partition(":")
+        if kind and kind not in OUTPUT_KINDS:
+            raise CaptureError(f"outputs: {text!r} asks for {kind!r}; write {path}, or {path}:<one of {', '.join(OUTPUT_KINDS)}>")
+        out[path] = kind
+    return out
 
 
 def is_scalar(tensor: Tensor) -> bool:
@@ -36,9 +58,10 @@ def is_scalar(tensor: Tensor) -> bool:
     return all(isinstance(size, int) and size == 1 for size in tensor.shape)
 
 
-def first_scalar(items: Iterable[Any]) -> Tensor | None:
-    """The first tensor of one element."""
-    return next((item for item in items if isinstance(item, Tensor) and is_scalar(item)), None)
+def only_scalar(items: Iterable[Any]) -> Tensor | None:
+    """The floating-point tensor of one element, where there is exactly one."""
+    found = [item for item in items if isinstance(item, Tensor) and is_scalar(item) and item.is_floating_point()]
+    return found[0] if len(found) == 1 else None
 
 
 @dataclass(slots=True)
@@ -47,25 +70,38 @@ class Returned:
 
     loss: Tensor
     outputs: dict[str, Tensor]
+    kinds: dict[str, str]
     form: Form
     left_out: tuple[str, ...]
 
 
-def take_apart(result: Any, asked: Sequence[str]) -> Returned:
-    """The parts of a result; `asked` are the requested paths. CaptureError where the result lacks one."""
-    loss = find_loss(result)
-    taking = _Taking(loss, tuple(asked))
+def take_apart(result: Any, asked: Sequence[str], usual_kind: str = "") -> Returned:
+    """The parts of a result. `asked` are the requested outputs (`parse_asked`); of a model without a loss all tensors of the
+    result, where nothing is asked for. `usual_kind`: how outputs come back where `asked` does not say it. CaptureError where the
+    result lacks one, or holds no tensor."""
+    loss, wanted = find_loss(result), parse_asked(asked)
+    usual = usual_kind or ("full" if loss is not None else "gradient")
+    taking = _Taking(loss, tuple(wanted) if wanted or loss is not None else ("",))
     form = taking.form(result, "")
-    missing = [path for path in asked if path not in taking.seen]
+    missing = [path for path in wanted if path not in taking.seen]
     if missing:
         there = ", ".join(dict.fromkeys((*taking.outputs, *taking.left_out))) or "nothing beside the loss"
         raise CaptureError(f"outputs: the model returns no tensor {missing[0]!r}; there is {there}")
-    return Returned(loss.reshape(()) if loss.dim() else loss, taking.outputs, form, tuple(taking.left_out))
+    loss = loss if loss is not None else stand_in_loss(taking.outputs.values())
+    if loss is None:
+        raise CaptureError(f"the model returns {type(result).__name__} without a tensor: return the loss, or what it is made of")
+    kinds = {path: next((kind for each, kind in wanted.items() if kind and within(path, each)), usual) for path in taking.outputs}
+    return Returned(loss.reshape(()) if loss.dim() else loss, taking.outputs, kinds, form, tuple(taking.left_out))
+
+
+def within(path: str, prefix: str) -> bool:
+    """Whether a path is `prefix` or a part of it; everything is within the empty one."""
+    return not prefix or path == prefix or path.startswith(f"{prefix}.")
 
 
 @dataclass(slots=True)
 class _Taking:
-    loss: Tensor
+    loss: Tensor | None
     asked: tuple[str, ...]
     outputs: dict[str, Tensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
@@ -77,7 +113,7 @@ class _Taking:
             self.seen |= {path} & set(self.asked)
             return ("loss",)
         if isinstance(item, Tensor):
-            prefixes = {each for each in self.asked if path == each or path.startswith(f"{each}.")}
+            prefixes = {each for each in self.asked if within(path, each)}
             self.seen |= prefixes
             if not prefixes:
                 self.left_out.append(path)
@@ -104,7 +140,7 @@ class _Taking:
 
     @staticmethod
     def _concerns(path: str, asked: str) -> bool:
-        return path == asked or path.startswith(f"{asked}.") or asked.startswith(f"{path}.")
+        return within(path, asked) or asked.startswith(f"{path}.")
 
 
 def _kind(item: Any) -> str:

@@ -25,12 +25,23 @@ class Argument:
     optional: bool = False
 
 
+OUTPUT_KINDS = ("gradient", "full", "dtensor")
+"""How a field of the result comes back: as a full tensor that takes gradients, as a full tensor without, as a DTensor without."""
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A field of the model's result that is returned beside the loss, and its value in the graph."""
+    """A field of the model's result that is returned beside the loss, its value in the graph, and how it comes back (one of
+    `OUTPUT_KINDS`)."""
 
     path: str
     value: str
+    kind: str = "dtensor"
+
+    @property
+    def asked(self) -> str:
+        """The text that asks for it: ``logits:full``."""
+        return f"{self.path}:{self.kind}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,15 @@ class Interface:
     arguments: tuple[Argument, ...] = ()
     returns: Form = ("loss",)
     left_out: tuple[str, ...] = ()
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the model returns a loss; else the graph's loss is a stand-in (the sum of all outputs), which nobody gets."""
+        return _holds_loss(self.returns)
+
+
+def _holds_loss(form: Form) -> bool:
+    return isinstance(form, tuple) and (form == ("loss",) or any(_holds_loss(part) for part in form))
 
 
 def constant_text(value: object) -> str:

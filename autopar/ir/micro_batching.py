@@ -43,11 +43,26 @@ class BatchAxisPlacements:
         yield from ((name, at, None) for name, at in zip(block.outputs, self.outputs, strict=True))
 
 
+def why_one_graph(graph: Graph) -> str:
+    """Why the backward runs from outside of the program, which excludes micro-batches and pipelines: in a sentence; empty where
+    the program has a loss, and gradients flow into parameters only."""
+    for output in graph.outputs:
+        if output.kind == "gradient":
+            name = f"the output {output.path}" if output.path else "the model's result"
+            return f"gradients come into {name} from a loss outside of the program (loss_fn= puts the loss into it)"
+    for value in graph.inputs:
+        if value.differentiable:
+            return f"gradients flow into the input {value.name}"
+    return ""
+
+
 def batch_totals(graph: Graph, along: Callable[[Block], BatchAxisPlacements]) -> tuple[BatchTotal, ...]:
     """What must be computed for the whole batch before its micro-batches run. PlanError, which names the operation, where
     micro-batches cannot give the loss and the gradients of the whole batch."""
     if not graph.batch_is_symbolic:
         raise PlanError(f"{graph.name} was captured at a batch of {graph.batch} only: it takes one micro-batch")
+    if reason := why_one_graph(graph):
+        raise PlanError(f"{reason}: it takes one micro-batch")
     given = {value.name for value in graph.inputs}
     batched = {value.name for value in graph.inputs if value.shape and has_batch(value.shape[0])}
     out: list[BatchTotal] = []

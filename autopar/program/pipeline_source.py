@@ -110,7 +110,7 @@ def _chunk_class(
     results = [value.name for value in chunk.sends]
     writer = CallsWriter(lowered, chunk.calls, results, names)
     writer.write()
-    last = return_values if number + 1 == len(lowered.chunks) else ", ".join
+    final, returned = number + 1 == len(lowered.chunks), [names[name] for name in results]
     arguments = "".join(f", {names[name]}" for name in (*received, *batch_inputs))
     taken = "".join(f'"{known[name]}", ' for name in batch_inputs)
     prefixes = list(dict.fromkeys(call.prefix or call.block for call in chunk.calls))
@@ -124,5 +124,5 @@ def _chunk_class(
         *_init_method(writer.init_lines),
         f"{INDENT}def forward(self{arguments}):",
         *(f"{INDENT * 2}{line}" for line in writer.forward_lines),
-        f"{INDENT * 2}return {last(names[name] for name in results)}",
+        f"{INDENT * 2}return {return_values(returned, lowered.outputs) if final else ', '.join(returned)}",
     ]

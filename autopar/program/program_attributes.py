@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.placement import Shard, parse_placement
-from autopar.passes.lowered import Lowered
+from autopar.passes.lowered import Lowered, LoweredOutput
 from autopar.program.block_source import INDENT
 from autopar.program.calls_source import CallsWriter
 
@@ -54,6 +54,7 @@ def program_attributes(lowered: Lowered, totals: Totals) -> list[str]:
         for value, sharded in zip(lowered.inputs, map(_data_sharded_dims, lowered.input_placements), strict=True)
     )
     dtypes = ", ".join(f'"{value.name}": "{value.dtype}"' for value in lowered.inputs)
+    flowing = "".join(f'"{value.name}", ' for value in lowered.inputs if value.differentiable).rstrip()
     grouped = 0 < lowered.zero_group < lowered.mesh.size_of("dp")
     ops = ", ".join(f'"{name}": "{op}"' for name, op in zip(totals.names, totals.ops, strict=True))
     return [
@@ -61,6 +62,7 @@ def program_attributes(lowered: Lowered, totals: Totals) -> list[str]:
         *([f"{INDENT}input_placements = {{", *inputs, f"{INDENT}}}"] if inputs else []),
         *([f"{INDENT}input_shapes = {{{shapes}}}  # None: any batch"] if shapes else []),
         *([f"{INDENT}input_dtypes = {{{dtypes}}}"] if dtypes else []),
+        *([f"{INDENT}differentiable_inputs = ({flowing})  # gradients flow into them"] if flowing else []),
         *_interface_lines(lowered),
         *_output_lines(lowered),
         f'{INDENT}precision = ("{lowered.precision.compute}", "{lowered.precision.master}")  # compute, stored',
@@ -74,10 +76,11 @@ def program_attributes(lowered: Lowered, totals: Totals) -> list[str]:
     ]
 
 
-def return_values(names: Iterable[str]) -> str:
-    """The loss, and the outputs beside it without their graph: only the loss has gradients."""
+def return_values(names: Iterable[str], outputs: Iterable[LoweredOutput]) -> str:
+    """The loss, and the outputs beside it: those that take no gradients without their graph."""
     loss, *others = names
-    return ", ".join((loss, *(f"{name}.detach()" for name in others)))
+    given = (name if each.kind == "gradient" else f"{name}.detach()" for name, each in zip(others, outputs, strict=True))
+    return ", ".join((loss, *given))
 
 
 def _output_lines(lowered: Lowered) -> list[str]:
@@ -87,7 +90,14 @@ def _output_lines(lowered: Lowered) -> list[str]:
         f"{_literal(each.path)}: {{{', '.join(f'{_literal(a)}: {_literal(at)}' for a, at in each.placements)}}}"
         for each in lowered.outputs
     ]
-    return [f"{INDENT}outputs = {{  # returned after the loss", *(f"{INDENT * 2}{text}," for text in texts), f"{INDENT}}}"]
+    kinds = {each.path: each.kind for each in lowered.outputs}
+    returned = [f"{INDENT}outputs = {{  # returned after the loss", *(f"{INDENT * 2}{text}," for text in texts), f"{INDENT}}}"]
+    stand_in = lowered.interface is not None and not lowered.interface.has_loss
+    return [
+        *returned,
+        *_dict_lines("output_kinds", kinds, "how they come back"),
+        *([f"{INDENT}has_loss = False  # the loss is a stand-in, which nobody gets"] if stand_in else []),
+    ]
 
 
 def _interface_lines(lowered: Lowered) -> list[str]:

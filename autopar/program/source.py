@@ -77,5 +77,5 @@ def _program_class(lowered: Lowered) -> list[str]:
         *totals.method(lowered),
         f"{INDENT}def forward(self{arguments}{''.join(f', {name}' for name in totals.names)}):",
         *(f"{INDENT * 2}{line}" for line in writer.forward_lines),
-        f"{INDENT * 2}return {return_values(names[value] for value in lowered.results)}",
+        f"{INDENT * 2}return {return_values((names[value] for value in lowered.results), lowered.outputs)}",
     ]

@@ -32,6 +32,8 @@ def check_strategies(graph: Graph, candidate: Candidate, registry: Registry) -> 
             plan = plans[node.name]
             choices: list[set[str]] = []
             for index, strategies in enumerate(allowed):
+                if candidate.mesh.axes[index].size == 1:  # every placement is the whole tensor
+                    continue
                 operands = tuple(placements[index] for placements in plan.operands)
                 results = tuple(placements[index] for placements in plan.results)
                 fitting = [each for each in strategies[node.name] if (each.operands, each.results) == (operands, results)]

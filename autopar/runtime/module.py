@@ -23,7 +23,8 @@ RESERVED_ATTRIBUTES = frozenset(
     + ("mesh_axes", "micro_batches", "zero_group", "totals", "count", "loss_dtype", "weight_versions")
     + ("input_placements", "input_shapes", "input_dtypes", "positional", "arguments", "constants", "defaults", "outputs")
     + ("chunks", "boundaries", "schedule", "batch_inputs", "micro_batch_size", "weight_grads")
-    + ("all_chunks", "own_chunks", "chunk_stages", "actions")
+    + ("all_chunks", "own_chunks", "chunk_stages", "actions", "output_kinds", "has_loss", "differentiable_inputs")
+    + ("state_program",)
 )
 """Attributes of the classes below; a parameter whose path makes one of these names gets another attribute."""
 
@@ -125,7 +126,8 @@ class RootModule(nn.Module):
 
 class Program(RootModule):
     """The forward of one rank: it takes this rank's batch and returns the loss, equal on all ranks, followed by the `outputs`,
-    which are listed by path in the model's result with their placement on each axis.
+    which are listed by path in the model's result with their placement on each axis. `output_kinds` says how each comes back:
+    ``gradient`` (a full tensor that takes gradients), ``full`` or ``dtensor``. Without `has_loss` the loss is a stand-in.
 
     `positional`: the names of the model's arguments in order. `arguments`: for inputs whose path in the user's arguments is not
     their name, that path. `constants` and `defaults`: arguments that are not tensors; the latter may be left out.
@@ -138,11 +140,14 @@ class Program(RootModule):
     input_placements: ClassVar[dict[str, dict[str, str]]] = {}
     input_shapes: ClassVar[dict[str, tuple[int | None, ...]]] = {}
     input_dtypes: ClassVar[dict[str, str]] = {}
+    differentiable_inputs: ClassVar[tuple[str, ...]] = ()
     positional: ClassVar[tuple[str, ...]] = ()
     arguments: ClassVar[dict[str, str]] = {}
     constants: ClassVar[dict[str, str]] = {}
     defaults: ClassVar[dict[str, str]] = {}
     outputs: ClassVar[dict[str, dict[str, str]]] = {}
+    output_kinds: ClassVar[dict[str, str]] = {}
+    has_loss: ClassVar[bool] = True
     loss_dtype: ClassVar[str] = "float32"
     micro_batches: ClassVar[int] = 1
     zero_group: ClassVar[int] = 0
@@ -155,6 +160,12 @@ class Program(RootModule):
     def count(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Numbers of this micro-batch whose totals over the whole batch the loss needs (such as the valid targets)."""
         return {}
+
+    @property
+    def state_program(self) -> Program:
+        """The program that holds the weights: this one, unless they are lent (`state.lend`)."""
+        holder: Program = self.__dict__.get("state_program", self)
+        return holder
 
     def roots(self) -> tuple[tuple[RootModule, ...], ...]:
         """The FSDP2 roots of each stage: the program, or model chunks. Those of other stages stay on meta."""

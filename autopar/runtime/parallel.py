@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.data import DistributedSampler
 from .comm.agreement import Stated, agree_on_batch, program_digest, require_agreement, stated_step
 from .comm.heartbeat import PATIENCE_SECONDS, Heartbeat, start_heartbeat
 from .compat import in_backward, save_strided_shards
+from .device.mesh import MeshHandle
 from .errors import BatchProblem, RuntimeProblem, StateProblem
 from .module import Program
 from .ops.expert_load import MeasuredExpertLoad, gather_expert_load, recording_copies
@@ -24,14 +25,16 @@ from .pipeline.stage_modules import PipelineProgram
 from .pipeline.weight_versions import PipeDreamStep
 from .state.fsdp import reshard_all
 from .state.gradient_norm import clip_gradients
+from .state.lend import lend_state
 from .state.materialize import State, materialize
 from .state.optimizer_state import full_optimizer_state
 from .state.plain_model import Container, PlainModel, ShardedStateDict, check_parameters
 from .state.weight_source import WeightSource
 from .step.inputs import NamedBatch, bind_arguments, bind_named_batch, local_inputs
-from .step.micro_batches import StepResult, run_micro_batches, split_result
-from .step.outputs import as_dtensors, build_result, plain_result
+from .step.micro_batches import StepResult
+from .step.outputs import build_result, plain_result, returned_outputs
 from .step.same_batch import check_same_batch, is_checked
+from .variants import KeyedCall, MadeVariant, Variant, Variants
 
 
 def make_pipeline_step(program: PipelineProgram, state: State) -> PipelineStep | PipeDreamStep:
@@ -57,6 +60,10 @@ class Parallel(nn.Module):
     plan: Any = None
     """The plan (an `autopar.Plan`) that `parallelize` followed."""
     call_count = 0
+    first: Variant
+    variants: Variants | None = None
+    mode_modules: Sequence[nn.Module] = ()
+    captured_modes: tuple[bool, ...] = ()
 
     def __init__(
         self,
@@ -69,11 +76,13 @@ class Parallel(nn.Module):
         form: Any = None,
         plain: PlainModel | None = None,
         check_batch_every: int = 100,
+        make_variant: Callable[[KeyedCall], MadeVariant] | None = None,
     ) -> None:
         """`source` gives full tensors by original name. `compile`: a backend of torch.compile, or True for inductor. `form`: the
         structure of the model's result (`outputs.build_result`); without it a call returns the loss, or a namespace of it and the
         outputs. `plain`: the model that it was made from. Ranks compare checksums of their batches in the first calls and then
-        in one of `check_batch_every` (0: never).
+        in one of `check_batch_every` (0: never). `make_variant` captures and plans what calls in other modes, of other arguments
+        and of other sizes compute; without it they are refused.
 
         Blocks of one class share their compiled code: each distinct block is compiled once. A rank that dies, stops or fails
         makes the others end with an error that names it, within `patience_seconds`. `heartbeat`: one that runs already.
@@ -97,6 +106,9 @@ class Parallel(nn.Module):
             self.__dict__["state"] = materialize(program, source)
         if isinstance(program, PipelineProgram):
             self.__dict__["pipeline_step"] = make_pipeline_step(program, self.state)
+        self.__dict__["first"] = Variant(program, form, self.state, self.pipeline_step)
+        if plain is not None:
+            self._mirror_modules(plain)
         for name, parameter in self.state.parameters.items():
             node, leaf = self._node(name)
             node.register_parameter(leaf, parameter)
@@ -107,18 +119,62 @@ class Parallel(nn.Module):
         if plain is not None:
             plain.complete(self.state.index.specs, source if callable(source) else source.__getitem__)
             self.__dict__["plain"] = plain
-            self.training = plain.training
             program.train(plain.training)
+        self.__dict__["compiler"] = "inductor" if compile is True else compile
         if compile:
-            self._compile("inductor" if compile is True else compile)
+            self._compile(program)
+        if plain is not None and make_variant is not None:
+            self.__dict__["variants"] = Variants(self.first, make_variant, self._modes_of, self._load)
 
-    def _compile(self, backend: str | Callable[..., Any]) -> None:
+    def _mirror_modules(self, plain: PlainModel) -> None:
+        """The tree of the model's modules, each in its mode: ``parallel.encoder.eval()`` and ``isinstance`` work on them."""
+        self.training = plain.training
+        nodes: list[nn.Module] = []
+        for path, module in plain.skeleton.named_modules():
+            node: nn.Module = self
+            for part in path.split(".") if path else ():
+                if part not in node._modules:
+                    node._modules[part] = Container()
+                child = node._modules[part]
+                assert child is not None
+                node = child
+            if isinstance(node, Container):
+                node.stands_for(type(module))
+                node.training = module.training
+            nodes.append(node)
+        self.__dict__["mode_modules"] = nodes
+        self.__dict__["captured_modes"] = tuple(node.training for node in nodes)
+
+    def _modes_of(self, modes: tuple[bool, ...]) -> tuple[tuple[bool, ...], bool]:
+        """The modes in which the program of a call is captured, and the one in which it runs: a program without another branch
+        in evaluation just leaves dropout out."""
+        if modes != self.captured_modes and len(set(modes)) == 1 and self.plain is not None and self.plain.right_in(modes[0]):
+            return self.captured_modes, modes[0]
+        return modes, True
+
+    def _load(self, made: MadeVariant, mesh: MeshHandle) -> Variant:
+        """The variant with this model's weights."""
+        program = made.program(mesh)
+        lend_state(program, self.program, self.state)
+        step: PipelineStep | None = None
+        if isinstance(program, PipelineProgram):
+            if not isinstance(self.pipeline_step, PipelineStep):
+                raise RuntimeProblem(
+                    "with two versions of the weights all calls must be like the first one: take weight_versions=1"
+                )
+            step = PipelineStep(program, self.state, self.pipeline_step)
+        if self.__dict__["compiler"]:
+            self._compile(program)
+        return Variant(program, made.form, self.state, step, whole_batch=made.whole_batch, fixed_batch=made.fixed_batch)
+
+    def _compile(self, program: Program) -> None:
         """Compiles each block. Blocks with selective recomputation or offloading are left out, since torch.compile decides itself
         what to save; so are random blocks with full recomputation, whose numbers it would not repeat."""
-        left = sorted({type(block).__name__ for block in self.program.blocks() if block.selective_recompute or block.uses_rng})
+        backend = self.__dict__["compiler"]
+        left = sorted({type(block).__name__ for block in program.blocks() if block.selective_recompute or block.uses_rng})
         if left:
             warnings.warn(f"not compiled: {', '.join(left)}, whose plan says what is saved for the backward", stacklevel=3)
-        for block in self.program.blocks():
+        for block in program.blocks():
             if not (block.selective_recompute or block.uses_rng):
                 block.forward = torch.compile(block.forward, backend=backend)
 
@@ -136,21 +192,44 @@ class Parallel(nn.Module):
 
     def forward(self, *args: Any, **batch: Any) -> Any:
         """The model's result for the global batch, which every rank passes, or for a `local_batch`: the loss and the outputs that
-        were asked for, in the model's own result class if it has one. Outputs are DTensors (in a pipeline on the last stage, None
-        elsewhere). Only the loss takes gradients."""
-        self._check_mode()
+        were asked for, in the model's own result class if it has one; of a model without a loss its outputs, which take
+        gradients. A call in another mode, with other arguments or of other sizes than before has its program made first."""
         if self.plain is not None:
             check_parameters(self.state.parameters, lambda name: self.state.specs[name].trainable)
             self.plain.check_frozen()
-        inputs = self._inputs(args, batch)
+        variant, training = self._variant(args, batch)
+        inputs = self._inputs(variant.program, args, batch)
         if not in_backward():
             for buckets in (self.state.buckets, *self.state.chunk_buckets):
                 buckets.reset()
-        loss, others = self._run(inputs)
+        loss, others = self._run(variant, inputs, training)
         if not torch.is_grad_enabled():
             reshard_all(self.program)
-        outputs = as_dtensors(self.program, others) if self.program.outputs else {}
-        return plain_result(self.program, loss, outputs) if self.form is None else build_result(self.form, loss, outputs)
+        program = variant.program
+        outputs = returned_outputs(program, others) if program.outputs else {}
+        if self.heartbeat is not None:
+            for output in (loss, *outputs.values()):
+                if isinstance(output, torch.Tensor) and output.requires_grad:
+                    self.heartbeat.watch_backward(output)
+        return plain_result(program, loss, outputs) if variant.form is None else build_result(variant.form, loss, outputs)
+
+    def _variant(self, args: tuple[Any, ...], batch: dict[str, Any]) -> tuple[Variant, bool]:
+        """The program of this call, and whether it runs in training mode."""
+        given = args[0] if len(args) == 1 else None
+        if self.variants is None or isinstance(given, NamedBatch):
+            self._check_mode()
+            return self.first, self.training
+        local = isinstance(given, LocalBatch)
+        modes = tuple(node.training for node in self.mode_modules)
+        with self._watched("choosing the program of this call"):
+            call = self.variants.call(
+                modes,
+                () if local else args,
+                given if isinstance(given, LocalBatch) else batch,
+                self.program.mesh.dp.size if local else 1,
+            )
+            self.variants.agree(call, self.program.mesh.describe)
+            return self.variants.find(call)
 
     def _check_mode(self) -> None:
         """RuntimeProblem where this program does not compute what the model does in evaluation."""
@@ -172,7 +251,7 @@ class Parallel(nn.Module):
                 "self.training?): call train(), or evaluate the original model with parallel.full_state()"
             )
 
-    def _inputs(self, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _inputs(self, program: Program, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """This rank's part of the batch. BatchProblem where it does not fit, or where ranks passed different ones; before the
         first step all ranks compare the structure of their batches, programs and versions too."""
         first = args[0] if len(args) == 1 else None
@@ -184,10 +263,10 @@ class Parallel(nn.Module):
         def bind() -> dict[str, torch.Tensor]:
             nonlocal bound
             if isinstance(first, NamedBatch):
-                found = bind_named_batch(self.program, first)
+                found = bind_named_batch(program, first)
             else:
-                found = bind_arguments(self.program, () if local else args, first if isinstance(first, LocalBatch) else batch)
-            inputs = found if local else local_inputs(self.program, found)
+                found = bind_arguments(program, () if local else args, first if isinstance(first, LocalBatch) else batch)
+            inputs = found if local else local_inputs(program, found)
             stated.update(stated_step(self.program.mesh, self.program_digest, found, own_part=local))
             bound = found
             return inputs
@@ -203,29 +282,19 @@ class Parallel(nn.Module):
             except BatchProblem:
                 if checked:
                     with self._watched("the comparison of batches"):
-                        check_same_batch(self.program.mesh, None, tuple(self.program.input_placements), local)
+                        check_same_batch(self.program.mesh, None, tuple(program.input_placements), local)
                 raise
         if checked:
             with self._watched("the comparison of batches"):
-                check_same_batch(self.program.mesh, bound, tuple(self.program.input_placements), local)
+                check_same_batch(self.program.mesh, bound, tuple(program.input_placements), local)
         return inputs
 
-    def _run(self, inputs: dict[str, torch.Tensor]) -> StepResult:
+    def _run(self, variant: Variant, inputs: dict[str, torch.Tensor], training: bool) -> StepResult:
         """The loss, and this rank's shard of each output."""
         if self.heartbeat is not None and torch.is_grad_enabled() and not in_backward():
             self.heartbeat.step += 1
         with self._watched("forward" if torch.is_grad_enabled() else "evaluation"):
-            loss, others = self._computed(inputs)
-        if self.heartbeat is not None:
-            self.heartbeat.watch_backward(loss)
-        return loss, others
-
-    def _computed(self, inputs: dict[str, torch.Tensor]) -> StepResult:
-        if self.pipeline_step is not None:
-            return self.pipeline_step.run(inputs)
-        if self.program.micro_batches > 1:
-            return run_micro_batches(self.program, self.state, inputs)
-        return split_result(self.program(**inputs))
+            return variant.run(inputs, training)
 
     def flush(self) -> torch.Tensor:
         """With two weight versions a call returns the loss of the batch before; this returns that of the last batch."""
@@ -255,8 +324,10 @@ class Parallel(nn.Module):
         return iter(found or [nn.Parameter(torch.empty(0, device=self.program.mesh.device))])
 
     def train(self, mode: bool = True) -> Parallel:
-        """Also switches the program, which is not a registered child. RuntimeProblem where it was captured in evaluation and the
-        model computes something else in training."""
+        """The mode of the model and all its modules: the next call runs, or first makes, the program of that mode."""
+        if self.variants is not None:
+            super().train(mode)
+            return self
         if mode and self.plain is not None and not self.plain.right_in(True):
             raise RuntimeProblem(
                 "the model was captured in eval mode (of some of its modules), and computes something else in training (dropout, "
@@ -364,3 +435,5 @@ class Parallel(nn.Module):
     def reseed(self, seed: int) -> None:
         """Restarts all random streams from `seed`; pass the same on every rank."""
         self.program.mesh.reseed(seed)
+        for variant in self.variants.known.values() if self.variants is not None else ():
+            variant.program.mesh.reseed(seed)

@@ -7,7 +7,7 @@ import torch
 from support.oracles.interpret_graph import loss_and_gradients
 from torch import Tensor, nn
 
-from autopar.capture import capture
+from autopar.capture import LOSS_OUTSIDE, capture
 from autopar.errors import CaptureError
 
 
@@ -128,5 +128,25 @@ def test_running_statistics_are_updates() -> None:
 
 
 def test_without_a_loss() -> None:
-    with pytest.raises(CaptureError, match="scalar loss"):
-        capture(nn.Linear(4, 4), (torch.randn(6, 4),))
+    """The result takes gradients; the graph's loss is a stand-in."""
+    graph = capture(nn.Linear(4, 4), (torch.randn(6, 4),))
+    assert [output.asked for output in graph.outputs] == [":gradient"] and LOSS_OUTSIDE in graph.notes
+    assert graph.interface is not None and not graph.interface.has_loss
+
+
+def test_a_loss_of_its_own_is_put_in() -> None:
+    graph = capture(nn.Linear(4, 4), (torch.randn(6, 4), torch.randn(6, 4)), loss_fn=nn.functional.mse_loss)
+    assert graph.outputs == () and [value.name for value in graph.inputs] == ["input", "target"]
+    assert set(graph.parameters()) == {"weight", "bias"}
+    learned = nn.BCEWithLogitsLoss(), nn.Linear(2, 2)
+    with pytest.raises(CaptureError, match="Linear has parameters"):
+        capture(nn.Linear(4, 4), (torch.randn(6, 4), torch.randn(6, 4)), loss_fn=learned[1])
+
+
+def test_a_result_without_tensors() -> None:
+    class Nothing(nn.Linear):
+        def forward(self, x: Tensor) -> None:  # type: ignore[override]
+            super().forward(x)
+
+    with pytest.raises(CaptureError, match="NoneType without a tensor"):
+        capture(Nothing(4, 4), (torch.randn(6, 4),))

@@ -15,6 +15,7 @@ from autopar import api, planning
 SAID: dict[str, Any] = {
     "precision": "float64", "force": "dp=1", "optimizer": "sgd", "strict": True, "time_limit_seconds": 7.0,
     "outputs": ("logits",), "batch_norm": "local", "expert_load": 1.5,
+    "loss_fn": nn.functional.mse_loss,
 }  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def test_every_option_reaches_the_planner(later: bool, monkeypatch: pytest.Monke
         return make()
 
     monkeypatch.setattr(api, "_join", lambda cluster: None)
-    monkeypatch.setattr(api, "_on_first_rank", first)
+    monkeypatch.setattr(api, "on_first_rank", first)
     monkeypatch.setattr(api, "make_plan", planner)
     model, batch = nn.Linear(2, 2), {"input": torch.zeros(1, 2)}
     with pytest.raises(Reached):

@@ -29,7 +29,7 @@ def part(full: torch.Tensor, text: str, size: int, coordinate: int, outer: int) 
 def put_together(where: dict[str, str], parts: int) -> bool:
     """On a rank: micro-batches are consecutive examples of a data rank, within every piece of a compound dimension."""
     from autopar.runtime.device.mesh import MeshHandle
-    from autopar.runtime.step.outputs import as_dtensors, join_micro_batches
+    from autopar.runtime.step.outputs import join_micro_batches, returned_outputs
 
     mesh = MeshHandle({"dp": 2, "ep": 2})
     full = torch.arange(ROWS * 4.0).view(ROWS, 4)
@@ -43,8 +43,8 @@ def put_together(where: dict[str, str], parts: int) -> bool:
     nested = where["dp"].startswith("S") and where.get("ep", "R")[:3] == where["dp"][:3]
     outer = 2 if nested and where["ep"] != where["dp"] else 1
     local = [part(each, where.get("ep", "R"), 2, mesh.ep.coordinate, outer) for each in micro]
-    program: Any = SimpleNamespace(outputs={"y": where}, micro_batches=parts, mesh=mesh)
-    (found,) = as_dtensors(program, join_micro_batches(program, [[each] for each in local])).values()
+    program: Any = SimpleNamespace(outputs={"y": where}, output_kinds={}, micro_batches=parts, mesh=mesh)
+    (found,) = returned_outputs(program, join_micro_batches(program, [[each] for each in local])).values()
     assert found is not None
     return torch.equal(found.full_tensor(), full)
 

@@ -6,7 +6,7 @@ import copy
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
-from autopar.capture.bind import BoundInputs, batch_of, bind_inputs
+from autopar.capture.bind import TARGET, BoundInputs, batch_of, bind_inputs
 from autopar.capture.returned import take_apart
 from autopar.capture.tracing.experts import experts_as_operator
 from autopar.capture.tracing.flex import flex_as_operations
@@ -41,39 +41,68 @@ class Traced:
     ties: Mapping[str, str]
     """By name of a parameter or buffer: the first name of the same tensor."""
     outputs: tuple[str, ...] = ()
-    """The paths of what the program returns after the loss."""
+    """What the program returns after the loss, as it would be asked for (``logits:full``)."""
     interface: Interface = Interface()
+    differentiable: frozenset[str] = frozenset()
+    """The inputs that gradients flow into."""
 
 
 Told = tuple[Form, tuple[str, ...], tuple[str, ...]]
-"""The form of the model's result, the paths of what is returned after the loss, and the paths of what is left out."""
+"""The form of the model's result, what is returned after the loss, and the paths of what is left out."""
+
+LossFunction = Callable[[Any, Any], Any]
+"""From the model's result and a target to the loss, as torch's pipeline schedules take it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What is wanted of the model: requested outputs (`asked`), how they come back where that is not said (`usual_kind`), and a
+    loss of its result and a target."""
+
+    asked: tuple[str, ...] = ()
+    usual_kind: str = ""
+    loss_fn: LossFunction | None = None
 
 
 class LossOnly(nn.Module):
-    """Calls the model with one dictionary of tensors and returns its scalar loss, and the requested outputs (`asked`)."""
+    """Calls the model, and the loss function where there is one, with one dictionary of tensors; returns the scalar loss, and
+    the requested outputs."""
 
     def __init__(
         self,
         model: nn.Module,
         bound: BoundInputs,
         compute_dtype: torch.dtype | None,
-        asked: Sequence[str],
+        results: Results,
         tell: Callable[[Told], None],
     ) -> None:
         super().__init__()
         self.module = model
         self.bound = bound
         self.compute_dtype = compute_dtype
-        self.asked = tuple(asked)
+        self.results = results
         self.tell = tell  # export undoes what a forward writes into attributes
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
         dtype = self.compute_dtype
         if dtype is not None:  # as FSDP2's mixed precision does (cast_forward_inputs)
             batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
-        returned = take_apart(self.module(**self.bound.arguments(batch)), self.asked)
-        self.tell((returned.form, tuple(returned.outputs), returned.left_out))
-        return (returned.loss, *returned.outputs.values()) if self.asked else returned.loss
+        arguments = self.bound.arguments(batch)
+        loss_fn = self.results.loss_fn
+        target = arguments.pop(TARGET) if loss_fn is not None else None
+        result = self.module(**arguments)
+        result = result if loss_fn is None else loss_fn(result, target)
+        returned = take_apart(result, self.results.asked, self.results.usual_kind)
+        self.tell((returned.form, tuple(f"{path}:{kind}" for path, kind in returned.kinds.items()), returned.left_out))
+        return (returned.loss, *returned.outputs.values()) if returned.outputs else returned.loss
+
+
+def refuse_parameters(loss_fn: LossFunction | None) -> None:
+    """CaptureError where the loss function has a state of its own."""
+    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+        raise CaptureError(
+            f"loss_fn: {type(loss_fn).__name__} has parameters, which nobody would train: make it part of the model"
+        )
 
 
 def copy_without_data(model: nn.Module, compute_dtype: torch.dtype | None) -> nn.Module:
@@ -94,7 +123,7 @@ def trace(
     compute_dtype: str | None,
     allowed: tuple[str, ...],
     outlined: bool = True,
-    asked: tuple[str, ...] = (),
+    results: Results = Results(),
 ) -> Traced:
     """Exports the model with a symbolic batch; where the model specialises it, with the batch size of the example.
 
@@ -102,13 +131,14 @@ def trace(
     """
     refuse_hooks(model)
     refuse_complex(model)
-    bound = bind_inputs(model, args, kwargs)
+    refuse_parameters(results.loss_fn)
+    bound = bind_inputs(model, args, kwargs, with_target=results.loss_fn is not None)
     tensors, batch = bound.tensors, batch_of(bound.tensors)
     dtype = getattr(torch, compute_dtype) if compute_dtype else None
     attempts = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
     for symbolic, short in attempts:
         told: list[Told] = []
-        clone = LossOnly(copy_without_data(model, dtype), bound, dtype, asked, told.append)
+        clone = LossOnly(copy_without_data(model, dtype), bound, dtype, results, told.append)
         try:
             with ExitStack() as stack:
                 stack.enter_context(warnings.catch_warnings())
@@ -130,6 +160,7 @@ def trace(
                 ties=tied_names(model),
                 outputs=paths,
                 interface=interface,
+                differentiable=frozenset(name for name, tensor in tensors.items() if tensor.requires_grad),
             )
         except CaptureError:
             raise

@@ -130,7 +130,8 @@ def _returned(plan: Plan) -> list[tuple[str, str]]:
     notes = [("note", note) for note in graph.notes]
     if not (graph.outputs or left_out):
         return notes
-    returned = ", ".join(("loss", *(output.path for output in graph.outputs)))
+    fields = [output.path or "the model's result" for output in graph.outputs]
+    returned = ", ".join(fields if graph.interface is not None and not graph.interface.has_loss else ["loss", *fields])
     return [("returns", returned + (f"; None for {', '.join(left_out)} (ask with --outputs)" if left_out else "")), *notes]
 
 

@@ -124,7 +124,7 @@ def encode_graph(graph: Graph) -> GraphDoc:
         fingerprint=graph.fingerprint,
         batch_is_symbolic=graph.batch_is_symbolic,
         notes=graph.notes,
-        outputs=tuple(OutputDoc(each.path, each.value) for each in graph.outputs),
+        outputs=tuple(OutputDoc(each.path, each.value, each.kind) for each in graph.outputs),
         interface=_encode_interface(graph.interface),
     )
 
@@ -169,7 +169,7 @@ def decode_graph(doc: GraphDoc) -> Graph:
         fingerprint=doc.fingerprint,
         batch_is_symbolic=doc.batch_is_symbolic,
         notes=doc.notes,
-        outputs=tuple(Output(each.path, each.value) for each in doc.outputs),
+        outputs=tuple(Output(each.path, each.value, each.kind) for each in doc.outputs),
         interface=_decode_interface(doc.interface),
     )
 

@@ -214,6 +214,7 @@ class OutputDoc(msgspec.Struct, frozen=True):
 
     path: str
     value: str
+    kind: str = "dtensor"
 
 
 class ArgumentDoc(msgspec.Struct, frozen=True, omit_defaults=True):

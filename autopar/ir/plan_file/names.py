@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from autopar.ir.interface import OUTPUT_KINDS
 from autopar.ir.plan_file.document import BlockDoc, GraphDoc, NodeDoc, PlanDocument, ValueDoc
 from autopar.ir.size_grammar import parse_size
 
@@ -19,7 +20,7 @@ DTYPES = frozenset(
 LONGEST = 500
 MOST_DIMS = 64
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)  # of values of nn.Sequential too: "0_bias", which the text spells as p0_bias
 _PATH = re.compile(r"(?:[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*)?", re.ASCII)
 _OP = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:(?:::|\.)[A-Za-z0-9_]+)+", re.ASCII)
 _LINE = re.compile(r"[^\x00-\x1f\x7f\u0085\u2028\u2029]*")
@@ -57,6 +58,9 @@ def _graph(graph: GraphDoc) -> None:
         _all(_PATH, "the path of a module or parameter", (call.prefix, *call.parameters))
     _all(_NAME, "the name of a value", (graph.loss, *(output.value for output in graph.outputs)))
     _all(_LINE, "one line", (*graph.notes, *(output.path for output in graph.outputs)))
+    for output in graph.outputs:
+        if output.kind not in OUTPUT_KINDS:
+            raise ValueError(f"{output.kind!r} is no way to return an output: write one of {', '.join(OUTPUT_KINDS)}")
     if graph.interface is not None:
         _all(_NAME, "the name of an argument", graph.interface.positional)
         for argument in graph.interface.arguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Mapping
@@ -24,6 +25,10 @@ SHARD_AXIS = "dp_shard"
 """The data axis as two (HSDP): between the copies of the state, and the ranks that share one copy."""
 
 
+_WHOLE_BATCH = 15_485_863
+"""Added to the seed where every data rank computes the whole batch."""
+
+
 class MeshHandle:
     """The device mesh ``{"dp": 2, "tp": 2}`` over the processes that torchrun started. An axis that is missing has one rank.
 
@@ -33,9 +38,11 @@ class MeshHandle:
 
     pp: AxisHandle
     dp: AxisHandle
+    seed_offset = 0
 
     def __init__(self, axes: Mapping[str, int], *, seed: int = 0) -> None:
         self.axes = {name: size for name, size in axes.items() if name != PIPELINE_AXIS} or {DATA_AXIS: 1}
+        self.launched_axes = self.axes  # those of the ranks, also where a variant computes the whole batch on every data rank
         self.pipeline_axes = {PIPELINE_AXIS: axes[PIPELINE_AXIS]} if PIPELINE_AXIS in axes else {}
         all_axes = self.pipeline_axes | self.axes
         self.device = join_process_group(prod(all_axes.values()), all_axes)
@@ -98,33 +105,45 @@ class MeshHandle:
     @property
     def pipeline_groups(self) -> list[list[int]]:
         """The ranks of each pipeline group, by stage: ranks that have equal coordinates on all other axes."""
-        size = prod(self.axes.values())
+        size = prod(self.launched_axes.values())
         return [[stage * size + place for stage in range(self.pp.size)] for place in range(size)]
 
     def describe(self, rank: int) -> str:
         """A rank by its number and its coordinates, for messages."""
         words, left = [], rank
-        for name, size in reversed((self.pipeline_axes | self.axes).items()):
+        for name, size in reversed((self.pipeline_axes | self.launched_axes).items()):
             words.append(f"{name}={left % size}")
             left //= size
         return f"rank {rank} ({', '.join(reversed(words))})"
 
     def data_coordinate(self, rank: int) -> int:
         """The coordinate of a rank on the data axis."""
-        names = list(self.axes)
+        names = list(self.launched_axes)
         if DATA_AXIS not in names:
             return 0
-        inner = prod(self.axes[name] for name in names[names.index(DATA_AXIS) + 1 :])
-        return rank // inner % self.axes[DATA_AXIS]
+        inner = prod(self.launched_axes[name] for name in names[names.index(DATA_AXIS) + 1 :])
+        return rank // inner % self.launched_axes[DATA_AXIS]
 
     def rank_in_stage(self, stage: int) -> int:
         """The rank in another stage that has this rank's coordinates on all other axes."""
-        size = prod(self.axes.values())
+        size = prod(self.launched_axes.values())
         return stage * size + dist.get_rank() % size
+
+    def for_variant(self, whole_batch: bool) -> MeshHandle:
+        """This mesh for another program of the same ranks and groups. With `whole_batch` its data axis has one rank: every data
+        rank computes the whole batch, with random streams of its own, which all data ranks share."""
+        other = copy.copy(self)
+        if whole_batch and self.dp.size > 1:
+            other.axes = {name: 1 if name == DATA_AXIS else size for name, size in self.axes.items()}
+            other.dp = AxisHandle(DATA_AXIS)
+            other.handles = self.handles | {DATA_AXIS: other.dp}
+            other.seed_offset = _WHOLE_BATCH
+            other.seed += _WHOLE_BATCH
+        return other
 
     def reseed(self, seed: int) -> None:
         """Restarts all random streams from `seed`; each stage has streams of its own."""
-        self.seed = seed + self.pp.coordinate * 1_000_003
+        self.seed = seed + self.pp.coordinate * 1_000_003 + self.seed_offset
         seed_stream.cache_clear()
 
 

@@ -33,9 +33,9 @@ class Executor:
     """Runs the schedule of one program; `run` is one step. `trace`: the compute actions of the last step in order; `doing`: the
     current action; `outputs`: what the last model chunk returned beside the losses, by micro-batch."""
 
-    def __init__(self, program: PipelineProgram, reductions: GradientReductions) -> None:
+    def __init__(self, program: PipelineProgram, reductions: GradientReductions, p2p: PointToPoint | None = None) -> None:
         self.program, self.reductions = program, reductions
-        self.p2p = PointToPoint.connect(program.mesh, program.chunk_stages)
+        self.p2p = p2p or PointToPoint.connect(program.mesh, program.chunk_stages)
         self.chunks = {chunk.position: chunk for chunk in program.own_chunks}
         self.last_backward = {action.chunk: action for action in program.actions if action.kind in BACKWARD}
         self.split_backwards = {(action.chunk, action.micro_batch) for action in program.actions if action.kind == "I"}

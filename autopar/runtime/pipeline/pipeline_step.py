@@ -16,9 +16,13 @@ from .stage_modules import PipelineProgram
 class PipelineStep:
     """Runs the steps of this rank's stage."""
 
-    def __init__(self, program: PipelineProgram, state: State) -> None:
+    def __init__(self, program: PipelineProgram, state: State, first: PipelineStep | None = None) -> None:
+        """`first`: the step of the program that lends its weights."""
         self.program, self.state = program, state
-        self.executor = Executor(program, GradientReductions(program, state))
+        if first is None:
+            self.executor = Executor(program, GradientReductions(program, state))
+        else:
+            self.executor = Executor(program, first.executor.reductions, first.executor.p2p)
 
     def run(self, inputs: Batch) -> StepResult:
         """The loss of the batch, and on the last stage the outputs. Gradients are computed now, and the loss's backward hands

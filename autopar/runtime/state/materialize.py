@@ -35,6 +35,7 @@ class State:
     share, while
     `chunk_buckets` are those of each chunk. `copies`: a sharded parameter that two chunks of this rank use is stored twice, as
     (first, second); the second gets the first's values before each step. `zero_dims`: the dimension that ZeRO shards, by name.
+    `roots`: the FSDP2 roots of this rank, and `tables` the parameters of each.
     """
 
     mesh: MeshHandle
@@ -46,6 +47,8 @@ class State:
     index: ParameterIndex
     chunk_buckets: tuple[GradientBuckets, ...] = ()
     copies: tuple[tuple[nn.Parameter, nn.Parameter], ...] = ()
+    roots: tuple[RootModule, ...] = ()
+    tables: tuple[Table, ...] = ()
 
     def full(self, name: str, value: torch.Tensor | None = None) -> torch.Tensor:
         """The full tensor of a parameter, or of `value` that is placed like it (its gradient, an optimizer state), on every rank
@@ -178,6 +181,8 @@ def materialize(program: Program, source: WeightSource) -> State:
         index=index,
         chunk_buckets=chunk_buckets,
         copies=tuple((first, second) for first, second in copies if first is not None and second is not None),
+        roots=tuple(roots),
+        tables=tuple(own_tables),
     )
 
 

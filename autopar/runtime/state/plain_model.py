@@ -187,7 +187,29 @@ class ShardedStateDict(dict[str, Any]):
 
 
 class Container(nn.Module):
-    """A node in the tree of the original parameter names. It computes nothing, so its hooks would never run."""
+    """A module of the model by its path, with its parameters and its mode. It computes nothing, so its hooks would never run; to
+    ``isinstance`` it is of the class that it stands for."""
+
+    def stands_for(self, kind: type[nn.Module]) -> None:
+        """Says of which class the module of the plain model is."""
+        self.__dict__["kind"] = kind
+
+    def __getitem__(self, key: int | str) -> nn.Module:
+        """A child, as of ModuleList, Sequential and ModuleDict."""
+        return list(self.children())[key] if isinstance(key, int) else self.get_submodule(key)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(list(self.children()))
+
+    @property  # type: ignore[override, misc, unused-ignore]
+    def __class__(self) -> Any:  # what isinstance asks for
+        return self.__dict__.get("kind", Container)
 
     def _no_hook(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeProblem(

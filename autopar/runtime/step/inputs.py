@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path
 
+from ..comm.convert import convert
+from ..compat import apply
 from ..device.mesh import DATA_AXIS
 from ..errors import BatchProblem
 from ..module import Program
+from .outputs import refuse_second_order
 
 REPLAN = "plan again with other example inputs"
 
@@ -31,7 +34,11 @@ def bind_arguments(program: Program, args: tuple[Any, ...], keywords: Mapping[st
         if path in given and text and constant_text(found) != text:
             shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else constant_text(found)
             raise BatchProblem(f"argument {path} is {shown}, the plan is for {text}: pass that, or {REPLAN}")
-    return _checked(program, {name: _tensor(program, path, given[path]) for name, path in wanted.items()}, wanted)
+    return _checked(
+        program,
+        {name: _tensor(program, path, given[path], name in program.differentiable_inputs) for name, path in wanted.items()},
+        wanted,
+    )
 
 
 class NamedBatch(dict[str, torch.Tensor]):
@@ -44,7 +51,7 @@ def bind_named_batch(program: Program, batch: Mapping[str, Any]) -> dict[str, to
     if set(batch) != set(names):
         different = ", ".join(sorted(set(batch) ^ set(names)))
         raise BatchProblem(f"the batch and the plan differ in {different}; this program takes {', '.join(names)}")
-    return _checked(program, {name: _tensor(program, name, batch[name]) for name in names}, {name: name for name in names})
+    return _checked(program, {name: _tensor(program, name, batch[name], False) for name in names}, {name: name for name in names})
 
 
 def constant_text(value: object) -> str:
@@ -59,6 +66,8 @@ def local_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[s
 
 
 def _local_input(program: Program, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _with_gradient(program, name, tensor)
     text = program.input_placements[name].get(DATA_AXIS, "R")
     dp = program.mesh.dp
     if not text.startswith("S") or dp.size == 1:
@@ -72,7 +81,44 @@ def _local_input(program: Program, name: str, tensor: torch.Tensor) -> torch.Ten
     return tensor.chunk(dp.size, dim)[dp.coordinate]
 
 
+def _with_gradient(program: Program, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part; its backward gives every rank the gradient of the whole input."""
+    mesh = program.mesh
+    for axis in mesh.axes:
+        text = program.input_placements[name].get(axis, "R")
+        if text.startswith("S") and tensor.shape[int(text[2:-1])] % mesh.axis(axis).size:
+            raise BatchProblem(
+                f"input {name} of shape {tuple(tensor.shape)} does not divide over {axis}={mesh.axis(axis).size}; "
+                f"pass a batch whose size is a multiple of {mesh.axis(axis).size}"
+            )
+        tensor = convert(tensor, mesh.axis(axis), f"I -> {text}")
+    return apply(_FirstOrderInput, tensor)  # type: ignore[no-any-return]
+
+
+class _FirstOrderInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        refuse_second_order(grad)
+        return grad
+
+
 # -- the call
+
+
+def arguments_by_name(program: Program, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name. BatchProblem where there are too many, or one is given twice."""
+    names = program.positional or tuple(program.input_placements)
+    if len(args) > len(names):
+        raise BatchProblem(f"{len(args)} arguments by position, the model takes {len(names)}: {', '.join(names)}")
+    placed = dict(zip(names, args, strict=False))
+    twice = sorted(placed.keys() & keywords.keys())
+    if twice:
+        raise BatchProblem(f"argument {twice[0]} is given by position and by name: pass it once")
+    return {**placed, **keywords}
 
 
 def _renamed(program: Program) -> Iterable[tuple[str, str]]:
@@ -81,20 +127,13 @@ def _renamed(program: Program) -> Iterable[tuple[str, str]]:
 
 def _given(program: Program, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Every leaf of the arguments by its path. An argument that is None but was captured as a tensor counts as left out."""
-    names = program.positional or tuple(program.input_placements)
-    if len(args) > len(names):
-        raise BatchProblem(f"{len(args)} arguments by position, the model takes {len(names)}: {', '.join(names)}")
-    placed = dict(zip(names, args, strict=False))
-    twice = sorted(placed.keys() & keywords.keys())
-    if twice:
-        raise BatchProblem(f"argument {twice[0]} is given by position and by name: pass it once")
-    leaves, _ = tree_flatten_with_path({**placed, **keywords})
-    given = {".".join(map(_word, keys)): leaf for keys, leaf in leaves}
+    leaves, _ = tree_flatten_with_path(arguments_by_name(program, args, keywords))
+    given = {".".join(map(path_word, keys)): leaf for keys, leaf in leaves}
     known = {**program.constants, **program.defaults}
     return {path: leaf for path, leaf in given.items() if leaf is not None or path in known}
 
 
-def _word(key: Any) -> str:
+def path_word(key: Any) -> str:
     if isinstance(key, MappingKey):
         return str(key.key)
     if isinstance(key, SequenceKey):
@@ -102,11 +141,11 @@ def _word(key: Any) -> str:
     return str(key.name) if isinstance(key, GetAttrKey) else str(key)
 
 
-def _tensor(program: Program, path: str, value: Any) -> torch.Tensor:
-    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+def _tensor(program: Program, path: str, value: Any, flows: bool) -> torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled() and not flows:
         raise BatchProblem(
-            f"argument {path} requires a gradient, and a parallel model computes none into its inputs: pass {path}.detach(), or "
-            "make what computes it part of the model"
+            f"argument {path} requires a gradient, and this program computes none into it: pass {path}.detach(), or make what "
+            "computes it part of the model"
         )
     try:
         return torch.as_tensor(value).to(program.mesh.device, non_blocking=True)

@@ -56,7 +56,7 @@ def _train(
     try:
         for number, part in enumerate(parts, 1):
             last = number == len(parts)
-            prepare_backward(program, last)
+            prepare_backward(program.state_program, last)
             state.buckets.accumulating = not last
             loss, outputs_of_part = split_result(program(**part, **totals))
             others.append(outputs_of_part)

@@ -1,4 +1,7 @@
-"""What `parallel(...)` returns: the model's own result class, rebuilt around the loss and the outputs of the program."""
+"""What `parallel(...)` returns: the model's own result class, rebuilt around the loss and the outputs of the program.
+
+An output comes back as a full tensor that takes gradients (every rank computes the same with it), as a full tensor without, or as
+a DTensor."""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..comm.convert import convert
@@ -27,7 +31,8 @@ def join_micro_batches(program: Program, parts: Sequence[Sequence[torch.Tensor]]
     out = []
     for where, each in zip(program.outputs.values(), zip(*parts, strict=True), strict=True):
         if len(each) > 1:
-            each = tuple(_gathered(part, dict(where), _model_axes_within(where), program.mesh)[0] for part in each)
+            with torch.no_grad():
+                each = tuple(_gathered(part, dict(where), _model_axes_within(where), program.mesh)[0] for part in each)
         out.append(_joined(where.get(DATA_AXIS, "R"), each))
     return out
 
@@ -57,30 +62,73 @@ def _model_axes_within(where: Mapping[str, str]) -> set[str]:
 
 
 def _gathered(
-    local: torch.Tensor, where: dict[str, str], axes: Collection[str], mesh: MeshHandle
+    local: torch.Tensor, where: dict[str, str], axes: Collection[str], mesh: MeshHandle, target: str = "R"
 ) -> tuple[torch.Tensor, dict[str, str]]:
-    """`local` with these axes gathered, innermost first. Within what outer axes with fewer parts have sharded, there are fewer
-    parts."""
-    with torch.no_grad():
-        for name in reversed(list(mesh.axes)):
-            cut = _shard_of(where.get(name, "R"))
-            if name not in axes or cut is None:
-                continue
-            dim, count = cut
-            for other, text in where.items():
-                outer = _shard_of(text)
-                if other != name and outer and outer[0] == dim and outer[1] < count:
-                    count //= mesh.axis(other).size
-            local, where[name] = convert(local.contiguous(), mesh.axis(name), f"S({dim},{max(1, count)}) -> R"), "R"
+    """`local` with these axes gathered to `target` (R or I), innermost first. Within what outer axes with fewer parts have
+    sharded, there are fewer parts."""
+    for name in reversed(list(mesh.axes)):
+        cut = _shard_of(where.get(name, "R"))
+        if name not in axes or cut is None:
+            continue
+        dim, count = cut
+        for other, text in where.items():
+            outer = _shard_of(text)
+            if other != name and outer and outer[0] == dim and outer[1] < count:
+                count //= mesh.axis(other).size
+        local, where[name] = convert(local.contiguous(), mesh.axis(name), f"S({dim},{max(1, count)}) -> {target}"), target
     return local, where
 
 
-def as_dtensors(program: Program, values: Sequence[torch.Tensor]) -> dict[str, DTensor | None]:
-    """The outputs by path as DTensors over the mesh of this rank's stage; None on stages that do not have them."""
-    if not values:
-        return dict.fromkeys(program.outputs)
-    pairs = zip(program.outputs.items(), values, strict=True)
-    return {path: _as_dtensor(path, local, _joined_placements(program, where), program.mesh) for (path, where), local in pairs}
+def returned_outputs(program: Program, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """The outputs by path, each as its kind says. In a pipeline DTensors are None on all stages but the last."""
+    out: dict[str, torch.Tensor | None] = {}
+    for number, (path, where) in enumerate(program.outputs.items()):
+        local, where = (values[number] if values else None), _joined_placements(program, where)
+        kind = program.output_kinds.get(path, "dtensor")
+        if kind == "gradient" and local is not None:
+            out[path] = _with_gradient(path, local, where, program.mesh)
+        elif kind == "full":
+            out[path] = _full(path, local, where, program)
+        else:
+            out[path] = None if local is None else _as_dtensor(path, local, where, program.mesh)
+    return out
+
+
+def _with_gradient(path: str, local: torch.Tensor, where: Mapping[str, str], mesh: MeshHandle) -> torch.Tensor:
+    """The full tensor, Invariant on every axis: all ranks compute the same with it, and each takes its part of the gradient."""
+    places = dict(where)
+    for name in mesh.axes:
+        if places.get(name, "R")[0] in "PR":
+            local, places[name] = convert(local, mesh.axis(name), f"{places.get(name, 'R')} -> I"), "I"
+    local, _ = _gathered(local, places, list(mesh.axes), mesh, "I")
+    return apply(_FirstOrder, path, local) if local.requires_grad else local
+
+
+def _full(path: str, local: torch.Tensor | None, where: Mapping[str, str], program: Program) -> torch.Tensor:
+    """The full tensor on every rank, of all stages, without its graph."""
+    mesh = program.mesh
+    with torch.no_grad():
+        if local is not None:
+            local, places = _simple_placements(local.detach(), dict(where), mesh)
+            local = _gathered(local, places, list(mesh.axes), mesh)[0].contiguous()
+        if mesh.pp.size > 1:
+            local = _from_last_stage(local, program)
+    assert local is not None
+    if torch.is_grad_enabled() and local.is_floating_point():
+        local = apply(_OnlyTheLoss, path, local, torch.empty(0, requires_grad=True))
+    return local
+
+
+def _from_last_stage(local: torch.Tensor | None, program: Program) -> torch.Tensor:
+    mesh, group = program.mesh, program.mesh.group(program.mesh.pp.name)
+    stages: Sequence[int] = program.__dict__["chunk_stages"]
+    source = mesh.rank_in_stage(stages[-1])
+    said: list[Any] = [None if local is None else (tuple(local.shape), local.dtype)]
+    dist.broadcast_object_list(said, source, group, device=mesh.device)
+    shape, dtype = said[0]
+    whole = torch.empty(shape, dtype=dtype, device=mesh.device) if local is None else local
+    dist.broadcast(whole, source, group)
+    return whole
 
 
 def _joined_placements(program: Program, where: Mapping[str, str]) -> dict[str, str]:
@@ -128,7 +176,31 @@ class _OnlyTheLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         raise RuntimeProblem(
-            f"a gradient into the output {ctx.path}: only the loss takes gradients; detach() it, or make it part of the loss"
+            f"a gradient into the output {ctx.path}, which comes without its graph: only the loss takes gradients; detach() it, "
+            f'ask for it with outputs=("{ctx.path}:gradient",), or make it part of the loss'
+        )
+
+
+class _FirstOrder(torch.autograd.Function):
+    """Its backward has no graph of its own: what asks for one (a gradient penalty) is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, path: str, value: torch.Tensor) -> torch.Tensor:
+        ctx.path = path
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        refuse_second_order(grad)
+        return None, grad
+
+
+def refuse_second_order(grad: torch.Tensor) -> None:
+    """RuntimeProblem in a backward with ``create_graph=True``."""
+    if torch.is_grad_enabled():
+        raise RuntimeProblem(
+            "gradients of gradients (create_graph=True, a gradient penalty) are not computed by parallel programs, whose "
+            "collectives have first derivatives only: run the penalty on the plain model"
         )
 
 

@@ -22,6 +22,9 @@ from autopar.solve.problem.lazy import LazyTable
 Pins = Mapping[str, str]
 """Value name -> forced placements on the model axes, as text (``I``, ``S(1) R``), where it is produced and between blocks."""
 
+Stored = Mapping[str, Placements]
+"""Name of a parameter -> the placements in which another program of the same weights stores it."""
+
 Consumers = tuple[tuple[str, int], ...]
 
 
@@ -49,21 +52,32 @@ class Structure:
 
 
 def structure_of(
-    graph: Graph, mesh: Mesh, registry: Registry, pins: Pins | None = None, strategies: AxisStrategies | None = None
+    graph: Graph,
+    mesh: Mesh,
+    registry: Registry,
+    pins: Pins | None = None,
+    strategies: AxisStrategies | None = None,
+    stored: Stored | None = None,
 ) -> Structure:
     """The same for all batches where the batch is symbolic; placements on the data axis are chosen for the graph's own batch.
 
-    `strategies`: those of the graph, shared between its meshes.
+    `strategies`: those of the graph, shared between its meshes. `stored`: placements of parameters that are given.
     """
-    return _Builder(graph, mesh, pins or {}, strategies or AxisStrategies(graph, registry)).structure()
+    return _Builder(graph, mesh, pins or {}, strategies or AxisStrategies(graph, registry), stored or {}).structure()
 
 
 class _Builder:
-    def __init__(self, graph: Graph, mesh: Mesh, pins: Pins, strategies: AxisStrategies) -> None:
+    def __init__(self, graph: Graph, mesh: Mesh, pins: Pins, strategies: AxisStrategies, stored: Stored) -> None:
         self.graph, self.mesh, self.strategies = graph, mesh, strategies
         self.boundary = strategies.boundary
         self.data = mesh.index(DATA_AXIS)
         self.pins = {name: parse_placements(text) for name, text in pins.items()}
+        self.stored = {
+            self.boundary.classes[Slot(call.block, "param", index)]: stored[name]
+            for call in (graph.calls if stored else ())
+            for index, name in enumerate(call.parameters)
+            if name in stored
+        }
         self.propagated: DataAxisPlacements = propagate_data_axis(
             graph, self.boundary, mesh.sizes[self.data], strategies.registry, strategies
         )
@@ -124,6 +138,8 @@ class _Builder:
             return ((replicated,) * len(self.mesh.sizes),)
         if number in {self.boundary.class_of(value.name) for value in self.graph.inputs}:
             return (tuple(data if axis == self.data else Replicate() for axis in range(len(self.mesh.sizes))),)
+        if number in self.stored:
+            return (tuple(data if axis == self.data else place for axis, place in enumerate(self.stored[number])),)
         parameter = slots[0].side == "param"
         buffer = parameter and self.boundary.parameter(slots[0]).buffer
         per_axis: list[dict[Placement, None]] = []

@@ -16,6 +16,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, BatchError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
+from autopar.ir.micro_batching import why_one_graph
 from autopar.ir.pipeline.chunk_calls import layer_calls
 from autopar.rules.registry import Registry
 from autopar.schedules.builder import ScheduleBuilder
@@ -74,6 +75,10 @@ def force_without_pipeline(force: Mapping[str, int]) -> dict[str, int]:
 def pipeline_points(graph: Graph, cluster: Cluster, force: Mapping[str, int], registry: Registry) -> Iterator[GridPoint]:
     """Every point, those with few stages first. AutoparError where a pipeline is forced that is impossible."""
     if pipeline_excluded(force):
+        return
+    if reason := why_one_graph(graph):
+        if pipeline_forced(force):
+            raise PlanError(f"pp={force['pp']} cannot be: {reason}; take pp=1")
         return
     rest = force_without_pipeline(force)
     one_micro_batch = bool(why_one_micro_batch(graph, registry))

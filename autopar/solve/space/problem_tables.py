@@ -38,7 +38,8 @@ class ProblemTables:
     def structure(self, mesh: Mesh) -> Structure:
         """The choices on a mesh, without prices."""
         if mesh not in self._structures:
-            structure = structure_of(self.graph, mesh, self.registry, self.options.pins, self._strategies)
+            options = self.options
+            structure = structure_of(self.graph, mesh, self.registry, options.pins, self._strategies, options.stored)
             _remember(self._structures, mesh, structure)
         return self._structures[mesh]
 

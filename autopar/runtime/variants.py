@@ -1,0 +1,234 @@
+"""The variants of a parallel model: one set of weights and many programs. What a call may change selects the program."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_flatten_with_path
+
+from .comm.agreement import Stated, require_agreement
+from .compat import apply
+from .device.mesh import MeshHandle
+from .module import Program
+from .pipeline.pipeline_step import PipelineStep
+from .pipeline.weight_versions import PipeDreamStep
+from .state.materialize import State
+from .step.inputs import arguments_by_name, constant_text, path_word
+from .step.micro_batches import Batch, StepResult, run_micro_batches, split_result
+
+MOST_VARIANTS = 64
+"""Programs that are kept; the least recently used one goes first."""
+
+LOGGER = logging.getLogger("autopar")
+
+
+class CallKey(NamedTuple):
+    """What selects a variant. `modes`: training or evaluation, of each module. `leaves`: each argument by its path, in words that
+    leave the batch size out. `division`: how the batch divides over data ranks and micro-batches."""
+
+    modes: tuple[bool, ...]
+    leaves: tuple[tuple[str, str], ...]
+    division: str
+    gradients: bool
+
+
+class KeyedCall(NamedTuple):
+    """A call of the parallel model: its arguments by name, key, global batch size, and how many times it is that of the
+    arguments (more than once for a local batch)."""
+
+    arguments: Mapping[str, Any]
+    key: CallKey
+    batch: int
+    times: int
+
+    def words(self) -> str:
+        """For messages."""
+        inputs = ", ".join(f"{path} {text}" for path, text in self.key.leaves)
+        return f"{inputs}, batch {self.batch}{'' if all(self.key.modes) else ', in evaluation'}"
+
+
+class MadeVariant(NamedTuple):
+    """What makes a variant: a program, the form of its result, and the batch size that it is fixed to (0: any)."""
+
+    program: type[Program]
+    form: Any
+    fixed_batch: int
+    whole_batch: bool
+
+
+class Variant:
+    """A program that computes with the weights of the first one. `whole_batch`: every data rank computes the whole batch, and its
+    gradients count as one part of their sum."""
+
+    def __init__(
+        self,
+        program: Program,
+        form: Any,
+        state: State,
+        step: PipelineStep | PipeDreamStep | None = None,
+        *,
+        whole_batch: bool = False,
+        fixed_batch: int = 0,
+    ) -> None:
+        self.program, self.form, self.state, self.step = program, form, state, step
+        self.whole_batch, self.fixed_batch = whole_batch, fixed_batch
+        self.training = program.training
+
+    @property
+    def copies(self) -> int:
+        """How many data ranks compute the same."""
+        return self.program.state_program.mesh.dp.size if self.whole_batch else 1
+
+    def run(self, inputs: Batch, training: bool) -> StepResult:
+        """The loss, and this rank's shard of each output."""
+        if self.training != training:
+            self.program.train(training)
+            self.training = training
+        if self.copies > 1:
+            inputs = {name: scale_gradient(x, self.copies) for name, x in inputs.items()}
+        if self.step is not None:
+            loss, others = self.step.run(inputs)
+        elif self.program.micro_batches > 1:
+            loss, others = run_micro_batches(self.program, self.state, inputs)
+        else:
+            loss, others = split_result(self.program(**inputs))
+        if self.copies > 1:
+            loss, others = scale_gradient(loss, 1 / self.copies), [scale_gradient(each, 1 / self.copies) for each in others]
+        return loss, others
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.factor, None
+
+
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """`x`, whose gradient is multiplied by `factor`."""
+    return apply(_ScaleGradient, x, factor) if x.requires_grad else x
+
+
+class Variants:
+    """All programs of a parallel model. `make` captures and plans one (all ranks call it together), `load` gives it the weights;
+    `modes_of` says in which modes a program is captured for the modes of a call, and in which mode it then runs."""
+
+    def __init__(
+        self,
+        first: Variant,
+        make: Callable[[KeyedCall], MadeVariant],
+        modes_of: Callable[[tuple[bool, ...]], tuple[tuple[bool, ...], bool]],
+        load: Callable[[MadeVariant, MeshHandle], Variant],
+    ) -> None:
+        self.first, self.make, self.modes_of, self.load = first, make, modes_of, load
+        self.known: OrderedDict[tuple[CallKey, int], Variant] = OrderedDict()
+        self.last: tuple[CallKey, int] | None = None
+        self.control: dist.ProcessGroup | None = None
+
+    def call(self, modes: tuple[bool, ...], args: tuple[Any, ...], keywords: Mapping[str, Any], times: int = 1) -> KeyedCall:
+        """A call in words. `times`: how often the global batch holds that of the arguments."""
+        program = self.first.program
+        given = arguments_by_name(program, args, keywords)
+        leaves = [(".".join(map(path_word, keys)), leaf) for keys, leaf in tree_flatten_with_path(given)[0]]
+        own = batch_size([leaf for _, leaf in leaves])
+        batch = own * times
+        known = {**program.constants, **program.defaults}
+        words = tuple(
+            (path, _words(leaf, own))
+            for path, leaf in sorted(leaves, key=lambda leaf: leaf[0])
+            if not (leaf is None and path not in program.constants) and not _is_default(known, program.defaults, path, leaf)
+        )
+        ranks = program.mesh.dp.size
+        division = (
+            "micro-batches" if batch % (ranks * program.micro_batches) == 0 else "data ranks" if batch % ranks == 0 else "whole"
+        )
+        key = CallKey(modes, words, division, self.first.step is not None and torch.is_grad_enabled())
+        return KeyedCall(given, key, batch, times)
+
+    def learn_first(
+        self, args: tuple[Any, ...], keywords: Mapping[str, Any], modes: tuple[bool, ...], fixed_batch: int = 0
+    ) -> None:
+        """The example inputs, which select the first program whether gradients are wanted or not."""
+        self.first.fixed_batch = fixed_batch
+        key = self.call(modes, args, keywords).key._replace(division="micro-batches")
+        for gradients in (False, True):
+            self.known[key._replace(gradients=gradients), fixed_batch] = self.first
+
+    def find(self, call: KeyedCall) -> tuple[Variant, bool]:
+        """The variant of a call, made where it is new, and whether it runs in training mode. All ranks must come here
+        together."""
+        modes, training = self.modes_of(call.key.modes)
+        return self._find(call._replace(key=call.key._replace(modes=modes))), training
+
+    def _find(self, call: KeyedCall) -> Variant:
+        for fixed in (0, call.batch):
+            found = self.known.get((call.key, fixed))
+            if found is not None:
+                if found is not self.first:
+                    self.known.move_to_end((call.key, fixed))
+                return found
+        made = self.make(call)
+        variant = self.load(made, self.first.program.mesh.for_variant(made.whole_batch))
+        self.known[call.key, made.fixed_batch] = variant
+        self._evict()
+        return variant
+
+    def _evict(self) -> None:
+        while len(self.known) > MOST_VARIANTS:
+            oldest = next(key for key, each in self.known.items() if each is not self.first)
+            del self.known[oldest]
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                LOGGER.warning(
+                    "more than %d kinds of calls: the program of the one that was used least recently is dropped; pad inputs to "
+                    "fewer lengths", MOST_VARIANTS
+                )  # fmt: skip
+
+    def agree(self, call: KeyedCall, describe: Callable[[int], str]) -> None:
+        """MismatchProblem on all ranks where they call different variants, or with batches of different sizes."""
+        if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+            return
+        if self.control is None:
+            self.control = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else dist.group.WORLD
+        number = hash_of((*call.key, call.batch))
+        both = torch.tensor([number, -number])
+        dist.all_reduce(both, dist.ReduceOp.MAX, self.control)
+        if both.sum():
+            stated = Stated(call.words(), "call it alike on every rank, with the global batch or with local_batch on all")
+            require_agreement({"a call with": stated}, describe)
+
+
+def hash_of(value: object) -> int:
+    """Equal on all ranks for equal values; 60 bits."""
+    import hashlib
+
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 4
+
+
+def batch_size(leaves: list[Any]) -> int:
+    """The size of dimension 0 of most tensors."""
+    sizes = Counter(int(leaf.shape[0]) for leaf in leaves if len(getattr(leaf, "shape", ())))
+    return sizes.most_common(1)[0][0] if sizes else 1
+
+
+def _words(leaf: Any, batch: int) -> str:
+    shape = getattr(leaf, "shape", None)
+    if shape is None:
+        return constant_text(leaf)
+    sizes = ["B" if number == 0 and size == batch else str(int(size)) for number, size in enumerate(shape)]
+    flows = isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+    dtype = str(getattr(leaf, "dtype", type(leaf).__name__)).removeprefix("torch.")
+    return f"{dtype} ({', '.join(sizes)}){' with gradient' if flows else ''}"
+
+
+def _is_default(known: Mapping[str, str], defaults: Mapping[str, str], path: str, leaf: Any) -> bool:
+    """Whether an argument says what is taken for it anyway."""
+    return path in defaults and (not known[path] or constant_text(leaf) == known[path])

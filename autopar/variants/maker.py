@@ -1,0 +1,122 @@
+"""Makes the program of a call that is of another kind than those before: captured and planned on rank 0, built on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from autopar import errors
+from autopar.capture import capture
+from autopar.capture.bind import TARGET
+from autopar.capture.modes import CapturedModes
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.plan import Candidate
+from autopar.ir.plan_file.plan_file import Plan
+from autopar.program.build import build_program
+from autopar.rules.registry import Registry
+from autopar.runtime.variants import LOGGER, KeyedCall, MadeVariant
+from autopar.variants.planner import plan_variant
+
+T = TypeVar("T")
+
+
+def on_first_rank(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, on every rank; an error there is raised on all of them, so that none waits for ever."""
+    said: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            said = [("made", make())]
+        except AutoparError as error:
+            said = [(type(error).__name__, str(error))]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(said, src=0)
+    kind, found = said[0]
+    if kind != "made":
+        raise getattr(errors, kind, AutoparError)(found)
+    return found  # type: ignore[no-any-return]
+
+
+@dataclass(eq=False)
+class VariantMaker:
+    """`model` is a copy on the meta device in the modes in which the plan's graph was captured; `options` are those of `capture`,
+    `loss_fn` included."""
+
+    model: nn.Module
+    plan: Plan
+    cluster: Cluster
+    registry: Registry
+    options: Mapping[str, Any]
+    modes: CapturedModes
+    known: dict[bool, bool] = field(default_factory=dict)
+
+    def make(self, call: KeyedCall) -> MadeVariant:
+        """The program of a call. All ranks must call. AutoparError where it cannot be captured or planned."""
+        graph, candidate = on_first_rank(lambda: self._planned(call))
+        module: Any = build_program(graph, candidate)
+        shared = candidate.mesh.size_of(DATA_AXIS) == self.plan.candidate.mesh.size_of(DATA_AXIS)
+        form = graph.interface.returns if graph.interface else None
+        return MadeVariant(module.Program, form, 0 if graph.batch_is_symbolic else graph.batch, not shared)
+
+    def _planned(self, call: KeyedCall) -> tuple[Graph, Candidate]:
+        with in_modes(self.model, call.key.modes):
+            graph = self._captured(call)
+        found = plan_variant(graph, self.plan, self.cluster, self.registry)
+        division = "" if found[1].mesh.size_of(DATA_AXIS) == self.plan.candidate.mesh.size_of(DATA_AXIS) else (
+            f", whole on each of {self.plan.candidate.mesh.size_of(DATA_AXIS)} data ranks"
+        )  # fmt: skip
+        LOGGER.info("another program for a call with %s%s", call.words(), division)
+        return found
+
+    def _captured(self, call: KeyedCall) -> Graph:
+        own = call.batch // call.times
+
+        def on_meta(x: torch.Tensor) -> torch.Tensor:
+            shape = (call.batch, *x.shape[1:]) if x.dim() and x.shape[0] == own else x.shape
+            return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad and torch.is_grad_enabled())
+
+        arguments = tree_map_only(torch.Tensor, on_meta, _tensors(dict(call.arguments)))
+        options = dict(self.options)
+        if TARGET not in arguments:
+            options["loss_fn"] = None
+        outside = self.plan.candidate.pipeline.stages > 1 and not call.key.gradients
+        return capture(self.model, (), arguments, **options, usual_kind="full" if outside else "")
+
+    def right_in(self, training: bool) -> bool:
+        """Whether the first program, switched to this mode, is the model, switched to this mode: in evaluation it leaves dropout
+        out, and nothing else of it depends on the mode. All ranks must call."""
+        if training not in self.known:
+            self.known[training] = on_first_rank(lambda: self.modes.right_in(training))
+        return self.known[training]
+
+
+def _tensors(arguments: dict[str, Any]) -> Any:
+    """With arrays as tensors, as a call takes them."""
+
+    def made(x: Any) -> Any:
+        return torch.as_tensor(x) if hasattr(x, "__array__") and not isinstance(x, torch.Tensor) else x
+
+    return tree_map_only(object, made, arguments)
+
+
+@contextmanager
+def in_modes(model: nn.Module, modes: tuple[bool, ...]) -> Iterator[None]:
+    """The model with each module in its mode, and as it was afterwards."""
+    modules = list(model.modules())
+    before = [module.training for module in modules]
+    try:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+        yield
+    finally:
+        for module, mode in zip(modules, before, strict=True):
+            module.training = mode

@@ -1,0 +1,132 @@
+"""The plan of a variant: the mesh, the pipeline and the stored placements of parameters are those of the first program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.stage_devices import stage_cluster
+from autopar.errors import AutoparError, PlanMismatch
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
+from autopar.ir.micro_batching import why_one_graph
+from autopar.ir.pipeline.stage_values import repeatable_values
+from autopar.ir.placement import Placements
+from autopar.ir.plan import Candidate, Pipeline
+from autopar.ir.plan_file.plan_file import Plan
+from autopar.passes.lower import lower
+from autopar.rules.check import check_strategies
+from autopar.rules.registry import Registry
+from autopar.schedules.pipeline_schedule import check_schedule
+from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
+from autopar.solve.space.grid import GridPoint
+from autopar.solve.space.meshes import divisors
+from autopar.solve.space.options import SearchOptions
+from autopar.solve.space.problem_tables import ProblemTables
+from autopar.variants.stages import cut_like
+from autopar.variants.transfer import in_structure_of
+
+_SECONDS = 10.0
+"""For the integer program of a variant."""
+
+_GAP = 1e-3
+
+Planned = tuple[Graph, Candidate]
+
+
+def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry) -> Planned:
+    """The graph and its candidate. Where the graph is that of the plan at other sizes, the plan's decisions hold; else they are
+    solved for. A batch that does not divide over the data ranks is computed whole by each of them (dp=1 in the candidate).
+
+    PlanMismatch where no plan of the graph has the mesh, the stages and the stored placements of `plan`.
+    """
+    if plan.candidate.pipeline.stages > 1 and (reason := why_one_graph(graph)):
+        raise PlanMismatch(f"{reason}, which a pipeline cannot have: call it with what the loss needs, or plan with pp=1")
+    problems: list[str] = []
+    same = in_structure_of(graph, plan.graph)
+    for data, parts in _divisions(graph, plan.candidate):
+        for taken, make in ((same, _resized), (graph, _solved)):
+            if taken is None:
+                continue
+            try:
+                found, candidate = make(taken, plan, cluster, registry, data, parts)
+                check_schedule(candidate)
+                lower(found, candidate)
+                return found, candidate
+            except (AutoparError, ValueError) as error:
+                problems.append(str(error))
+    raise PlanMismatch(
+        f"{graph.name}: this call cannot run with the weights as the first program places them ({problems[0]}): call it like the "
+        "example inputs, or plan with example inputs of this kind"
+    )
+
+
+def _divisions(graph: Graph, first: Candidate) -> Iterator[tuple[int, int]]:
+    """(data ranks that share the batch, micro-batches), the best first: as planned, in fewer micro-batches, whole on every data
+    rank."""
+    data, most = first.mesh.size_of(DATA_AXIS), first.micro_batches
+    if not graph.batch_is_symbolic or why_one_graph(graph):
+        most = 1
+    for ranks in dict.fromkeys((data, 1)):
+        if graph.batch % ranks == 0:
+            yield from ((ranks, parts) for parts in reversed(divisors(graph.batch // ranks)) if parts <= most)
+
+
+def _mesh(first: Candidate, data: int) -> Mesh:
+    return Mesh(tuple(Axis(axis.name, data) if axis.name == DATA_AXIS else axis for axis in first.mesh.axes))
+
+
+def _resized(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data: int, parts: int) -> Planned:
+    """The plan's decisions at the sizes of `graph`."""
+    first = plan.candidate
+    candidate = replace(
+        first, mesh=_mesh(first, data), batch=graph.batch, micro_batches=parts, zero_group=0,
+        pipeline=_schedule_for(first, parts, first.pipeline),
+    )  # fmt: skip
+    check_strategies(graph, candidate, registry)
+    return graph, candidate
+
+
+def _schedule_for(first: Candidate, parts: int, pipeline: Pipeline) -> Pipeline:
+    """The schedule of the plan; of another number of micro-batches GPipe's, where each stage has one model chunk."""
+    if parts == first.micro_batches or pipeline.stages == 1 or pipeline.virtual > 1:
+        return pipeline
+    return replace(pipeline, schedule="gpipe", actions="")
+
+
+def stored_placements(plan: Plan) -> dict[str, Placements]:
+    """The placement of each parameter as it is stored, by its name in the model."""
+    blocks = {block.block: block for block in plan.candidate.blocks}
+    return {
+        name: at for call in plan.graph.calls for name, at in zip(call.parameters, blocks[call.block].parameters, strict=True)
+    }
+
+
+def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data: int, parts: int) -> Planned:
+    """The best placements of operations where those of parameters are given."""
+    first = plan.candidate
+    unknown = sorted(graph.parameters().keys() - plan.graph.parameters().keys())
+    if unknown:
+        raise PlanMismatch(f"it reads {unknown[0]}, which the first program does not")
+    pipeline = _schedule_for(first, parts, first.pipeline)
+    if pipeline.stages > 1:
+        graph, cuts = cut_like(graph, plan.graph, first.pipeline)
+        pipeline = replace(pipeline, layers=(), cuts=cuts, repeated=tuple(repeatable_values(graph)))
+    options = SearchOptions(
+        batch=graph.batch, precision=first.precision, optimizer=plan.document.optimizer, stored=stored_placements(plan),
+        registry=registry, time_limit_seconds=_SECONDS,
+    )  # fmt: skip
+    zeros = (max((block.zero for block in first.blocks), default=0) if data > 1 else 0,)
+    point = GridPoint(_mesh(first, data), parts)
+    ranks = stage_cluster(cluster, cluster.size // point.mesh.size)  # where every data rank computes the whole: one of them
+    problem = ProblemTables(graph, ranks, options, registry).problem(point, zeros, ranks)
+    solution = MeshSolution(point.mesh, micro_batches=parts)
+    solver = MeshSolver(graph, problem, (), _GAP, solution)
+    solver.solve_without_memory(_SECONDS)
+    if not solution.solved:
+        solver.solve_with_memory(_SECONDS)
+    if solution.candidate is None:
+        raise PlanMismatch("no placement of its operations fits those of the parameters")
+    candidate = replace(solution.candidate, batch=graph.batch, micro_batches=parts, zero_group=0, pipeline=pipeline)
+    return graph, candidate
