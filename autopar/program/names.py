@@ -15,7 +15,8 @@ RESERVED_ATTRIBUTES = frozenset(
     + ("mesh_axes", "micro_batches", "zero_group", "totals", "count", "loss_dtype", "weight_versions")
     + ("input_placements", "input_shapes", "input_dtypes", "positional", "arguments", "constants", "defaults", "outputs")
     + ("chunks", "boundaries", "schedule", "batch_inputs", "micro_batch_size", "weight_grads")
-    + ("all_chunks", "own_chunks", "chunk_stages", "actions")
+    + ("all_chunks", "own_chunks", "chunk_stages", "actions", "output_kinds", "has_loss", "differentiable_inputs")
+    + ("state_program",)
 )
 IMPORTED_NAMES = frozenset(
     (
