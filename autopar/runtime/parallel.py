@@ -207,10 +207,10 @@ class Parallel(nn.Module):
             reshard_all(self.program)
         program = variant.program
         outputs = returned_outputs(program, others) if program.outputs else {}
-        if self.heartbeat is not None:
-            for output in (loss, *outputs.values()):
-                if isinstance(output, torch.Tensor) and output.requires_grad:
-                    self.heartbeat.watch_backward(output)
+        taking = (output for path, output in outputs.items() if program.output_kinds.get(path) == "gradient")
+        for output in (loss, *taking) if self.heartbeat is not None else ():
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                self.heartbeat.watch_backward(output)  # type: ignore[union-attr]
         return plain_result(program, loss, outputs) if variant.form is None else build_result(variant.form, loss, outputs)
 
     def _variant(self, args: tuple[Any, ...], batch: dict[str, Any]) -> tuple[Variant, bool]:

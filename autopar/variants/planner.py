@@ -19,6 +19,7 @@ from autopar.passes.lower import lower
 from autopar.rules.check import check_strategies
 from autopar.rules.registry import Registry
 from autopar.schedules.pipeline_schedule import check_schedule
+from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.meshes import divisors
@@ -89,10 +90,15 @@ def _resized(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, dat
 
 
 def _schedule_for(first: Candidate, parts: int, pipeline: Pipeline) -> Pipeline:
-    """The schedule of the plan; of another number of micro-batches GPipe's, where each stage has one model chunk."""
-    if parts == first.micro_batches or pipeline.stages == 1 or pipeline.virtual > 1:
+    """The schedule of the plan. For another number of micro-batches all forwards and then all backwards (GPipe, arXiv
+    1811.06965), with every model chunk where its weights are."""
+    if parts == first.micro_batches or pipeline.stages == 1:
         return pipeline
-    return replace(pipeline, schedule="gpipe", actions="")
+    lines = []
+    for chunks in chunks_of_stages(pipeline):
+        forwards = [f"{chunk}F{number}" for chunk in chunks for number in range(parts)]
+        lines.append(" ".join((*forwards, *(f"{chunk}B{number}" for chunk in reversed(chunks) for number in range(parts)))))
+    return replace(pipeline, schedule="gpipe", actions="\n".join(lines))
 
 
 def stored_placements(plan: Plan) -> dict[str, Placements]:
