@@ -96,6 +96,24 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def translate_backward_errors(translate: Callable[[Exception], Exception | None]) -> None:
+    """An error that ends any backward of this process is passed to `translate`, and what that returns is raised in its place. Seen
+    on 2.13.0: Tensor.backward, torch.autograd.backward and torch.autograd.grad all go through this function."""
+    outer: Any = torch.autograd
+    original = outer._engine_run_backward
+
+    def run(*args: Any, **options: Any) -> Any:
+        try:
+            return original(*args, **options)
+        except Exception as error:
+            other = translate(error)
+            if other is None or other is error:
+                raise
+            raise other from error
+
+    outer._engine_run_backward = run
+
+
 def in_backward() -> bool:
     """Whether this thread runs inside a backward. Seen on 2.13.0."""
     return bool(torch._C._current_graph_task_id() != -1)

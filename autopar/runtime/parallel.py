@@ -14,7 +14,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.data import DistributedSampler
 
 from .comm.agreement import Stated, agree_on_batch, program_digest, require_agreement, stated_step
-from .comm.heartbeat import PATIENCE_SECONDS, Heartbeat, start_heartbeat
+from .comm.heartbeat import Heartbeat, start_heartbeat
+from .comm.peer_watch import PATIENCE_SECONDS
 from .compat import in_backward, save_strided_shards
 from .errors import BatchProblem, RuntimeProblem, StateProblem
 from .module import Program
