@@ -70,6 +70,7 @@ def parallelize(
     patience_seconds: float = PATIENCE_SECONDS,
     join_seconds: float = JOIN_SECONDS,
     check_batch_every: int = 100,
+    check_every: int = 0,
 ) -> Parallel:
     """The model as a program for the cluster: an `nn.Module` whose call takes the global batch and returns what the model does.
 
@@ -84,7 +85,8 @@ def parallelize(
     data rank's own examples, as DDP does, and the plan says so; by default they are those of the whole batch.
     `expert_load` is how unevenly experts are expected to be loaded (see `make_plan`). A rank that dies, stops or fails makes all
     others end within `patience_seconds` with an error that names it; one that never joins, within `join_seconds`. Ranks compare
-    their batches in the first three calls and then in one of `check_batch_every` (0: never).
+    their batches in the first three calls and then in one of `check_batch_every` (0: never). In one of `check_every` steps (0:
+    never) a loss that is not finite, and replicas of parameters that have drifted apart, are errors that name the place.
 
     Raises `AutoparError`.
     """
@@ -97,7 +99,7 @@ def parallelize(
     if example_inputs is None:
         rest: dict[str, Any] = dict(
             plan=plan, compile=compile, state=state, cache=cache, patience_seconds=patience_seconds,
-            join_seconds=join_seconds, check_batch_every=check_batch_every,
+            join_seconds=join_seconds, check_batch_every=check_batch_every, check_every=check_every,
         )  # fmt: skip
         build = lambda args, batch: parallelize(model, cluster, _named(model, args, batch), **options, **rest)  # noqa: E731
         return Deferred(build, model.training)
@@ -123,6 +125,7 @@ def parallelize(
         parallel = Parallel(
             program.Program(mesh), BroadcastSource(tensors), compile=compile, form=form, heartbeat=heartbeat,
             plain=_plain_model(model, agreed, example_inputs), check_batch_every=check_batch_every,
+            check_every=check_every,
         )  # fmt: skip
     except BaseException:
         if heartbeat is not None:

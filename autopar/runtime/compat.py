@@ -97,8 +97,8 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def translate_backward_errors(translate: Callable[[Exception], Exception | None]) -> None:
-    """An error that ends any backward of this process is passed to `translate`, and what that returns is raised in its place. Seen
-    on 2.13.0: Tensor.backward, torch.autograd.backward and torch.autograd.grad all go through this function."""
+    """An error that ends any backward of this process is passed to `translate`, and what that returns is raised in its place.
+    Seen on 2.13.0: Tensor.backward, torch.autograd.backward and torch.autograd.grad all go through this function."""
     outer: Any = torch.autograd
     original = outer._engine_run_backward
 

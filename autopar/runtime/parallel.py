@@ -33,6 +33,7 @@ from .step.inputs import NamedBatch, bind_arguments, bind_named_batch, local_inp
 from .step.micro_batches import StepResult, run_micro_batches, split_result
 from .step.outputs import as_dtensors, build_result, plain_result
 from .step.same_batch import check_same_batch, is_checked
+from .step.step_checks import StepChecks
 
 
 def make_pipeline_step(program: PipelineProgram, state: State) -> PipelineStep | PipeDreamStep:
@@ -51,6 +52,7 @@ class Parallel(nn.Module):
     state: State
     pipeline_step: PipelineStep | PipeDreamStep | None
     heartbeat: Heartbeat | None
+    checks: StepChecks
     program_digest: str
     compared: bool
     form: Any
@@ -70,11 +72,13 @@ class Parallel(nn.Module):
         form: Any = None,
         plain: PlainModel | None = None,
         check_batch_every: int = 100,
+        check_every: int = 0,
     ) -> None:
         """`source` gives full tensors by original name. `compile`: a backend of torch.compile, or True for inductor. `form`: the
         structure of the model's result (`outputs.build_result`); without it a call returns the loss, or a namespace of it and the
         outputs. `plain`: the model that it was made from. Ranks compare checksums of their batches in the first calls and then
-        in one of `check_batch_every` (0: never).
+        in one of `check_batch_every` (0: never). In one of `check_every` steps the loss has to be finite, and copies of
+        parameters equal (`StepChecks`).
 
         Blocks of one class share their compiled code: each distinct block is compiled once. A rank that dies, stops or fails
         makes the others end with an error that names it, within `patience_seconds`. `heartbeat`: one that runs already.
@@ -96,6 +100,7 @@ class Parallel(nn.Module):
             heartbeat.stop_with(self)
         with self._watched("loading weights"):
             self.__dict__["state"] = materialize(program, source)
+        self.__dict__["checks"] = StepChecks(program, self.state, check_every)
         if isinstance(program, PipelineProgram):
             self.__dict__["pipeline_step"] = make_pipeline_step(program, self.state)
         for name, parameter in self.state.parameters.items():
@@ -216,7 +221,7 @@ class Parallel(nn.Module):
         if self.heartbeat is not None and torch.is_grad_enabled() and not in_backward():
             self.heartbeat.step += 1
         with self._watched("forward" if torch.is_grad_enabled() else "evaluation"):
-            loss, others = self._computed(inputs)
+            loss, others = self.checks.run(lambda: self._computed(inputs))
         if self.heartbeat is not None:
             self.heartbeat.watch_backward(loss)
         return loss, others

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..compat import at_end_of_backward, in_backward, own_store, translate_backward_errors
-from ..errors import BatchProblem, MismatchProblem, PeerProblem
+from ..errors import PeerProblem, RuntimeProblem
 from .beats import is_communication_error, own_cause
 from .peer_watch import BEAT_SECONDS, PATIENCE_SECONDS, PeerWatch
 
@@ -117,7 +117,7 @@ class Heartbeat(PeerWatch):
 
     def _failed(self, error: Exception) -> None:
         """An error in a watched section."""
-        if isinstance(error, (BatchProblem, MismatchProblem, PeerProblem)):  # raised on all ranks, or told by one
+        if isinstance(error, RuntimeProblem) and error.on_all_ranks:
             return
         if is_communication_error(error):
             self._await_culprit()
