@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +21,7 @@ from autopar.capture.normalize.batch_norm import LOCAL
 from autopar.capture.tracing.trace import copy_without_data
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, PlanMismatch, StateError
+from autopar.explain.out_of_memory import memory_answer
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
@@ -132,6 +134,7 @@ def parallelize(
             heartbeat.close()
         raise
     parallel.__dict__["plan"] = agreed
+    parallel.memory.prediction = partial(memory_answer, agreed)
     return parallel
 
 

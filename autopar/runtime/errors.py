@@ -59,5 +59,9 @@ class ReplicaProblem(RuntimeProblem):
     on_all_ranks = True
 
 
+class MemoryProblem(RuntimeProblem):
+    """A device, or the host, has too little memory for the plan."""
+
+
 class StateProblem(RuntimeProblem, StateError):
     """State that does not fit the program."""

@@ -31,6 +31,7 @@ from .state.plain_model import Container, PlainModel, ShardedStateDict, check_pa
 from .state.weight_source import WeightSource
 from .step.inputs import NamedBatch, bind_arguments, bind_named_batch, local_inputs
 from .step.micro_batches import StepResult, run_micro_batches, split_result
+from .step.out_of_memory import MemoryGuard
 from .step.outputs import as_dtensors, build_result, plain_result
 from .step.same_batch import check_same_batch, is_checked
 from .step.step_checks import StepChecks
@@ -53,6 +54,7 @@ class Parallel(nn.Module):
     pipeline_step: PipelineStep | PipeDreamStep | None
     heartbeat: Heartbeat | None
     checks: StepChecks
+    memory: MemoryGuard
     program_digest: str
     compared: bool
     form: Any
@@ -98,11 +100,14 @@ class Parallel(nn.Module):
         if heartbeat is not None:
             heartbeat.describe = program.mesh.describe
             heartbeat.stop_with(self)
+        self.__dict__["memory"] = MemoryGuard(program.mesh.device)
         with self._watched("loading weights"):
-            self.__dict__["state"] = materialize(program, source)
+            self.__dict__["state"] = self.memory.state = materialize(program, source)
         self.__dict__["checks"] = StepChecks(program, self.state, check_every)
         if isinstance(program, PipelineProgram):
-            self.__dict__["pipeline_step"] = make_pipeline_step(program, self.state)
+            made = make_pipeline_step(program, self.state)
+            self.__dict__["pipeline_step"] = made
+            self.memory.detail = lambda: made.executor.doing
         for name, parameter in self.state.parameters.items():
             node, leaf = self._node(name)
             node.register_parameter(leaf, parameter)
@@ -218,8 +223,10 @@ class Parallel(nn.Module):
 
     def _run(self, inputs: dict[str, torch.Tensor]) -> StepResult:
         """The loss, and this rank's shard of each output."""
-        if self.heartbeat is not None and torch.is_grad_enabled() and not in_backward():
-            self.heartbeat.step += 1
+        if torch.is_grad_enabled() and not in_backward():
+            self.memory.step += 1
+            if self.heartbeat is not None:
+                self.heartbeat.step += 1
         with self._watched("forward" if torch.is_grad_enabled() else "evaluation"):
             loss, others = self.checks.run(lambda: self._computed(inputs))
         if self.heartbeat is not None:
@@ -320,12 +327,13 @@ class Parallel(nn.Module):
         with self._watched("clip_grad_norm_"):
             return clip_gradients(list(gradients.values()), first, mesh, max_norm, norm_type)
 
-    def _watched(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """A context around work that needs the other ranks."""
-        if self.heartbeat is None:
-            return contextlib.nullcontext()
-        stages = self.pipeline_step
-        return self.heartbeat.watching(lambda: (stages.executor.doing if stages is not None else "") or doing)
+    @contextlib.contextmanager
+    def _watched(self, doing: str) -> Iterator[None]:
+        """A context around work that needs the other ranks, and memory."""
+        heartbeat, detail = self.heartbeat, self.memory.detail
+        watching = contextlib.nullcontext() if heartbeat is None else heartbeat.watching(lambda: detail() or doing)
+        with watching, self.memory.catching(doing):
+            yield
 
     def load_full_state(self, source: WeightSource) -> None:
         """Copies a full state dict (or name -> full tensor) of the original model into the local shards."""

@@ -4,6 +4,7 @@ moment. Several runs go on at once: their ranks mostly wait."""
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -200,18 +201,20 @@ def run(folder: str, fault: Fault, patience: float, join_seconds: float) -> None
     mine = rank == fault.culprit
 
     def strike(*_: Any) -> None:
+        if Path(folder, "struck").exists():
+            return
         time.sleep(min(1.0, patience / 10))  # a beat tells where this rank is
         Path(folder, "struck").touch()
         if fault.how == "raises":
             raise ValueError("on purpose")
         if fault.how == "never comes":
             time.sleep(1000)
+        if fault.how == "runs out of memory":
+            allocate_too_much()
         if fault.how in SIGNALS:
             os.kill(os.getpid(), SIGNALS[fault.how])
 
     model, batch = model_and_batch(8 + 4 * (mine and fault.how == "another model"))
-    if mine and fault.how in DIFFERENCES:
-        Path(folder, "struck").touch()
     if mine and fault.moment == "before joining":
         strike()
     _arrange(fault, mine, strike)
@@ -225,6 +228,16 @@ def run(folder: str, fault: Fault, patience: float, join_seconds: float) -> None
     sys.exit(0)
 
 
+def allocate_too_much() -> None:
+    """Asks for a GiB where the system gives this process 64 MiB more."""
+    import torch
+
+    with open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + 2**26
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    torch.empty(2**30, dtype=torch.uint8)
+
+
 def _arrange(fault: Fault, mine: bool, strike: Callable[..., None]) -> None:
     """What is changed before `parallelize`."""
     import torch
@@ -234,6 +247,8 @@ def _arrange(fault: Fault, mine: bool, strike: Callable[..., None]) -> None:
     from autopar.runtime.comm import agreement
 
     joining, waiting, checking = dist.init_process_group, api._on_first_rank, api.check_plan
+    if mine and fault.how in DIFFERENCES:
+        dist.init_process_group = lambda *args, **options: (joining(*args, **options), strike())  # type: ignore[assignment,misc]
     if mine and fault.moment == "joining":
         dist.init_process_group = lambda *args, **options: (strike(), joining(*args, **options))  # type: ignore[assignment,misc]
     if fault.moment == "planning" and fault.how not in DIFFERENCES:  # the search takes long, and meanwhile the culprit strikes
@@ -267,6 +282,8 @@ def _train(parallel: Any, batch: dict[str, Any], fault: Fault, strike: Callable[
             for block in list(parallel.program.blocks())[:-1]:
                 block.register_forward_hook(lambda _, __, result: _when_backward(result, strike))
         parallel(**given).backward()
+        if mine and (step, fault.moment) == (2, "optimizer.step"):
+            optimizer.register_step_pre_hook(strike)
         optimizer.step()
         optimizer.zero_grad()
 
