@@ -102,7 +102,7 @@ def test_the_others_end_and_name_it(faults: list[Fault], ranks: RankPool, plans:
 def test_every_fault_at_every_moment_under_every_plan(
     faults: list[Fault], ranks: RankPool, plans: Callable[[str], str], tmp_path: Path
 ) -> None:
-    check_runs(ranks, tmp_path, faults, plans, 10.0)
+    check_runs(ranks, tmp_path, faults, plans, 12.0)
 
 
 def test_a_rank_that_never_comes_is_named(ranks: RankPool, plans: Callable[[str], str], tmp_path: Path) -> None:

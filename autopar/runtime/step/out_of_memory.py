@@ -126,16 +126,21 @@ class MemoryGuard:
             return {}
         parameters = list(self.state.parameters.values())
         states = [each for optimizer in list(self.optimizers) for state in optimizer.state.values() for each in state.values()]
-        return {
+        found = {
             "parameters": _bytes([*parameters, *self.state.buffers.values()]),
             "gradients": _bytes([parameter.grad for parameter in parameters]),
             "optimizer": _bytes(states),
         }
+        if self.device.type == "cuda":
+            found["unused in the allocator"] = int(
+                torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            )
+        return found
 
     def total(self) -> int:
         """Bytes in use on the device, or by this process."""
         if self.device.type == "cuda":
-            return int(torch.cuda.memory_allocated(self.device))
+            return int(torch.cuda.memory_reserved(self.device))
         with suppress(OSError, ValueError), open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
+from types import SimpleNamespace
 from typing import Any
 
 from support.harness.rank_pool import RankPool
@@ -258,7 +259,7 @@ def _arrange(fault: Fault, mine: bool, strike: Callable[..., None]) -> None:
     if mine and fault.how == "another torch":
         torch.__version__ = "1.0"  # type: ignore[assignment]
     if mine and fault.how == "another autopar":
-        agreement.metadata.version = lambda name: "0.0.1"
+        agreement.metadata = SimpleNamespace(version=lambda name: "0.0.1", PackageNotFoundError=())  # type: ignore[assignment]
 
 
 def dist_rank() -> int:
