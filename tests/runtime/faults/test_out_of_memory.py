@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.harness.failing_run import Fault, failing_runs, make_plan_text
+from support.harness.failing_run import Fault, failing_runs
 from support.harness.rank_pool import RankPool
 from support.models.handwritten_program import Model, V, make
 
@@ -111,11 +110,6 @@ def test_the_answer_names_the_prediction_and_a_plan_that_fits() -> None:
     fitting = autopar.plan(Wide(), "local:4", (torch.zeros(16, 4096),), force=suggested).document.predicted.peak_memory_bytes
     assert fitting is not None and fitting <= peak * 0.8
     assert "no single change is predicted to take as little as" in memory_answer(plan, Usage({}, peak, 50 * peak))
-
-
-@pytest.fixture(scope="module")
-def plans() -> Callable[[str], str]:
-    return lru_cache(make_plan_text)
 
 
 def check_faults(ranks: RankPool, folder: Path, plans: Callable[[str], str], faults: list[Fault]) -> None:
