@@ -96,6 +96,33 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+_BACKWARD_TRANSLATORS: list[Callable[[Exception], Exception | None]] = []
+
+
+def translate_backward_errors(translate: Callable[[Exception], Exception | None], *, first: bool = False) -> None:
+    """An error that ends any backward of this process is passed to each translation, and what that returns goes on in its place.
+    Seen on 2.13.0: Tensor.backward, torch.autograd.backward and torch.autograd.grad all go through this function."""
+    _BACKWARD_TRANSLATORS.insert(0 if first else len(_BACKWARD_TRANSLATORS), translate)
+    outer: Any = torch.autograd
+    original = outer._engine_run_backward
+    if getattr(original, "autopar", False):
+        return
+
+    def run(*args: Any, **options: Any) -> Any:
+        try:
+            return original(*args, **options)
+        except Exception as error:
+            other: Exception = error
+            for each in _BACKWARD_TRANSLATORS:
+                other = each(other) or other
+            if other is error:
+                raise
+            raise other from error
+
+    run.autopar = True  # type: ignore[attr-defined]
+    outer._engine_run_backward = run
+
+
 def in_backward() -> bool:
     """Whether this thread runs inside a backward. Seen on 2.13.0."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -18,7 +18,10 @@ class StateError(AutoparError):
 
 
 class RuntimeProblem(AutoparError):
-    """Base of all errors of a running program: one line that says what is wrong, where, and how to mend it."""
+    """Base of all errors of a running program: one line that says what is wrong, where, and how to mend it. `on_all_ranks`: all
+    ranks raise it, so that none waits for another."""
+
+    on_all_ranks = False
 
 
 class LaunchProblem(RuntimeProblem):
@@ -28,15 +31,36 @@ class LaunchProblem(RuntimeProblem):
 class BatchProblem(RuntimeProblem, BatchError):
     """A batch that does not fit the plan, or that differs between ranks."""
 
+    on_all_ranks = True
+
 
 class PeerProblem(RuntimeProblem):
     """Another process of the run failed, or does not answer."""
 
     exit_status = 1
+    on_all_ranks = True
 
 
 class MismatchProblem(RuntimeProblem):
     """The ranks of a run have different models, programs, versions or batches."""
+
+    on_all_ranks = True
+
+
+class NotFiniteProblem(RuntimeProblem):
+    """The loss of a step is infinite or no number."""
+
+    on_all_ranks = True
+
+
+class ReplicaProblem(RuntimeProblem):
+    """Ranks that hold copies of one parameter or buffer have different values of it."""
+
+    on_all_ranks = True
+
+
+class MemoryProblem(RuntimeProblem):
+    """A device, or the host, has too little memory for the plan."""
 
 
 class StateProblem(RuntimeProblem, StateError):

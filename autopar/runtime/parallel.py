@@ -14,7 +14,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.data import DistributedSampler
 
 from .comm.agreement import Stated, agree_on_batch, program_digest, require_agreement, stated_step
-from .comm.heartbeat import PATIENCE_SECONDS, Heartbeat, start_heartbeat
+from .comm.heartbeat import Heartbeat, start_heartbeat
+from .comm.peer_watch import PATIENCE_SECONDS
 from .compat import in_backward, save_strided_shards
 from .device.mesh import MeshHandle
 from .errors import BatchProblem, RuntimeProblem, StateProblem
@@ -32,8 +33,10 @@ from .state.plain_model import Container, PlainModel, ShardedStateDict, check_pa
 from .state.weight_source import WeightSource
 from .step.inputs import NamedBatch, bind_arguments, bind_named_batch, local_inputs
 from .step.micro_batches import StepResult
+from .step.out_of_memory import MemoryGuard
 from .step.outputs import build_result, plain_result, returned_outputs
 from .step.same_batch import check_same_batch, is_checked
+from .step.step_checks import StepChecks
 from .variants import KeyedCall, MadeVariant, Variant, Variants
 
 
@@ -53,6 +56,8 @@ class Parallel(nn.Module):
     state: State
     pipeline_step: PipelineStep | PipeDreamStep | None
     heartbeat: Heartbeat | None
+    checks: StepChecks
+    memory: MemoryGuard
     program_digest: str
     compared: bool
     form: Any
@@ -76,13 +81,15 @@ class Parallel(nn.Module):
         form: Any = None,
         plain: PlainModel | None = None,
         check_batch_every: int = 100,
+        check_every: int = 0,
         make_variant: Callable[[KeyedCall], MadeVariant] | None = None,
     ) -> None:
         """`source` gives full tensors by original name. `compile`: a backend of torch.compile, or True for inductor. `form`: the
         structure of the model's result (`outputs.build_result`); without it a call returns the loss, or a namespace of it and the
         outputs. `plain`: the model that it was made from. Ranks compare checksums of their batches in the first calls and then
-        in one of `check_batch_every` (0: never). `make_variant` captures and plans what calls in other modes, of other arguments
-        and of other sizes compute; without it they are refused.
+        in one of `check_batch_every` (0: never). In one of `check_every` steps the loss has to be finite, and copies of
+        parameters equal (`StepChecks`). `make_variant` captures and plans what calls in other modes, of other arguments and of
+        other sizes compute; without it they are refused.
 
         Blocks of one class share their compiled code: each distinct block is compiled once. A rank that dies, stops or fails
         makes the others end with an error that names it, within `patience_seconds`. `heartbeat`: one that runs already.
@@ -102,10 +109,14 @@ class Parallel(nn.Module):
         if heartbeat is not None:
             heartbeat.describe = program.mesh.describe
             heartbeat.stop_with(self)
+        self.__dict__["memory"] = MemoryGuard(program.mesh.device)
         with self._watched("loading weights"):
-            self.__dict__["state"] = materialize(program, source)
+            self.__dict__["state"] = self.memory.state = materialize(program, source)
+        self.__dict__["checks"] = StepChecks(program, self.state, check_every)
         if isinstance(program, PipelineProgram):
-            self.__dict__["pipeline_step"] = make_pipeline_step(program, self.state)
+            made = make_pipeline_step(program, self.state)
+            self.__dict__["pipeline_step"] = made
+            self.memory.detail = lambda: made.executor.doing
         self.__dict__["first"] = Variant(program, form, self.state, self.pipeline_step)
         if plain is not None:
             self._mirror_modules(plain)
@@ -291,10 +302,12 @@ class Parallel(nn.Module):
 
     def _run(self, variant: Variant, inputs: dict[str, torch.Tensor], training: bool) -> StepResult:
         """The loss, and this rank's shard of each output."""
-        if self.heartbeat is not None and torch.is_grad_enabled() and not in_backward():
-            self.heartbeat.step += 1
+        if torch.is_grad_enabled() and not in_backward():
+            self.memory.step += 1
+            if self.heartbeat is not None:
+                self.heartbeat.step += 1
         with self._watched("forward" if torch.is_grad_enabled() else "evaluation"):
-            return variant.run(inputs, training)
+            return self.checks.run(variant.program, lambda: variant.run(inputs, training))
 
     def flush(self) -> torch.Tensor:
         """With two weight versions a call returns the loss of the batch before; this returns that of the last batch."""
@@ -385,12 +398,13 @@ class Parallel(nn.Module):
         with self._watched("clip_grad_norm_"):
             return clip_gradients(list(gradients.values()), first, mesh, max_norm, norm_type)
 
-    def _watched(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """A context around work that needs the other ranks."""
-        if self.heartbeat is None:
-            return contextlib.nullcontext()
-        stages = self.pipeline_step
-        return self.heartbeat.watching(lambda: (stages.executor.doing if stages is not None else "") or doing)
+    @contextlib.contextmanager
+    def _watched(self, doing: str) -> Iterator[None]:
+        """A context around work that needs the other ranks, and memory."""
+        heartbeat, detail = self.heartbeat, self.memory.detail
+        watching = contextlib.nullcontext() if heartbeat is None else heartbeat.watching(lambda: detail() or doing)
+        with watching, self.memory.catching(doing):
+            yield
 
     def load_full_state(self, source: WeightSource) -> None:
         """Copies a full state dict (or name -> full tensor) of the original model into the local shards."""
