@@ -102,7 +102,6 @@ class BlockModule(nn.Module):
             run = partial(checkpoint, self.forward, use_reentrant=False, preserve_rng_state=False)
             self.forward = partial(run, context_fn=_rng_contexts) if self.uses_rng else run
 
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """In a profile, a range with the module's name: of its call, which includes the gathers of its weights."""
         if not profiling():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.data import DistributedSampler
 
@@ -152,6 +152,7 @@ class Parallel(nn.Module):
             self.plain.check_frozen()
         inputs = self._inputs(args, batch)
         if not in_backward():
+            reshard_all(self.program)  # a call without a backward left weights gathered, which may have changed since
             for buckets in (self.state.buckets, *self.state.chunk_buckets):
                 buckets.reset()
         loss, others = self._run(inputs)
@@ -261,6 +262,12 @@ class Parallel(nn.Module):
         """A stage without parameters yields one without elements, since optimizers refuse an empty list."""
         found = list(super().parameters(recurse))
         return iter(found or [nn.Parameter(torch.empty(0, device=self.program.mesh.device))])
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """Replicated DTensors over the data of the buffers, which go together with the parameters in one operation."""
+        mesh = self.program.mesh.state_mesh
+        for buffer in super().buffers(recurse):
+            yield DTensor.from_local(buffer, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     def train(self, mode: bool = True) -> Parallel:
         """Also switches the program, which is not a registered child. RuntimeProblem where it was captured in evaluation and the

@@ -11,6 +11,8 @@ import torch
 from support.harness.habits import (
     OTHER_PLANS,
     check,
+    equals_one_process,
+    one_step,
     parallel_of,
     refusal,
     rows_of,
@@ -18,7 +20,7 @@ from support.harness.habits import (
 )
 from support.harness.rank_pool import RankPool
 from support.harness.training_loop import adamw, train
-from support.models.habit_model import batch, net
+from support.models.habit_model import WIDTH, Net, batch, net
 from torch import nn
 
 
@@ -68,6 +70,87 @@ def save_optimizer_state(plan: str) -> None:
     for name in expected:
         if name in found:
             torch.testing.assert_close(found[name], expected[name])
+
+
+def optimizer_round_trip(plan: str) -> None:
+    """Saved and loaded on each rank, as a script that resumes under the same plan does."""
+    parallel, reference = parallel_of(net(), plan), net()
+    mine, theirs = adamw()(parallel), adamw()(reference)
+    train(parallel, [batch()], mine)
+    train(reference, [batch()], theirs)
+    saved, fresh = mine.state_dict(), adamw(0.5)(parallel)
+    fresh.load_state_dict(saved)
+    found, expected = train(parallel, [batch(1)], fresh).state, train(reference, [batch(1)], theirs).state
+    for name in found.keys() & expected.keys():
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-9)
+
+
+def resume_from_plain_states(plan: str) -> None:
+    """Under another plan: the states of the plain model and its optimizers."""
+    for make in (adamw(), lambda model: torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=1e-2)):
+        parallel, reference = parallel_of(net(), plan), net()
+        theirs, mine = make(reference), make(parallel)
+        train(reference, [batch()], theirs)
+        parallel.load_state_dict(reference.state_dict())
+        parallel.load_full_optimizer_state(mine, copy.deepcopy(theirs.state_dict()))
+        found, expected = train(parallel, [batch(1)], mine).state, train(reference, [batch(1)], theirs).state
+        for name in found.keys() & expected.keys():
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-9)
+
+
+def load_plain_optimizer_state(plan: str) -> str:
+    parallel, reference = parallel_of(net(), plan), net()
+    reference(**batch()).backward()
+    mine, theirs = torch.optim.AdamW(parallel.parameters()), torch.optim.AdamW(reference.parameters())
+    theirs.step()
+    one_step(parallel)
+    own, given = mine.state_dict(), theirs.state_dict()["state"]
+    places = dict(zip(dict(parallel.named_parameters()), range(len(own["param_groups"][0]["params"])), strict=False))
+    order = [name for name, _ in reference.named_parameters()]
+    own["state"] = {place: given[order.index(name)] for name, place in places.items()}
+    mine.load_state_dict(own)
+    return refusal(mine.step)
+
+
+def average_weights(plan: str) -> None:
+    """`AveragedModel`, by its mean and as a moving one: it follows, evaluates, and leaves the model as it is."""
+    swa = torch.optim.swa_utils
+    for options in ({}, {"multi_avg_fn": swa.get_ema_multi_avg_fn(0.9), "use_buffers": True}):
+        states, values = [], []
+        for model in (parallel_of(net(), plan), net()):
+            average, optimizer = swa.AveragedModel(model, **options), adamw(1e-2)(model)
+            for seed in range(3):
+                train(model, [batch(seed)], optimizer)
+                average.update_parameters(model)
+            with torch.no_grad():
+                values += [float(average(**batch(7))), float(model(**batch(7)))]
+            inner = average.module
+            states.append(inner.full_state() if hasattr(inner, "full_state") else inner.state_dict())
+        assert values[:2] == pytest.approx(values[2:], rel=1e-9) and values[0] != values[1]
+        for name in states[1]:
+            torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-9, atol=1e-9)
+
+
+def meta_model(plan: str) -> None:
+    """From a checkpoint without the buffer that is in none; its module computes it."""
+    with torch.device("meta"):
+        empty = net()
+    parallel = parallel_of(empty, plan, state=net().state_dict())
+    equals_one_process(parallel, net())
+
+
+def meta_model_with_unknown_buffer(plan: str) -> str:
+    with torch.device("meta"):
+        empty = net()
+        empty.register_buffer("scale", torch.ones(WIDTH), persistent=False)
+    empty.__class__ = Unresettable
+    return refusal(lambda: parallel_of(empty, plan, state=net().state_dict()))
+
+
+class Unresettable(Net):
+    """A model that cannot initialise its buffer again."""
+
+    reset_parameters = None  # type: ignore[assignment]
 
 
 # -- here

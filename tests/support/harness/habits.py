@@ -49,7 +49,7 @@ def rows_of(module: Mapping[str, Any]) -> list[Any]:
 # -- on a rank
 
 
-def parallel_of(model: nn.Module, plan: str, **options: Any) -> Any:
+def parallel_of(model: nn.Module, plan: str | None, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return autopar.parallelize(model, "local:4", batch(), plan=plan, **options)

@@ -44,6 +44,10 @@ class Net(nn.Module):
         self.unused = nn.Parameter(torch.randn(WIDTH))
         self.register_buffer("scale", torch.full((WIDTH,), 0.5), persistent=False)
 
+    def reset_parameters(self) -> None:
+        """Computes the buffer; in this model that is all."""
+        self.scale.fill_(0.5)
+
     def parameter_count(self) -> int:
         return sum(parameter.numel() for _, parameter in self.named_parameters()) - self.words.weight.numel()
 
