@@ -22,6 +22,7 @@ from autopar.capture.tracing.trace import LossFunction, copy_without_data
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanMismatch, StateError
 from autopar.explain.out_of_memory import memory_answer
+from autopar.explain.progress import say_plan, saying_progress
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
@@ -45,8 +46,9 @@ from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
 from autopar.runtime.errors import LaunchProblem, MismatchProblem
 from autopar.runtime.parallel import Parallel
+from autopar.runtime.state.meta_buffers import fill_missing, named_state
 from autopar.runtime.state.plain_model import PlainModel, hooked_modules
-from autopar.runtime.state.weight_source import BroadcastSource, named_tensors
+from autopar.runtime.state.weight_source import BroadcastSource
 from autopar.schedules.pipeline_schedule import check_schedule
 from autopar.variants.maker import VariantMaker, on_first_rank
 
@@ -116,12 +118,13 @@ def parallelize(
         build = lambda args, batch: parallelize(model, cluster, _named(model, args, batch), **options, **rest)  # noqa: E731
         return Deferred(build, model.training)
     heartbeat = _join(cluster, patience_seconds, join_seconds)
-    tensors = {**named_tensors(model), **(state or {})}
+    tensors = named_state(model, state)
 
     def chosen() -> Plan:
-        _check_state(tensors)
+        fill_missing(model, tensors)
         if plan is None:
-            return make_plan(model, cluster, example_inputs, **options, cache=plan_folder() if cache else None)
+            with saying_progress(type(model).__name__, cluster.name, time_limit_seconds):
+                return make_plan(model, cluster, example_inputs, **options, cache=plan_folder() if cache else None)
         return check_plan(plan, model, cluster, example_inputs, outputs, loss_fn)
 
     try:
@@ -149,6 +152,8 @@ def parallelize(
         raise
     parallel.__dict__["plan"] = agreed
     parallel.memory.prediction = partial(memory_answer, agreed)
+    if dist.get_rank() == 0:
+        say_plan(agreed)
     return parallel
 
 
@@ -184,6 +189,7 @@ class Deferred(Parallel):
     parameters = named_parameters = buffers = named_buffers = state_dict = load_state_dict = _too_early
     _apply = local_batch = sampler = clip_grad_norm_ = load_full_state = reseed = zero_grad = _too_early
     expert_load = full_state = full_optimizer_state = full_gradients = flush = trace = _too_early
+    load_full_optimizer_state = no_sync = __deepcopy__ = _too_early
 
 
 # -- the steps
@@ -296,10 +302,3 @@ def check_plan(
     check_strategies(plan.graph, plan.candidate, registry())
     check_schedule(plan.candidate)
     return plan
-
-
-def _check_state(tensors: Mapping[str, torch.Tensor]) -> None:
-    """StateError where a tensor has no values."""
-    missing = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
-    if missing is not None:
-        raise StateError(f"{missing} is on the meta device and has no values: pass state={{name: tensor}} or build it on cpu")

@@ -146,7 +146,6 @@ def complaints(state: dict[str, torch.Tensor]) -> list[str]:
         (lambda: parallel(ids=good["ids"]), BatchProblem),
         (lambda: parallel(**good, mask=good["ids"]), BatchProblem),
         (lambda: parallel.half(), StateProblem),
-        (lambda: copy.deepcopy(parallel), StateProblem),
         (lambda: Parallel(make({"dp": 4}, 0), {}), StateProblem),
         (lambda: Parallel(make({"dp": 4}, 0), {**state, "embed.weight": torch.zeros(3, 3)}), StateProblem),
         (lambda: MeshHandle({"dp": 2, "tp": 4}), LaunchProblem),

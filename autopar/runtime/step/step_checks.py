@@ -34,7 +34,8 @@ class StepChecks:
         self.several = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
 
     def run(self, program: Program, compute: Callable[[], StepResult]) -> StepResult:
-        """What `compute` returns, which runs `program`. ReplicaProblem before it, NotFiniteProblem after it, on all ranks alike."""
+        """What `compute` returns, which runs `program`. ReplicaProblem before it, NotFiniteProblem after it, on all ranks
+        alike."""
         if not self.every or not torch.is_grad_enabled() or in_backward():
             return compute()
         self.steps += 1
