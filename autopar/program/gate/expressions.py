@@ -30,8 +30,10 @@ OTHERS: dict[str, tuple[str, ...]] = {
 """Functions by operation, beside those of the tables of `operations`."""
 OTHER_METHODS = {"aten._softmax": "softmax", "aten._log_softmax": "log_softmax"}
 OTHER_INFIX = {"aten.div": "/", "aten.true_divide": "/", "aten.rsub": "-"}
-KEYWORDS = frozenset(("dtype", "device", "padding_idx", "activation", "layout", "capacity", "axis"))
-KEYWORDS |= frozenset(("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"))
+KEYWORDS = frozenset(
+    ("dtype", "device", "padding_idx", "activation", "layout", "capacity", "axis")
+    + ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+)
 CONTEXT = frozenset(("self.training", "self.mesh", "self.mesh.device"))
 SYMBOLS: dict[type[ast.AST], str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
