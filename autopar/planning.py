@@ -144,14 +144,18 @@ def registry() -> Registry:
     return found
 
 
-def cache_folder() -> Path:
-    """Where measurements of this machine are kept."""
-    return Path.home() / ".cache" / "autopar"
+def cache_folder() -> Path | None:
+    """Where measurements of this machine are kept; None where the user has no home."""
+    try:
+        return Path.home() / ".cache" / "autopar"
+    except RuntimeError:
+        return None
 
 
-def plan_folder() -> Path:
-    """Where plans are kept."""
-    return cache_folder() / "plans"
+def plan_folder() -> Path | None:
+    """Where plans are kept; None where the user has no home."""
+    folder = cache_folder()
+    return folder / "plans" if folder is not None else None
 
 
 def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -12,6 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console as RichConsole
 from rich.table import Table
 
+from autopar.cli.output import say, writing_output
+
 
 @dataclass(frozen=True, slots=True)
 class Console:
@@ -21,17 +23,19 @@ class Console:
 
     def progress(self, line: str) -> None:
         """One line on stderr, at once."""
-        print(line, file=sys.stderr, flush=True)
+        say(line)
 
     def document(self, data: Any) -> None:
         """Prints the JSON document, with ``--json`` only."""
         if self.as_json:
-            print(json.dumps(data, indent=2))
+            with writing_output():
+                print(json.dumps(data, indent=2))
 
     def text(self, text: str) -> None:
         """Prints plain text, without ``--json`` only."""
         if not self.as_json:
-            print(text)
+            with writing_output():
+                print(text)
 
     def table(self, title: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Prints a table, without ``--json`` only. Columns of numbers are right-aligned."""
@@ -47,7 +51,8 @@ class Console:
         terminal = RichConsole(file=sys.stdout)
         if not terminal.is_terminal:
             terminal = RichConsole(file=sys.stdout, width=max(100, terminal.width))
-        terminal.print(table)
+        with writing_output():
+            terminal.print(table)
 
 
 def seconds(value: float | None) -> str:

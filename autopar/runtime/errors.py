@@ -4,9 +4,23 @@ from __future__ import annotations
 
 
 class AutoparError(Exception):
-    """Base of all errors that a user can fix. `exit_status` is the exit status of the command line."""
+    """Base of all errors that a user can fix. `exit_status` is the exit status of the command line.
+
+    The message is one line, whatever names and texts of the user's stand in it, but for `several_lines`.
+    """
 
     exit_status = 2
+    several_lines = False
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if self.several_lines or text.isprintable() else one_line(text)
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks and other control characters; lone surrogates as ``?``."""
+    plain = " ".join(text.split()).encode(errors="replace").decode()
+    return "".join(letter if letter.isprintable() else "?" for letter in plain)
 
 
 class BatchError(AutoparError):

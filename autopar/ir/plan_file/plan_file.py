@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from autopar.errors import PlanError
-from autopar.files import write_whole
+from autopar.files import read_bytes, write_whole
 from autopar.ir.describe import describe
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline.chunk_calls import chunk_calls
@@ -180,8 +180,4 @@ def check_graph(plan: Plan, name: str) -> Plan:
 
 def load_plan(path: str | Path) -> Plan:
     """The plan of a file. PlanError where the file is missing or no valid plan."""
-    try:
-        text = Path(path).read_bytes()
-    except OSError as error:
-        raise PlanError(f"cannot read the plan {path}: {error.strerror or error}") from None
-    return decode_plan(text, str(path))
+    return decode_plan(read_bytes(path, PlanError, "the plan"), str(path))
