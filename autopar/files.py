@@ -8,6 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
+import re
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +90,8 @@ def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], No
 
 
 def _replace(target: Path, content: str | bytes | Callable[[BinaryIO], None]) -> None:
-    part = target.with_name(f".{target.name[:100]}.{os.getpid()}{PART}")
+    part = part_of(target)
+    remove_left_over(target)
     try:
         with part.open("wb") as file:
             _fill(file, content)
@@ -108,6 +112,35 @@ def _fill(file: BinaryIO, content: str | bytes | Callable[[BinaryIO], None]) -> 
     else:
         file.write(content.encode() if isinstance(content, str) else content)
     file.flush()
+
+
+def part_of(target: Path) -> Path:
+    """The name of the unfinished file or folder beside the target; it names the process that writes it."""
+    return target.with_name(f".{target.name[:100]}.{_host()}.{os.getpid()}{PART}")
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9-]", "-", platform.node())[:60] or "host"
+
+
+def remove_left_over(target: Path) -> None:
+    """Removes what processes of this machine left unfinished beside the target when they were killed."""
+    start = f".{target.name[:100]}.{_host()}."
+    with contextlib.suppress(OSError):
+        for path in target.parent.iterdir():
+            number = path.name.removeprefix(start).removesuffix(PART)
+            if path.name == f"{start}{number}{PART}" and number.isascii() and number.isdigit() and not _is_running(int(number)):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def sync_folder(folder: Path) -> None:

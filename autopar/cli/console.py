@@ -15,6 +15,13 @@ from rich.table import Table
 from autopar.cli.output import say, writing_output
 
 
+class TableConsole(RichConsole):
+    """Rich's, but a reader that left is an OSError here too."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 @dataclass(frozen=True, slots=True)
 class Console:
     """With `as_json` tables and text are silent, and `document` prints."""
@@ -48,9 +55,9 @@ class Console:
             table.add_column(name, justify="right" if numeric else "left", overflow="fold")
         for row in rows:
             table.add_row(*(cell.replace("[", "\\[") for cell in row))
-        terminal = RichConsole(file=sys.stdout)
+        terminal = TableConsole(file=sys.stdout)
         if not terminal.is_terminal:
-            terminal = RichConsole(file=sys.stdout, width=max(100, terminal.width))
+            terminal = TableConsole(file=sys.stdout, width=max(100, terminal.width))
         with writing_output():
             terminal.print(table)
 

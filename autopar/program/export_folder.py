@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autopar.errors import FileError
-from autopar.files import PART, sync_folder
+from autopar.files import part_of, remove_left_over, sync_folder
 
 MARKER = ".autopar-export.json"
 """Lists the files of an export: what a later one may replace."""
@@ -26,8 +26,10 @@ def export_folder(directory: str | Path, overwrite: bool = False) -> Iterator[Pa
     part = None
     try:
         target = Path(os.path.realpath(directory))
+        _recover(target)
         written = _check(target, overwrite)
-        part = target.with_name(f".{target.name[:100]}.{os.getpid()}{PART}")
+        remove_left_over(target)
+        part = part_of(target)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         yield part
@@ -63,6 +65,17 @@ def _check(target: Path, overwrite: bool) -> frozenset[str]:
     return written | {MARKER}
 
 
+def _previous(target: Path) -> Path:
+    return target.with_name(f".{target.name[:100]}.previous")
+
+
+def _recover(target: Path) -> None:
+    """Gives the earlier export its name again, where a process was killed between the two renames that replace it."""
+    previous = _previous(target)
+    if not target.exists() and (previous / MARKER).exists():
+        previous.rename(target)
+
+
 def _put_in_place(part: Path, target: Path, written: frozenset[str]) -> None:
     if not target.exists() or not any(target.iterdir()):
         part.replace(target)
@@ -76,7 +89,7 @@ def _put_in_place(part: Path, target: Path, written: frozenset[str]) -> None:
                 raise FileError(f"{path} is in the way, and no export wrote it: move it, or name a new folder")
             beside.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, beside)
-    previous = target.with_name(f".{target.name[:100]}.previous")
+    previous = _previous(target)
     shutil.rmtree(previous, ignore_errors=True)
     target.rename(previous)  # whole under this name, should the process end before the next line
     part.rename(target)

@@ -10,12 +10,18 @@ from pathlib import Path
 from autopar.cli.parser import build_parser
 
 TEXTS = (
-    "", " ", "x", "²", "٣", "0", "-1", "1", "2", "1.5", "1e3", "nan", "inf", "-inf", "1e400", "9" * 12, "9" * 30, "9" * 5000, "0x10", "00",
-    "=", ",", ":", "+", "a=b", "tp=", "=2", "tp=²", "tp=" + "9" * 30, "dp=2,dp=4", "dp=2,", "zero=-1", "schedule=x", "recompute=full", "micro=3",
-    "pp=2", "pp=" + "9" * 9, "virtual=7", "zero_group=3", "nodes=0", "nodes=²", "nodes=1e300", "nodes=nan", "nodes=1.5", "memory=1e-9",
-    "memory=1e300", "batch=0.5", "batch=1e18", "local:²", "local:0", "local:" + "9" * 30, "local:100000", "dgx-h100:" + "9" * 20, "dgx-h100+local",
-    "+".join(["dgx-h100"] * 40), "x.yaml", "x.json", "x.py:f", "x.py:", ":f", ".py", "../..", "/", "/nonesuch/x", "~", "--", "-", "-o", "\n", "a\nb",
-    "\t", "\x00", "\x1b[31m", "\udcff", "é", "\u2028", "😀", "x" * 300, "x" * 5000, "a/" * 3000, "%s%n", "{}", "[bold]", "[/x]", "__class__",
+    "", " ", "x", "²", "٣", "0", "-1", "1", "2", "1.5", "1e3", "nan", "inf", "-inf", "1e400", "9" * 12, "9" * 30, "9" * 5000,
+    "0x10", "00",
+    "=", ",", ":", "+", "a=b", "tp=", "=2", "tp=²", "tp=" + "9" * 30, "dp=2,dp=4", "dp=2,", "zero=-1", "schedule=x",
+    "recompute=full", "micro=3",
+    "pp=2", "pp=" + "9" * 9, "virtual=7", "zero_group=3", "nodes=0", "nodes=²", "nodes=1e300", "nodes=nan", "nodes=1.5",
+    "memory=1e-9",
+    "memory=1e300", "batch=0.5", "batch=1e18", "local:²", "local:0", "local:" + "9" * 30, "local:100000",
+    "dgx-h100:" + "9" * 20, "dgx-h100+local",
+    "+".join(["dgx-h100"] * 40), "x.yaml", "x.json", "x.py:f", "x.py:", ":f", ".py", "../..", "/", "/nonesuch/x", "~", "--",
+    "-", "-o", "\n", "a\nb",
+    "\t", "\x00", "\x1b[31m", "\udcff", "é", "\u2028", "😀", "x" * 300, "x" * 5000, "a/" * 3000, "%s%n", "{}", "[bold]",
+    "[/x]", "__class__",
     "float32", "float99", "bf16", "adamw", "sgd", "lion", "local", "global", "logits", "loss", "logits,logits",
 )  # fmt: skip
 
@@ -55,6 +61,12 @@ FILES: dict[str, bytes] = {
     "python": b"def f(:\n",
 }
 
+_TORCH = "import torch\n"
+_MODULE = _TORCH + "class M(torch.nn.Module):\n "
+_INIT = "def __init__(self):\n  super().__init__(); "
+_LINEAR = _MODULE + _INIT + "self.a = torch.nn.Linear(2, 2)\n "
+_MADE = "\ndef f(): return M(), (torch.ones(4, 2),)"
+
 FACTORIES: dict[str, str] = {
     "syntax": "def f(:",
     "raises": "raise RuntimeError('no\\nway')",
@@ -67,24 +79,26 @@ FACTORIES: dict[str, str] = {
     "a generator": "def f(): yield 1",
     "odd error": "class E(Exception):\n def __str__(self): raise ValueError\ndef f(): raise E",
     "recursion": "def f(): return f()",
-    "no example": "import torch\ndef f(): return torch.nn.Linear(2, 2)",
-    "odd example": "import torch\ndef f(): return torch.nn.Linear(2, 2), 5",
-    "odd keys": "import torch\ndef f(): return torch.nn.Linear(2, 2), {1: torch.ones(2, 2)}",
-    "odd names": "import torch\ndef f(): return torch.nn.Linear(2, 2), {'no such': torch.ones(2, 2)}",
-    "texts": "import torch\ndef f(): return torch.nn.Linear(2, 2), ('a',)",
-    "no tensors": "import torch\ndef f(): return torch.nn.Linear(2, 2), ()",
-    "empty": "import torch\ndef f(): return torch.nn.Linear(2, 2), {}",
-    "no loss": "import torch\ndef f(): return torch.nn.Linear(2, 2), (torch.ones(2, 2),)",
-    "scalar": "import torch\ndef f(): return torch.nn.Linear(2, 2), (torch.ones(()),)",
-    "no batch": "import torch\ndef f(): return torch.nn.Linear(2, 2), (torch.ones(0, 2),)",
-    "no forward": "import torch\ndef f(): return torch.nn.Module(), (torch.ones(2, 2),)",
-    "odd forward": "import torch\nclass M(torch.nn.Module):\n def forward(self, x): raise IndexError('at\\nlast')\ndef f(): return M(), (torch.ones(2, 2),)",
-    "no parameters": "import torch\nclass M(torch.nn.Module):\n def forward(self, x): return x.sum()\ndef f(): return M(), (torch.ones(2, 2),)",
-    "complex": "import torch\nclass M(torch.nn.Module):\n def __init__(self):\n  super().__init__(); self.w = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))\n def forward(self, x): return (x * self.w).abs().sum()\ndef f(): return M(), (torch.ones(4, 2),)",
-    "quantized": "import torch\nclass M(torch.nn.Module):\n def __init__(self):\n  super().__init__(); self.w = torch.nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)\n def forward(self, x): return (x * self.w.float()).sum()\ndef f(): return M(), (torch.ones(4, 2),)",
-    "odd result": "import torch\nclass M(torch.nn.Module):\n def __init__(self):\n  super().__init__(); self.a = torch.nn.Linear(2, 2)\n def forward(self, x): return 'x'\ndef f(): return M(), (torch.ones(4, 2),)",
-    "a vector": "import torch\nclass M(torch.nn.Module):\n def __init__(self):\n  super().__init__(); self.a = torch.nn.Linear(2, 2)\n def forward(self, x): return self.a(x).sum(0)\ndef f(): return M(), (torch.ones(4, 2),)",
-    "integers": "import torch\nclass M(torch.nn.Module):\n def __init__(self):\n  super().__init__(); self.a = torch.nn.Linear(2, 2)\n def forward(self, x): return self.a(x).sum().long()\ndef f(): return M(), (torch.ones(4, 2),)",
+    "no example": _TORCH + "def f(): return torch.nn.Linear(2, 2)",
+    "odd example": _TORCH + "def f(): return torch.nn.Linear(2, 2), 5",
+    "odd keys": _TORCH + "def f(): return torch.nn.Linear(2, 2), {1: torch.ones(2, 2)}",
+    "odd names": _TORCH + "def f(): return torch.nn.Linear(2, 2), {'no such': torch.ones(2, 2)}",
+    "texts": _TORCH + "def f(): return torch.nn.Linear(2, 2), ('a',)",
+    "no tensors": _TORCH + "def f(): return torch.nn.Linear(2, 2), ()",
+    "empty": _TORCH + "def f(): return torch.nn.Linear(2, 2), {}",
+    "no loss": _TORCH + "def f(): return torch.nn.Linear(2, 2), (torch.ones(2, 2),)",
+    "scalar": _TORCH + "def f(): return torch.nn.Linear(2, 2), (torch.ones(()),)",
+    "no batch": _TORCH + "def f(): return torch.nn.Linear(2, 2), (torch.ones(0, 2),)",
+    "no forward": _TORCH + "def f(): return torch.nn.Module(), (torch.ones(2, 2),)",
+    "odd forward": _MODULE + "def forward(self, x): raise IndexError('at\\nlast')" + _MADE,
+    "no parameters": _MODULE + "def forward(self, x): return x.sum()" + _MADE,
+    "complex": _MODULE + _INIT + "self.w = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))\n "
+    + "def forward(self, x): return (x * self.w).abs().sum()" + _MADE,
+    "float8": _MODULE + _INIT + "self.w = torch.nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)\n "
+    + "def forward(self, x): return (x * self.w.float()).sum()" + _MADE,
+    "odd result": _LINEAR + "def forward(self, x): return 'x'" + _MADE,
+    "a vector": _LINEAR + "def forward(self, x): return self.a(x).sum(0)" + _MADE,
+    "integers": _LINEAR + "def forward(self, x): return self.a(x).sum().long()" + _MADE,
 }  # fmt: skip
 
 

@@ -22,7 +22,11 @@ class Answer:
         """Status 0, or 2 with one line of what is wrong (3: as many as it takes to say what would fit)."""
         said = self.err.count("autopar: error: ")
         after = self.err[self.err.find("autopar: error: ") :].strip().splitlines()
-        return (self.status == 0 and not said) or (self.status == 2 and said == 1 and len(after) == 1) or (self.status == 3 and said == 1)
+        return (
+            (self.status == 0 and not said)
+            or (self.status == 2 and said == 1 and len(after) == 1)
+            or (self.status == 3 and said == 1)
+        )
 
 
 def answer(*words: object) -> Answer:

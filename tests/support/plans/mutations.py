@@ -9,11 +9,16 @@ from typing import Any
 Place = tuple[str | int, ...]
 
 ODD: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**53, 2**63 - 1, 2**64, -(2**63), 10**18, 10**25, 0.5, -0.0, 1e308, -1e308, 1e-320,
-    "", " ", "x", "²", "٣", "B", "S", "B*B", "B//0", "B**99", "16*B", "1e400", "nan", "inf", "R", "P", "I", "S(0)", "S(-1)", "S(99)",
-    "S(0) R", "R R R R", "aten.add.Tensor", "aten.nothing", "ap.convert", "mylib::op", "float32", "int64", "object", "dp", "tp", "pp",
-    "none", "1f1b", "0F0", "0F0 0B0", "a.b.c", "..", "/etc/passwd", "x" * 600, "\n", "\u2028", "\x00", "\ud800", "é", "__class__",
-    [], {}, [[]], [None], [0], ["x"], {"": 0}, {"ref": "x"}, {"size": "B"}, {"dtype": "x"}, {"float": "nan"}, {"int": "9" * 50}, {"x": {}},
+    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**53, 2**63 - 1, 2**64, -(2**63), 10**18, 10**25, 0.5, -0.0, 1e308, -1e308,
+    1e-320,
+    "", " ", "x", "²", "٣", "B", "S", "B*B", "B//0", "B**99", "16*B", "1e400", "nan", "inf", "R", "P", "I", "S(0)", "S(-1)",
+    "S(99)",
+    "S(0) R", "R R R R", "aten.add.Tensor", "aten.nothing", "ap.convert", "mylib::op", "float32", "int64", "object", "dp",
+    "tp", "pp",
+    "none", "1f1b", "0F0", "0F0 0B0", "a.b.c", "..", "/etc/passwd", "x" * 600, "\n", "\u2028", "\x00", "\ud800", "é",
+    "__class__",
+    [], {}, [[]], [None], [0], ["x"], {"": 0}, {"ref": "x"}, {"size": "B"}, {"dtype": "x"}, {"float": "nan"},
+    {"int": "9" * 50}, {"x": {}},
 )  # fmt: skip
 """Values that a field may hold after all: of the wrong type, extreme, or nearly right."""
 
