@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.harness.one_line import answer
+from support.fuzzing.one_line import answer
 
 from autopar.ir.plan_file.plan_file import load_plan
 from autopar.program.export_folder import MARKER

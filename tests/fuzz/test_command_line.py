@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness.odd_words import TEXTS, commands, odd_factories, odd_files, options_of, with_word
-from support.harness.one_line import answer
+from support.fuzzing.odd_words import TEXTS, commands, odd_factories, odd_files, options_of, with_word
+from support.fuzzing.one_line import answer
 
 from autopar.errors import PlanError
 

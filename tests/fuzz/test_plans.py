@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.harness.attempts import attempt, examples
-from support.harness.one_line import answer
+from support.fuzzing.attempts import attempt, examples
+from support.fuzzing.one_line import answer
 from support.plans.mutations import Place, mutated, part, places, replaced
 from support.plans.tiny_plans import CAPTURED, tiny_document
 

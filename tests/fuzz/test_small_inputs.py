@@ -13,7 +13,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from support.harness.attempts import attempt, examples
+from support.fuzzing.attempts import attempt, examples
 from support.plans.mutations import ODD, mutated, places
 
 from autopar.capture.models import bundled_models, load_model

@@ -20,6 +20,8 @@ def check_attributes(tree: ast.stmt, found: dict[str, ast.expr], lowered: Lowere
         "input_dtypes": {value.name: value.dtype for value in lowered.inputs},
         "precision": (lowered.precision.compute, lowered.precision.master),
         "outputs": {each.path: dict(each.placements) for each in lowered.outputs},
+        "output_kinds": {each.path: each.kind for each in lowered.outputs},
+        "differentiable_inputs": tuple(value.name for value in lowered.inputs if value.differentiable),
         "totals": dict(zip(totals, lowered.total_ops, strict=True)) if totals else {},
         "micro_batches": lowered.micro_batches if lowered.micro_batches > 1 else 0,
         "zero_group": lowered.zero_group if 0 < lowered.zero_group < lowered.mesh.size_of("dp") else 0,
@@ -27,6 +29,8 @@ def check_attributes(tree: ast.stmt, found: dict[str, ast.expr], lowered: Lowere
     }
     kept = {"mesh_axes", "precision"} | ({"positional"} if lowered.interface is not None else set())
     wanted = {key: value for key, value in expected.items() if value or key in kept}
+    if lowered.interface is not None and not lowered.interface.has_loss:
+        wanted["has_loss"] = False
     shapes = literal(found.pop("input_shapes")) if "input_shapes" in found else {}
     values = {key: literal(value) for key, value in found.items()}
     for key in sorted({*values, *wanted}):

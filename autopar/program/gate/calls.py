@@ -161,14 +161,15 @@ class CallReader:
         others = tuple((spec.path, name) for spec, name in pairs if name != dotted_prefix + spec.path)
         return self.classes[call.block], call.prefix, tuple(dict(others).items())
 
-    def check_return(self, tree: ast.stmt, results: Sequence[str], detached: bool) -> None:
-        """The results; `detached`: all but the first without their graph."""
+    def check_return(self, tree: ast.stmt, results: Sequence[str], last: bool) -> None:
+        """The results; the `last` ones, of the program: all but the loss and what takes gradients without their graph."""
+        kinds = ["gradient", *(output.kind for output in self.lowered.outputs)] if last else ["gradient"] * len(results)
         value = tree.value if isinstance(tree, ast.Return) else None
         values = value.elts if isinstance(value, ast.Tuple) else [value] if value is not None else []
         got = []
         for index, each in enumerate(values):
             name = each
-            if detached and index:
+            if kinds[index : index + 1] != ["gradient"]:
                 if not isinstance(each, ast.Call) or not isinstance(each.func, ast.Attribute) or each.args or each.keywords:
                     refuse(tree, "an output has its graph")
                 expect(each.func.attr == "detach", tree, "an output has its graph")

@@ -126,7 +126,7 @@ class _Programs:
         names = {name: name for name in self.inputs} | {name: value for value, name in totals.items()}
         check_signature(methods["forward"], ["self", *names])
         reader = CallReader(self.lowered, self._init(methods), names, iter(self.lowered.calls))
-        reader.check_return(reader.follow(methods["forward"].body), self.lowered.results, detached=True)
+        reader.check_return(reader.follow(methods["forward"].body), self.lowered.results, last=True)
 
     def _pipeline(self, tree: ast.stmt, found: dict[str, ast.expr | None]) -> list[list[str]]:
         lowered, schedule = self.lowered, self.lowered.schedule
@@ -167,7 +167,7 @@ class _Programs:
         check_signature(forward, ["self", *between, *batch])
         reader = CallReader(self.lowered, self._init(methods), names, iter(chunk.calls))
         last = number + 1 == len(self.lowered.chunks)
-        reader.check_return(reader.follow(forward.body), [value.name for value in chunk.sends], detached=last)
+        reader.check_return(reader.follow(forward.body), [value.name for value in chunk.sends], last=last)
 
 
 _PIPELINE = ("chunks", "boundaries", "schedule", "weight_versions", "loss_dtype")
