@@ -93,7 +93,7 @@ class StageNorms(torch.Tensor):
         row = next((each for each in mine if each.dim()), None) if word not in ("get", "dim") else None
         if row is not None and word in _NORMS:
             order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))
-            return stage.total_norm(row.as_subclass(torch.Tensor), names, 2.0 if order is None else float(order))
+            return stage.total_norm(row.as_subclass(torch.Tensor), names, 2.0 if order in (None, "fro") else float(order))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if type(result) not in (torch.Tensor, StageNorms):
