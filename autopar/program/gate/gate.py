@@ -77,7 +77,7 @@ class _Programs:
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
         self.inputs = [value.name for value in lowered.inputs]
-        check_identifiers(self.inputs)
+        check_identifiers(self.inputs, USED)
 
     def check(self, classes: Iterator[ast.stmt]) -> None:
         chunks = [_next(classes) for _ in self.lowered.chunks] if self.lowered.schedule is not None else []

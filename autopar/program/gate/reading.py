@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import keyword
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -58,6 +59,10 @@ def literal(node: ast.expr) -> Any:
 
 def is_name(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
+
+
+USED = RESERVED - set(dir(builtins)) | {"super", "zip", "range"}
+"""Names that the text of a program reads. Inputs keep the user's names, which may be those of other builtins (``input``)."""
 
 
 def check_identifiers(names: Collection[str], taken: Collection[str] = RESERVED) -> None:
