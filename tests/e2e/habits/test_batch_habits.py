@@ -52,9 +52,12 @@ def local_parts(plan: str) -> None:
 def different_local_parts(plan: str) -> str:
     parallel = parallel_of(net(), plan)
     axes = {**parallel.program.mesh.axes, **parallel.program.mesh.pipeline_axes}
-    if axes.get("dp") == 4:
-        return ROWS["different_local_parts"][1]  # every rank has a part of its own
     part = batch(dist.get_rank(), BATCH // axes.get("dp", 1))
+    if axes.get("dp") == 4:  # right: every rank has a part of its own
+        parts = [batch(rank, BATCH // 4) for rank in range(4)]
+        whole = {name: torch.cat([each[name] for each in parts]) for name in part}
+        torch.testing.assert_close(parallel(parallel.local_batch(**part)).detach(), net()(**whole).detach())
+        return ROWS["different_local_parts"][1]
     return refusal(lambda: parallel(parallel.local_batch(**part)))
 
 
