@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.ir.graph import Call
 from autopar.passes.lowered import Lowered
-from autopar.program.gate.reading import check_identifiers, dotted, expect, is_name, literal, refuse
+from autopar.program.gate.reading import USED, check_identifiers, dotted, expect, is_name, literal, refuse
 from autopar.program.names import RESERVED_ATTRIBUTES, class_names
 
 Instance = tuple[str, str, tuple[tuple[str, str], ...]]
@@ -99,7 +99,7 @@ class CallReader:
 
     def __post_init__(self) -> None:
         self.classes = class_names(block.block.name for block in self.lowered.blocks)
-        check_identifiers(self.names)
+        check_identifiers(self.names, USED)
 
     def follow(self, body: Sequence[ast.stmt]) -> ast.stmt:
         """All statements but the last, which is given back."""

@@ -10,6 +10,7 @@ from autopar.program.gate.attributes import boundary_names, check_attributes
 from autopar.program.gate.blocks import check_batch_size, check_block
 from autopar.program.gate.calls import CallReader, read_init
 from autopar.program.gate.reading import (
+    USED,
     check_identifiers,
     check_signature,
     class_body,
