@@ -22,7 +22,7 @@ PLACES = {
     "saving": " after step 2",
     "full_state": " in step 2, full_state",
 }
-PATIENCE_SECONDS = 6.0
+PATIENCE_SECONDS = 8.0
 SHORT = [
     [
         Fault("dp=2,tp=2", "stops", "forward"),

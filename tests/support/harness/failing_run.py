@@ -88,7 +88,7 @@ class _Run:
         if not self.struck:
             if (self.folder / "struck").exists():
                 self.struck = monotonic()
-            return monotonic() > self.begun + 90
+            return monotonic() > self.begun + 90 or all(fork.poll() is not None for fork in self.forks)
         for rank, fork in enumerate(self.forks):
             if rank not in self.ended and (status := fork.poll()) is not None:
                 self.ended[rank] = status, monotonic() - self.struck
