@@ -244,12 +244,6 @@ def _warn_of(model: nn.Module) -> None:
     """On rank 0, what a program cannot have of the model as it is."""
     if dist.get_rank():
         return
-    if not model.training:
-        warnings.warn(
-            f"{type(model).__name__} is in eval mode, and is captured so, without dropout and with the running statistics of "
-            "batch norm: call model.train() before autopar.parallelize to train it",
-            stacklevel=3,
-        )
     if hooked := hooked_modules(model):
         warnings.warn(
             "hooks do not run in the parallel program (what they compute of tensors was captured once): those of "

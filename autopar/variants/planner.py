@@ -43,7 +43,7 @@ def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry)
     PlanMismatch where no plan of the graph has the mesh, the stages and the stored placements of `plan`.
     """
     if plan.candidate.pipeline.stages > 1 and (reason := why_one_graph(graph)):
-        raise PlanMismatch(f"{reason}, which a pipeline cannot have: call it with what the loss needs, or plan with pp=1")
+        raise PlanMismatch(f"{reason}, which a pipeline cannot have: put the loss into the program, or plan with pp=1")
     problems: list[str] = []
     same = in_structure_of(graph, plan.graph)
     for data, parts in _divisions(graph, plan.candidate):

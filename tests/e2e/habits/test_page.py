@@ -15,6 +15,7 @@ def test_the_page_is_read() -> None:
 
 
 def test_each_row_has_its_habit() -> None:
-    texts = [path.read_text() for path in Path(__file__).parent.glob("test_*_habits.py")]
-    found = [name for text in texts for name in re.findall(r"^def (\w+)\(plan: str\)", text, re.MULTILINE)]
+    room = Path(__file__).parent
+    texts = [path.read_text() for path in (*room.glob("test_*_habits.py"), *room.parent.glob("variants/test_*.py"))]
+    found = [name for text in texts for name in re.findall(r"^def (\w+)\((?:plan|force): str\)", text, re.MULTILINE)]
     assert sorted(found) == sorted(ROWS)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.harness.comparison import same_gradients
 from support.harness.rank_pool import RankPool
 from torch import Tensor, nn
 
@@ -67,9 +68,9 @@ class Pair:
             loss.backward()
             losses.append(loss.item())
         assert losses[0] == pytest.approx(losses[1], rel=1e-9)
-        same_gradients(*self.both)
         for optimizer in self.optimizers:
             optimizer.step()
+        same_gradients(*self.both)
 
     def same_values(self, *inputs: Tensor) -> None:
         found, expected = (model(*inputs) for model in self.both)
@@ -78,15 +79,6 @@ class Pair:
     def train(self, mode: bool) -> None:
         for model in self.both:
             model.train(mode)
-
-
-def same_gradients(parallel: Any, plain: nn.Module) -> None:
-    found = parallel.full_gradients()
-    for name, parameter in plain.named_parameters():
-        if parameter.grad is None:
-            assert name not in found or not found[name].any(), name
-        else:
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-11, msg=name)
 
 
 def programs(pair: Pair) -> int:
@@ -124,7 +116,7 @@ def modes(force: str) -> None:
     assert isinstance(pair.parallel.layers[0][1], nn.GELU) and len(pair.parallel.layers) == 3
 
 
-def batch_norm(force: str) -> None:
+def batch_norm_in_both_modes(force: str) -> None:
     """Training, evaluation with the running statistics, a ragged batch, and frozen statistics in training."""
     pair = Pair("batch_norm", force)
     for size in (8, 7):
@@ -168,7 +160,7 @@ def different_calls(force: str) -> None:
     pair.step(*batch(8, 12))
 
 
-def local_parts(force: str) -> None:
+def local_parts_of_other_sizes(force: str) -> None:
     """Each data rank's own part, of other lengths than the example's."""
     pair = Pair("", force)
     dp = pair.parallel.program.mesh.dp
@@ -179,7 +171,7 @@ def local_parts(force: str) -> None:
         assert pair.parallel(mine)[1].item() == pytest.approx(expected.item(), rel=1e-12)
 
 
-def evicted(force: str) -> None:
+def more_kinds_of_calls(force: str) -> None:
     """The least recently used program goes, with a line; the first one stays."""
     from autopar.runtime import variants
 
@@ -208,7 +200,7 @@ STAGED = [
     *(pytest.param(force, marks=pytest.mark.slow) for force in ("pp=2,tp=2,micro=2", "pp=4", "pp=2,dp=2,zero=3")),
 ]
 EVERYWHERE = [lengths_and_batches, modes]
-SHARED = [batch_norm, captured_in_evaluation, different_calls, local_parts, evicted]
+SHARED = [batch_norm_in_both_modes, captured_in_evaluation, different_calls, local_parts_of_other_sizes, more_kinds_of_calls]
 
 
 @pytest.mark.parametrize("force", FORCES)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.harness.comparison import same_gradients
 from support.harness.rank_pool import RankPool
 from torch import Tensor, nn
 
@@ -21,17 +22,6 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def same_gradients(parallel: Any, plain: nn.Module) -> None:
-    found = parallel.full_gradients()
-    for name, parameter in plain.named_parameters():
-        if parameter.grad is None:
-            assert name not in found or not found[name].any(), name
-        else:
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-11, msg=name)
-    for model in (parallel, plain):
-        model.zero_grad()
 
 
 def criterion(force: str) -> None:
@@ -168,7 +158,7 @@ def outputs_beside(force: str) -> None:
         parallel.zero_grad()
 
 
-def refused(force: str) -> None:
+def loss_outside_of_a_pipeline(force: str) -> None:
     """On a pipeline, before anything is planned."""
     with pytest.raises(AutoparError, match="from a loss outside of the program .*take pp=1"):
         autopar.parallelize(mlp(8, 5), CLUSTER, (randn(8, 8),), force=force, cache=False)
@@ -190,6 +180,6 @@ def test_losses_outside(check: Any, force: str, ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("force", STAGED)
-@pytest.mark.parametrize("check", [loss_function, outputs_beside, refused], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [loss_function, outputs_beside, loss_outside_of_a_pipeline], ids=lambda check: check.__name__)
 def test_losses_of_pipelines(check: Any, force: str, ranks: RankPool) -> None:
     ranks.run(check, force)
