@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.errors import PlanError
 from autopar.ir import dims
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Shard, parse_placement
@@ -37,6 +38,8 @@ def export_program(
     `weights` are full tensors by original name, buffers included; without them the script initialises parameters by name.
     `batch` is a global batch by input name; without it a random one is written.
     """
+    if lowered.interface is not None and not lowered.interface.has_loss:
+        raise PlanError(f"{lowered.name} returns no loss, which its training script needs: return it from the model's forward")
     ranks = lowered.devices
     name, mesh = lowered.name, lowered.whole_mesh
     with export_folder(directory, overwrite) as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -208,8 +209,6 @@ class Variants:
 
 def hash_of(value: object) -> int:
     """Equal on all ranks for equal values; 60 bits."""
-    import hashlib
-
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 4
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.cli import main
 
 
 class Net(nn.Module):
@@ -164,3 +165,39 @@ def test_a_plan_says_what_it_returns() -> None:
     assert more[1] - more[0] == 8 // 2 * 16 * 4  # type: ignore[operator]  # a data rank's part of the logits, which the user holds
     assert [output.path for output in asked.graph.outputs] == ["logits"] and asked.graph.interface.left_out == ()  # type: ignore[union-attr]
     assert autopar.Plan.from_json(asked.to_json()) == asked == check_plan(asked, WithLogits(), cluster, inputs)
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+
+class Pair(nn.Linear):
+    def forward(self, x, y=None):
+        logits = super().forward(x)
+        return logits, None if y is None else nn.functional.cross_entropy(logits, y)
+
+
+def with_loss():
+    return Pair(4, 3), (torch.randn(6, 4), torch.arange(6) % 3)
+
+
+def without():
+    return Pair(4, 3), (torch.randn(6, 4),)
+"""
+
+
+@pytest.mark.parametrize("made", ["with_loss", "without"])
+def test_verify_of_results_that_are_no_loss(made: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``(logits, loss)``, and logits alone, whose sum stands in for a loss."""
+    (tmp_path / "models.py").write_text(FACTORY)
+    assert main(["verify", f"{tmp_path}/models.py:{made}", "--cluster", "local:2", "--force", "dp=2"]) == 0
+    assert "equal" in capsys.readouterr().out
+
+
+def test_a_program_without_a_loss_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "models.py").write_text(FACTORY)
+    assert main(["plan", f"{tmp_path}/models.py:without", "--cluster", "local:2", "-o", f"{tmp_path}/plan.json"]) == 0
+    assert "the model's result" not in capsys.readouterr().err
+    assert main(["export", f"{tmp_path}/plan.json", f"{tmp_path}/out"]) == 2
+    assert "Pair returns no loss" in capsys.readouterr().err

@@ -40,7 +40,12 @@ def step(model: torch.nn.Module, batch: dict[str, torch.Tensor], learning_rate: 
 
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
     out = model(**batch)
-    loss = out if isinstance(out, torch.Tensor) else out.loss
+    if isinstance(model, Parallel):
+        loss = out if isinstance(out, torch.Tensor) else out.loss
+    else:
+        from autopar.capture.returned import take_apart  # not on ranks
+
+        loss = take_apart(out, ()).loss
     loss.backward()
     if isinstance(model, Parallel):
         gradients = model.full_gradients()
