@@ -203,6 +203,8 @@ class Parallel(nn.Module):
             for buckets in (self.state.buckets, *self.state.chunk_buckets):
                 buckets.reset()
         loss, others = self._run(variant, inputs, training)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            loss = loss.clone()  # autograd allows no ``loss /= steps`` on what a Function returns as a view
         if not torch.is_grad_enabled():
             reshard_all(self.program)
         program = variant.program
@@ -431,6 +433,18 @@ class Parallel(nn.Module):
         with recording_copies() as recorded:
             yield found
         found += gather_expert_load(recorded, self.program.mesh.device, self.program.micro_batches)
+
+    @contextlib.contextmanager
+    def returning(self, *outputs: str) -> Iterator[None]:
+        """Calls inside return these fields of the model's result beside the loss, as full tensors without gradients, like those
+        of ``parallelize(outputs=...)`` but in programs of their own: evaluation has logits, training does not gather them."""
+        if self.variants is None:
+            raise RuntimeProblem("this program was exported, and returns what it was planned with: pass outputs= when planning")
+        before, self.variants.outputs = self.variants.outputs, outputs
+        try:
+            yield
+        finally:
+            self.variants.outputs = before
 
     def reseed(self, seed: int) -> None:
         """Restarts all random streams from `seed`; pass the same on every rank."""
