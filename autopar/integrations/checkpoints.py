@@ -30,12 +30,9 @@ def load_optimizer(folder: str, parallel: Parallel, optimizer: Optimizer) -> Non
     path = Path(folder, OPTIMIZER_FOLDER)
     if not path.is_dir():
         raise StateError(f"{folder} has no folder {OPTIMIZER_FOLDER}, so it was not saved by autopar: pass its model only")
-    rates = [group["lr"] for group in optimizer.param_groups]
     state = get_optimizer_state_dict(parallel, optimizer, options=_FLAT)
     dcp.load({"optimizer": state}, checkpoint_id=str(path))
     set_optimizer_state_dict(parallel, optimizer, optim_state_dict=state, options=_FLAT)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group.setdefault("initial_lr", rate)
 
 
 def read_weights(folder: str) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What the integrations share: all processes look like one device to accelerate, so that it wraps no model and divides no batch."""
+"""What the integrations share: all processes look like one device to accelerate, which then wraps no model and divides no batch."""
 
 from __future__ import annotations
 

@@ -220,13 +220,14 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
 def _refuse(args: transformers.TrainingArguments, given: Mapping[str, Any]) -> None:
     """AutoparError for what a parallel model decides otherwise."""
     model = given.get("model")
+    shards = 'the plan shards the model: leave it out, or force it with parallelize={"force": "zero=3"}'
     refuse({
         "model_init": (given.get("model_init") is not None or model is None, "pass the model"),
-        "a PEFT model": (hasattr(model, "peft_config"), "merge the adapters, or train it with autopar.parallelize in your own loop"),
+        "a PEFT model": (hasattr(model, "peft_config"), "train it with autopar.parallelize in your own loop"),
         "fp16": (args.fp16, "take bf16=True, which computes in bf16 over float32 weights"),
-        "fp16_full_eval or bf16_full_eval": (args.fp16_full_eval or args.bf16_full_eval, 'take bf16=True'),
-        "fsdp": (args.fsdp, 'the plan shards the model: leave it out, or force it with parallelize={"force": "zero=3"}'),
-        "deepspeed": (args.deepspeed, 'the plan shards the model: leave it out, or force it with parallelize={"force": "zero=3"}'),
+        "fp16_full_eval or bf16_full_eval": (args.fp16_full_eval or args.bf16_full_eval, "take bf16=True"),
+        "fsdp": (args.fsdp, shards),
+        "deepspeed": (args.deepspeed, shards),
         "parallelism_config": (args.parallelism_config, 'force degrees with parallelize={"force": "tp=4"}'),
         "gradient_checkpointing": (
             getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False),

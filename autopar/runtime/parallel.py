@@ -376,6 +376,13 @@ class Parallel(nn.Module):
         self.load_full_state(state_dict)
         return _IncompatibleKeys(missing, unexpected)
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:  # what DistributedDataParallel asks for first
+        raise StateProblem(
+            "a parallel model reduces its own gradients: do not wrap it in DistributedDataParallel; with accelerate, take "
+            "autopar.integrations.accelerate.Accelerator"
+        )
+
     def __deepcopy__(self, memo: Any) -> Parallel:
         raise StateProblem("a parallel model cannot be copied; save its state with torch.distributed.checkpoint")
 
