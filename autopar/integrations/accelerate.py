@@ -26,7 +26,7 @@ from autopar.integrations.one_device import MovedOptimizer, first_batch, present
 from autopar.runtime.parallel import Parallel
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
     """`cluster` is that of `autopar.parallelize`, `parallelize` its further options (``{"force": "tp=4"}``). `prepare` plans the
     model with the first batch of the data loader beside it where that is a dictionary, else with `example_inputs`."""
 
@@ -90,10 +90,12 @@ class Accelerator(accelerate.Accelerator):
         for model in self._models:
             own = {id(each) for each in model.parameters()} if isinstance(model, Parallel) else set()
             if given and given == own:
-                return model.clip_grad_norm_(max_norm, norm_type)
+                norm: torch.Tensor = model.clip_grad_norm_(max_norm, norm_type)
+                return norm
             if given & own:
                 raise AutoparError("these are some of a parallel model's parameters: clip all of them, model.parameters()")
-        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        other: torch.Tensor = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return other
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """The plain model's state dict, with full tensors on every rank (all ranks must call)."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
@@ -21,7 +22,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 def save_optimizer(folder: str, parallel: Parallel, optimizer: Optimizer) -> None:
     """Each rank writes its shards (all ranks must call)."""
     state = get_optimizer_state_dict(parallel, optimizer, options=_FLAT)
-    dcp.save({"optimizer": state}, checkpoint_id=str(Path(folder, OPTIMIZER_FOLDER)))
+    save({"optimizer": state}, checkpoint_id=str(Path(folder, OPTIMIZER_FOLDER)))
     wait_for_all()
 
 
@@ -31,7 +32,7 @@ def load_optimizer(folder: str, parallel: Parallel, optimizer: Optimizer) -> Non
     if not path.is_dir():
         raise StateError(f"{folder} has no folder {OPTIMIZER_FOLDER}, so it was not saved by autopar: pass its model only")
     state = get_optimizer_state_dict(parallel, optimizer, options=_FLAT)
-    dcp.load({"optimizer": state}, checkpoint_id=str(path))
+    load({"optimizer": state}, checkpoint_id=str(path))
     set_optimizer_state_dict(parallel, optimizer, optim_state_dict=state, options=_FLAT)
 
 

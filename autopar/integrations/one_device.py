@@ -1,4 +1,4 @@
-"""What the integrations share: all processes look like one device to accelerate, which then wraps no model and divides no batch."""
+"""What the integrations share: all processes look like one device to accelerate, which wraps no model and divides no batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def present_as_one_device() -> None:
 
 
 @contextmanager
-def kept_random_state() -> Iterator[None]:
+def preserved_rng() -> Iterator[None]:
     """The global random state is afterwards what it was before."""
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
@@ -42,7 +42,7 @@ def kept_random_state() -> Iterator[None]:
 def first_batch(loader: Any) -> Any:
     """The first batch of a loader, prepared by accelerate or not; the global random state is not touched."""
     plain = getattr(loader, "base_dataloader", loader)
-    with kept_random_state():
+    with preserved_rng():
         for batch in plain:
             return batch
     raise AutoparError("the data loader is empty, and the plan needs a batch: give it data, or pass example_inputs")

@@ -20,6 +20,7 @@ import numpy
 import torch
 import transformers
 from torch import nn
+from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import seed_worker
 
 from autopar.api import parallelize as make_parallel
@@ -149,6 +150,10 @@ class Trainer(transformers.Trainer):
         assert isinstance(self.model, Parallel)
         return self.model
 
+    @property
+    def _scheduler(self) -> Any:
+        return self.lr_scheduler
+
     # -- files
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -174,7 +179,7 @@ class Trainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_optimizer(output_dir, self._parallel, _inner(self.optimizer))
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+            torch.save(self._scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Python's, numpy's and torch's states, which are equal on all ranks. The streams of the parallel model restart from the
@@ -189,7 +194,7 @@ class Trainer(transformers.Trainer):
             return
         path = os.path.join(checkpoint, _RANDOM_STATE)
         if os.path.isfile(path):
-            with transformers.trainer.safe_globals():
+            with safe_globals():  # type: ignore[no-untyped-call, unused-ignore]
                 states = torch.load(path, weights_only=True)
             random.setstate(states["python"])
             numpy.random.set_state(states["numpy"])
@@ -209,12 +214,13 @@ class Trainer(transformers.Trainer):
         if checkpoint is None or not os.path.isfile(os.path.join(checkpoint, _SCHEDULER)):
             return
         load_optimizer(checkpoint, self._parallel, _inner(self.optimizer))
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+        self._scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
     """Without accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
+    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return found
 
 
 def _refuse(args: transformers.TrainingArguments, given: Mapping[str, Any]) -> None:
