@@ -10,6 +10,7 @@ All processes are one device to it: `per_device_train_batch_size` is the global 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import random
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ from autopar.errors import AutoparError
 from autopar.integrations.checkpoints import load_optimizer, load_weights, save_optimizer
 from autopar.integrations.one_device import MovedOptimizer, first_batch, present_as_one_device, refuse, wait_for_all
 from autopar.runtime.parallel import Parallel
+
+LOGGER = logging.getLogger("autopar")
 
 _RANDOM_STATE = "rng_state.pth"
 _SCHEDULER = "scheduler.pt"
@@ -70,6 +73,9 @@ class Trainer(transformers.Trainer):
         self.accelerator.free_memory()
         parallel = make_parallel(model, cluster, example_inputs=example, **options)
         parallel.reseed(self.args.seed)
+        if self.args.process_index == 0:
+            size = self.args.per_device_train_batch_size
+            LOGGER.warning("all processes are one device: per_device_train_batch_size=%d is the global batch", size)
         self.model_flops = 6 * sum(each.numel() for each in self.parameters_before.parameters.values())
         self.plain_skeleton = parallel.plain.skeleton if parallel.plain is not None else model
         if self.optimizer is not None:

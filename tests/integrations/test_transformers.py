@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parent / "trainer_script.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
@@ -51,6 +52,22 @@ def test_a_trainer_script(tmp_path: Path) -> None:
     """Losses, gradient norms, rates, evaluation with logits, prediction (of batches that do not divide), and the saved model."""
     one, four = found(tmp_path, "dp=2,tp=2")
     assert_equal(four, one)
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [("gradient_checkpointing", "the plan decides what is recomputed"), ("auto_find_batch_size", "the plan fits the memory")],
+)
+def test_what_the_plan_decides_is_refused(tmp_path: Path, setting: str, remedy: str) -> None:
+    """Before anything is planned."""
+    from transformers import TrainingArguments
+
+    from autopar.errors import AutoparError
+    from autopar.integrations.transformers import Trainer
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **{setting: True})
+    with pytest.raises(AutoparError, match=remedy):
+        Trainer(model=torch.nn.Linear(2, 2), args=args, cluster="local:4")
 
 
 @pytest.mark.slow
