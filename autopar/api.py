@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +21,8 @@ from autopar.capture.returned import parse_asked, within
 from autopar.capture.tracing.trace import LossFunction, copy_without_data
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanMismatch, StateError
+from autopar.explain.out_of_memory import memory_answer
+from autopar.explain.progress import say_plan, saying_progress
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
@@ -36,12 +39,16 @@ from autopar.planning import (
 from autopar.program.build import build_program
 from autopar.rules.check import check_strategies
 from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
-from autopar.runtime.comm.heartbeat import PATIENCE_SECONDS, start_heartbeat, watched
-from autopar.runtime.device.mesh import MeshHandle, join_process_group
+from autopar.runtime.comm.heartbeat import Heartbeat, watched
+from autopar.runtime.comm.joining import join
+from autopar.runtime.comm.peer_watch import PATIENCE_SECONDS
+from autopar.runtime.device.mesh import MeshHandle
+from autopar.runtime.device.rendezvous import JOIN_SECONDS
 from autopar.runtime.errors import LaunchProblem, MismatchProblem
 from autopar.runtime.parallel import Parallel
+from autopar.runtime.state.meta_buffers import fill_missing, named_state
 from autopar.runtime.state.plain_model import PlainModel, hooked_modules
-from autopar.runtime.state.weight_source import BroadcastSource, named_tensors
+from autopar.runtime.state.weight_source import BroadcastSource
 from autopar.schedules.pipeline_schedule import check_schedule
 from autopar.variants.maker import VariantMaker, on_first_rank
 
@@ -66,8 +73,10 @@ def parallelize(
     batch_norm: str = "global",
     expert_load: float | str = 1.0,
     patience_seconds: float = PATIENCE_SECONDS,
+    join_seconds: float = JOIN_SECONDS,
     check_batch_every: int = 100,
     loss_fn: LossFunction | None = None,
+    check_every: int = 0,
 ) -> Parallel:
     """The model as a program for the cluster: an `nn.Module` whose call takes the global batch and returns what the model does.
 
@@ -81,9 +90,10 @@ def parallelize(
     ``"logits:gradient"`` and ``"logits:dtensor"`` say; fields that nobody asked for are None, and the plan lists them.
     `batch_norm="local"` takes the statistics of batch norm from each data rank's own examples, as DDP does, and the plan says so;
     by default they are those of the whole batch.
-    `expert_load` is how unevenly experts are expected to be loaded (see `make_plan`). A rank that dies, stops or fails, from the
-    comparison of the models on, makes all others end within `patience_seconds` with an error that names it. Ranks compare their
-    batches in the first three calls and then in one of `check_batch_every` (0: never).
+    `expert_load` is how unevenly experts are expected to be loaded (see `make_plan`). A rank that dies, stops or fails makes all
+    others end within `patience_seconds` with an error that names it; one that never joins, within `join_seconds`. Ranks compare
+    their batches in the first three calls and then in one of `check_batch_every` (0: never). In one of `check_every` steps (0:
+    never) a loss that is not finite, and replicas of parameters that have drifted apart, are errors that name the place.
 
     A model that returns no loss returns what it returns, as full tensors that take gradients: ``criterion(parallel(x), y)`` is
     the loss of one process. Plans of such calls have no pipeline and no micro-batches; `loss_fn` (from the model's result and a
@@ -103,20 +113,20 @@ def parallelize(
     if example_inputs is None:
         rest: dict[str, Any] = dict(
             plan=plan, compile=compile, state=state, cache=cache, patience_seconds=patience_seconds,
-            check_batch_every=check_batch_every,
+            join_seconds=join_seconds, check_batch_every=check_batch_every, check_every=check_every,
         )  # fmt: skip
         build = lambda args, batch: parallelize(model, cluster, _named(model, args, batch), **options, **rest)  # noqa: E731
         return Deferred(build, model.training)
-    _join(cluster)
-    tensors = {**named_tensors(model), **(state or {})}
+    heartbeat = _join(cluster, patience_seconds, join_seconds)
+    tensors = named_state(model, state)
 
     def chosen() -> Plan:
-        _check_state(tensors)
+        fill_missing(model, tensors)
         if plan is None:
-            return make_plan(model, cluster, example_inputs, **options, cache=plan_folder() if cache else None)
+            with saying_progress(type(model).__name__, cluster.name, time_limit_seconds):
+                return make_plan(model, cluster, example_inputs, **options, cache=plan_folder() if cache else None)
         return check_plan(plan, model, cluster, example_inputs, outputs, loss_fn)
 
-    heartbeat = start_heartbeat(lambda rank: f"rank {rank}", patience_seconds)
     try:
         with watched(heartbeat, "comparing the models"):
             _compare_models(model)
@@ -130,7 +140,8 @@ def parallelize(
         form = agreed.graph.interface.returns if agreed.graph.interface else None
         parallel = Parallel(
             program.Program(mesh), BroadcastSource(tensors), compile=compile, form=form, heartbeat=heartbeat,
-            plain=PlainModel(model, maker.model, maker.right_in), check_batch_every=check_batch_every, make_variant=maker.make,
+            plain=PlainModel(model, maker.model, maker.right_in), check_batch_every=check_batch_every, check_every=check_every,
+            make_variant=maker.make,
         )  # fmt: skip
         if parallel.variants is not None:
             fixed = 0 if agreed.graph.batch_is_symbolic else agreed.graph.batch
@@ -140,6 +151,9 @@ def parallelize(
             heartbeat.close()
         raise
     parallel.__dict__["plan"] = agreed
+    parallel.memory.prediction = partial(memory_answer, agreed)
+    if dist.get_rank() == 0:
+        say_plan(agreed)
     return parallel
 
 
@@ -175,17 +189,23 @@ class Deferred(Parallel):
     parameters = named_parameters = buffers = named_buffers = state_dict = load_state_dict = _too_early
     _apply = local_batch = sampler = clip_grad_norm_ = load_full_state = reseed = zero_grad = _too_early
     expert_load = full_state = full_optimizer_state = full_gradients = flush = trace = _too_early
+    load_full_optimizer_state = no_sync = __deepcopy__ = _too_early
 
 
 # -- the steps
 
 
-def _join(cluster: Cluster) -> None:
+def _join(cluster: Cluster, patience_seconds: float, join_seconds: float) -> Heartbeat | None:
     """Joins the process group; PlanMismatch where the launch does not have one process per device."""
     try:
-        join_process_group(cluster.size, {cluster.name: cluster.size})
+        return join(
+            cluster.size, {cluster.name: cluster.size}, lambda rank: f"rank {rank}",
+            patience_seconds=patience_seconds, join_seconds=join_seconds,
+        )  # fmt: skip
     except LaunchProblem:
         launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        if launched == cluster.size:
+            raise
         raise PlanMismatch(
             f"the cluster {cluster.name} has {cluster.size} devices but {launched} processes were launched: "
             f"use torchrun --nproc-per-node {cluster.size}, or name a cluster of {launched}"
@@ -224,12 +244,6 @@ def _warn_of(model: nn.Module) -> None:
     """On rank 0, what a program cannot have of the model as it is."""
     if dist.get_rank():
         return
-    if not model.training:
-        warnings.warn(
-            f"{type(model).__name__} is in eval mode, and is captured so, without dropout and with the running statistics of "
-            "batch norm: call model.train() before autopar.parallelize to train it",
-            stacklevel=3,
-        )
     if hooked := hooked_modules(model):
         warnings.warn(
             "hooks do not run in the parallel program (what they compute of tensors was captured once): those of "
@@ -282,10 +296,3 @@ def check_plan(
     check_strategies(plan.graph, plan.candidate, registry())
     check_schedule(plan.candidate)
     return plan
-
-
-def _check_state(tensors: Mapping[str, torch.Tensor]) -> None:
-    """StateError where a tensor has no values."""
-    missing = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
-    if missing is not None:
-        raise StateError(f"{missing} is on the meta device and has no values: pass state={{name: tensor}} or build it on cpu")

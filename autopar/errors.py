@@ -37,6 +37,7 @@ class Infeasible(AutoparError):
     """No plan fits the devices' memory. The message says by how much, and what would fit."""
 
     exit_status = 3
+    several_lines = True
 
 
 class ClusterError(AutoparError):

@@ -1,37 +1,97 @@
-"""Files written whole or not at all: aside, synced, renamed. What was there before stays until the new one is complete."""
+"""Files written whole or not at all: aside, synced, renamed. What was there before stays until the new one is complete.
+
+And files of the user's read: whatever is wrong with one is an error of one line.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import platform
+import re
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from autopar.errors import FileError
+from autopar.errors import AutoparError, FileError
 
 PART = ".part"
 """How the names of unfinished files end."""
 
 
+MOST_BYTES = 256 * 2**20
+"""More than any file that autopar reads whole: a device without an end is refused."""
+
+
+def read_bytes(path: str | Path, error: type[AutoparError], what: str, most: int = MOST_BYTES) -> bytes:
+    """The content of a file; `error`, one line, where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(most + 1)
+    except (OSError, ValueError, MemoryError) as fault:  # ValueError: a zero byte in the name
+        raise error(f"cannot read {what} {path}: {getattr(fault, 'strerror', None) or fault}") from None
+    if len(content) > most:
+        raise error(f"{what} {path} is longer than {most} bytes: name another file")
+    return content
+
+
+def read_text(path: str | Path, error: type[AutoparError], what: str, most: int = MOST_BYTES) -> str:
+    """The same as text in UTF-8."""
+    try:
+        return read_bytes(path, error, what, most).decode("utf-8-sig")
+    except UnicodeDecodeError as fault:
+        raise error(f"{what} {path} is no text in UTF-8 ({fault.reason} at byte {fault.start}): name another file") from None
+
+
+def read_json(path: str | Path, error: type[AutoparError], what: str, most: int = MOST_BYTES) -> Any:
+    """The same as JSON."""
+    text = read_text(path, error, what, most)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as fault:
+        raise error(f"{what} {path} is not JSON: {fault}") from None
+
+
+def check_target(path: str | Path) -> None:
+    """FileError where no file can be written there, for what takes long before it writes."""
+    try:
+        target = Path(os.path.realpath(path))
+        if target.is_dir():
+            raise FileError(f"cannot write {path}: it is a folder; name a file in it")
+        if not stat.S_ISDIR(target.parent.stat().st_mode):
+            raise FileError(f"cannot write {path}: {target.parent} is a file; name a file in a folder")
+        target.exists()
+        if len(os.fsencode(target.name)) > 255:
+            raise FileError(f"cannot write {str(path)[:80]}...: the name is too long")
+    except FileNotFoundError:
+        raise FileError(f"cannot write {path}: the folder {target.parent} does not exist; make it first") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"cannot write {str(path)[:200]}: {reason}; name another file") from None
+
+
 def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], None]) -> Path:
     """Writes the file, and gives its path; `content` may write itself into an open file. A link keeps leading to its target; what
     is no regular file (``/dev/stdout``) is written into. FileError, one line, where it cannot be written."""
-    target = Path(os.path.realpath(path))
     try:
+        target = Path(os.path.realpath(path))
         if target.exists() and not stat.S_ISREG(target.stat().st_mode):
             with target.open("wb") as file:
                 _fill(file, content)
         else:
             _replace(target, content)
-    except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror or error}; what was there before is unchanged") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"cannot write {path}: {reason}; what was there before is unchanged") from None
     return target
 
 
 def _replace(target: Path, content: str | bytes | Callable[[BinaryIO], None]) -> None:
-    part = target.with_name(f".{target.name[:100]}.{os.getpid()}{PART}")
+    part = part_of(target)
+    remove_left_over(target)
     try:
         with part.open("wb") as file:
             _fill(file, content)
@@ -52,6 +112,35 @@ def _fill(file: BinaryIO, content: str | bytes | Callable[[BinaryIO], None]) -> 
     else:
         file.write(content.encode() if isinstance(content, str) else content)
     file.flush()
+
+
+def part_of(target: Path) -> Path:
+    """The name of the unfinished file or folder beside the target; it names the process that writes it."""
+    return target.with_name(f".{target.name[:100]}.{_host()}.{os.getpid()}{PART}")
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9-]", "-", platform.node())[:60] or "host"
+
+
+def remove_left_over(target: Path) -> None:
+    """Removes what processes of this machine left unfinished beside the target when they were killed."""
+    start = f".{target.name[:100]}.{_host()}."
+    with contextlib.suppress(OSError):
+        for path in target.parent.iterdir():
+            number = path.name.removeprefix(start).removesuffix(PART)
+            if path.name == f"{start}{number}{PART}" and number.isascii() and number.isdigit() and not _is_running(int(number)):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def sync_folder(folder: Path) -> None:

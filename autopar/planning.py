@@ -18,6 +18,7 @@ from autopar.cost_models.hardware.expert_load import ExpertLoad
 from autopar.errors import AutoparError, BatchError, UnsupportedOp
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
+from autopar.ir.plan_file.names import LONGEST
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry, default_registry
@@ -71,6 +72,7 @@ def make_plan(
         cluster = Cluster.parse(cluster, cache=cache_folder())
     if expert_load != 1.0:
         cluster = replace(cluster, expert_load=ExpertLoad.parse(str(expert_load)))
+    _check_texts(optimizer=optimizer, name=name, source=source)
     chosen = _precision(precision, model)
     forced = parse_force(force)
     args, kwargs = split_inputs(example_inputs)
@@ -144,14 +146,18 @@ def registry() -> Registry:
     return found
 
 
-def cache_folder() -> Path:
-    """Where measurements of this machine are kept."""
-    return Path.home() / ".cache" / "autopar"
+def cache_folder() -> Path | None:
+    """Where measurements of this machine are kept; None where the user has no home."""
+    try:
+        return Path.home() / ".cache" / "autopar"
+    except RuntimeError:
+        return None
 
 
-def plan_folder() -> Path:
-    """Where plans are kept."""
-    return cache_folder() / "plans"
+def plan_folder() -> Path | None:
+    """Where plans are kept; None where the user has no home."""
+    folder = cache_folder()
+    return folder / "plans" if folder is not None else None
 
 
 def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -161,6 +167,13 @@ def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[s
     if isinstance(example_inputs, tuple):
         return example_inputs, {}
     raise BatchError(f"example_inputs is a {type(example_inputs).__name__}: pass a dict of keyword arguments or a tuple")
+
+
+def _check_texts(**texts: str) -> None:
+    """AutoparError where a text cannot stand in a plan, which is one line of printable characters."""
+    for what, text in texts.items():
+        if not isinstance(text, str) or len(text) > LONGEST or not (text == "" or text.isprintable()):
+            raise AutoparError(f"{what} {str(text)[:40]!r} is no text that a plan can hold: write printable characters")
 
 
 def _precision(precision: str | Precision | None, model: nn.Module) -> Precision:

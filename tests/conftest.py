@@ -25,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """A home of its own, before any process is started: see `support.harness.home`."""
     config.stash[HOME] = tempfile.TemporaryDirectory(prefix="autopar_home_")
     os.environ["HOME"] = config.stash[HOME].name
+    # Stores of torch ask for the name of each client, on their only thread: a DNS server that is slow would stop them for 5 s.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

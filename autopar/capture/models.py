@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,10 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError
+from autopar.files import read_json
 
 CLASSES = 10
 IMAGE = 16
 FEATURES = 256
+MOST_CONFIG_BYTES = 2**24
+MOST = ((("layer", "block", "depth", "stage"), 4096), (("expert", "head", "label"), 10**6))
+"""The largest numbers of a configuration, by words in their keys: modules, and lists, of so many are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,18 +194,26 @@ def _integers(shape: tuple[int, ...], high: int, device: str) -> Tensor:
 
 
 def _from_config_file(path: Path, batch: int, seq: int | None, dtype: torch.dtype, device: str) -> LoadedModel:
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise CaptureError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise CaptureError(f"{path} is not JSON: {error}") from None
+    config = read_json(path, CaptureError, "the configuration", MOST_CONFIG_BYTES)
     kind = config.pop("model_type", None) if isinstance(config, dict) else None
     if not isinstance(kind, str):
         raise CaptureError(f"{path} names no model_type: give the config.json of a Hugging Face model")
+    _check_numbers(config, str(path))
     longest = config.get("max_position_embeddings") or config.get("n_positions")
+    tokens = longest if isinstance(longest, int) and longest > 0 else 1024
     name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
-    return _hugging_face(kind, config, name, batch, seq or min(1024, int(longest or 1024)), dtype, device)
+    return _hugging_face(kind, config, name, batch, seq or min(1024, tokens), dtype, device)
+
+
+def _check_numbers(config: Any, where: str) -> None:
+    """CaptureError where a number is larger than any model has: building it would not end."""
+    for key, value in config.items() if isinstance(config, dict) else enumerate(config):
+        if isinstance(value, dict | list):
+            _check_numbers(value, f"{where}, {key}")
+        elif isinstance(value, int):
+            most = next((most for words, most in MOST if any(word in str(key) for word in words)), 2**40)
+            if not -most <= value <= most:
+                raise CaptureError(f"{where}: {key} is {str(value)[:30]}, more than any model has (at most {most})")
 
 
 def _hugging_face(
@@ -213,11 +224,10 @@ def _hugging_face(
         import transformers
     except ImportError:
         raise CaptureError(f"{name} needs transformers: pip install 'autopar[models]'") from None
-    for key in ("transformers_version", "architectures", "torch_dtype", "dtype", "_name_or_path"):
-        given.pop(key, None)
+    given = _without_loaders(given)
     try:
         config = transformers.AutoConfig.for_model(kind, **given)
-    except (ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # whatever transformers says of what a file may hold
         raise CaptureError(f"{name}: transformers {transformers.__version__} has no such configuration: {_line(error)}") from None
     config.use_cache = False
     autos: tuple[Any, ...] = (
@@ -231,23 +241,48 @@ def _hugging_face(
     if auto is None:
         raise CaptureError(f"{name}: {kind!r} is neither a language model nor an image classifier: use file.py:factory")
     longest = getattr(config, "max_position_embeddings", None)
-    if longest and seq > longest and auto is not autos[-1]:
+    if isinstance(longest, int) and longest and seq > longest and auto is not autos[-1]:
         raise CaptureError(f"{name} takes sequences of at most {longest} tokens, not {seq}: lower --seq")
     try:
         with torch.device(device):
             model: nn.Module = auto.from_config(config, dtype=dtype)
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+    except Exception as error:
         raise CaptureError(f"{name}: the model cannot be built from its configuration: {_line(error)}") from None
-    if auto is autos[-1]:
+    try:
+        return LoadedModel(model, _token_or_image_inputs(config, auto is autos[-1], (batch, seq), dtype, device), name)
+    except Exception as error:
+        raise CaptureError(f"{name}: a batch of {batch} examples cannot be made: {_line(error)}") from None
+
+
+_LEFT_OUT = ("transformers_version", "architectures", "torch_dtype", "dtype", "auto_map")
+
+
+def _without_loaders(given: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without what says where code comes from: transformers would fetch attention kernels that a file names."""
+    return {
+        key: _without_loaders(value) if isinstance(value, dict) else value
+        for key, value in given.items()
+        if key not in _LEFT_OUT and not key.startswith("_") and not key.endswith("_implementation")
+    }
+
+
+def _token_or_image_inputs(
+    config: Any, images: bool, batch_and_seq: tuple[int, int], dtype: torch.dtype, device: str
+) -> dict[str, Tensor]:
+    if images:
+        batch = batch_and_seq[0]
         size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
         pixels = _floats((batch, config.num_channels, *size), dtype, device)
-        return LoadedModel(model, {"pixel_values": pixels, "labels": _integers((batch,), config.num_labels or 2, device)}, name)
-    ids = _integers((batch, seq), config.vocab_size, device)
-    return LoadedModel(model, {"input_ids": ids, "labels": ids.clone()}, name)
+        return {"pixel_values": pixels, "labels": _integers((batch,), config.num_labels or 2, device)}
+    ids = _integers(batch_and_seq, config.vocab_size, device)
+    return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+def _line(error: BaseException) -> str:
+    try:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    except Exception:
+        return type(error).__name__
 
 
 def _from_factory(source: str, batch: int | None, seq: int | None, dtype: torch.dtype | None, device: str) -> LoadedModel:
@@ -261,12 +296,12 @@ def _from_factory(source: str, batch: int | None, seq: int | None, dtype: torch.
     factory = getattr(_module(path), name, None)
     if not callable(factory):
         raise CaptureError(f"{file} has no function {name!r}: name one that returns a model, or a model and example inputs")
-    takes = inspect.signature(factory).parameters
-    given = {key: value for key, value in (("batch", batch), ("seq", seq)) if key in takes and value is not None}
     try:
+        takes = inspect.signature(factory).parameters
+        given = {key: value for key, value in (("batch", batch), ("seq", seq)) if key in takes and value is not None}
         with torch.device(device):
             made = factory(**given)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CaptureError(f"{source} failed: {type(error).__name__}: {_line(error)}") from error
     model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -275,6 +310,8 @@ def _from_factory(source: str, batch: int | None, seq: int | None, dtype: torch.
         example = (example,)
     if not isinstance(example, (dict, tuple)):
         raise CaptureError(f"{source} gives no example inputs: return (model, dict of keyword arguments) or (model, tuple)")
+    if isinstance(example, dict) and not all(isinstance(key, str) for key in example):
+        raise CaptureError(f"{source} gives example inputs whose keys are no names: return a dict of keyword arguments")
     return LoadedModel(model.to(dtype) if dtype is not None else model, example, name)
 
 
@@ -285,6 +322,6 @@ def _module(path: Path) -> Any:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CaptureError(f"{path} cannot be imported: {type(error).__name__}: {_line(error)}") from error
     return module

@@ -6,36 +6,50 @@ statuses.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
-import sys
 from collections.abc import Sequence
 
+from autopar.cli.output import OutputProblem, flush_output, give_up_output, say, write_any_text, writing_output
 from autopar.cli.parser import build_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. 0: done, 1: a bug (with its traceback), 2: the user's input, 3: infeasible."""
-    arguments = build_parser().parse_args(argv)
-    gc.set_threshold(_GC_THRESHOLD, *gc.get_threshold()[1:])
+    """Runs one command. 0: done, 1: a bug (with its traceback), 2: the user's input, 3: infeasible, 130: interrupted."""
+    write_any_text()
+    try:
+        arguments = build_parser().parse_args(argv)
+        gc.set_threshold(_GC_THRESHOLD, *gc.get_threshold()[1:])
+        status = _run(arguments)
+        flush_output()
+        return status
+    except KeyboardInterrupt:
+        say("autopar: interrupted")
+        return 130
+    except OutputProblem as problem:
+        give_up_output()
+        if problem.reader_left:
+            return 0
+        say(f"autopar: error: cannot write the output: {problem}")
+        return 2
 
+
+def _run(arguments: argparse.Namespace) -> int:
     from autopar.cli.console import Console
     from autopar.errors import AutoparError, Infeasible
 
     try:
         return int(arguments.run(arguments, Console(arguments.json)))
-    except Exception as error:
-        if not isinstance(error, AutoparError):
-            raise
+    except AutoparError as error:
         status = int(getattr(error, "exit_status", 2))
         lines = str(error).splitlines() if isinstance(error, Infeasible) else [" ".join(str(error).split())]
         line = "\n".join(lines)
-        print(f"autopar: error: {line}", file=sys.stderr)
+        say(f"autopar: error: {line}")
         if arguments.json:
-            print(json.dumps({"error": {"type": type(error).__name__, "message": line, "exit_status": status}}))
+            with writing_output():
+                print(json.dumps({"error": {"type": type(error).__name__, "message": line, "exit_status": status}}))
         return status
-    except KeyboardInterrupt:
-        return 130
 
 
 _GC_THRESHOLD = 200_000

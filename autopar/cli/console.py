@@ -12,6 +12,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console as RichConsole
 from rich.table import Table
 
+from autopar.cli.output import say, writing_output
+
+
+class TableConsole(RichConsole):
+    """Rich's, but a reader that left is an OSError here too."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
 
 @dataclass(frozen=True, slots=True)
 class Console:
@@ -21,17 +30,19 @@ class Console:
 
     def progress(self, line: str) -> None:
         """One line on stderr, at once."""
-        print(line, file=sys.stderr, flush=True)
+        say(line)
 
     def document(self, data: Any) -> None:
         """Prints the JSON document, with ``--json`` only."""
         if self.as_json:
-            print(json.dumps(data, indent=2))
+            with writing_output():
+                print(json.dumps(data, indent=2))
 
     def text(self, text: str) -> None:
         """Prints plain text, without ``--json`` only."""
         if not self.as_json:
-            print(text)
+            with writing_output():
+                print(text)
 
     def table(self, title: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Prints a table, without ``--json`` only. Columns of numbers are right-aligned."""
@@ -44,10 +55,11 @@ class Console:
             table.add_column(name, justify="right" if numeric else "left", overflow="fold")
         for row in rows:
             table.add_row(*(cell.replace("[", "\\[") for cell in row))
-        terminal = RichConsole(file=sys.stdout)
+        terminal = TableConsole(file=sys.stdout)
         if not terminal.is_terminal:
-            terminal = RichConsole(file=sys.stdout, width=max(100, terminal.width))
-        terminal.print(table)
+            terminal = TableConsole(file=sys.stdout, width=max(100, terminal.width))
+        with writing_output():
+            terminal.print(table)
 
 
 def seconds(value: float | None) -> str:

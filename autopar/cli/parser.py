@@ -8,6 +8,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn
 
+from autopar.cli.output import say
+
 MODEL_HELP = "a bundled name (see `autopar models`), a Hugging Face config.json, or file.py:factory"
 CLUSTER_HELP = "preset:nodes (see `autopar clusters`), local:processes, or a YAML file"
 
@@ -15,16 +17,45 @@ CLUSTER_HELP = "preset:nodes (see `autopar clusters`), local:processes, or a YAM
 class Parser(argparse.ArgumentParser):
     """Prints one line for a wrong argument, and exits with status 2."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        for name, value in vars(found).items():
+            if value == []:  # argparse, of ``--rank=--``
+                self.error(f"{name} has no value")
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
-        print(f"autopar: error: {message}; see `{self.prog} --help`", file=sys.stderr)
+        line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(message.split()))
+        say(f"autopar: error: {line}; see `{self.prog} --help`")
         sys.exit(2)
+
+
+MOST = 2**31 - 1
+"""Of a number on the command line."""
 
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    whole = text.isascii() and text.isdigit() and len(text) <= len(str(MOST))
+    if not whole or not 1 <= int(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of 1 to {MOST}")
     return int(text)
+
+
+def from_zero(text: str) -> int:
+    """A whole number of at least 0."""
+    return 0 if text == "0" else positive(text)
+
+
+def seconds(text: str) -> float:
+    """Seconds above 0."""
+    try:
+        value = float(text) if text.isascii() else 0.0
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= MOST:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of seconds above 0")
+    return value
 
 
 def _lazy(module: str) -> Callable[[argparse.Namespace, Any], int]:
@@ -50,7 +81,7 @@ def _planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-cache", action="store_true", help="search without reading or writing the cache, ~/.cache/autopar/plans"
     )
-    parser.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="of the search (default 60)")
+    parser.add_argument("--time-limit", type=seconds, default=60.0, metavar="SECONDS", help="of the search (default 60)")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -95,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
     changed = "plan again with fixed degrees, or with nodes=16, memory=160 (GiB) or batch=64, and show the difference"
     explain.add_argument("--what-if", metavar="tp=8", help=changed)
     explain.add_argument("--formulas", action="store_true", help="the formulas of what costs most, with their numbers")
-    explain.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="of the new search (default 60)")
+    explain.add_argument("--time-limit", type=seconds, default=60.0, metavar="SECONDS", help="of the new search (default 60)")
 
     verify = add(
         "verify",
@@ -108,7 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     dryrun = add("dryrun", "dryrun", "run one rank of the plan on fake tensors: peak memory and collectives, without the cluster")
     dryrun.add_argument("plan", metavar="plan.json")
-    dryrun.add_argument("--rank", type=int, default=0, metavar="R", help="which rank of the cluster (default 0)")
+    dryrun.add_argument("--rank", type=from_zero, default=0, metavar="R", help="which rank of the cluster (default 0)")
 
     validate = add("validate", "validate", "price published training runs with the cost models, and summarise the errors")
     validate.add_argument("file", metavar="FILE.csv", nargs="?", help="a table of measurements (default: the bundled one)")

@@ -24,12 +24,14 @@ _GIB = 2.0**30
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedChange:
-    """The plan with one thing changed, evaluated without solving again."""
+    """The plan with one thing changed, evaluated without solving again. `force` asks the search for it, as in ``zero=3``; it is
+    empty where nothing does."""
 
     name: str
     step_seconds: float
     peak_memory_bytes: int
     fits: bool
+    force: str = ""
 
 
 def parts_of_step(evaluation: Evaluation) -> list[tuple[str, float]]:
@@ -105,28 +107,34 @@ def evaluate_changes(graph: Graph, candidate: Candidate, cluster: Cluster, optim
     """One change at a time: every ZeRO stage, nothing recomputed, all repeated blocks recomputed, half and twice the
     micro-batches."""
     out = []
-    for name, changed in _changed(graph, candidate):
+    for name, force, changed in _changed(graph, candidate):
         try:
             evaluation = evaluate(graph, changed, cluster, optimizer)
         except PlanError:  # the schedule does not take this number of micro-batches
             continue
-        out.append(EvaluatedChange(name, evaluation.step_seconds, evaluation.peak_memory_bytes, evaluation.fits))
+        out.append(EvaluatedChange(name, evaluation.step_seconds, evaluation.peak_memory_bytes, evaluation.fits, force))
     return out
 
 
-def _changed(graph: Graph, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+def _changed(graph: Graph, candidate: Candidate) -> Iterator[tuple[str, str, Candidate]]:
+    """What is changed in words and as what is forced, and the changed plan."""
     plans = candidate.blocks
     if candidate.mesh.size_of(DATA_AXIS) > 1:
         for zero in range(4):
             if any(plan.zero != zero for plan in plans):
-                yield f"ZeRO-{zero} for all blocks", replace(candidate, blocks=tuple(replace(p, zero=zero) for p in plans))
+                yield (
+                    f"ZeRO-{zero} for all blocks",
+                    f"zero={zero}",
+                    replace(candidate, blocks=tuple(replace(p, zero=zero) for p in plans)),
+                )
     all_saved = tuple(replace(plan, recompute=False, recompute_nodes=(), recompute_conversions=(), offload=()) for plan in plans)
     if all_saved != plans:
-        yield "nothing recomputed or offloaded", replace(candidate, blocks=all_saved)
+        yield "nothing recomputed or offloaded", "", replace(candidate, blocks=all_saved)
     recomputed = tuple(replace(plan, recompute=graph.count(plan.block) > 1) for plan in all_saved)
     if recomputed != plans:
-        yield "repeated blocks recomputed whole", replace(candidate, blocks=recomputed)
+        yield "repeated blocks recomputed whole", "", replace(candidate, blocks=recomputed)
     degree = candidate.mesh.size_of(DATA_AXIS)
     for number in (candidate.micro_batches // 2, candidate.micro_batches * 2):
         if number and candidate.batch % (degree * number) == 0:
-            yield f"{number} micro-batch{'es' if number > 1 else ''} a step", replace(candidate, micro_batches=number)
+            words = f"{number} micro-batch{'es' if number > 1 else ''} a step"
+            yield words, f"micro={number}", replace(candidate, micro_batches=number)

@@ -18,6 +18,7 @@ from autopar.solve.space.options import SearchOptions
 
 _GIB = 2.0**30
 CLUSTER_KEYS = ("nodes", "memory")
+_MOST = {"nodes": 1e5, "memory": 1e6, "batch": 1e9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,10 @@ def parse_what_if(text: str) -> WhatIf:
             changes[key.strip()] = float(value)
         except ValueError:
             raise AutoparError(f"what-if: {key}={value} is not a number; write tp=8, nodes=16, memory=160 or batch=64") from None
-    if any(value <= 0 for value in changes.values()):
-        raise AutoparError("what-if: nodes, memory and batch must be above 0")
+    for name, number in changes.items():
+        if not 0 < number <= _MOST[name] or (name != "memory" and number != int(number)):
+            whole = "a number" if name == "memory" else "a whole number"
+            raise AutoparError(f"what-if: {name}={number:g} is not {whole} above 0, at most {_MOST[name]:g}")
     force = parse_force(",".join(f"{key}={value}" for key, value in given.items()))
     if force.is_configuration:
         raise AutoparError("what-if: a whole configuration leaves nothing to plan; price it with `autopar plan --force`")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autopar.errors import FileError
-from autopar.files import PART, sync_folder
+from autopar.files import part_of, remove_left_over, sync_folder
 
 MARKER = ".autopar-export.json"
 """Lists the files of an export: what a later one may replace."""
@@ -23,10 +23,13 @@ def export_folder(directory: str | Path, overwrite: bool = False) -> Iterator[Pa
     FileError where `directory` has files and is no export, or is one and `overwrite` is off. Files of the user in an earlier
     export are left alone; so is everything where writing fails.
     """
-    target = Path(os.path.realpath(directory))
-    written = _check(target, overwrite)
-    part = target.with_name(f".{target.name}.{os.getpid()}{PART}")
+    part = None
     try:
+        target = Path(os.path.realpath(directory))
+        _recover(target)
+        written = _check(target, overwrite)
+        remove_left_over(target)
+        part = part_of(target)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         yield part
@@ -36,10 +39,12 @@ def export_folder(directory: str | Path, overwrite: bool = False) -> Iterator[Pa
             if path.is_file():
                 _sync(path)
         _put_in_place(part, target, written)
-    except OSError as error:
-        raise FileError(f"cannot write to {directory}: {error.strerror or error}; what was there before is unchanged") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"cannot write to {str(directory)[:200]}: {reason}; what was there before is unchanged") from None
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        if part is not None:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def _check(target: Path, overwrite: bool) -> frozenset[str]:
@@ -60,6 +65,17 @@ def _check(target: Path, overwrite: bool) -> frozenset[str]:
     return written | {MARKER}
 
 
+def _previous(target: Path) -> Path:
+    return target.with_name(f".{target.name[:100]}.previous")
+
+
+def _recover(target: Path) -> None:
+    """Gives the earlier export its name again, where a process was killed between the two renames that replace it."""
+    previous = _previous(target)
+    if not target.exists() and (previous / MARKER).exists():
+        previous.rename(target)
+
+
 def _put_in_place(part: Path, target: Path, written: frozenset[str]) -> None:
     if not target.exists() or not any(target.iterdir()):
         part.replace(target)
@@ -73,7 +89,7 @@ def _put_in_place(part: Path, target: Path, written: frozenset[str]) -> None:
                 raise FileError(f"{path} is in the way, and no export wrote it: move it, or name a new folder")
             beside.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, beside)
-    previous = target.with_name(f".{target.name}.previous")
+    previous = _previous(target)
     shutil.rmtree(previous, ignore_errors=True)
     target.rename(previous)  # whole under this name, should the process end before the next line
     part.rename(target)

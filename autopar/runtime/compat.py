@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -96,6 +96,33 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+_BACKWARD_TRANSLATORS: list[Callable[[Exception], Exception | None]] = []
+
+
+def translate_backward_errors(translate: Callable[[Exception], Exception | None], *, first: bool = False) -> None:
+    """An error that ends any backward of this process is passed to each translation, and what that returns goes on in its place.
+    Seen on 2.13.0: Tensor.backward, torch.autograd.backward and torch.autograd.grad all go through this function."""
+    _BACKWARD_TRANSLATORS.insert(0 if first else len(_BACKWARD_TRANSLATORS), translate)
+    outer: Any = torch.autograd
+    original = outer._engine_run_backward
+    if getattr(original, "autopar", False):
+        return
+
+    def run(*args: Any, **options: Any) -> Any:
+        try:
+            return original(*args, **options)
+        except Exception as error:
+            other: Exception = error
+            for each in _BACKWARD_TRANSLATORS:
+                other = each(other) or other
+            if other is error:
+                raise
+            raise other from error
+
+    run.autopar = True  # type: ignore[attr-defined]
+    outer._engine_run_backward = run
+
+
 def in_backward() -> bool:
     """Whether this thread runs inside a backward. Seen on 2.13.0."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -153,6 +180,39 @@ def strided_shard(dim: int, parts: int) -> Any:
 def is_strided(placement: Any) -> bool:
     """Whether `placement` came from `strided_shard`."""
     return isinstance(placement, _StridedShard)
+
+
+def over_local(kind: type[Any], value: DTensor) -> Any:
+    """An instance of `kind`, a subclass of DTensor, over the data of `value`. Seen on 2.13.0."""
+    return torch.Tensor._dtensor__new__(kind, value._local_tensor, value._spec, requires_grad=False)
+
+
+def whole_items() -> None:
+    """Teaches DTensor that ``.item()`` of a partial number (a norm, a sum) is that of the whole tensor: on 2.13.0 it is this
+    rank's part, without a word. All ranks of the mesh must ask."""
+
+    def item(op: Any, args: Any, kwargs: Any) -> Any:
+        return op(whole(args[0]).to_local(), *args[1:], **kwargs)
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def whole(value: DTensor) -> DTensor:
+    """`value` with its partial placements reduced."""
+    if not any(placement.is_partial() for placement in value.placements):
+        return value
+    return value.redistribute(placements=[Replicate() if each.is_partial() else each for each in value.placements])
+
+
+def profiling() -> bool:
+    """Whether a profiler runs in this thread; takes 40 ns. Seen on 2.13.0."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def unscale_and_check() -> Any:
+    """What `torch.amp.GradScaler` calls with (gradients, found_inf, inverse scale). Seen on 2.13.0."""
+    return torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def own_store() -> Any:

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 
 class AutoparError(Exception):
-    """Base of all errors that a user can fix. `exit_status` is the exit status of the command line."""
+    """Base of all errors that a user can fix. `exit_status` is the exit status of the command line.
+
+    The message is one line, whatever names and texts of the user's stand in it, but for `several_lines`.
+    """
 
     exit_status = 2
+    several_lines = False
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if self.several_lines or text.isprintable() else one_line(text)
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks and other control characters; lone surrogates as ``?``."""
+    plain = " ".join(text.split()).encode(errors="replace").decode()
+    return "".join(letter if letter.isprintable() else "?" for letter in plain)
 
 
 class BatchError(AutoparError):
@@ -18,7 +32,10 @@ class StateError(AutoparError):
 
 
 class RuntimeProblem(AutoparError):
-    """Base of all errors of a running program: one line that says what is wrong, where, and how to mend it."""
+    """Base of all errors of a running program: one line that says what is wrong, where, and how to mend it. `on_all_ranks`: all
+    ranks raise it, so that none waits for another."""
+
+    on_all_ranks = False
 
 
 class LaunchProblem(RuntimeProblem):
@@ -28,15 +45,36 @@ class LaunchProblem(RuntimeProblem):
 class BatchProblem(RuntimeProblem, BatchError):
     """A batch that does not fit the plan, or that differs between ranks."""
 
+    on_all_ranks = True
+
 
 class PeerProblem(RuntimeProblem):
     """Another process of the run failed, or does not answer."""
 
     exit_status = 1
+    on_all_ranks = True
 
 
 class MismatchProblem(RuntimeProblem):
     """The ranks of a run have different models, programs, versions or batches."""
+
+    on_all_ranks = True
+
+
+class NotFiniteProblem(RuntimeProblem):
+    """The loss of a step is infinite or no number."""
+
+    on_all_ranks = True
+
+
+class ReplicaProblem(RuntimeProblem):
+    """Ranks that hold copies of one parameter or buffer have different values of it."""
+
+    on_all_ranks = True
+
+
+class MemoryProblem(RuntimeProblem):
+    """A device, or the host, has too little memory for the plan."""
 
 
 class StateProblem(RuntimeProblem, StateError):

@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
+from .compat import profiling
 from .device.mesh import MeshHandle
 from .device.rng import RestoredRng, RngRecorder
 from .ops.split_backward import SplitBackward
@@ -100,6 +102,13 @@ class BlockModule(nn.Module):
         if self.recompute:
             run = partial(checkpoint, self.forward, use_reentrant=False, preserve_rng_state=False)
             self.forward = partial(run, context_fn=_rng_contexts) if self.uses_rng else run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In a profile, a range with the module's name: of its call, which includes the gathers of its weights."""
+        if not profiling():
+            return super().__call__(*args, **kwargs)
+        with record_function(self.prefix or type(self).__name__):
+            return super().__call__(*args, **kwargs)
 
 
 class RootModule(nn.Module):

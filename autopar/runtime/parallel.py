@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.data import DistributedSampler
 
-from .comm.agreement import Stated, agree_on_batch, program_digest, require_agreement, stated_step
-from .comm.heartbeat import PATIENCE_SECONDS, Heartbeat, start_heartbeat
-from .compat import in_backward, save_strided_shards
+from .comm.agreement import Stated, agree_on_batch, program_digest, refused_together, require_agreement, stated_step
+from .comm.heartbeat import Heartbeat, start_heartbeat
+from .comm.peer_watch import PATIENCE_SECONDS
+from .compat import in_backward, save_strided_shards, whole_items
+from .copies import copied
 from .device.mesh import MeshHandle
 from .errors import BatchProblem, RuntimeProblem, StateProblem
 from .module import Program
@@ -27,13 +29,15 @@ from .state.fsdp import reshard_all
 from .state.gradient_norm import clip_gradients
 from .state.lend import lend_state
 from .state.materialize import State, materialize
-from .state.optimizer_state import full_optimizer_state
+from .state.optimizer_state import full_optimizer_state, load_full_optimizer_state, refuse_full_states
 from .state.plain_model import Container, PlainModel, ShardedStateDict, check_parameters
 from .state.weight_source import WeightSource
 from .step.inputs import NamedBatch, bind_arguments, bind_named_batch, local_inputs
 from .step.micro_batches import StepResult
+from .step.out_of_memory import MemoryGuard
 from .step.outputs import build_result, plain_result, returned_outputs
 from .step.same_batch import check_same_batch, is_checked
+from .step.step_checks import StepChecks
 from .variants import KeyedCall, MadeVariant, Variant, Variants
 
 
@@ -53,6 +57,8 @@ class Parallel(nn.Module):
     state: State
     pipeline_step: PipelineStep | PipeDreamStep | None
     heartbeat: Heartbeat | None
+    checks: StepChecks
+    memory: MemoryGuard
     program_digest: str
     compared: bool
     form: Any
@@ -76,25 +82,28 @@ class Parallel(nn.Module):
         form: Any = None,
         plain: PlainModel | None = None,
         check_batch_every: int = 100,
+        check_every: int = 0,
         make_variant: Callable[[KeyedCall], MadeVariant] | None = None,
     ) -> None:
         """`source` gives full tensors by original name. `compile`: a backend of torch.compile, or True for inductor. `form`: the
         structure of the model's result (`outputs.build_result`); without it a call returns the loss, or a namespace of it and the
         outputs. `plain`: the model that it was made from. Ranks compare checksums of their batches in the first calls and then
-        in one of `check_batch_every` (0: never). `make_variant` captures and plans what calls in other modes, of other arguments
-        and of other sizes compute; without it they are refused.
+        in one of `check_batch_every` (0: never). In one of `check_every` steps the loss has to be finite, and copies of
+        parameters equal (`StepChecks`). `make_variant` captures and plans what calls in other modes, of other arguments and of
+        other sizes compute; without it they are refused.
 
         Blocks of one class share their compiled code: each distinct block is compiled once. A rank that dies, stops or fails
         makes the others end with an error that names it, within `patience_seconds`. `heartbeat`: one that runs already.
         """
         super().__init__()
         save_strided_shards()
+        whole_items()
         # FSDP2 warns of in-place writes into views that a block returns; generated code never writes in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         # The generated modules are not registered as children: their parameters are not the canonical ones.
         self.__dict__["program"] = program
         self.__dict__["form"] = form
-        self.__dict__["check_batch_every"] = check_batch_every
+        self.__dict__["check_batch_every"], self.__dict__["compile"] = check_batch_every, compile
         self.__dict__["pipeline_step"], self.__dict__["compared"] = None, False
         self.__dict__["program_digest"] = program_digest(program)  # FSDP2 changes the class
         heartbeat = heartbeat or start_heartbeat(program.mesh.describe, patience_seconds)
@@ -102,16 +111,25 @@ class Parallel(nn.Module):
         if heartbeat is not None:
             heartbeat.describe = program.mesh.describe
             heartbeat.stop_with(self)
+        self.__dict__["memory"] = MemoryGuard(program.mesh.device)
         with self._watched("loading weights"):
-            self.__dict__["state"] = materialize(program, source)
+            self.__dict__["state"] = self.memory.state = materialize(program, source)
+        self.__dict__["checks"] = StepChecks(program, self.state, check_every)
+        refuse_full_states(self.state)
+        if self.state.stage is not None:
+            self.state.stage.heartbeat = heartbeat
         if isinstance(program, PipelineProgram):
-            self.__dict__["pipeline_step"] = make_pipeline_step(program, self.state)
+            made = make_pipeline_step(program, self.state)
+            self.__dict__["pipeline_step"] = made
+            self.memory.detail = lambda: made.executor.doing
         self.__dict__["first"] = Variant(program, form, self.state, self.pipeline_step)
         if plain is not None:
             self._mirror_modules(plain)
         for name, parameter in self.state.parameters.items():
             node, leaf = self._node(name)
             node.register_parameter(leaf, parameter)
+        for name in self.state.index.specs:  # modules of other stages too
+            self._node(name)
         for name, buffer in self.state.buffers.items():
             node, leaf = self._node(name)
             saved = self.state.specs[name].persistent and (plain is None or name in plain.names.values())
@@ -195,11 +213,13 @@ class Parallel(nn.Module):
         were asked for, in the model's own result class if it has one; of a model without a loss its outputs, which take
         gradients. A call in another mode, with other arguments or of other sizes than before has its program made first."""
         if self.plain is not None:
-            check_parameters(self.state.parameters, lambda name: self.state.specs[name].trainable)
+            with self._refused_together():
+                check_parameters(self.state.parameters, lambda name: self.state.specs[name].trainable)
             self.plain.check_frozen()
         variant, training = self._variant(args, batch)
         inputs = self._inputs(variant.program, args, batch)
         if not in_backward():
+            reshard_all(self.program)  # a call without a backward left weights gathered, which may have changed since
             for buckets in (self.state.buckets, *self.state.chunk_buckets):
                 buckets.reset()
         loss, others = self._run(variant, inputs, training)
@@ -209,10 +229,10 @@ class Parallel(nn.Module):
             reshard_all(self.program)
         program = variant.program
         outputs = returned_outputs(program, others) if program.outputs else {}
-        if self.heartbeat is not None:
-            for output in (loss, *outputs.values()):
-                if isinstance(output, torch.Tensor) and output.requires_grad:
-                    self.heartbeat.watch_backward(output)
+        taking = (output for path, output in outputs.items() if program.output_kinds.get(path) == "gradient")
+        for output in (loss, *taking) if self.heartbeat is not None else ():
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                self.heartbeat.watch_backward(output)  # type: ignore[union-attr]
         return plain_result(program, loss, outputs) if variant.form is None else build_result(variant.form, loss, outputs)
 
     def _variant(self, args: tuple[Any, ...], batch: dict[str, Any]) -> tuple[Variant, bool]:
@@ -293,10 +313,12 @@ class Parallel(nn.Module):
 
     def _run(self, variant: Variant, inputs: dict[str, torch.Tensor], training: bool) -> StepResult:
         """The loss, and this rank's shard of each output."""
-        if self.heartbeat is not None and torch.is_grad_enabled() and not in_backward():
-            self.heartbeat.step += 1
+        if torch.is_grad_enabled() and not in_backward():
+            self.memory.step += 1
+            if self.heartbeat is not None:
+                self.heartbeat.step += 1
         with self._watched("forward" if torch.is_grad_enabled() else "evaluation"):
-            return variant.run(inputs, training)
+            return self.checks.run(variant.program, lambda: variant.run(inputs, training))
 
     def flush(self) -> torch.Tensor:
         """With two weight versions a call returns the loss of the batch before; this returns that of the last batch."""
@@ -324,6 +346,12 @@ class Parallel(nn.Module):
         """A stage without parameters yields one without elements, since optimizers refuse an empty list."""
         found = list(super().parameters(recurse))
         return iter(found or [nn.Parameter(torch.empty(0, device=self.program.mesh.device))])
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """Replicated DTensors over the data of the buffers, which go together with the parameters in one operation."""
+        mesh = self.program.mesh.state_mesh
+        for buffer in super().buffers(recurse):
+            yield DTensor.from_local(buffer, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     def train(self, mode: bool = True) -> Parallel:
         """The mode of the model and all its modules: the next call runs, or first makes, the program of that mode."""
@@ -384,7 +412,17 @@ class Parallel(nn.Module):
         )
 
     def __deepcopy__(self, memo: Any) -> Parallel:
-        raise StateProblem("a parallel model cannot be copied; save its state with torch.distributed.checkpoint")
+        """A parallel model with weights of its own (all ranks must call)."""
+        found: Parallel | None = memo.get(id(self))
+        if found is None:
+            with self._watched("the copy of the model"):
+                found = memo[id(self)] = copied(self)
+        return found
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For scripts that come from DDP. The gradients of several calls accumulate with and without it."""
+        yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips by the norm of all gradients, each element counted once under any plan; returns the norm before clipping."""
@@ -394,12 +432,21 @@ class Parallel(nn.Module):
         with self._watched("clip_grad_norm_"):
             return clip_gradients(list(gradients.values()), first, mesh, max_norm, norm_type)
 
-    def _watched(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """A context around work that needs the other ranks."""
-        if self.heartbeat is None:
-            return contextlib.nullcontext()
-        stages = self.pipeline_step
-        return self.heartbeat.watching(lambda: (stages.executor.doing if stages is not None else "") or doing)
+    @contextlib.contextmanager
+    def _refused_together(self) -> Iterator[None]:
+        """A stage of a pipeline sees only its own parameters: what it refuses in a call that is checked is refused on all."""
+        mesh, checked = self.program.mesh, is_checked(self.call_count, self.__dict__["check_batch_every"])
+        asked = checked and mesh.pp.size > 1 and self.heartbeat is not None
+        with self._watched("the check of parameters"), refused_together(asked, mesh.describe):
+            yield
+
+    @contextlib.contextmanager
+    def _watched(self, doing: str) -> Iterator[None]:
+        """A context around work that needs the other ranks, and memory."""
+        heartbeat, detail = self.heartbeat, self.memory.detail
+        watching = contextlib.nullcontext() if heartbeat is None else heartbeat.watching(lambda: detail() or doing)
+        with watching, self.memory.catching(doing):
+            yield
 
     def load_full_state(self, source: WeightSource) -> None:
         """Copies a full state dict (or name -> full tensor) of the original model into the local shards."""
@@ -421,8 +468,18 @@ class Parallel(nn.Module):
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state dict of the plain model's optimizer, with full tensors on every rank (all ranks must call)."""
-        order = list(self.state.parameters) if self.plain is None else self.plain.parameter_names
-        return full_optimizer_state(self.state, optimizer, order)
+        with self._watched("full_optimizer_state"):
+            return full_optimizer_state(self.state, optimizer, self._parameter_order())
+
+    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Loads what `full_optimizer_state` gave, under this or another plan, or the state dict of the plain model's optimizer
+        (all ranks must call)."""
+        with self._watched("load_full_optimizer_state"):
+            load_full_optimizer_state(self.state, optimizer, state, self._parameter_order())
+
+    def _parameter_order(self) -> list[str]:
+        names = [name for name, spec in self.state.index.specs.items() if not spec.buffer]
+        return names if self.plain is None else self.plain.parameter_names
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients by original name with full tensors, on every rank (all ranks must call)."""

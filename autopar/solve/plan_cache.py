@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.errors import FileError, PlanError
+from autopar.errors import AutoparError, FileError
 from autopar.files import write_whole
 from autopar.ir.graph import Graph
 from autopar.ir.plan_file import plan_file as planfile
@@ -32,9 +32,9 @@ class PlanCache:
         """The decisions under the key on the captured `graph`; None where there are none, or they answer another question."""
         path = self._path(key)
         try:
-            found = planfile.decode_plan(path.read_bytes(), str(path))
+            found = planfile.load_plan(path)
             return found.with_graph(graph) if _answers(found, graph, cluster, options) else None
-        except (OSError, PlanError):
+        except AutoparError:
             return None
 
     def store(self, key: str, plan: Plan) -> None:

@@ -7,10 +7,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib.resources import files
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError
+from autopar.files import read_text
 
 
 class TableError(AutoparError):
@@ -94,17 +96,14 @@ def bundled_table() -> Path:
 def read_table(path: Path) -> tuple[Row, ...]:
     """The rows of a table. TableError names the file, the line and the column that is unreadable."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            table = csv.DictReader(file)
-            columns = table.fieldnames or ()
-            missing = [field.name for field in fields(Row) if field.name not in columns]
-            if missing:
-                raise TableError(f"{path} lacks the columns {', '.join(missing)}: it must have those of the bundled table")
-            rows = tuple(_row(path, number, line) for number, line in enumerate(table, start=2))
-    except OSError as error:
-        raise TableError(f"cannot read {path}: {error.strerror}; give the path of a CSV file of measurements") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise TableError(f"{path} is no CSV file in UTF-8: {error}") from None
+        table = csv.DictReader(StringIO(read_text(path, TableError, "the table of measurements"), newline=""))
+        columns = table.fieldnames or ()
+        missing = [field.name for field in fields(Row) if field.name not in columns]
+        if missing:
+            raise TableError(f"{path} lacks the columns {', '.join(missing)}: it must have those of the bundled table")
+        rows = tuple(_row(path, number, line) for number, line in enumerate(table, start=2))
+    except csv.Error as error:
+        raise TableError(f"{path} is no CSV file: {error}") from None
     if not rows:
         raise TableError(f"{path} has no rows: give a table with at least one measurement")
     return rows

@@ -19,6 +19,7 @@ from autopar.passes.lower import lower
 from autopar.rules.check import check_strategies
 from autopar.rules.registry import Registry
 from autopar.schedules.pipeline_schedule import check_schedule
+from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.meshes import divisors
@@ -42,7 +43,7 @@ def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry)
     PlanMismatch where no plan of the graph has the mesh, the stages and the stored placements of `plan`.
     """
     if plan.candidate.pipeline.stages > 1 and (reason := why_one_graph(graph)):
-        raise PlanMismatch(f"{reason}, which a pipeline cannot have: call it with what the loss needs, or plan with pp=1")
+        raise PlanMismatch(f"{reason}, which a pipeline cannot have: put the loss into the program, or plan with pp=1")
     problems: list[str] = []
     same = in_structure_of(graph, plan.graph)
     for data, parts in _divisions(graph, plan.candidate):
@@ -89,10 +90,15 @@ def _resized(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, dat
 
 
 def _schedule_for(first: Candidate, parts: int, pipeline: Pipeline) -> Pipeline:
-    """The schedule of the plan; of another number of micro-batches GPipe's, where each stage has one model chunk."""
-    if parts == first.micro_batches or pipeline.stages == 1 or pipeline.virtual > 1:
+    """The schedule of the plan. For another number of micro-batches all forwards and then all backwards (GPipe, arXiv
+    1811.06965), with every model chunk where its weights are."""
+    if parts == first.micro_batches or pipeline.stages == 1:
         return pipeline
-    return replace(pipeline, schedule="gpipe", actions="")
+    lines = []
+    for chunks in chunks_of_stages(pipeline):
+        forwards = [f"{chunk}F{number}" for chunk in chunks for number in range(parts)]
+        lines.append(" ".join((*forwards, *(f"{chunk}B{number}" for chunk in reversed(chunks) for number in range(parts)))))
+    return replace(pipeline, schedule="gpipe", actions="\n".join(lines))
 
 
 def stored_placements(plan: Plan) -> dict[str, Placements]:

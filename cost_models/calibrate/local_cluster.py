@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import date
 from importlib.metadata import version
@@ -23,10 +23,14 @@ from autopar.cost_models.calibrate.measure import (
 )
 from autopar.cost_models.hardware.cluster import Cluster, read_cluster, with_nodes
 from autopar.cost_models.hardware.cluster_file import preset_path
-from autopar.errors import ClusterError
+from autopar.errors import ClusterError, FileError
+from autopar.files import read_json, write_whole
 
 RETRY_SECONDS = 600.0
 """For how long an unreliable measurement is used, at first; each further one doubles it."""
+
+MOST_MEASURED = 64
+"""Processes that are started to be measured; larger numbers take the bundled description."""
 
 STALE_SECONDS = 30 * 86400.0
 """For how long any measurement is used."""
@@ -56,23 +60,24 @@ def measured_local_cluster(processes: int, folder: Path) -> Cluster:
     busy, or repetitions differ much) is measured again after a while, less often each time; of all these runs the fastest seconds
     of each timing count, so that the figures converge to those of an idle machine.
     """
+    if processes > MOST_MEASURED:
+        return default_local_cluster(processes)
     path = folder / f"local-{processes}-{machine_name()}-{available_cores()}-torch{version('torch')}.json"
     tries, run = 0, None
     try:
-        data = json.loads(path.read_text())
+        data = read_json(path, ClusterError, "the measurement")
         age = time.time() - path.stat().st_mtime
         if age < STALE_SECONDS:
             tries, run = int(data["tries"]), CalibrationRun.from_dict(data["run"])
             if is_reliable(run) or age < RETRY_SECONDS * 2 ** (tries - 1):
                 return Cluster.from_dict(data["cluster"])
-    except (OSError, ValueError, KeyError, TypeError, ClusterError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, ClusterError):
         tries, run = 0, None
     found = measure_local(processes)
     if run is not None:
         found = _calibrated(processes, found.run.faster(run))
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}")
     content = {"tries": tries + 1, "run": asdict(found.run), "cluster": found.cluster.to_dict()}
-    draft.write_text(json.dumps(content, indent=1))
-    draft.replace(path)
+    with suppress(OSError, FileError):  # a folder that cannot be written is no error
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(content, indent=1))
     return found.cluster

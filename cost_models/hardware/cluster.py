@@ -67,14 +67,18 @@ class Cluster:
         if text.endswith((".yaml", ".yml")):
             return read_cluster(Path(text), text)
         if "+" in text:
-            return heterogeneous_cluster(tuple(Cluster.parse(part.strip()) for part in text.split("+")), text)
+            parts = text.split("+")
+            if len(parts) > _MOST_PARTS:
+                raise ClusterError(f"a cluster of {len(parts)} parts: join at most {_MOST_PARTS}")
+            return heterogeneous_cluster(tuple(Cluster.parse(part.strip()) for part in parts), text)
         preset, _, count = text.partition(":")
         if preset not in presets():
             raise ClusterError(
                 f"no cluster {preset!r}: write one of {', '.join(presets())} with :nodes, or the path of a .yaml file"
             )
-        if not (count or "1").isdigit() or int(count or "1") < 1:
-            raise ClusterError(f"cluster {text!r}: {count!r} is not a number of nodes; write {preset}:1")
+        whole = count.isascii() and count.isdigit() and len(count) <= _DIGITS
+        if count and (not whole or int(count) < 1):
+            raise ClusterError(f"cluster {text[:80]!r}: {count[:40]!r} is not a number of nodes; write {preset}:1")
         if preset == "local":
             return _local(int(count or "1"), cache)
         return with_nodes(read_cluster(preset_path(preset), preset), text, int(count or "1"))
@@ -108,6 +112,11 @@ class Cluster:
         return cluster
 
 
+_DIGITS = 6
+_MOST_PARTS = 16
+"""Of a cluster: digits of its number of nodes, and parts that are joined."""
+
+
 def _local(processes: int, cache: Path | None) -> Cluster:
     local: Any = import_module("autopar.cost_models.calibrate.local_cluster")  # it imports this module
     found: Cluster = local.default_local_cluster(processes) if cache is None else local.measured_local_cluster(processes, cache)
@@ -121,7 +130,10 @@ def read_cluster(path: Path, name: str) -> Cluster:
     data = read_yaml(path)
     try:
         if "groups" in data and "device" not in data:
-            clusters = tuple(Cluster.parse(str(group["cluster"])) for group in data.pop("groups"))
+            names = [str(group["cluster"]) for group in data.pop("groups")]
+            if len(names) > _MOST_PARTS or not names or any(name.endswith((".yaml", ".yml")) for name in names):
+                raise ClusterError(f"groups: write 1 to {_MOST_PARTS} clusters by their names, each of preset:nodes")
+            clusters = tuple(map(Cluster.parse, names))
             return Cluster.from_dict({**heterogeneous_cluster(clusters, name).to_dict(), **data})
         alone: dict[str, Any] = {"links": []} if data.get("size", 1) == 1 else {}
         return Cluster.from_dict({"name": name, "size": 1, **alone, **data})

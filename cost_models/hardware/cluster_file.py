@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from autopar.errors import ClusterError
+from autopar.files import read_text
 
 GIB = 1024**3
 _UNITS = {
@@ -20,6 +21,10 @@ _UNITS = {
     "_us": (1e-6, "_seconds"),
 }
 """Ending of a key: factor, and the ending of the same key in the code's units."""
+
+
+_LARGEST = 1e18
+"""In the units of a file; all figures of a cluster are far below it."""
 
 
 def preset_path(name: str) -> Path:
@@ -34,8 +39,8 @@ def presets() -> tuple[str, ...]:
 
 def nonnegative(value: object, key: str) -> float:
     """A finite number of at least 0; ValueError names the key."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{key} is {value!r}: write a number of at least 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
+        raise ValueError(f"{key} is {str(value)[:40]!r}: write a number of at least 0, at most {_LARGEST:g}")
     return float(value)
 
 
@@ -98,27 +103,41 @@ def in_human_units(data: Any) -> Any:
     return out
 
 
-_MOST_CHARACTERS = 100_000
-"""Of a cluster file. Aliases could make a small one large beyond all memory."""
+_MOST_CHARACTERS = 30_000
+_DEEPEST = 30
+"""Of a cluster file. Aliases could make a small one large beyond all memory, and nesting takes PyYAML long."""
+
+
+def _check_tokens(text: str, path: Path) -> None:
+    depth = 0
+    for token in yaml.scan(text):
+        if isinstance(token, yaml.AliasToken):
+            raise ClusterError(f"cluster file {path}: write it without aliases (*name)")
+        depth += isinstance(token, _OPENS) - isinstance(token, _CLOSES)
+        if depth > _DEEPEST:
+            raise ClusterError(f"cluster file {path} is nested too deeply: `autopar calibrate` writes one to begin with")
+
+
+_OPENS = (yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken, yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken)
+_CLOSES = (yaml.BlockEndToken, yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The file's content in the code's units. ClusterError names file and fault."""
     try:
-        text = path.read_text()
-        if len(text) > _MOST_CHARACTERS or any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ClusterError(f"cluster file {path}: write it without aliases (*name), in at most {_MOST_CHARACTERS} characters")
+        text = read_text(path, ClusterError, "cluster file", 4 * _MOST_CHARACTERS)
+        if len(text) > _MOST_CHARACTERS:
+            raise ClusterError(f"cluster file {path}: write it in at most {_MOST_CHARACTERS} characters")
+        _check_tokens(text, path)
         data = yaml.safe_load(text)
-    except RecursionError:
-        raise ClusterError(f"cluster file {path} is nested too deeply: `autopar calibrate` writes one to begin with") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"cluster file {path}: {getattr(error, 'strerror', None) or error}") from None
     except yaml.YAMLError as error:
         where = f" in line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         fault = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ClusterError(
             f"cluster file {path} is not YAML{where}: {fault}; `autopar calibrate` writes one to begin with"
         ) from None
+    except (ValueError, AttributeError, TypeError, OverflowError) as error:  # of PyYAML, for a value that its tag cannot be
+        raise ClusterError(f"cluster file {path} has a value that is none: {str(error)[:100]}; correct it") from None
     if not isinstance(data, dict):
         raise ClusterError(f"cluster file {path}: expected keys name, device, links and size; `autopar calibrate` writes one")
     data.pop("source", None)

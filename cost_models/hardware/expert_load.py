@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from math import isfinite
-from pathlib import Path
 from typing import Any
 
 from autopar.errors import ClusterError
+from autopar.files import read_json
+
+LARGEST = 1e18
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,7 @@ class ExpertLoad:
     def parse(text: str) -> ExpertLoad:
         """``1.3``, or the path of a JSON list of tokens of each expert. ClusterError on anything else."""
         if text.endswith(".json"):
-            try:
-                given = json.loads(Path(text).read_text())
-            except (OSError, ValueError) as error:
-                raise ClusterError(f"no load of experts in {text}: {error}; write a JSON list of numbers") from None
-            return parse_expert_load(dict(shares=given), text)
+            return parse_expert_load(dict(shares=read_json(text, ClusterError, "the load of experts")), text)
         try:
             return parse_expert_load(dict(factor=float(text)), "expert load")
         except ValueError:
@@ -48,8 +44,8 @@ def parse_expert_load(data: Any, where: str) -> ExpertLoad:
     """From ``{factor: 1.3}`` or ``{shares: [...]}``."""
     known = data if isinstance(data, dict) else {}
     factor, shares = known.get("factor", 1.0), known.get("shares", ())
-    fine = isinstance(shares, (list, tuple)) and all(isinstance(each, (int, float)) and each >= 0 for each in shares)
-    fine = fine and isinstance(factor, (int, float)) and isfinite(factor) and factor >= 1
+    fine = isinstance(shares, (list, tuple)) and all(isinstance(each, (int, float)) and 0 <= each <= LARGEST for each in shares)
+    fine = fine and isinstance(factor, (int, float)) and 1 <= factor <= LARGEST
     if not fine or set(known) - {"factor", "shares"}:
         raise ClusterError(f"{where}: write a factor of at least 1, or shares, a list of numbers that are not negative")
     return ExpertLoad(float(factor), tuple(map(float, shares)))

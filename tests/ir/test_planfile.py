@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from autopar.errors import PlanError
 from autopar.ir.graph import Block, Call, DType, Graph, Node, Parameter, Ref, Symbol, Value
 from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.pipeline.split_blocks import split_block, split_like
 from autopar.ir.placement import Invariant, Partial, Placements, Replicate, Shard
 from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan, Precision
 from autopar.ir.plan_file import plan_file as planfile
@@ -197,3 +198,16 @@ def test_an_old_file_is_refused_with_the_command_that_plans_again(version: int |
 def test_a_missing_file_is_one_clear_line(tmp_path: Any) -> None:
     with pytest.raises(PlanError, match="No such file"):
         planfile.load_plan(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("places", [(1,), (1, 2), (2,)])
+def test_splits_are_repeated_on_the_graph_that_was_captured(places: tuple[int, ...]) -> None:
+    """A plan of split blocks (a pipeline's) fits its model again."""
+    graph = small_graph()
+    mean = Node("aten.mul.Tensor", (Ref("y"), 2.0), (), (Value("z", ("B", 4), "float32", True),))
+    linear, total = graph.blocks[0].nodes
+    nodes = (linear, mean, dataclasses.replace(total, args=(Ref("z"),)))
+    graph = dataclasses.replace(graph, blocks=(dataclasses.replace(graph.blocks[0], nodes=nodes),))
+    split = split_block(graph, "Net", places)
+    assert len(split.blocks) == len(places) + 1
+    assert split_like(graph, split) == split and split_like(graph, graph) == graph

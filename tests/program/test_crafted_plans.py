@@ -6,24 +6,17 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.plans.tiny_plans import CAPTURED, tiny_document
 
-import autopar
-from autopar.capture.models import load_model
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.plan_file.plan_file import check_graph, decode_plan
 from autopar.program.build import program_text
 from autopar.program.load import load_program
 
-PLANS = {
-    "dense": ("llama-tiny", "dp=2,tp=4,zero=3"),
-    "pipeline": ("gpt2-tiny", "pp=2,dp=2,tp=2"),
-    "mixture": ("mixtral-tiny", "dp=2,ep=4"),
-}
 PAYLOADS = (
     'x"""\n__import__("os").system("touch {mark}")\n"""',
     "x\n    import os; os.system('touch {mark}')",
@@ -32,14 +25,6 @@ PAYLOADS = (
     "__import__('os').system('touch {mark}') or B",
 )
 Path_ = tuple[str | int, ...]
-
-
-@cache
-def document(kind: str) -> dict[str, Any]:
-    name, force = PLANS[kind]
-    loaded = load_model(name, 16, None, device="meta")
-    plan = autopar.plan(loaded.model, "dgx-h100:1", loaded.example_inputs, force=force, batch=16)
-    return json.loads(plan.to_json())  # type: ignore[no-any-return]
 
 
 def leaves(data: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
@@ -77,7 +62,7 @@ def attempt(kind: str, path: Path_, folder: Path) -> None:
     mark = folder / "made"
     for payload in PAYLOADS:
         try:
-            plan = decode_plan(changed(document(kind), path, payload.replace("{mark}", str(mark))))
+            plan = decode_plan(changed(tiny_document(kind), path, payload.replace("{mark}", str(mark))))
             text = program_text(plan.graph, plan.candidate)
         except AutoparError as error:
             assert "\n" not in str(error), (path, payload)
@@ -88,16 +73,16 @@ def attempt(kind: str, path: Path_, folder: Path) -> None:
         assert not mark.exists(), (path, payload)
 
 
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("kind", CAPTURED)
 def test_nothing_crafted_runs(kind: str, tmp_path: Path) -> None:
-    for path in one_of_each_kind(document(kind), str):
+    for path in one_of_each_kind(tiny_document(kind), str):
         attempt(kind, path, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("kind", CAPTURED)
 def test_nothing_crafted_runs_wherever_it_stands(kind: str, tmp_path: Path) -> None:
-    for path, value in leaves(document(kind)):
+    for path, value in leaves(tiny_document(kind)):
         if isinstance(value, str):
             attempt(kind, path, tmp_path)
 
@@ -107,18 +92,18 @@ WITHOUT_EFFECT = {"name", "notes", "fingerprint", "batch", "module", "source", "
 out. The batch is that of the example, the plan has its own; another fingerprint than the graph's is refused."""
 
 
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("kind", CAPTURED)
 def test_a_tampered_graph_is_refused_without_its_model(kind: str) -> None:
     """One leaf of each field of the graph, changed to another value of its type."""
-    for path in one_of_each_kind(document(kind)["graph"], (str, bool, int, float)):
+    for path in one_of_each_kind(tiny_document(kind)["graph"], (str, bool, int, float)):
         if WITHOUT_EFFECT & set(path):
             continue
-        at: Any = document(kind)["graph"]
+        at: Any = tiny_document(kind)["graph"]
         for part in path:
             at = at[part]
         other = (not at) if isinstance(at, bool) else at + 1 if isinstance(at, (int, float)) else f"{at}x"
         with pytest.raises(PlanError):
-            check_graph(decode_plan(changed(document(kind), ("graph", *path), other)), "plan.json")
+            check_graph(decode_plan(changed(tiny_document(kind), ("graph", *path), other)), "plan.json")
             pytest.fail(f"{path}: {other!r} was accepted")
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
@@ -87,6 +88,35 @@ def test_callbacks_run_at_the_end_of_backward() -> None:
     a.register_post_accumulate_grad_hook(lambda _: order.append("a"))
     ((a * 2).exp() * b).sum().backward()
     assert sorted(order[:2]) == ["a", "b"] and order[2:] == ["end"] and not compat.in_backward()
+
+
+class _Divides(torch.autograd.Function):
+    """A backward that fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise ZeroDivisionError("in a backward")
+
+
+def test_errors_of_a_backward_are_translated() -> None:
+    def translate(error: Exception) -> Exception | None:
+        return KeyError("translated") if isinstance(error, ZeroDivisionError) else None
+
+    compat.translate_backward_errors(translate, first=True)
+    try:
+        x = torch.ones(2, requires_grad=True)
+        for run in (torch.Tensor.backward, torch.autograd.backward, lambda loss: torch.autograd.grad(loss, x)):
+            with pytest.raises(KeyError, match="translated") as found:
+                run(compat.apply(_Divides, x).sum())
+            assert isinstance(found.value.__cause__, ZeroDivisionError)
+            with pytest.raises(RuntimeError, match="does not require grad"):
+                run(torch.ones(2).sum())
+    finally:
+        compat._BACKWARD_TRANSLATORS.remove(translate)
 
 
 def test_strided_shard_cuts_the_minor_part() -> None:

@@ -146,7 +146,6 @@ def complaints(state: dict[str, torch.Tensor]) -> list[str]:
         (lambda: parallel(ids=good["ids"]), BatchProblem),
         (lambda: parallel(**good, mask=good["ids"]), BatchProblem),
         (lambda: parallel.half(), StateProblem),
-        (lambda: copy.deepcopy(parallel), StateProblem),
         (lambda: Parallel(make({"dp": 4}, 0), {}), StateProblem),
         (lambda: Parallel(make({"dp": 4}, 0), {**state, "embed.weight": torch.zeros(3, 3)}), StateProblem),
         (lambda: MeshHandle({"dp": 2, "tp": 4}), LaunchProblem),
@@ -164,7 +163,7 @@ def test_bad_input_is_one_clear_line(ranks: RankPool) -> None:
     for lines in ranks.run(complaints, model().state_dict()):
         assert [line for line in lines if "\n" in line or line == "nothing raised"] == []
         told = ["multiple of 4", "misses labels", "unplanned mask", "device and dtypes"]
-        told += ["copied", "has no", "shape (3, 3)", "8 processes"]
+        told += ["has no", "shape (3, 3)", "8 processes"]
         for line, words in zip(lines, told, strict=True):
             assert words in line
 

@@ -15,7 +15,7 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from autopar.cli.console import Console, seconds, size
 from autopar.errors import ClusterError
-from autopar.files import write_whole
+from autopar.files import check_target, write_whole
 
 if TYPE_CHECKING:
     from autopar.cost_models.calibrate.fit import Calibration
@@ -32,8 +32,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     path = Path(arguments.output)
     if path.suffix not in (".yaml", ".yml"):
         raise ClusterError(f"{path} would not be read as a cluster: give it a name that ends in .yaml")
-    if path.is_dir() or not path.resolve().parent.is_dir():
-        raise ClusterError(f"cannot write {path}: it is a folder, or is in none; name a file in a folder that exists")
+    check_target(path)
     processes = arguments.processes or devices()
     start = time.monotonic()
     console.progress(f"measuring {processes} process{'es' if processes > 1 else ''} of this machine, under a minute")

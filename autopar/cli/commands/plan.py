@@ -6,14 +6,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from autopar.cli.console import Console, percent, seconds, size
 from autopar.cli.tables.baselines import baseline_table
 from autopar.cli.tables.experts import expert_rows
 from autopar.cli.tables.stages import stage_table
-from autopar.errors import PlanError
+from autopar.files import check_target
 from autopar.ir.describe import describe
 from autopar.ir.plan_file.document import MeshResult
 from autopar.ir.plan_file.plan_file import Plan
@@ -21,7 +20,8 @@ from autopar.ir.plan_file.plan_file import Plan
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Plans MODEL, prints the summary, and writes the plan where `-o` says."""
-    _check_target(arguments.output)
+    if arguments.output is not None:
+        check_target(arguments.output)  # before the search whose result goes there
     plan = make(arguments, console)[0]
     if arguments.output:
         plan.save(arguments.output)
@@ -38,11 +38,11 @@ def make(
     """(plan, model, example inputs) for the planning arguments of a command."""
     from autopar.capture.models import load_model
     from autopar.cost_models.hardware.cluster import Cluster
-    from autopar.planning import make_plan, plan_folder
+    from autopar.planning import cache_folder, make_plan, plan_folder
     from autopar.solve.space.force import parse_force
 
     parse_force(arguments.force)  # refused before the model is captured
-    cluster = Cluster.parse(arguments.cluster, cache=Path.home() / ".cache" / "autopar")
+    cluster = Cluster.parse(arguments.cluster, cache=cache_folder())
     console.progress(f"capturing {arguments.model}")
     loaded = load_model(arguments.model, arguments.batch, arguments.seq, device=device)
     plan = make_plan(
@@ -72,12 +72,6 @@ def _sequence(example: dict[str, Any] | tuple[Any, ...]) -> int | None:
     tensors = example.values() if isinstance(example, dict) else example
     shapes = (tensor.shape for tensor in tensors if hasattr(tensor, "shape") and not tensor.is_floating_point())
     return next((int(shape[1]) for shape in shapes if len(shape) == 2), None)
-
-
-def _check_target(path: str | None) -> None:
-    """PlanError before the search where its result could not be written."""
-    if path and not Path(path).resolve().parent.is_dir():
-        raise PlanError(f"cannot write {path}: the folder {Path(path).resolve().parent} does not exist; make it first")
 
 
 def summary(plan: Plan, console: Console) -> None:

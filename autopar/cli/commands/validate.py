@@ -15,7 +15,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from autopar.validate.report import report
     from autopar.validate.rows import bundled_table, read_table
 
-    path = Path(arguments.file) if arguments.file else bundled_table()
+    path = Path(arguments.file) if arguments.file is not None else bundled_table()
     rows = read_table(path)
     console.progress(f"pricing {len(rows)} rows of {path.name}")
     found = report(price_rows(rows))

@@ -52,6 +52,19 @@ def split_block(graph: Graph, name: str, places: Sequence[int]) -> Graph:
     return replace(graph, blocks=tuple(blocks), calls=tuple(calls))
 
 
+def split_like(graph: Graph, other: Graph) -> Graph:
+    """`graph` with those of its blocks split that are split in `other`, which has the same operations, at the same places. A
+    graph that is not so related is split as far as it goes."""
+    left = list(other.blocks)
+    for block in graph.blocks:
+        places = [0]
+        while left and places[-1] < len(block.nodes):
+            places.append(places[-1] + len(left.pop(0).nodes))
+        if len(places) > 2 and places[-1] == len(block.nodes):
+            graph = split_block(graph, block.name, places[1:-1])
+    return graph
+
+
 def _parts(block: Block, edges: Sequence[int], taken: set[str]) -> tuple[Block, ...]:
     values = block.values()
     parameters = {parameter.value.name: parameter for parameter in block.parameters}

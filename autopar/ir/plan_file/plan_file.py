@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 
 from autopar.errors import PlanError
-from autopar.files import write_whole
+from autopar.files import read_bytes, write_whole
 from autopar.ir.describe import describe
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline.chunk_calls import chunk_calls
+from autopar.ir.pipeline.split_blocks import split_like
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.plan_file.codec import decode_candidate, decode_graph, encode_blocks, encode_graph, encode_mesh, encode_pipeline
 from autopar.ir.plan_file.document import (
@@ -56,9 +57,9 @@ class Plan:
         write_whole(path, self.to_json())
 
     def with_graph(self, graph: Graph) -> Plan:
-        """The decisions of this plan on a graph of the same fingerprint that was captured here: what the file says of the graph
-        is not used. PlanError where they do not fit."""
-        graph = replace(graph, batch=self.graph.batch)
+        """The decisions of this plan, among them where blocks are split, on a graph of the same fingerprint that was captured
+        here: what the file says of the graph is not used. PlanError where they do not fit."""
+        graph = split_like(replace(graph, batch=self.graph.batch), self.graph)
         if graph == self.graph:
             return self
         verify_candidate(graph, self.candidate, self.document.cluster.devices)
@@ -179,8 +180,4 @@ def check_graph(plan: Plan, name: str) -> Plan:
 
 def load_plan(path: str | Path) -> Plan:
     """The plan of a file. PlanError where the file is missing or no valid plan."""
-    try:
-        text = Path(path).read_bytes()
-    except OSError as error:
-        raise PlanError(f"cannot read the plan {path}: {error.strerror or error}") from None
-    return decode_plan(text, str(path))
+    return decode_plan(read_bytes(path, PlanError, "the plan"), str(path))

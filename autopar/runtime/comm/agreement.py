@@ -3,11 +3,12 @@ difference ends in one line on every rank, and not in an abort or in wrong weigh
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import linecache
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..device.mesh import MeshHandle
-from ..errors import BatchProblem, MismatchProblem
+from ..errors import BatchProblem, MismatchProblem, RuntimeProblem, StateProblem
 
 
 class Stated(NamedTuple):
@@ -113,6 +114,22 @@ def agree_on_batch(bind: Callable[[], dict[str, torch.Tensor]], describe: Callab
     if rank is not None:
         raise BatchProblem(f"{describe(rank)} was given another batch than this rank: {said[rank]}")
     return inputs
+
+
+@contextlib.contextmanager
+def refused_together(asked: bool, describe: Callable[[int], str]) -> Iterator[None]:
+    """What one rank refuses inside is refused on all, where it is `asked` of all (a collective)."""
+    refused: RuntimeProblem | None = None
+    try:
+        yield
+    except RuntimeProblem as error:
+        refused = error
+    said: Sequence[str] = gather(str(refused or "")) if asked else ()
+    if refused is not None:
+        raise refused
+    for rank, text in enumerate(said):
+        if text:
+            raise StateProblem(f"{describe(rank)}: {text}")
 
 
 def _state_lines(model: nn.Module) -> dict[str, str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 COMMUNICATION_ERRORS = ("gloo", "NCCL", "pair closure", "Connection closed", "Connection reset", "Broken pipe")
 """Words in the errors that a failed peer causes."""
@@ -56,3 +57,11 @@ def is_communication_error(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in COMMUNICATION_ERRORS)
     )
+
+
+def own_cause(error: BaseException, rank: int) -> BaseException | None:
+    """What failed on this rank; None where the error only tells what failed on others, as torch.distributed.checkpoint does."""
+    if not isinstance(error, CheckpointException):
+        return error
+    failures = {number: cause for number, (cause, _) in error.failures.items()}
+    return failures.get(rank)

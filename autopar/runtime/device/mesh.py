@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from ..compat import group_name
 from ..errors import LaunchProblem
 from .axis import AxisHandle
 from .offload import HostMemory
+from .rendezvous import JOIN_SECONDS, Meeting, meet
 from .rng import seed_stream
 
 DATA_AXIS = "dp"
@@ -166,8 +169,15 @@ def shut_down() -> None:
     os._exit(0)
 
 
-def join_process_group(size: int, axes: Mapping[str, int]) -> torch.device:
-    """Joins the process group and returns this rank's device. LaunchProblem where another number of processes was launched."""
+def join_process_group(
+    size: int,
+    axes: Mapping[str, int],
+    *,
+    join_seconds: float = JOIN_SECONDS,
+    connecting: Callable[[Meeting], AbstractContextManager[Any]] = nullcontext,
+) -> torch.device:
+    """Joins the process group and returns this rank's device. LaunchProblem where another number of processes was launched, or
+    one has not come after `join_seconds`. `connecting` is a context around the work that needs those that came."""
     words = " x ".join(f"{name}={count}" for name, count in axes.items())
     launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if launched != size:
@@ -179,7 +189,9 @@ def join_process_group(size: int, axes: Mapping[str, int]) -> torch.device:
     if not dist.is_initialized():
         backend = "nccl" if gpu else "gloo"
         if "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend)
+            meeting = meet(join_seconds)
+            with connecting(meeting):
+                dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=meeting.size)
         else:
             dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     if not gpu or dist.get_backend() == "gloo":

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..compat import at_end_of_backward, sole_holder
+from .gradient import gradient_of
 
 
 def accumulate_gradient(canonical: nn.Parameter, local: torch.Tensor) -> None:
@@ -23,9 +24,10 @@ def accumulate_gradient(canonical: nn.Parameter, local: torch.Tensor) -> None:
     assert isinstance(data, DTensor)
     with torch.no_grad():
         if canonical.grad is None:
-            canonical.grad = DTensor.from_local(
+            gradient = DTensor.from_local(
                 local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
             )
+            canonical.grad = gradient_of(canonical, gradient)
         else:
             assert isinstance(canonical.grad, DTensor)
             canonical.grad.to_local().add_(local)

@@ -21,6 +21,7 @@ from ..device.mesh import MeshHandle
 from ..errors import StateProblem
 from ..module import ParameterSpec, Program, RootModule
 from .fsdp import hoist_shared, shard_block, shard_root
+from .gradient import StageGradients, own
 from .gradient_buckets import GradientBuckets, redirect_gradients
 from .layout import dtensor_placements, gather_full, model_shard, zero_shard
 from .parameter_table import ParameterEntry, ParameterIndex, Table, by_block, parameter_index, parameter_tables, shared_entries
@@ -49,6 +50,7 @@ class State:
     copies: tuple[tuple[nn.Parameter, nn.Parameter], ...] = ()
     roots: tuple[RootModule, ...] = ()
     tables: tuple[Table, ...] = ()
+    stage: StageGradients | None = None
 
     def full(self, name: str, value: torch.Tensor | None = None) -> torch.Tensor:
         """The full tensor of a parameter, or of `value` that is placed like it (its gradient, an optimizer state), on every rank
@@ -171,9 +173,15 @@ def materialize(program: Program, source: WeightSource) -> State:
     entries = builder.first
     common, chunk_buckets = _buckets(program, roots, own_tables, builder)
     copies = [(entries[entry.name].stored, entry.stored) for entry in builder.others]
+    stage = _stage_gradients(mesh, index)
+    parameters = {name: builder.canonical[name] for table in own_tables for name in table}
+    for name, parameter in parameters.items():
+        own(parameter, stage, name)
+    if stage is not None:
+        stage.parameters.update(parameters)
     return State(
         mesh=mesh,
-        parameters={name: builder.canonical[name] for table in own_tables for name in table},
+        parameters=parameters,
         buffers=buffers,
         specs=specs | {name: entry.spec for name, entry in entries.items()},
         zero_dims={name: entry.zero_dim for name, entry in entries.items()},
@@ -183,7 +191,19 @@ def materialize(program: Program, source: WeightSource) -> State:
         copies=tuple((first, second) for first, second in copies if first is not None and second is not None),
         roots=tuple(roots),
         tables=tuple(own_tables),
+        stage=stage,
     )
+
+
+def _stage_gradients(mesh: MeshHandle, index: ParameterIndex) -> StageGradients | None:
+    if mesh.pp.size == 1:
+        return None
+    training = {stage for n, stages in index.holders.items() if _trains(index.specs[n]) for stage in stages}
+    return StageGradients(mesh, index.holders, len(training) == mesh.pp.size)
+
+
+def _trains(spec: ParameterSpec) -> bool:
+    return spec.trainable and not spec.buffer
 
 
 @dataclass

@@ -1,57 +1,196 @@
-"""The state dict of an optimizer over a parallel model as the plain model's optimizer has it: full tensors, numbered as there."""
+"""The state dict of an optimizer over a parallel model as the plain model's optimizer has it (full tensors, numbered as there),
+and back into an optimizer over a parallel model of any plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..errors import RuntimeProblem, StateProblem
+from ..errors import StateProblem
+from .layout import model_shard, zero_shard
 from .materialize import State
+
+
+class _Tensor(NamedTuple):
+    """A sharded tensor of the state, for stages that have not its parameter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Described(NamedTuple):
+    """What one stage's optimizer has: names by group, options of the groups, state by name (`_Tensor` for what is sharded), and
+    whether all of the stage's parameters train."""
+
+    groups: list[list[str]]
+    options: list[dict[str, Any]]
+    state: dict[str, dict[str, Any]]
+    all_train: bool
 
 
 def full_optimizer_state(state: State, optimizer: Optimizer, order: Sequence[str]) -> dict[str, Any]:
     """`order` are the names of the plain model's parameters. An optimizer with one group gets all of them, one with several
     groups those that it has. All ranks call it."""
-    if state.mesh.pp.size > 1:
-        raise RuntimeProblem(
-            "the optimizer of a pipeline has the parameters of one stage: save it with torch.distributed.checkpoint and "
-            "StateDictOptions(flatten_optimizer_state_dict=True)"
-        )
-    names = {id(parameter): name for name, parameter in state.parameters.items()}
-    groups = [[_name(names, parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-    every = [sorted(group, key=order.index) for group in groups]
-    if len(groups) == 1 and all(parameter.requires_grad for parameter in state.parameters.values()):
+    mine = _names_by_group(state, optimizer)
+    by_name = _by_name(state, optimizer)
+    described = _Described(
+        mine,
+        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
+        {name: {key: _described(name, value) for key, value in values.items()} for name, values in by_name.items()},
+        all(parameter.requires_grad for parameter in state.parameters.values()),
+    )
+    stages = _on_all_stages(state, described)
+    if len({len(each.groups) for each in stages}) > 1:
+        raise StateProblem("the optimizers of the stages have different numbers of groups: give all of them the same groups")
+    every = [sorted({n for each in stages for n in each.groups[index]}, key=order.index) for index in range(len(mine))]
+    if len(every) == 1 and all(each.all_train for each in stages):
         every = [list(order)]
     numbers = {name: number for number, name in enumerate(name for group in every for name in group)}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    by_name = {_name(names, parameter): optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state}
-    found = {
-        numbers[name]: {key: _full(state, name, value) for key, value in by_name[name].items()}
-        for name in order
-        if by_name.get(name)
-    }
-    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return {
-        "state": found,
-        "param_groups": [
-            each | {"params": [numbers[name] for name in group]} for each, group in zip(options, every, strict=True)
-        ],
-    }
+    found: dict[int, dict[str, Any]] = {}
+    for name in order:
+        holder = next((stage for stage, each in enumerate(stages) if each.state.get(name)), None)
+        if holder is not None:
+            found[numbers[name]] = {
+                key: _full(state, name, value, holder, by_name.get(name, {}).get(key))
+                for key, value in stages[holder].state[name].items()
+            }
+    groups = [
+        options | {"params": [numbers[name] for name in group]} for options, group in zip(stages[0].options, every, strict=True)
+    ]
+    return {"state": found, "param_groups": groups}
 
 
-def _name(names: dict[int, str], parameter: torch.Tensor) -> str:
-    if id(parameter) not in names:
-        raise StateProblem("the optimizer has a parameter that is not of this parallel model: make it from parallel.parameters()")
-    return names[id(parameter)]
+def load_full_optimizer_state(state: State, optimizer: Optimizer, saved: Mapping[str, Any], order: Sequence[str]) -> None:
+    """The inverse, in place: of what `full_optimizer_state` gave under any plan, or of the plain model's optimizer with the same
+    groups. Every rank has `saved`."""
+    mine = _names_by_group(state, optimizer)
+    groups = saved["param_groups"]
+    if len(groups) != len(mine):
+        raise StateProblem(f"the saved optimizer has {len(groups)} groups, this one has {len(mine)}: give it the same groups")
+    stages = _on_all_stages(state, mine)
+    numbers: dict[str, int] = {}
+    for index, group in enumerate(groups):
+        has = sorted({name for each in stages for name in each[index]}, key=order.index)
+        names = list(order) if len(groups) == 1 and len(group["params"]) == len(order) else has
+        if len(names) != len(group["params"]):
+            raise StateProblem(
+                f"group {index} of the saved optimizer has {len(group['params'])} parameters, this one has {len(names)}: "
+                "give it the same groups"
+            )
+        numbers |= dict(zip(names, group["params"], strict=True))
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    names_of = {id(parameter): name for name, parameter in state.parameters.items()}
+    optimizer.state.clear()
+    for key, parameter in parameters.items():
+        values = saved["state"].get(numbers.get(names_of.get(key, ""), -1))
+        if values:
+            name = names_of[key]
+            optimizer.state[parameter] = {key: _sharded(state, name, parameter, value) for key, value in values.items()}
+    for own, group in zip(optimizer.param_groups, groups, strict=True):
+        own.update({key: value for key, value in group.items() if key != "params"})
 
 
-def _full(state: State, name: str, value: Any) -> Any:
+def refuse_full_states(state: State) -> None:
+    """From now on, as long as `state` lives: an optimizer of it that was given full tensors is refused at its step."""
+    me = weakref.ref(state)
+
+    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found = me()
+        if found is None:
+            return
+        parameter = next((p for p in optimizer.state if isinstance(p, DTensor) and p.dim()), None)
+        values = optimizer.state[parameter].values() if parameter is not None else ()
+        if parameter is None or all(isinstance(each, DTensor) or not _like(each, parameter) for each in values):
+            return
+        if id(parameter) in {id(each) for each in found.parameters.values()}:
+            raise StateProblem(
+                f"this {type(optimizer).__name__} was given the state of a plain model's optimizer: load it with "
+                "parallel.load_full_optimizer_state(optimizer, state)"
+            )
+
+    handle = register_optimizer_step_pre_hook(look)
+    weakref.finalize(state, handle.remove)
+
+
+def _like(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+
+
+def _names_by_group(state: State, optimizer: Optimizer) -> list[list[str]]:
+    """StateProblem where the optimizer has a parameter of another model. The one without elements of a stage without parameters
+    has no name."""
+    names = {id(parameter): name for name, parameter in state.parameters.items()}
+    groups = []
+    for group in optimizer.param_groups:
+        if any(id(parameter) not in names and parameter.numel() for parameter in group["params"]):
+            raise StateProblem(
+                "the optimizer has a parameter that is not of this parallel model: make it from parallel.parameters()"
+            )
+        groups.append([names[id(parameter)] for parameter in group["params"] if id(parameter) in names])
+    return groups
+
+
+def _by_name(state: State, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    found = {name: optimizer.state.get(parameter) for name, parameter in state.parameters.items()}
+    return {name: values for name, values in found.items() if values}
+
+
+def _described(name: str, value: Any) -> Any:
     if isinstance(value, DTensor):
-        if value.shape != state.parameters[name].shape:
-            raise StateProblem(f"a state of {name} has not its shape: save the optimizer with torch.distributed.checkpoint")
-        return state.full(name, value)
+        return _Tensor(tuple(value.shape), value.dtype)
+    if isinstance(value, (list, tuple, dict)):
+        raise StateProblem(
+            f"the optimizer's state of {name} is no tensor or number (a history?), and cannot be made full: save "
+            "parallel.full_state() only"
+        )
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _on_all_stages(state: State, value: Any) -> list[Any]:
+    """The value of each stage."""
+    pp = state.mesh.pp
+    if pp.size == 1:
+        return [value]
+    out: list[Any] = [None] * pp.size
+    dist.all_gather_object(out, value, group=state.mesh.group(pp.name))
+    return out
+
+
+def _full(state: State, name: str, value: Any, holder: int, mine: Any) -> Any:
+    """The full tensor on all ranks."""
+    if not isinstance(value, _Tensor):
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    pp = state.mesh.pp
+    if pp.coordinate == holder:
+        same = value.shape == tuple(state.parameters[name].shape)
+        full = state.full(name, mine) if same else mine.full_tensor().contiguous()
+    else:
+        full = torch.empty(value.shape, dtype=value.dtype, device=state.mesh.device)
+    if pp.size > 1:
+        dist.broadcast(full, state.mesh.rank_in_stage(holder), state.mesh.group(pp.name))
+    return full
+
+
+def _sharded(state: State, name: str, parameter: nn.Parameter, value: Any) -> Any:
+    """A full tensor of the state as a DTensor that is placed like the parameter; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    if not value.dim():
+        return value.clone()
+    assert isinstance(parameter, DTensor)
+    if value.shape != parameter.shape:  # the means of rows or columns
+        return DTensor.from_local(
+            value.clone(), parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
+        )
+    local = zero_shard(model_shard(value, state.specs[name].placements, state.mesh), state.zero_dims[name], state.mesh)
+    local = local.to(state.mesh.device, copy=True, memory_format=torch.contiguous_format)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=parameter.stride())

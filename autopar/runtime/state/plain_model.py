@@ -6,11 +6,13 @@ Only weak references to its tensors are kept, so that the plain model can be fre
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from ..errors import RuntimeProblem, StateProblem
+from .gradient import hooked
 
 _LIBRARIES = ("torch", "transformers", "diffusers")
 
@@ -93,8 +96,8 @@ class PlainModel:
     # -- attributes
 
     def attribute(self, parallel: nn.Module, name: str) -> Any:
-        """An attribute of the model that is no module or tensor, or a method of its own class, bound to the parallel model.
-        AttributeError where there is none."""
+        """An attribute of the model that is no module or tensor, or a method of its own class (see `_called`). AttributeError
+        where there is none."""
         if name.startswith("_") or not (name in self.skeleton.__dict__ or hasattr(type(self.skeleton), name)):
             raise AttributeError(f"neither the parallel model nor {type(self.skeleton).__name__} has an attribute {name!r}")
         if name in self.skeleton.__dict__:
@@ -105,7 +108,7 @@ class PlainModel:
         owner = next((each for each in type(self.skeleton).__mro__ if name in each.__dict__), type(None))
         if owner.__module__.split(".")[0] not in _LIBRARIES:
             if isinstance(found, FunctionType):
-                return MethodType(found, parallel)
+                return partial(_called, found, self.skeleton, parallel)
             if isinstance(found, (staticmethod, classmethod)):
                 return getattr(type(self.skeleton), name)
             if isinstance(found, property) and found.fget is not None:
@@ -149,6 +152,27 @@ class PlainModel:
         """Missing and unexpected keys of a state dict."""
         known = [*self.names, *self.extra]
         return [key for key in known if key not in state], [key for key in state if key not in known]
+
+
+def _called(method: FunctionType, skeleton: nn.Module, parallel: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A method of the model's class. What counts (parameters, FLOPs) is asked of the model without data, which has all of the
+    parameters under every plan; what does more than return numbers or text runs on the parallel model."""
+    if all(_is_plain(each) for each in (*args, *kwargs.values())):
+        said, found = io.StringIO(), None
+        with contextlib.suppress(Exception), contextlib.redirect_stdout(said), torch.no_grad():
+            found = method(skeleton, *args, **kwargs)
+        if found is not None and _is_plain(found):
+            print(said.getvalue(), end="")
+            return found
+    return method(parallel, *args, **kwargs)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(each) for each in value)
+    if isinstance(value, dict):
+        return all(_is_plain(each) for each in value.values())
+    return value is None or isinstance(value, (int, float, complex, str, torch.dtype))
 
 
 def _look(plain: weakref.ref[PlainModel], closures: bool, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -240,5 +264,5 @@ def check_parameters(parameters: Mapping[str, nn.Parameter], trainable: Callable
                 f"{name} was frozen when the plan was made and requires a gradient now, which the program does not compute: call "
                 "requires_grad_(True) before autopar.parallelize"
             )
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if hooked(parameter):
             raise StateProblem(f"{name} has a gradient hook, which would never run: change .grad after the backward instead")

@@ -21,8 +21,13 @@ def is_checked(call: int, every: int) -> bool:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of the bits, of rows and columns by their place: equal tensors have equal ones, and no copy of the tensor is made. Another
-    order of examples or of positions changes it."""
+    """`checksum_on_device` as a number."""
+    return int(checksum_on_device(tensor))
+
+
+def checksum_on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """An int64 of the bits, of rows and columns by their place: equal tensors have equal ones, and no copy of the tensor is made.
+    Another order of examples or of positions changes it."""
     bits = tensor.detach().contiguous()
     if bits.is_complex():
         bits = torch.view_as_real(bits)
@@ -33,7 +38,7 @@ def checksum(tensor: torch.Tensor) -> int:
         sums = table.sum(dim, dtype=torch.int64)
         places = torch.arange(1, 2 * sums.numel(), 2, device=table.device) * _MULTIPLIER
         total += (sums * places).sum()
-    return int(total) ^ hash(tuple(tensor.shape)) >> 1
+    return total ^ hash(tuple(tensor.shape)) >> 1
 
 
 def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor] | None, names: tuple[str, ...], local: bool) -> None:

@@ -27,7 +27,8 @@ _LONG = 1.2
 def with_split_blocks(graph: Graph, cluster: Cluster, force: Mapping[str, int]) -> Graph:
     """`graph` for the pipelines that are asked for, or up to `_USUAL` chunks of the cluster's devices."""
     chunks = force["pp"] * force.get("virtual", 1) if force.get("pp", 1) > 1 else min(_USUAL, cluster.size)
-    if chunks < 2 or "virtual" not in force and len(graph.calls) > 4 * chunks:
+    operations = sum(len(graph.block(call.block).nodes) for call in graph.calls)
+    if chunks < 2 or chunks > operations or "virtual" not in force and len(graph.calls) > 4 * chunks:
         return graph
     work = {block.name: _node_seconds(block, graph.batch, cluster) for block in graph.blocks}
     total = sum(sum(work[call.block]) for call in graph.calls)

@@ -118,6 +118,8 @@ def _no_point_reason(graph: Graph, force: Mapping[str, int], one_micro_batch: st
     if MICRO in force:
         reason = one_micro_batch or f"times no data degree of these meshes it divides the batch of {graph.batch}"
         return f"micro={force[MICRO]} cannot be: {reason}; force a divisor"
+    if one_micro_batch:
+        return f"a pipeline of {force['pp']} stages takes several micro-batches, but {one_micro_batch}: plan without one (pp=1)"
     return f"no data degree and state group of a pipeline of {force['pp']} stages divide the batch of {graph.batch}: change it"
 
 

@@ -51,7 +51,7 @@ def sent(text: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple
     """On a rank: collectives of one step by kind and axis, how many and their bytes; and the norm of all gradients."""
     from autopar.dryrun.run import watch_steps
 
-    parallel = parallel_model(text, state)
+    parallel = parallel_model(text, state, check_every=0)
     found = watch_steps(parallel, batch, torch.optim.SGD(parallel.parameters(), lr=0.0), 0)
     parallel(**batch).backward()
     norm = parallel.clip_grad_norm_(1e9).item()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from support.harness.training_loop import Training
 
@@ -73,3 +74,15 @@ def training_differences(found: Training, expected: Training, tolerance: float =
         *different_tensors("state", *({name: each.state[name] for name in both} for each in (found, expected)), tolerance,
                            smallest=1e-9),
     ]  # fmt: skip
+
+
+def same_gradients(parallel: Any, plain: nn.Module) -> None:
+    """AssertionError where a gradient differs. All ranks must call; gradients of both are dropped."""
+    found = parallel.full_gradients()
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is None:
+            assert name not in found or not found[name].any(), name
+        else:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-11, msg=name)
+    parallel.zero_grad()
+    plain.zero_grad()

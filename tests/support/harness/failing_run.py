@@ -1,124 +1,321 @@
-"""A run of four ranks, as a script of the user's, in which one of them dies, stops or fails at a given moment."""
+"""Runs of four ranks, as torchrun starts a script of the user's, in which one of them dies, stops, fails or differs at a given
+moment. Several runs go on at once: their ranks mostly wait."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
+from types import SimpleNamespace
 from typing import Any
 
 from support.harness.rank_pool import RankPool
 
-CULPRIT, WORLD = 2, 4
-PROGRAMS = {"dp=4": ({"dp": 4}, 0), "dp=4,zero=3": ({"dp": 4}, 3), "dp=2,tp=2": ({"dp": 2, "tp": 2}, 0)}
-PIPELINE = "pp=4"
-MOMENTS = ("planning", "forward", "backward", "saving")
+WORLD = 4
+_FIXED = "tp={},pp={},zero={},micro_batches={},recompute=none,zero_group=0,sequence_parallel=0"
+PLANS = {
+    "dp=4": _FIXED.format(1, 1, 0, 1),
+    "dp=4,zero=3": _FIXED.format(1, 1, 3, 1),
+    "dp=2,tp=2": _FIXED.format(2, 1, 0, 1),
+    "pp=2,dp=2": _FIXED.format(1, 2, 0, 2),
+}
+"""What is forced of each plan."""
+SIGNALS = {"dies": signal.SIGKILL, "stops": signal.SIGSTOP, "terminated": signal.SIGTERM}
+DIFFERENCES = ("another batch", "another model", "another torch", "another autopar")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong in a run: `how`, `moment` and which rank; `own_store`: rank 0 holds the store, and not who starts the
+    ranks."""
+
+    plan: str
+    how: str
+    moment: str
+    culprit: int = 2
+    own_store: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.plan}, rank {self.culprit} {self.how}, {self.moment}{', own store' * self.own_store}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended: its status, seconds after the culprit struck, and what it wrote to stderr."""
+    """How a rank ended: its status (None: it did not), seconds after the culprit struck, and what it wrote to stderr. `left`:
+    processes that it started still run."""
 
     status: int | None
     seconds: float
     text: str
+    left: bool
 
 
-def failing_run(ranks: RankPool, folder: Path, plan: str, how: str, moment: str, patience: float) -> dict[int, Outcome]:
-    """The outcomes of all ranks but the culprit. A rank that still runs after twice the patience has the status None."""
-    forks = [
-        ranks.template.fork("support.harness.failing_run:run", str(folder), rank, plan, how, moment, patience, environment={})
-        for rank in range(WORLD)
+class _Run:
+    """A run that goes on."""
+
+    def __init__(self, ranks: RankPool, folder: Path, fault: Fault, plan: str, patience: float, join_seconds: float) -> None:
+        import torch.distributed as dist
+
+        folder.mkdir()
+        (folder / "plan.json").write_text(plan)
+        self.folder, self.fault, self.patience = folder, fault, patience
+        self.store: Any = None if fault.own_store else dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        port = _free_port() if self.store is None else self.store.port
+        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD)}
+        shared["TORCHELASTIC_USE_AGENT_STORE"] = str(not fault.own_store)
+        self.forks = [
+            ranks.template.fork(
+                "support.harness.failing_run:run", str(folder), fault, patience, join_seconds,
+                environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(WORLD)
+        ]  # fmt: skip
+        self.begun, self.struck = monotonic(), 0.0
+        self.ended: dict[int, tuple[int, float]] = {}
+        self.resumed = False
+
+    def finished(self) -> bool:
+        """Whether all ranks have ended, or have had twice the patience. A culprit that was stopped goes on once the others have
+        ended, and has to end too."""
+        if not self.struck:
+            if (self.folder / "struck").exists():
+                self.struck = monotonic()
+            return monotonic() > self.begun + 90 or all(fork.poll() is not None for fork in self.forks)
+        for rank, fork in enumerate(self.forks):
+            if rank not in self.ended and (status := fork.poll()) is not None:
+                self.ended[rank] = status, monotonic() - self.struck
+        if len(self.ended) == WORLD:
+            return True
+        others = len(self.ended) - (self.fault.culprit in self.ended)
+        if self.fault.how == "never comes" and others == WORLD - 1:
+            return True
+        if self.fault.how == "stops" and others == WORLD - 1 and not self.resumed:
+            self.resumed, self.struck = True, monotonic()
+            os.kill(self.forks[self.fault.culprit].pid, signal.SIGCONT)
+        return monotonic() > self.struck + 2 * self.patience
+
+    def outcomes(self) -> dict[int, Outcome]:
+        """By rank. What still runs is ended."""
+        for fork in self.forks:
+            fork.kill()
+        texts = [(self.folder / str(rank)).read_text() for rank in range(WORLD)]
+        assert self.struck, f"{self.fault}: the culprit never struck: {texts[self.fault.culprit]}"
+        never: tuple[int | None, float] = None, float("inf")
+        left = [_any_process(fork.pid) for fork in self.forks]
+        for rank in (rank for rank in range(WORLD) if left[rank]):
+            os.killpg(self.forks[rank].pid, signal.SIGKILL)
+        return {rank: Outcome(*self.ended.get(rank, never), texts[rank], left[rank]) for rank in range(WORLD)}
+
+
+def failing_runs(
+    ranks: RankPool,
+    folder: Path,
+    faults: Sequence[Fault],
+    plans: Callable[[str], str],
+    patience: float,
+    join_seconds: float = 60.0,
+) -> dict[Fault, dict[int, Outcome]]:
+    """The outcomes of all ranks. `plans` gives the text of a plan by its name."""
+    runs = [
+        _Run(ranks, folder / str(number), each, plans(each.plan), patience, join_seconds) for number, each in enumerate(faults)
     ]
-    begun, struck = monotonic(), folder / "struck"
-    while not struck.exists() and monotonic() < begun + 60:
-        sleep(0.02)
-    since, ended = monotonic(), dict[int, tuple[int, float]]()
-    while len(ended) < WORLD - 1 and monotonic() < since + 2 * patience:
-        for rank, fork in enumerate(forks):
-            if rank != CULPRIT and rank not in ended and (status := fork.poll()) is not None:
-                ended[rank] = status, monotonic() - since
+    left = list(runs)
+    while left:
         sleep(0.05)
-    for fork in forks:
-        fork.kill()
-    assert struck.exists(), f"the culprit never struck: {(folder / f'{CULPRIT}').read_text()}"
-    others = [rank for rank in range(WORLD) if rank != CULPRIT]
-    texts = {rank: (folder / f"{rank}").read_text() for rank in others}
-    never: tuple[int | None, float] = None, float("inf")
-    found = {rank: ended.get(rank, never) for rank in others}
-    return {rank: Outcome(status, seconds, texts[rank]) for rank, (status, seconds) in found.items()}
+        left = [each for each in left if not each.finished()]
+    return {each.fault: each.outcomes() for each in runs}
 
 
-def run(folder: str, rank: int, plan: str, how: str, moment: str, patience: float) -> None:
-    """On a rank."""
-    import torch.distributed as dist
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
 
+
+def _any_process(group: int) -> bool:
+    """Whether a process of the group that a rank leads is there."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, 0)
+        return True
+    return False
+
+
+# -- the model
+
+
+def model_and_batch(width: int = 8) -> tuple[Any, dict[str, Any]]:
+    """Two layers of two linear ones, and a batch."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(width, 16), nn.Linear(16, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(F.gelu(self.up(x)))
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(4))
+            self.head = nn.Linear(width, 4)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return F.mse_loss(self.head(x), y)
+
+    torch.manual_seed(0)
+    return Chain(), {"x": torch.randn(16, width), "y": torch.randn(16, 4)}
+
+
+def make_plan_text(name: str) -> str:
+    """The plan of that name as JSON."""
+    import autopar
+
+    model, batch = model_and_batch()
+    return str(autopar.plan(model, f"local:{WORLD}", batch, force=PLANS[name]).to_json())
+
+
+# -- on a rank
+
+
+def run(folder: str, fault: Fault, patience: float, join_seconds: float) -> None:
+    """The script of one rank."""
+    os.setpgid(0, 0)
+    rank = int(os.environ["RANK"])
     os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
+    import torch
+
+    torch.set_num_threads(1)
+    mine = rank == fault.culprit
 
     def strike(*_: Any) -> None:
+        if Path(folder, "struck").exists():
+            return
         time.sleep(min(1.0, patience / 10))  # a beat tells where this rank is
         Path(folder, "struck").touch()
-        if how == "raises":
+        if fault.how == "raises":
             raise ValueError("on purpose")
-        os.kill(os.getpid(), {"dies": signal.SIGKILL, "stops": signal.SIGSTOP, "terminated": signal.SIGTERM}[how])
+        if fault.how == "never comes":
+            time.sleep(1000)
+        if fault.how == "runs out of memory":
+            allocate_too_much()
+        if fault.how in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[fault.how])
 
-    if moment == "planning":
-        _plan(strike if rank == CULPRIT else lambda: time.sleep(60), patience)
-    _train(_parallel(plan, patience), strike if rank == CULPRIT else None, moment)
+    model, batch = model_and_batch(8 + 4 * (mine and fault.how == "another model"))
+    if mine and fault.moment == "before joining":
+        strike()
+    _arrange(fault, mine, strike)
+    import autopar
+
+    parallel = autopar.parallelize(
+        model, f"local:{WORLD}", batch, plan=f"{folder}/plan.json", patience_seconds=patience, join_seconds=join_seconds
+    )
+    _train(parallel, batch, fault, strike if mine else lambda *_: None)
+    _save(parallel, folder, fault, strike if mine else lambda *_: None)
     sys.exit(0)
 
 
-def _plan(instead: Callable[[], None], patience: float) -> None:
-    """`parallelize`, in which the search of rank 0 takes long, and the culprit strikes meanwhile."""
+def allocate_too_much() -> None:
+    """Asks for a GiB where the system gives this process 64 MiB more."""
     import torch
-    from torch import nn
 
-    from autopar import api
-
-    waiting = api._on_first_rank
-    rank = torch.distributed.get_rank()
-    if rank == CULPRIT:
-        api._on_first_rank = lambda make: instead()  # type: ignore[assignment,return-value]
-    else:
-        api._on_first_rank = lambda make: waiting(instead)  # type: ignore[arg-type]
-    api.parallelize(nn.Linear(4, 4), "local:4", {"input": torch.zeros(4, 4)}, patience_seconds=patience)
+    with open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + 2**26
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    torch.empty(2**30, dtype=torch.uint8)
 
 
-def _parallel(plan: str, patience: float) -> Any:
-    from autopar.runtime.parallel import Parallel
-    from support.harness.training_loop import parallel_model
-    from support.models import handwritten_pipeline, handwritten_program
-
-    if plan == PIPELINE:
-        text = handwritten_pipeline.pipeline_text(handwritten_pipeline.built_schedule("1f1b", 4, 4), 4)
-        return parallel_model(text, handwritten_pipeline.model().state_dict(), patience_seconds=patience)
-    model = handwritten_program.Model().double()
-    return Parallel(handwritten_program.make(*PROGRAMS[plan]), model.state_dict(), patience_seconds=patience)
-
-
-def _train(parallel: Any, strike: Callable[..., None] | None, moment: str) -> None:
-    """One good step, one in which the culprit strikes, and the saving of the state after it."""
+def _arrange(fault: Fault, mine: bool, strike: Callable[..., None]) -> None:
+    """What is changed before `parallelize`."""
     import torch
     import torch.distributed as dist
 
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    batch = {name: torch.randint(1, 24, (16, 6), generator=torch.Generator().manual_seed(0)) for name in ("ids", "labels")}
+    from autopar import api
+    from autopar.runtime.comm import agreement
+
+    joining, waiting, checking = dist.init_process_group, api._on_first_rank, api.check_plan
+    if mine and fault.how in DIFFERENCES:
+        dist.init_process_group = lambda *args, **options: (joining(*args, **options), strike())  # type: ignore[assignment,misc]
+    if mine and fault.moment == "joining":
+        dist.init_process_group = lambda *args, **options: (strike(), joining(*args, **options))  # type: ignore[assignment,misc]
+    if fault.moment == "planning" and fault.how not in DIFFERENCES:  # the search takes long, and meanwhile the culprit strikes
+        api.check_plan = lambda *args, **options: (strike() if mine else time.sleep(60), checking(*args, **options))[1]  # type: ignore[func-returns-value]
+        if mine and dist_rank():
+            api._on_first_rank = lambda make: (strike(), waiting(make))[1]  # type: ignore[func-returns-value]
+    if mine and fault.how == "another torch":
+        torch.__version__ = "1.0"  # type: ignore[assignment]
+    if mine and fault.how == "another autopar":
+        agreement.metadata = SimpleNamespace(version=lambda name: "0.0.1", PackageNotFoundError=())  # type: ignore[assignment]
+
+
+def dist_rank() -> int:
+    """This process's rank before it has joined."""
+    return int(os.environ["RANK"])
+
+
+def _train(parallel: Any, batch: dict[str, Any], fault: Fault, strike: Callable[..., None]) -> None:
+    """Two steps."""
+    import torch
+
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+    mine = dist_rank() == fault.culprit
     for step in (1, 2):
-        if step == 2 and strike is not None:
-            first, *_, block = parallel.program.blocks()
-            if moment == "forward":
-                block.register_forward_pre_hook(strike)
-            if moment == "backward":
-                first.register_forward_hook(lambda _, __, result: result.register_hook(strike) and None)
-        parallel(**batch).backward()
+        given = batch
+        if mine and fault.how == "another batch" and (step == 1) == (fault.moment == "first step"):
+            given = {name: value[:8] if step == 1 else value + 1 for name, value in batch.items()}
+        if mine and (step, fault.moment) in ((1, "first step"), (2, "forward")) and fault.how not in DIFFERENCES:
+            list(parallel.program.blocks())[-1].register_forward_pre_hook(strike)
+        if mine and (step, fault.moment) == (2, "backward"):
+            for block in list(parallel.program.blocks())[:-1]:
+                block.register_forward_hook(lambda _, __, result: _when_backward(result, strike))
+        parallel(**given).backward()
+        if mine and (step, fault.moment) == (2, "optimizer.step"):
+            optimizer.register_step_pre_hook(strike)
         optimizer.step()
         optimizer.zero_grad()
-    if strike is not None:
-        strike()
-    dist.barrier()
+
+
+def _when_backward(result: Any, strike: Callable[..., None]) -> None:
+    """Strikes when the gradient of a block's result is computed."""
+    for value in result if isinstance(result, tuple) else (result,):
+        if value.requires_grad:
+            value.register_hook(lambda gradient: strike())
+
+
+def _save(parallel: Any, folder: str, fault: Fault, strike: Callable[..., None]) -> None:
+    """A checkpoint of shards, and the full state."""
+    import torch
+    import torch.distributed.checkpoint as checkpoint
+
+    class Writer(checkpoint.FileSystemWriter):
+        def write_data(self, *args: Any, **options: Any) -> Any:
+            strike()
+            return super().write_data(*args, **options)
+
+    if fault.moment == "saving":
+        checkpoint.save(parallel.state_dict(), storage_writer=Writer(f"{folder}/checkpoint"))
+    original = type(parallel.state).broadcast_full
+
+    def broadcast(state: Any, name: str, value: Any = None) -> Any:
+        if name.startswith("layers.1."):
+            strike()
+        return original(state, name, value)
+
+    if fault.moment == "full_state":
+        type(parallel.state).broadcast_full = broadcast
+    parallel.full_state()
+    torch.distributed.barrier()

@@ -96,10 +96,11 @@ def clip_gradients(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
 
 
 def parallel_model(text: str, state: Any, **options: Any) -> Any:
-    """On a rank: the program of this text as a user has it. `options` are those of `Parallel`."""
+    """On a rank: the program of this text as a user has it. `options` are those of `Parallel`. Every step compares the copies of
+    parameters on all ranks."""
     from autopar.program.load import load_program
     from autopar.runtime.device.mesh import MeshHandle
     from autopar.runtime.parallel import Parallel
 
     program: Any = load_program(text).Program
-    return Parallel(program(MeshHandle(program.mesh_axes)), state, **options)
+    return Parallel(program(MeshHandle(program.mesh_axes)), state, **{"check_every": 1} | options)

@@ -1,0 +1,185 @@
+"""The threads of a heartbeat: one writes this rank's beat to the store of the process group and reads those of others; a second
+one, which never touches the store, ends this process where its main thread hangs because another rank failed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from ..errors import PeerProblem
+from .beats import ALIVE, ENDED, ENDED_INSIDE, Beat, KeyValueStore, Seen
+
+PATIENCE_SECONDS = 30.0
+BEAT_SECONDS = 2.0
+WATCHED_RANKS = 8
+"""Each rank watches the next ranks, this many: each rank of a lost machine with fewer ranks still has a watcher elsewhere."""
+ADVICE = "see its own output, and start all ranks again"
+
+
+class PeerWatch:
+    """The threads of one rank, and what they found. `describe` names a rank in messages."""
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        rank: int,
+        size: int,
+        describe: Callable[[int], str],
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        self.store, self.rank, self.describe, self.patience_seconds = store, rank, describe, patience_seconds
+        self.prefix = f"autopar/{store.add(f'autopar/heartbeats/{rank}', 1)}"
+        self.host, self.process = socket.gethostname(), os.getpid()
+        self.watched_ranks = [(rank + step) % size for step in range(1, min(size - 1, WATCHED_RANKS) + 1)]
+        self.seen: dict[int, Seen] = {}
+        self.step = 0
+        self.entries = 0
+        self.doing: Callable[[], str] | None = None
+        """What the main thread does in a watched section; None between them."""
+        self.entered = 0.0
+        self.failed_entry = -1
+        self.problem: str | None = None
+        self.problem_entry: int | None = None
+        """The section in which another rank failed and may go on; None where its process ends."""
+        self.problem_since = 0.0
+        self.told = False
+        """The main thread has raised the problem, and ends the process in its own way."""
+        self.suspicious = False
+        self.lost_since: float | None = None
+        self.asking_since: float | None = None
+        self.lock, self.stopping = threading.Lock(), threading.Event()
+        self.thread = threading.Thread(target=self._run, name="autopar heartbeat", daemon=True)
+        self.judge = threading.Thread(target=self._judge, name="autopar heartbeat judge", daemon=True)
+
+    @property
+    def silence_seconds(self) -> float:
+        """A rank without a new beat for so long is given up: half of the patience, less once a collective failed anywhere."""
+        return self.patience_seconds / (6 if self.suspicious else 2)
+
+    @property
+    def where(self) -> str:
+        """What this rank is doing, with a preposition, for messages."""
+        doing = self.doing
+        if doing is None:
+            return f"after step {self.step}" if self.step else "before the first step"
+        return f"in step {self.step}, {doing()}" if self.step else f"while {doing()}"
+
+    def _report(self, key: str, message: str) -> str:
+        """Reports a failure; all ranks tell the one that was reported first, which is returned."""
+        with suppress(RuntimeError):
+            message = self.store.compare_set(f"{self.prefix}/{key}", "", message).decode() or message
+            self.store.set(f"{self.prefix}/alarm", "1")
+        return message
+
+    # -- the thread that talks to the store
+
+    def _run(self) -> None:
+        count = 0
+        beat_seconds = min(BEAT_SECONDS, self.patience_seconds / 30)
+        while True:
+            stopped = self.stopping.wait(beat_seconds if count else 0)
+            count += 1
+            state = ALIVE if not stopped else ENDED if self.doing is None else ENDED_INSIDE
+            self.asking_since = time.monotonic()
+            try:
+                beat = Beat(count, self.entries, state, self.host, self.where)
+                self.store.set(f"{self.prefix}/beat/{self.rank}", beat.encoded())
+                if not stopped and self.problem is None:
+                    self._read_peers()
+                self.lost_since = None
+            except RuntimeError:  # the store is gone, with the process that holds it
+                self._without_store()
+            self.asking_since = None
+            if stopped:
+                return
+
+    def _read_peers(self) -> None:
+        if self.store.check([f"{self.prefix}/alarm"]):
+            self.suspicious = self.suspicious or self.store.check([f"{self.prefix}/suspicion"])
+            if self._read_failures():
+                return
+        now = time.monotonic()
+        for rank in self.watched_ranks:
+            key = f"{self.prefix}/beat/{rank}"
+            known = self.seen.get(rank)
+            if known is None and not self.store.check([key]):
+                if self.suspicious and self.doing is not None and now - self.entered > self.silence_seconds:
+                    self._set_problem(
+                        self._report(
+                            "failure", f"{self.describe(rank)} is waited for {self.where}, and never came there: {ADVICE}"
+                        )
+                    )
+                continue  # it may still be importing, or building its model
+            beat = Beat.parse(self.store.get(key))
+            if known is None or known.beat.number != beat.number:
+                self.seen[rank] = known = Seen(beat, now)
+            if message := self._why_lost(rank, known, now):
+                self._set_problem(self._report("failure", message))
+                return
+
+    def _read_failures(self) -> bool:
+        """Takes over a failure that was reported: of a process that ends, or in this rank's current or last section."""
+        for entry in (None, self.entries, self.entries - 1):
+            key = f"{self.prefix}/failure" + ("" if entry is None else f"/{entry}")
+            if entry != self.failed_entry and self.store.check([key]):
+                self._set_problem(self.store.get(key).decode(), entry)
+                return self.problem is not None
+        return False
+
+    def _why_lost(self, rank: int, seen: Seen, now: float) -> str:
+        """Why a rank is given up; empty where it is not."""
+        beat = seen.beat
+        name = f"{self.describe(rank)} on {beat.host}"
+        if beat.state == ALIVE:
+            if now - seen.since <= self.silence_seconds:
+                return ""
+            return (
+                f"{name} has not answered for {now - seen.since:.0f} s, last seen {beat.where}: its process died or is "
+                f"stopped; {ADVICE}"
+            )
+        # A process that ended after its work is no failure, unless this rank still needs it.
+        if self.doing is None or not (beat.state == ENDED_INSIDE or beat.entries < self.entries or self.suspicious):
+            return ""
+        return f"{name} ended its process {beat.where}, others wait for it {self.where}: {ADVICE}"
+
+    def _set_problem(self, message: str, entry: int | None = None) -> None:
+        with self.lock:
+            if self.problem is None and (entry is None or entry != self.failed_entry):
+                self.problem, self.problem_since, self.problem_entry = message, time.monotonic(), entry
+
+    def _without_store(self) -> None:
+        now = time.monotonic()
+        self.lost_since = self.lost_since or now
+        if self.doing is not None and now - max(self.lost_since, self.entered) > self.silence_seconds:
+            self._set_problem(self._store_lost())
+
+    def _store_lost(self) -> str:
+        host = f" on {self.seen[0].beat.host}" if 0 in self.seen else ""
+        return f"{self.describe(0)}{host} does not answer, nor does the store of the run: start all ranks again"
+
+    # -- the thread that ends the process
+
+    def _judge(self) -> None:
+        tick = min(0.25, self.patience_seconds / 60)
+        last = time.monotonic()
+        while not self.stopping.wait(tick):
+            now = time.monotonic()
+            if now - last > self.patience_seconds / 4:  # this process was stopped itself: what it saw is old
+                for seen in list(self.seen.values()):
+                    seen.since = now
+                self.asking_since = self.asking_since and now
+            last = now
+            asking = self.asking_since
+            if self.problem is None and asking is not None and now - asking > self.patience_seconds / 2:
+                self._set_problem(self._store_lost())
+            grace = self.patience_seconds / (6 if self.doing is not None else 3)
+            if self.problem is not None and not self.told and now - self.problem_since > grace:
+                print(f"{self.describe(self.rank)}: {self.problem}", file=sys.stderr, flush=True)
+                sys.stdout.flush()
+                os._exit(PeerProblem.exit_status)
+                return

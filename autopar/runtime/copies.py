@@ -1,0 +1,43 @@
+"""A copy of a parallel model with weights of its own: `copy.deepcopy`, and so `torch.optim.swa_utils.AveragedModel`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from .comm.peer_watch import PATIENCE_SECONDS
+
+_Model = TypeVar("_Model", bound=Any)
+
+
+def copied(parallel: _Model) -> _Model:
+    """Another model of the same program on the same mesh, with the same values. All ranks must call."""
+    state, plain, heartbeat = parallel.state, copy.copy(parallel.plain), parallel.heartbeat
+    kinds = type(parallel.program).__mro__  # FSDP2 changes the class
+    made: Any = next(kind for kind in kinds if not issubclass(kind, FSDPModule))
+
+    def source(name: str) -> torch.Tensor:
+        found: torch.Tensor = state.broadcast_full(name) if name in state.index.specs else plain.unused[name]
+        return found
+
+    if plain is not None:
+        plain.training = parallel.training
+    out: _Model = type(parallel)(
+        made(parallel.program.mesh), source, compile=parallel.__dict__["compile"], form=parallel.form, plain=plain,
+        patience_seconds=PATIENCE_SECONDS if heartbeat is None else heartbeat.patience_seconds,
+        check_batch_every=parallel.__dict__["check_batch_every"], check_every=parallel.checks.every,
+        make_variant=None if parallel.variants is None else parallel.variants.make,
+    )  # fmt: skip
+    if parallel.variants is not None and out.variants is not None:
+        out.variants.known.update((key, out.first) for key, each in parallel.variants.known.items() if each is parallel.first)
+        for mine, theirs in zip(out.mode_modules, parallel.mode_modules, strict=True):
+            mine.training = theirs.training
+    for name, parameter in state.parameters.items():
+        out.state.parameters[name].requires_grad_(parameter.requires_grad)
+    out.__dict__["plan"] = parallel.plan
+    if out.variants is None and out.training != parallel.training:
+        out.train(parallel.training)
+    return out

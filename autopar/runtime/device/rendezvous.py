@@ -1,0 +1,106 @@
+"""Where the processes of a run meet before their process group is made: who never comes is named, within a time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import LaunchProblem
+
+JOIN_SECONDS = 300.0
+_POLL_SECONDS = 0.1
+_NAMED = 8
+"""So many missing ranks are named."""
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Meeting(NamedTuple):
+    """The store that all processes of the run have reached, and this one's place among them."""
+
+    store: Any
+    rank: int
+    size: int
+
+
+def meet(join_seconds: float = JOIN_SECONDS) -> Meeting:
+    """Waits until all processes that were launched are there. LaunchProblem on all that are, where one is missing after
+    `join_seconds`; the message names it."""
+    lacking = next((name for name in _VARIABLES if not os.environ.get(name)), None)
+    if lacking is not None:
+        raise LaunchProblem(f"{lacking} is not set in the environment: start the script with torchrun")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    until = time.monotonic() + join_seconds
+    store = _reach_store(rank, size, until, join_seconds)
+    try:
+        _await_all(store, rank, size, until, join_seconds)
+    except RuntimeError as error:
+        raise LaunchProblem(f"the store of the run was lost while ranks were joining: {_first_line(error)}") from error
+    return Meeting(store, rank, size)
+
+
+def _reach_store(rank: int, size: int, until: float, join_seconds: float) -> Any:
+    """The store, which torchrun or rank 0 holds."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    holder = "rank 0" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else "torchrun"
+    while not holds and not _answers(address, port):
+        if time.monotonic() > until:
+            raise LaunchProblem(
+                f"{holder}, which holds the store of the run, does not answer at {address}:{port} (MASTER_ADDR, MASTER_PORT) "
+                f"within {join_seconds:g} s: see its own output, and start all ranks again"
+            )
+        time.sleep(_POLL_SECONDS)
+    try:
+        return torch.distributed.TCPStore(  # type: ignore[attr-defined]
+            address, port, size, holds, timeout=timedelta(seconds=300), wait_for_workers=False, multi_tenant=True
+        )
+    except RuntimeError as error:
+        raise LaunchProblem(
+            f"{holder} has no store at {address}:{port} (MASTER_ADDR, MASTER_PORT): {_first_line(error)}"
+        ) from error
+
+
+def _answers(address: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((address, port), timeout=2.0):
+        return True
+    return False
+
+
+def _await_all(store: Any, rank: int, size: int, until: float, join_seconds: float) -> None:
+    prefix = f"autopar/joining/{store.add(f'autopar/joinings/{rank}', 1)}"
+    store.set(f"{prefix}/{rank}", socket.gethostname())
+    came = store.add(f"{prefix}/count", 1)
+    while True:
+        if store.check([f"{prefix}/missing"]):
+            raise LaunchProblem(store.get(f"{prefix}/missing").decode())
+        if came >= size:
+            return
+        if time.monotonic() > until:
+            raise LaunchProblem(_missing(store, prefix, size, join_seconds))
+        time.sleep(_POLL_SECONDS)
+        came = store.add(f"{prefix}/count", 0)
+
+
+def _missing(store: Any, prefix: str, size: int, join_seconds: float) -> str:
+    """The message, which the first rank that has waited long enough writes for all."""
+    hosts = {rank: store.get(f"{prefix}/{rank}").decode() for rank in range(size) if store.check([f"{prefix}/{rank}"])}
+    absent = [rank for rank in range(size) if rank not in hosts]
+    named = ", ".join(f"rank {rank}" for rank in absent[:_NAMED]) + (" ..." if len(absent) > _NAMED else "")
+    places = ", ".join(sorted(set(hosts.values()))[:_NAMED])
+    text = (
+        f"{len(hosts)} of {size} processes joined within {join_seconds:g} s, on {places}: {named} never came; see its own "
+        f"output, and start all ranks again (join_seconds= waits longer)"
+    )
+    said: str = store.compare_set(f"{prefix}/missing", "", text).decode() or text
+    time.sleep(10 * _POLL_SECONDS)  # the others read it before the store ends with the process that holds it
+    return said
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

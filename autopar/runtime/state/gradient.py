@@ -1,0 +1,188 @@
+"""The gradient of a parameter, a DTensor whose reductions (its norm) are those of the whole tensor, on every rank and at once.
+
+DTensor leaves a reduction partial until an operation needs it whole: in-place operations on a partial one are refused, and a rank
+that asks for its number waits for the others. A stage of a pipeline has the gradients of its own parameters only. What is
+computed of one gradient is right there; the norm of all gradients (`torch.nn.utils.clip_grad_norm_`, the norm of stacked norms)
+is summed over the stages, and other combinations of several gradients are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..comm.heartbeat import Heartbeat, watched
+from ..compat import over_local, unscale_and_check, whole
+from ..device.mesh import MeshHandle
+from ..errors import RuntimeProblem
+
+_VIEWS = frozenset(("view", "reshape", "flatten", "ravel", "detach", "to_dense", "contiguous", "view_as"))
+_JOINS = frozenset(("stack", "cat", "concat", "concatenate", "hstack", "vstack"))
+_NORMS = frozenset(("linalg_vector_norm", "linalg_norm", "norm"))
+
+
+class StageGradients:
+    """The gradients of one stage of a pipeline. `holders`: the stages that have each parameter. `every_stage_trains`: all of
+    them have parameters that train. `parameters`: those of this stage."""
+
+    def __init__(self, mesh: MeshHandle, holders: Mapping[str, tuple[int, ...]], every_stage_trains: bool) -> None:
+        self.mesh, self.holders, self.every_stage_trains = mesh, holders, every_stage_trains
+        self.parameters: weakref.WeakValueDictionary[str, nn.Parameter] = weakref.WeakValueDictionary()
+        self.heartbeat: Heartbeat | None = None
+
+    def total_norm(self, norms: torch.Tensor, names: tuple[str, ...], order: float) -> torch.Tensor:
+        """The norm of the norms of all gradients of all stages, those of parameters on several stages counted once."""
+        present = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
+        if sorted(names) != sorted(present) or not self.every_stage_trains:
+            raise RuntimeProblem(
+                "the norm of some of the gradients of a pipeline, of which a stage has only its own: take that of all of "
+                "parallel.parameters(), or call parallel.clip_grad_norm_(max_norm)"
+            )
+        top, pp = math.isinf(order), self.mesh.pp
+        first = torch.tensor([self.holders[name][0] == pp.coordinate for name in names], device=norms.device)
+        counted = torch.where(first, norms.double().abs(), 0.0)
+        value = counted.max() if top else counted.pow(order).sum()
+        with watched(self.heartbeat, "the norm of all gradients"):
+            dist.all_reduce(value, dist.ReduceOp.MAX if top else dist.ReduceOp.SUM, self.mesh.group(pp.name))
+        return (value if top else value.pow(1.0 / order)).to(norms.dtype)
+
+
+class Gradient(DTensor):
+    """`stage`: of a pipeline."""
+
+    stage: StageGradients | None
+    parameter_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        word = getattr(func, "__name__", "").strip("_")
+        me = next((each for each in _tensors(args) if isinstance(each, Gradient)), None)
+        if me is None:
+            return result
+        if me.stage is not None and word in _JOINS:
+            raise _combined(word)
+        if func is unscale_and_check():
+            _agree_on_infinity(me, args[1])
+        if isinstance(result, (list, tuple)):
+            return type(result)(_whole(each, me) for each in result) if type(result) in (list, tuple) else result
+        if word in _VIEWS and isinstance(result, DTensor):
+            return as_gradient(result, me.stage, me.parameter_name)
+        return _whole(result, me)
+
+
+class StageNorms(torch.Tensor):
+    """Numbers computed each of one gradient of a stage: one of them (a scalar), or several in a row."""
+
+    stage: StageGradients
+    parameter_names: tuple[str, ...]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        word = getattr(func, "__name__", "").strip("_")
+        mine = [each for each in (*_tensors(args), *_tensors(kwargs.values())) if isinstance(each, StageNorms)]
+        stage, names = mine[0].stage, tuple(name for each in mine for name in each.parameter_names)
+        row = next((each for each in mine if each.dim()), None) if word not in ("get", "dim") else None
+        if row is not None and word in _NORMS:
+            order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))
+            return stage.total_norm(row.as_subclass(torch.Tensor), names, 2.0 if order in (None, "fro") else float(order))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if type(result) not in (torch.Tensor, StageNorms):
+            return result
+        if word in _JOINS and all(isinstance(each, StageNorms) for each in args[0]):
+            return _norms(result, stage, names)
+        if len(set(names)) > 1 and result.shape != (len(names),):
+            raise _combined(word)
+        return _norms(result, stage, names if result.dim() else names[:1])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def as_gradient(value: DTensor, stage: StageGradients | None, name: str) -> Gradient:
+    """`value` over the same data."""
+    if isinstance(value, Gradient):
+        return value
+    out: Gradient = over_local(Gradient, value)
+    out.stage, out.parameter_name = stage, name
+    return out
+
+
+def gradient_of(canonical: nn.Parameter, value: DTensor) -> Gradient:
+    """`value` as the gradient of a canonical parameter, see `own`."""
+    return as_gradient(value, *getattr(canonical, "autopar_place", (None, "")))
+
+
+def own(canonical: nn.Parameter, stage: StageGradients | None, name: str) -> None:
+    """What autograd adds to the parameter's gradient becomes a `Gradient` too."""
+    canonical.autopar_place = (stage, name)  # type: ignore[attr-defined]
+
+    def wrap(parameter: torch.Tensor) -> None:
+        if isinstance(parameter.grad, DTensor) and isinstance(parameter, nn.Parameter):
+            parameter.grad = gradient_of(parameter, parameter.grad)
+
+    wrap.autopar = True  # type: ignore[attr-defined]
+    if canonical.requires_grad:
+        canonical.register_post_accumulate_grad_hook(wrap)
+
+
+def hooked(parameter: torch.Tensor) -> bool:
+    """Whether the user has registered a hook of its gradient."""
+    hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+    return bool(parameter._backward_hooks) or any(not getattr(hook, "autopar", False) for hook in hooks)
+
+
+def _whole(result: Any, me: Gradient) -> Any:
+    """A reduction of a gradient: its whole value on every rank, an ordinary tensor if it is a number."""
+    if not isinstance(result, DTensor) or isinstance(result, Gradient):
+        return result
+    result = whole(result)
+    if result.dim():
+        return result
+    number = result.to_local()
+    return number if me.stage is None else _norms(number, me.stage, (me.parameter_name,))
+
+
+def _agree_on_infinity(one: Gradient, found: torch.Tensor) -> None:
+    """Gradients that are not finite on one rank count on all (`torch.amp.GradScaler`): DTensor looks at the placements of the
+    first gradient only, on 2.13.0."""
+    stage, mesh = one.stage, one.device_mesh
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    if stage is not None:
+        groups.append(stage.mesh.group(stage.mesh.pp.name))
+    with watched(stage.heartbeat if stage is not None else None, "GradScaler.unscale_"):
+        for group in groups:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group)
+
+
+def _norms(values: torch.Tensor, stage: StageGradients, names: tuple[str, ...]) -> StageNorms:
+    out = values.as_subclass(StageNorms)
+    out.stage, out.parameter_names = stage, names
+    return out
+
+
+def _tensors(values: Any) -> Iterator[Any]:
+    for each in values:
+        if isinstance(each, (list, tuple)):
+            yield from each
+        else:
+            yield each
+
+
+def _combined(word: str) -> RuntimeProblem:
+    return RuntimeProblem(
+        f"{word} combines the gradients of several parameters, of which a stage of a pipeline has only its own: plan without a "
+        'pipeline (force="pp=1"), or for their norm call parallel.clip_grad_norm_(max_norm)'
+    )

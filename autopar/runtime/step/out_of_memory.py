@@ -1,0 +1,189 @@
+"""An allocation that fails ends in one line: what was asked for, what is in use by kind, what the plan predicted, and what would
+fit.
+
+Errors inside of `Parallel`, and of any backward, become a `MemoryProblem`. Those of the optimizer's step and of other code of the
+script are torch's own; where one ends the process, the line follows its traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..compat import translate_backward_errors
+from ..errors import MemoryProblem
+from ..state.materialize import State
+
+_WORDS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
+_ASKED = re.compile(r"ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+Prediction = Callable[["Usage"], str]
+"""What a plan predicted, and what would fit, in words."""
+
+
+class Usage(NamedTuple):
+    """Bytes in use when an allocation failed: `kinds` of those that are known, `total` of the device or process, and `asked`."""
+
+    kinds: dict[str, int]
+    total: int
+    asked: int
+
+    def __str__(self) -> str:
+        rest = self.total - sum(self.kinds.values())
+        kinds = self.kinds | ({"activations and the rest": rest} if rest > 0 else {})
+        return f"{size_words(self.total)} in use ({', '.join(f'{name} {size_words(size)}' for name, size in kinds.items())})"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a device or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def asked_bytes(error: BaseException) -> int:
+    """The size of the allocation that failed; 0 where the error does not say it."""
+    found = _ASKED.search(str(error))
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+def size_words(size_bytes: float) -> str:
+    """In GiB, MiB or KiB."""
+    name = next((name for name in ("GiB", "MiB") if size_bytes >= 0.1 * _UNITS[name]), "KiB")
+    return f"{size_bytes / _UNITS[name]:.1f} {name}"
+
+
+class MemoryGuard:
+    """Answers the failed allocations of one parallel model. `detail` says more about where it is than `doing`; `prediction` is
+    that of its plan, if there is one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.detail: Callable[[], str] = str
+        self.state: State | None = None
+        self.prediction: Prediction | None = None
+        self.step = 0
+        self.doing = ""
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        me = weakref.ref(self)
+        for register, begins in ((register_optimizer_step_pre_hook, True), (register_optimizer_step_post_hook, False)):
+            handle = register(partial(_optimizer_step, me, begins))
+            weakref.finalize(self, handle.remove)
+        _translate()
+
+    @contextmanager
+    def catching(self, doing: str) -> Iterator[None]:
+        """MemoryProblem where an allocation fails inside."""
+        global _latest
+        _latest = weakref.ref(self)
+        self.doing = doing
+        try:
+            yield
+        except Exception as error:
+            problem = self.answer(error)
+            if problem is None:
+                raise
+            raise problem from error
+        finally:
+            self.doing = "backward" if doing == "forward" else ""
+
+    def answer(self, error: BaseException) -> MemoryProblem | None:
+        """The error in one line; None where it is no failed allocation."""
+        if not is_out_of_memory(error):
+            return None
+        usage = Usage(self.kinds(), self.total(), asked_bytes(error))
+        asked = f"{size_words(usage.asked)} more were asked for, " if usage.asked else ""
+        said = ""
+        if self.prediction is not None:
+            with suppress(Exception):  # it may fail for want of memory itself
+                said = self.prediction(usage)
+        remedy = said or "plan for less memory (a higher ZeRO stage, more micro-batches, more devices)"
+        place = ", ".join(word for word in (self.doing, self.detail()) if word)
+        where = f"in step {self.step}{f', {place}' if place else ''}" if self.step else f"before the first step, {place}"
+        return MemoryProblem(f"out of memory {where}: {asked}{usage}; {remedy}")
+
+    def kinds(self) -> dict[str, int]:
+        """Bytes of what this rank holds for good."""
+        if self.state is None:
+            return {}
+        parameters = list(self.state.parameters.values())
+        states = [each for optimizer in list(self.optimizers) for state in optimizer.state.values() for each in state.values()]
+        found = {
+            "parameters": _bytes([*parameters, *self.state.buffers.values()]),
+            "gradients": _bytes([parameter.grad for parameter in parameters]),
+            "optimizer": _bytes(states),
+        }
+        if self.device.type == "cuda":
+            found["unused in the allocator"] = int(
+                torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            )
+        return found
+
+    def total(self) -> int:
+        """Bytes in use on the device, or by this process."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.memory_reserved(self.device))
+        with suppress(OSError, ValueError), open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    locals_ = (each.to_local() if isinstance(each, DTensor) else each for each in tensors if isinstance(each, torch.Tensor))
+    with torch.no_grad():
+        return sum(each.numel() * each.element_size() for each in locals_)
+
+
+_latest: Callable[[], MemoryGuard | None] = lambda: None  # noqa: E731
+"""The guard of the model that ran last."""
+
+
+def _optimizer_step(guard: Callable[[], MemoryGuard | None], begins: bool, optimizer: Optimizer, *_: Any) -> None:
+    """Before and after a step of any optimizer."""
+    found = guard()
+    if found is None or found.state is None:
+        return
+    own = {id(parameter) for parameter in found.state.parameters.values()}
+    if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"][:1]):
+        found.optimizers.add(optimizer)
+        found.doing = "optimizer.step" if begins else ""
+
+
+@cache
+def _translate() -> None:
+    """Of backwards, and of errors that end the process."""
+
+    def translate(error: Exception) -> Exception | None:
+        guard = _latest()
+        return guard.answer(error) if guard is not None else None
+
+    translate_backward_errors(translate, first=True)
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        guard = _latest()
+        problem = guard.answer(error) if guard is not None else None
+        if problem is not None:
+            print(f"autopar: {problem}", file=sys.stderr, flush=True)
+
+    tell.autopar = getattr(before, "autopar", False)  # type: ignore[attr-defined]
+    sys.excepthook = tell

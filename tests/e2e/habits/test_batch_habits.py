@@ -1,0 +1,106 @@
+"""Habits around batches (docs/habits.md), on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.harness.comparison import same_gradients
+from support.harness.habits import (
+    OTHER_PLANS,
+    ROWS,
+    check,
+    equals_one_process,
+    one_step,
+    parallel_of,
+    refusal,
+    rows_of,
+)
+from support.harness.rank_pool import RankPool
+from support.harness.training_loop import full_gradients
+from support.models.habit_model import BATCH, batch, net
+
+
+def global_batch(plan: str) -> None:
+    equals_one_process(parallel_of(net(), plan, check_batch_every=2), net(), 5)
+
+
+def different_batches(plan: str) -> str:
+    parallel = parallel_of(net(), plan, check_batch_every=4)
+    said = refusal(lambda: parallel(**batch(dist.get_rank())))
+    for _ in range(3):
+        one_step(parallel)
+    assert said == refusal(lambda: parallel(**batch(dist.get_rank())))  # call 4 is one of four
+    return said
+
+
+def local_parts(plan: str) -> None:
+    parallel, whole = parallel_of(net(), plan), batch()
+    places = list(parallel.sampler(range(BATCH), shuffle=False))
+    part = {name: tensor[places] for name, tensor in whole.items()}
+    loss = parallel(parallel.local_batch(**part))
+    loss.backward()
+    reference = net()
+    expected = reference(**whole)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, gradient in full_gradients(parallel).items():
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad)
+
+
+def different_local_parts(plan: str) -> str:
+    parallel = parallel_of(net(), plan)
+    axes = {**parallel.program.mesh.axes, **parallel.program.mesh.pipeline_axes}
+    part = batch(dist.get_rank(), BATCH // axes.get("dp", 1))
+    if axes.get("dp") == 4:  # right: every rank has a part of its own
+        parts = [batch(rank, BATCH // 4) for rank in range(4)]
+        whole = {name: torch.cat([each[name] for each in parts]) for name in part}
+        torch.testing.assert_close(parallel(parallel.local_batch(**part)).detach(), net()(**whole).detach())
+        return ROWS["different_local_parts"][1]
+    return refusal(lambda: parallel(parallel.local_batch(**part)))
+
+
+def one_rank_with_a_wrong_batch(plan: str) -> str:
+    parallel, wrong = parallel_of(net(), plan), batch()
+    if dist.get_rank() == 1:
+        wrong["x"] = wrong["x"][:, :-1]
+    said = refusal(lambda: parallel(**wrong))
+    assert "rank 1" in said
+    one_step(parallel)
+    return said
+
+
+def gradient_into_an_input(plan: str) -> None:
+    parallel, reference = parallel_of(net(), plan), net()
+    given = [{**batch(), "x": batch()["x"].requires_grad_()} for _ in range(2)]
+    if parallel.program.mesh.pp.size > 1:
+        assert "gradients flow into the input x, which a pipeline cannot have" in refusal(lambda: parallel(**given[0]))
+        return
+    for model, each in zip((parallel, reference), given, strict=True):
+        model(**each).backward()
+    torch.testing.assert_close(given[0]["x"].grad, given[1]["x"].grad)
+    same_gradients(parallel, reference)
+
+
+def input_without_gradient(plan: str) -> None:
+    given = batch()
+    with torch.no_grad():
+        found = parallel_of(net(), plan)(**{**given, "x": given["x"].clone().requires_grad_()})
+        torch.testing.assert_close(found, net()(**given))
+
+
+# -- here
+
+
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", OTHER_PLANS)
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], force, ranks, tmp_path)

@@ -1,0 +1,129 @@
+"""Habits around the model's faces: attributes, copies, logs (docs/habits.md), on real ranks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import random
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.harness.habits import (
+    OTHER_PLANS,
+    check,
+    equals_one_process,
+    of,
+    one_step,
+    parallel_of,
+    rows_of,
+)
+from support.harness.rank_pool import RankPool
+from support.harness.training_loop import adamw, train
+from support.models.habit_model import WIDTH, batch, net
+
+import autopar
+
+
+def read_the_plan(plan: str) -> None:
+    assert parallel_of(net(), plan).plan == autopar.Plan.from_json(Path(plan).read_text())
+
+
+@of("dropout")
+def draw_random_numbers(plan: str) -> None:
+    model = net("dropout")
+    torch.manual_seed(3 + dist.get_rank())
+    random.seed(3)
+    before = (torch.get_rng_state(), random.getstate())
+    parallel = parallel_of(model, plan)
+    one_step(parallel)
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+def read_attributes(plan: str) -> None:
+    parallel, model = parallel_of(net(), plan), net()
+    assert parallel.config == model.config and parallel.config.width == WIDTH
+    assert parallel.parameter_count() == model.parameter_count()
+    with pytest.raises(AttributeError, match="has an attribute 'nothing'"):
+        parallel.nothing  # noqa: B018
+
+
+def free_the_plain_model(plan: str) -> None:
+    model = net()
+    parallel, seen = parallel_of(model, plan), weakref.ref(model.words.weight)
+    del model
+    gc.collect()
+    assert seen() is None
+    equals_one_process(parallel, net())
+
+
+def copy_the_model(plan: str) -> None:
+    parallel, reference = parallel_of(net(), plan), net()
+    train(parallel, [batch()], adamw())
+    other = copy.deepcopy(parallel)
+    train(reference, [batch()], adamw())
+    before = parallel.full_state()
+    equals_one_process(other, reference)
+    for name, tensor in parallel.full_state().items():
+        assert torch.equal(tensor, before[name])
+
+
+def two_models(plan: str) -> None:
+    """Trained in turns; one of them goes, and the other goes on."""
+    first, second = parallel_of(net(), plan), parallel_of(net(), plan)
+    equals_one_process(first, net(), 2)
+    equals_one_process(second, net(), 2)
+    assert first.heartbeat is None or first.heartbeat is not second.heartbeat
+    del first
+    gc.collect()
+    one_step(second)
+
+
+def log_lines(plan: str) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("autopar")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        parallel_of(net(), plan)
+        given = list(said)
+        parallel_of(net(), None)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    if dist.get_rank():
+        assert said == []
+    else:
+        assert len(given) == 1 and "local:4" in given[0] and given[0].startswith("Net on ")
+        assert said[1].startswith("planning Net for local:4") and said[-1].startswith("Net on ") and "\n" not in said[-1]
+
+
+def profile_a_step(plan: str) -> None:
+    parallel = parallel_of(net(), plan)
+    one_step(parallel)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        one_step(parallel)
+    names: list[list[str]] = [[] for _ in range(4)]
+    dist.all_gather_object(names, [event.name for event in profile.events()])
+    found = {name for each in names for name in each}
+    assert {"layers.0", "layers.1"} <= found
+
+
+# -- here
+
+
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", OTHER_PLANS)
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], force, ranks, tmp_path)

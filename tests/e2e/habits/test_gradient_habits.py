@@ -1,0 +1,205 @@
+"""Habits around gradients: frozen parameters, hooks, clipping, accumulation (docs/habits.md), on real ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.harness.comparison import different_numbers, training_differences
+from support.harness.habits import (
+    OTHER_PLANS,
+    ROWS,
+    check,
+    equals_one_process,
+    of,
+    one_step,
+    parallel_of,
+    refusal,
+    rows_of,
+    warning_of,
+)
+from support.harness.rank_pool import RankPool
+from support.harness.training_loop import adamw, full_gradients, train
+from support.models.habit_model import batch, net
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+
+
+@of("frozen 0")
+def frozen_before(plan: str) -> None:
+    models = [net(), net()]
+    for model in models:
+        model.layers[0].requires_grad_(False)
+    equals_one_process(parallel_of(models[0], plan), models[1])
+
+
+def frozen_later(plan: str) -> None:
+    parallel, reference = parallel_of(net(), plan), net()
+    names = [name for name, _ in reference.named_parameters() if name.startswith("layers.0")]
+
+    def freeze(model: nn.Module) -> Callable[[int], None]:
+        own = dict(model.named_parameters())
+        return lambda index: [own[name].requires_grad_(False) for name in names if name in own] and None if index == 0 else None
+
+    batches = [batch(seed) for seed in range(3)]
+    found = train(parallel, batches, adamw(), after_step=freeze(parallel))
+    expected = train(reference, batches, adamw(), after_step=freeze(reference))
+    state = {name: tensor for name, tensor in found.state.items() if name in expected.state}
+    assert not (wrong := training_differences(found._replace(state=state), expected)), wrong[:3]
+
+
+def frozen_later_on_the_plain_model(plan: str) -> str:
+    model = net()
+    parallel = parallel_of(model, plan)
+    one_step(parallel)
+    model.words.requires_grad_(False)
+    return refusal(lambda: parallel(**batch()))
+
+
+@of("frozen 0 1")
+def unfrozen_later(plan: str) -> str:
+    model = net()
+    model.layers.requires_grad_(False)
+    parallel = parallel_of(model, plan)
+    for name, parameter in parallel.named_parameters():
+        if name.startswith("layers."):
+            parameter.requires_grad_(True)
+    return refusal(lambda: parallel(**batch()))
+
+
+def noop(*args: Any) -> None:
+    """A hook."""
+
+
+def hook_of_a_module(plan: str) -> str:
+    model = net()
+    model.layers[1].up.register_forward_hook(noop)
+    said = warning_of(lambda: autopar.parallelize(model, "local:4", batch(), plan=plan))
+    assert dist.get_rank() or "layers.1.up" in said
+    return said if dist.get_rank() == 0 else ROWS["hook_of_a_module"][1]
+
+
+def hook_of_a_part(plan: str) -> str:
+    parallel = parallel_of(net(), plan)
+    part = next(module for name, module in parallel.named_modules() if name.startswith("layers."))
+    return refusal(lambda: part.register_forward_hook(noop))
+
+
+def hook_of_a_parameter(plan: str) -> str:
+    parallel = parallel_of(net(), plan)
+    for parameter in parallel.parameters():
+        parameter.register_hook(noop)
+    return refusal(lambda: parallel(**batch()))
+
+
+def clipped(model: nn.Module, clip: Callable[[nn.Module], Any]) -> list[float]:
+    """What `clip` gives after each of three backwards, and the loss."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for seed in range(3):
+        optimizer.zero_grad(set_to_none=seed < 2)
+        loss = model(**batch(seed))
+        loss.backward()
+        value = clip(model)
+        optimizer.step()
+        found += [loss.item(), value.item() if isinstance(value, Tensor) else 0.0]
+    return found
+
+
+def clip_grad_norm(plan: str) -> None:
+    def by_hand(model: nn.Module) -> Tensor:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.2, norm)
+        return torch.stack([gradient.norm(2) for gradient in gradients]).norm()
+
+    parallel, start = parallel_of(net(), plan), net().state_dict()
+    for clip in (
+        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3),
+        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"), error_if_nonfinite=True),
+        lambda model: torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.1, norm_type=1.0),
+        by_hand,
+    ):
+        parallel.load_state_dict(start)
+        assert not (wrong := different_numbers("clip", clipped(parallel, clip), clipped(net(), clip), 1e-9)), wrong
+    one_step(parallel)
+    norm = torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
+    if dist.get_rank() == 0:  # as a log line does
+        assert norm.item() > 0 and not isinstance(norm, DTensor)
+
+
+def loss_without_backward(plan: str) -> None:
+    """A loss that is only looked at, before the step; and a new state after one."""
+
+    def run(model: nn.Module) -> list[float]:
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for seed in range(3):
+            optimizer.zero_grad()
+            loss, other = model(**batch(seed)), model(**batch(seed + 5))
+            loss.backward()
+            other = model(**batch(seed + 5))
+            optimizer.step()
+            losses += [loss.item(), other.item(), model(**batch(9)).item()]
+        return losses
+
+    parallel, start = parallel_of(net(), plan), net().state_dict()
+    for _ in range(2):
+        parallel.load_state_dict(start)
+        assert not (wrong := different_numbers("loss", run(parallel), run(net()), 1e-9)), wrong
+
+
+def clip_grad_value(plan: str) -> None:
+    def clip(model: nn.Module) -> None:
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+    assert not different_numbers("clip", clipped(parallel_of(net(), plan), clip), clipped(net(), clip), 1e-9)
+
+
+def clip_some_of_them(plan: str) -> str:
+    parallel = parallel_of(net(), plan)
+    one_step(parallel)
+    some = [p for n, p in parallel.named_parameters() if p.grad is not None][:-1]
+    if parallel.program.mesh.pp.size > 1 and len(some) > 1:
+        return refusal(lambda: torch.nn.utils.clip_grad_norm_(some, 1.0))
+    return ROWS["clip_some_of_them"][1]
+
+
+def accumulate(plan: str) -> None:
+    """Several calls, with and without `no_sync`, and one backward of a sum; gradients kept as zeros."""
+
+    def run(model: Any) -> dict[str, Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            for part in range(2):
+                with model.no_sync() if part == 0 and hasattr(model, "no_sync") else contextlib.nullcontext():
+                    (model(**batch(2 * step + part)) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        (model(**batch(5)) + 0.1 * model(**batch(6))).backward()
+        return full_gradients(model)
+
+    found, expected = run(parallel_of(net(), plan)), run(net())
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-9)
+
+
+# -- here
+
+
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", OTHER_PLANS)
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], force, ranks, tmp_path)

@@ -1,0 +1,108 @@
+"""Habits around train() and eval() (docs/habits.md), on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.harness.comparison import same_gradients
+from support.harness.habits import (
+    OTHER_PLANS,
+    check,
+    equals_one_process,
+    of,
+    one_step,
+    parallel_of,
+    rows_of,
+)
+from support.harness.rank_pool import RankPool
+from support.models.habit_model import batch, net
+from torch import nn
+
+
+def draws_differ(parallel: Any, reference: nn.Module) -> None:
+    """With dropout, which autopar draws from streams of its own: another number at each call, near that of one process."""
+    with torch.no_grad():
+        found = [float(parallel(**batch())) for _ in range(2)]
+        assert found[0] != found[1] and abs(found[0] - float(reference(**batch()))) < 1.0
+
+
+@of("dropout eval")
+def model_in_eval_mode(plan: str) -> None:
+    parallel, reference = parallel_of(net("dropout").eval(), plan), net("dropout").eval()
+    assert not parallel.training
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(**batch()), reference(**batch()))
+
+
+@of("dropout eval")
+def train_after_eval_mode(plan: str) -> None:
+    parallel, reference = parallel_of(net("dropout").eval(), plan), net("dropout").eval()
+    draws_differ(parallel.train(), reference.train())
+    one_step(parallel)
+    with torch.no_grad():
+        torch.testing.assert_close(parallel.eval()(**batch()), reference.eval()(**batch()))
+
+
+@of("eval")
+def train_without_dropout(plan: str) -> None:
+    equals_one_process(parallel_of(net().eval(), plan).train(), net())
+
+
+@of("dropout")
+def eval_with_dropout(plan: str) -> None:
+    parallel, reference = parallel_of(net("dropout"), plan), net("dropout")
+    with torch.no_grad():
+        in_training = parallel(**batch())
+        for model in (parallel, reference):
+            model.eval()
+        torch.testing.assert_close(parallel(**batch()), reference(**batch()))
+        parallel.train()
+        assert abs(parallel(**batch()) - reference(**batch())) > 1e-4 < abs(in_training - reference(**batch()))
+
+
+def right_in_eval(kind: str, plan: str) -> None:
+    parallel, reference = parallel_of(net(kind), plan), net(kind)
+    for model in (parallel, reference):
+        one_step(model)
+        model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(**batch()), reference(**batch()))
+    for model in (parallel, reference):
+        model.train()
+        model(**batch()).backward()
+    same_gradients(parallel, reference)
+
+
+@of("branch")
+def eval_with_branch(plan: str) -> None:
+    right_in_eval("branch", plan)
+
+
+@of("constant_dropout")
+def eval_with_constant_dropout(plan: str) -> None:
+    parallel, reference = parallel_of(net("constant_dropout"), plan), net("constant_dropout")
+    draws_differ(parallel, reference)
+    draws_differ(parallel.eval(), reference.eval())
+
+
+@of("batch_norm")
+def eval_with_batch_norm(plan: str) -> None:
+    right_in_eval("batch_norm", plan)
+
+
+# -- here
+
+
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", OTHER_PLANS)
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], force, ranks, tmp_path)

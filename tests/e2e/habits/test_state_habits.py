@@ -1,0 +1,168 @@
+"""Habits around saving and loading (docs/habits.md), on real ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from support.harness.habits import (
+    OTHER_PLANS,
+    check,
+    equals_one_process,
+    one_step,
+    parallel_of,
+    refusal,
+    rows_of,
+    warning_of,
+)
+from support.harness.rank_pool import RankPool
+from support.harness.training_loop import adamw, train
+from support.models.habit_model import WIDTH, Net, batch, net
+from torch import nn
+
+
+def save_state_dict(plan: str) -> str:
+    parallel = parallel_of(net(), plan)
+    assert not warning_of(lambda: copy.deepcopy(parallel.state_dict()))
+    return warning_of(lambda: torch.save({"model": parallel.state_dict(), "step": 3}, io.BytesIO()))
+
+
+def save_full_state(plan: str) -> None:
+    parallel, reference, fresh = parallel_of(net(), plan), net(), net("")
+    for parameter in fresh.parameters():
+        nn.init.ones_(parameter)
+    for model in (parallel, reference):
+        train(model, [batch()], adamw())
+    state = parallel.full_state()
+    file = io.BytesIO()
+    torch.save(state, file)
+    fresh.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    for name, parameter in fresh.named_parameters():
+        torch.testing.assert_close(parameter, reference.get_parameter(name))
+    assert "scale" not in parallel.state_dict() and state["head.weight"] is state["words.weight"]
+
+
+def load_plain_state_dict(plan: str) -> None:
+    model = net()
+    parallel = parallel_of(net(), plan)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    parallel.load_state_dict(model.state_dict())
+    torch.testing.assert_close(parallel(**batch()).detach(), model(**batch()).detach())
+    torch.testing.assert_close(parallel.full_state()["unused"], model.unused.detach())
+    assert "misses unused" in refusal(lambda: parallel.load_state_dict({"head.weight": model.head.weight}))
+
+
+def save_optimizer_state(plan: str) -> None:
+    parallel, reference = parallel_of(net(), plan), net()
+    mine = adamw()(parallel)
+    train(parallel, [batch()], mine)
+    train(reference, [batch()], adamw())
+    state = parallel.full_optimizer_state(mine)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1.0)
+    theirs.load_state_dict(state)
+    found = train(parallel, [batch(1)], mine).state
+    expected = train(reference, [batch(1)], theirs).state
+    for name in expected:
+        if name in found:
+            torch.testing.assert_close(found[name], expected[name])
+
+
+def optimizer_round_trip(plan: str) -> None:
+    """Saved and loaded on each rank, as a script that resumes under the same plan does."""
+    parallel, reference = parallel_of(net(), plan), net()
+    mine, theirs = adamw()(parallel), adamw()(reference)
+    train(parallel, [batch()], mine)
+    train(reference, [batch()], theirs)
+    saved, fresh = mine.state_dict(), adamw(0.5)(parallel)
+    fresh.load_state_dict(saved)
+    found, expected = train(parallel, [batch(1)], fresh).state, train(reference, [batch(1)], theirs).state
+    for name in found.keys() & expected.keys():
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-9)
+
+
+def resume_from_plain_states(plan: str) -> None:
+    """Under another plan: the states of the plain model and its optimizers."""
+    for make in (adamw(), lambda model: torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=1e-2)):
+        parallel, reference = parallel_of(net(), plan), net()
+        theirs, mine = make(reference), make(parallel)
+        train(reference, [batch()], theirs)
+        parallel.load_state_dict(reference.state_dict())
+        parallel.load_full_optimizer_state(mine, copy.deepcopy(theirs.state_dict()))
+        found, expected = train(parallel, [batch(1)], mine).state, train(reference, [batch(1)], theirs).state
+        for name in found.keys() & expected.keys():
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-9)
+
+
+def load_plain_optimizer_state(plan: str) -> str:
+    parallel, reference = parallel_of(net(), plan), net()
+    reference(**batch()).backward()
+    mine, theirs = torch.optim.AdamW(parallel.parameters()), torch.optim.AdamW(reference.parameters())
+    theirs.step()
+    one_step(parallel)
+    own, given = mine.state_dict(), theirs.state_dict()["state"]
+    places = dict(zip(dict(parallel.named_parameters()), range(len(own["param_groups"][0]["params"])), strict=False))
+    order = [name for name, _ in reference.named_parameters()]
+    own["state"] = {place: given[order.index(name)] for name, place in places.items()}
+    mine.load_state_dict(own)
+    return refusal(mine.step)
+
+
+def average_weights(plan: str) -> None:
+    """`AveragedModel`, by its mean and as a moving one: it follows, evaluates, and leaves the model as it is."""
+    swa = torch.optim.swa_utils
+    for options in ({}, {"multi_avg_fn": swa.get_ema_multi_avg_fn(0.9), "use_buffers": True}):
+        states, values = [], []
+        for model in (parallel_of(net(), plan), net()):
+            average, optimizer = swa.AveragedModel(model, **options), adamw(1e-2)(model)
+            for seed in range(3):
+                train(model, [batch(seed)], optimizer)
+                average.update_parameters(model)
+            with torch.no_grad():
+                values += [float(average(**batch(7))), float(model(**batch(7)))]
+            inner = average.module
+            states.append(inner.full_state() if hasattr(inner, "full_state") else inner.state_dict())
+        assert values[:2] == pytest.approx(values[2:], rel=1e-9) and values[0] != values[1]
+        for name in states[1]:
+            torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-9, atol=1e-9)
+
+
+def meta_model(plan: str) -> None:
+    """From a checkpoint without the buffer that is in none; its module computes it."""
+    with torch.device("meta"):
+        empty = net()
+    parallel = parallel_of(empty, plan, state=net().state_dict())
+    equals_one_process(parallel, net())
+
+
+def meta_model_with_unknown_buffer(plan: str) -> str:
+    with torch.device("meta"):
+        empty = net()
+        empty.register_buffer("scale", torch.ones(WIDTH), persistent=False)
+    empty.__class__ = Unresettable
+    return refusal(lambda: parallel_of(empty, plan, state=net().state_dict()))
+
+
+class Unresettable(Net):
+    """A model that cannot initialise its buffer again."""
+
+    reset_parameters = None  # type: ignore[assignment]
+
+
+# -- here
+
+
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", OTHER_PLANS)
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], force, ranks, tmp_path)

@@ -1,0 +1,148 @@
+"""Plans changed at random: refused in one line, or used without harm; and every leaf of a plan's graph changed once."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fuzzing.attempts import attempt, examples
+from support.fuzzing.one_line import answer
+from support.plans.mutations import Place, mutated, part, places, replaced
+from support.plans.tiny_plans import CAPTURED, tiny_document
+
+from autopar.errors import PlanError
+from autopar.ir.plan_file.plan_file import check_graph, decode_plan
+from autopar.program.build import program_text
+from autopar.schedules.pipeline_schedule import check_schedule
+
+VIEWS = ((), ("--memory",), ("--comm",), ("--timeline",), ("--ops",), ("--program",), ("--json",), ("--memory", "--json"))
+LARGE = ("graph", "ops", "blocks")
+"""Fields that make up most of the file; one half of the changes is elsewhere."""
+
+
+@cache
+def spots(kind: str) -> tuple[list[Place], list[Place]]:
+    every = list(places(tiny_document(kind)))
+    return every, [at for at in every if at[0] not in LARGE]
+
+
+def text_of(document: Any) -> bytes:
+    try:
+        return msgspec.json.encode(document)
+    except (TypeError, ValueError, OverflowError, UnicodeError):
+        return json.dumps(document).encode()
+
+
+def changed_plan(draw: random.Random) -> bytes:
+    """A plan with one to three changes; now and then its text is cut or patched."""
+    kind = draw.choice(CAPTURED)
+    document: Any = tiny_document(kind)
+    every, small = spots(kind)
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        try:
+            document = mutated(document, draw.choice(small if draw.random() < 0.5 else every), draw)
+        except (KeyError, IndexError, TypeError, AttributeError):
+            continue  # an earlier change took the place away
+    text = text_of(document)
+    if draw.random() < 0.05:
+        at = draw.randrange(len(text))
+        return text[:at] + draw.choice((b"", b"[" * 2000, b'"', b"\xff", b"\x00")) + text[at + draw.randrange(100) :]
+    return text
+
+
+def use(text: bytes, folder: Path, draw: random.Random) -> None:
+    """Everything that a command does with a plan's file before it prints."""
+    plan = check_graph(decode_plan(text), "plan.json")
+    check_schedule(plan.candidate)
+    program_text(plan.graph, plan.candidate)
+
+
+def check(draw: random.Random, folder: Path) -> None:
+    text = changed_plan(draw)
+    if attempt(lambda: use(text, folder, draw)):
+        path = folder / "plan.json"
+        path.write_bytes(text)
+        said = answer("inspect", path, *draw.choice(VIEWS))
+        assert said.is_one_line, said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plans")
+
+
+@examples(60)
+@given(draw=st.randoms(use_true_random=False))
+def test_changed_plans(folder: Path, draw: random.Random) -> None:
+    check(draw, folder)
+
+
+@pytest.mark.slow
+def test_ten_thousand_changed_plans(folder: Path) -> None:
+    for number in range(10_000):
+        try:
+            check(random.Random(number), folder)
+        except BaseException as error:
+            raise AssertionError(f"number {number}") from error
+
+
+def other(value: Any) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int | float) else f"{value}x" if isinstance(value, str) else 1
+
+
+def code_of(kind: str, document: Any) -> str:
+    """The program's syntax tree without docstrings."""
+    import ast
+
+    plan = check_graph(decode_plan(text_of(document)), "plan.json")
+    tree = ast.parse(program_text(plan.graph, plan.candidate))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return ast.dump(tree)
+
+
+INTERFACE = ("graph", "interface")
+
+
+def check_leaf(kind: str, at: Place, before: str) -> None:
+    """Refused, or the program is the same; of the interface only what the caller may leave out is free."""
+    document = tiny_document(kind)
+    changed = replaced(document, at, other(part(document, at)))
+    try:
+        after = code_of(kind, changed)
+    except PlanError as error:
+        assert "\n" not in str(error)
+        return
+    free = at[:2] == INTERFACE and (at[-1] in ("constant", "path", "optional", "input") or set(at) & {"returns", "left_out"})
+    assert after == before or free, at
+
+
+def graph_leaves(kind: str) -> list[Place]:
+    document = tiny_document(kind)
+    return [at for at in spots(kind)[0] if at[0] == "graph" and not isinstance(part(document, at), dict | list)]
+
+
+@pytest.mark.parametrize("kind", CAPTURED)
+def test_a_changed_leaf_of_a_graph_is_refused_or_without_effect(kind: str) -> None:
+    before = code_of(kind, tiny_document(kind))
+    for at in graph_leaves(kind)[::61]:
+        check_leaf(kind, at, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CAPTURED)
+def test_every_changed_leaf_of_a_graph_is_refused_or_without_effect(kind: str) -> None:
+    before = code_of(kind, tiny_document(kind))
+    for at in graph_leaves(kind):
+        check_leaf(kind, at, before)

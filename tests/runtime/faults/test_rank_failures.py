@@ -1,0 +1,101 @@
+"""A rank that dies, stops or fails at any moment makes the others end in time, with an error that names it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from support.harness.failing_run import DIFFERENCES, PLANS, Fault, failing_runs
+from support.harness.rank_pool import RankPool
+
+WORDS = {
+    "dies": "died or is stopped", "stops": "died or is stopped", "terminated": "died", "raises": "ValueError: on purpose",
+}  # fmt: skip
+PLACES = {
+    "joining": " while joining the process group",
+    "planning": " while planning",
+    "first step": " in step 1, ",
+    "forward": " in step 2, ",
+    "backward": " in step 2, ",
+    "saving": " after step 2",
+    "full_state": " in step 2, full_state",
+}
+PATIENCE_SECONDS = 8.0
+SHORT = [
+    [
+        Fault("dp=2,tp=2", "stops", "forward"),
+        Fault("dp=4", "dies", "planning"),
+        Fault("dp=4,zero=3", "raises", "backward"),
+        Fault("pp=2,dp=2", "terminated", "first step"),
+    ],
+    [
+        Fault("dp=4,zero=3", "stops", "saving"),
+        Fault("pp=2,dp=2", "raises", "forward"),
+        Fault("dp=4", "dies", "joining"),
+        Fault("dp=2,tp=2", "terminated", "full_state"),
+    ],
+    [
+        Fault("pp=2,dp=2", "dies", "forward"),
+        Fault("dp=2,tp=2", "raises", "saving"),
+        Fault("dp=4", "dies", "backward", culprit=0, own_store=True),
+        Fault("dp=4,zero=3", "another batch", "first step"),
+    ],
+]
+LONG = [
+    *([Fault(plan, how, moment) for plan in PLANS] for how in WORDS for moment in PLACES),
+    *([Fault(plan, "another batch", moment) for plan in PLANS] for moment in ("first step", "forward")),
+    *([Fault(plan, how, "planning") for plan in PLANS] for how in DIFFERENCES[1:]),
+    *([Fault(plan, how, "forward", 0, own_store=True) for plan in PLANS] for how in ("dies", "stops")),
+]
+
+
+def check_runs(ranks: RankPool, folder: Path, faults: Sequence[Fault], plans: Callable[[str], str], patience: float) -> None:
+    for fault, outcomes in failing_runs(ranks, folder, faults, plans, patience).items():
+        for rank, outcome in outcomes.items():
+            where = f"{fault}: rank {rank}"
+            assert outcome.status and not outcome.left, f"{where} ended with {outcome.status}: {outcome.text}"
+            assert outcome.seconds < patience + 1.5, f"{where} took {outcome.seconds:.1f} s: {outcome.text}"
+            if rank != fault.culprit or fault.how in DIFFERENCES:
+                assert any(is_right(fault, line) for line in outcome.text.splitlines()), f"{where}: {outcome.text}"
+
+
+def is_right(fault: Fault, line: str) -> bool:
+    """Whether a line of a rank's output names the culprit, and says what happened and where."""
+    if f"rank {fault.culprit}" not in line:
+        return False
+    if fault.how in DIFFERENCES:
+        return any(
+            words in line for words in ("has input", "passed different batches", "has another model", "has torch", "has autopar")
+        )
+    if fault.own_store and "nor does the store" in line:
+        return True
+    return WORDS[fault.how] in line and PLACES[fault.moment] in line and f" on {socket.gethostname()} " in line
+
+
+def named(faults: Sequence[Fault]) -> str:
+    return f"{faults[0].how}-{faults[0].moment}{'-own store' * faults[0].own_store}"
+
+
+@pytest.mark.parametrize("faults", SHORT, ids=["1", "2", "3"])
+def test_the_others_end_and_name_it(faults: list[Fault], ranks: RankPool, plans: Callable[[str], str], tmp_path: Path) -> None:
+    check_runs(ranks, tmp_path, faults, plans, PATIENCE_SECONDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", LONG, ids=named)
+def test_every_fault_at_every_moment_under_every_plan(
+    faults: list[Fault], ranks: RankPool, plans: Callable[[str], str], tmp_path: Path
+) -> None:
+    check_runs(ranks, tmp_path, faults, plans, 12.0)
+
+
+def test_a_rank_that_never_comes_is_named(ranks: RankPool, plans: Callable[[str], str], tmp_path: Path) -> None:
+    faults = [Fault("dp=4", "never comes", "before joining"), Fault("dp=4", "never comes", "before joining", 0, own_store=True)]
+    found = failing_runs(ranks, tmp_path, faults, plans, 4.0, join_seconds=3.0)
+    for fault, outcomes in found.items():
+        words = "does not answer at localhost" if fault.own_store else "3 of 4 processes joined within 3 s"
+        for rank in {0, 1, 2, 3} - {fault.culprit}:
+            last = outcomes[rank].text.splitlines()[-1]
+            assert outcomes[rank].status == 1 and words in last and f"rank {fault.culprit}" in last, outcomes[rank].text

@@ -1,0 +1,1 @@
+"""Odd inputs, and what a command answers to them."""

@@ -1,0 +1,108 @@
+"""The rows of docs/habits.md, and what runs one on ranks under a plan.
+
+A habit is a function of a test module, named as its row, that runs on every rank with the path of a plan. A row that is *right*
+gives None, and asserts that the parallel model equals one process; one that is *refused* or *warned* gives what was said.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import autopar
+from support.harness.comparison import training_differences
+from support.harness.rank_pool import RankPool
+from support.harness.training_loop import adamw, train
+from support.models.habit_model import batch, net_of
+
+PAGE = Path(__file__).parents[3] / "docs" / "habits.md"
+ROWS = {
+    match[1]: (match[2], match[3] or "")
+    for match in re.finditer(r"^\| `(\w+)` \|.*\| (right|refused|warned)(?:: `(.*)`)? \|$", PAGE.read_text(), re.MULTILINE)
+}
+OTHER_PLANS = ("dp=4,zero=3", "pp=2,dp=2", "")
+PIPELINE = ("pp=2,dp=2",)
+Habit = Callable[[str], Any]
+
+
+def of(kind: str) -> Callable[[Habit], Habit]:
+    """The model whose plan a habit needs, see `net_of`."""
+
+    def mark(habit: Habit) -> Habit:
+        habit.kind = kind  # type: ignore[attr-defined]
+        return habit
+
+    return mark
+
+
+def rows_of(module: Mapping[str, Any]) -> list[Any]:
+    """The rows of the page whose habits are in a module's ``globals()``."""
+    return [name for name in ROWS if callable(module.get(name))]
+
+
+# -- on a rank
+
+
+def parallel_of(model: nn.Module, plan: str | None, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return autopar.parallelize(model, "local:4", batch(), plan=plan, **options)
+
+
+def equals_one_process(parallel: Any, reference: nn.Module, steps: int = 3, **options: Any) -> None:
+    """Losses, gradients and state of the same steps."""
+    batches = [batch(seed) for seed in range(steps)]
+    found, expected = train(parallel, batches, adamw(), **options), train(reference, batches, adamw(), **options)
+    trained = {name: tensor for name, tensor in found.state.items() if name in expected.state}
+    assert not (wrong := training_differences(found._replace(state=trained), expected)), wrong[:3]
+
+
+def refusal(do: Callable[[], Any]) -> str:
+    """What the error says that `do` raises."""
+    try:
+        do()
+    except autopar.AutoparError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    raise AssertionError("not refused")
+
+
+def warning_of(do: Callable[[], Any]) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        do()
+    return " ".join(str(each.message) for each in caught)
+
+
+def one_step(parallel: Any, **given: Any) -> None:
+    parallel(**(given or batch())).backward()
+
+
+# -- here
+
+
+@cache
+def plan_of(kind: str, force: str) -> str:
+    """The plan as text."""
+    return autopar.plan(net_of(kind), "local:4", batch(), force=force).to_json()
+
+
+def check(habit: Habit, force: str, ranks: RankPool, folder: Path) -> None:
+    path = folder / "plan.json"
+    kind = getattr(habit, "kind", "")
+    if kind == "batch_norm" and "pp=" in force:
+        assert "takes several micro-batches" in refusal(lambda: plan_of(kind, force))
+        return
+    path.write_text(plan_of(kind, force))
+    answer, line = ROWS[habit.__name__]
+    for said in ranks.run(habit, str(path)):
+        if answer == "right":
+            assert said is None, said
+        else:
+            assert line in said, said
