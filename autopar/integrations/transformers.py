@@ -78,6 +78,7 @@ class Trainer(transformers.Trainer):
             LOGGER.warning("all processes are one device: per_device_train_batch_size=%d is the global batch", size)
         self.model_flops = 6 * sum(each.numel() for each in self.parameters_before.parameters.values())
         self.plain_skeleton = parallel.plain.skeleton if parallel.plain is not None else model
+        parallel.__dict__["_get_name"] = self.plain_skeleton._get_name  # by which label smoothing knows causal models
         if self.optimizer is not None:
             self.parameters_before.move(self.optimizer, parallel)
         del self.parameters_before
