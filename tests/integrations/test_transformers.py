@@ -56,7 +56,7 @@ def test_a_trainer_script(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "remedy"),
-    [("gradient_checkpointing", "the plan decides what is recomputed"), ("auto_find_batch_size", "the plan fits the memory")],
+    [("activation_checkpointing", "the plan decides what is recomputed"), ("auto_find_batch_size", "the plan fits the memory")],
 )
 def test_what_the_plan_decides_is_refused(tmp_path: Path, setting: str, remedy: str) -> None:
     """Before anything is planned."""
