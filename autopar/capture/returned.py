@@ -109,7 +109,7 @@ class _Taking:
 
     def form(self, item: Any, path: str) -> Form:
         """The form of an item; also fills `outputs`, `left_out` and `seen`."""
-        if item is self.loss:
+        if item is self.loss and item is not None:
             self.seen |= {path} & set(self.asked)
             return ("loss",)
         if isinstance(item, Tensor):

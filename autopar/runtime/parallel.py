@@ -223,6 +223,8 @@ class Parallel(nn.Module):
             for buckets in (self.state.buckets, *self.state.chunk_buckets):
                 buckets.reset()
         loss, others = self._run(variant, inputs, training)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            loss = loss.clone()  # autograd allows no ``loss /= steps`` on what a Function returns as a view
         if not torch.is_grad_enabled():
             reshard_all(self.program)
         program = variant.program
@@ -402,6 +404,13 @@ class Parallel(nn.Module):
         self.load_full_state(state_dict)
         return _IncompatibleKeys(missing, unexpected)
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:  # what DistributedDataParallel asks for first
+        raise StateProblem(
+            "a parallel model reduces its own gradients: do not wrap it in DistributedDataParallel; with accelerate, take "
+            "autopar.integrations.accelerate.Accelerator"
+        )
+
     def __deepcopy__(self, memo: Any) -> Parallel:
         """A parallel model with weights of its own (all ranks must call)."""
         found: Parallel | None = memo.get(id(self))
@@ -488,6 +497,18 @@ class Parallel(nn.Module):
         with recording_copies() as recorded:
             yield found
         found += gather_expert_load(recorded, self.program.mesh.device, self.program.micro_batches)
+
+    @contextlib.contextmanager
+    def returning(self, *outputs: str) -> Iterator[None]:
+        """Calls inside return these fields of the model's result beside the loss, as full tensors without gradients, like those
+        of ``parallelize(outputs=...)`` but in programs of their own: evaluation has logits, training does not gather them."""
+        if self.variants is None:
+            raise RuntimeProblem("this program was exported, and returns what it was planned with: pass outputs= when planning")
+        before, self.variants.outputs = self.variants.outputs, outputs
+        try:
+            yield
+        finally:
+            self.variants.outputs = before
 
     def reseed(self, seed: int) -> None:
         """Restarts all random streams from `seed`; pass the same on every rank."""

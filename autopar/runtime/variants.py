@@ -30,12 +30,14 @@ LOGGER = logging.getLogger("autopar")
 
 class CallKey(NamedTuple):
     """What selects a variant. `modes`: training or evaluation, of each module. `leaves`: each argument by its path, in words that
-    leave the batch size out. `division`: how the batch divides over data ranks and micro-batches."""
+    leave the batch size out. `division`: how the batch divides over data ranks and micro-batches. `outputs`: what is asked for
+    beside the loss in this call."""
 
     modes: tuple[bool, ...]
     leaves: tuple[tuple[str, str], ...]
     division: str
     gradients: bool
+    outputs: tuple[str, ...] = ()
 
 
 class KeyedCall(NamedTuple):
@@ -134,6 +136,7 @@ class Variants:
         self.known: OrderedDict[tuple[CallKey, int], Variant] = OrderedDict()
         self.last: tuple[CallKey, int] | None = None
         self.control: dist.ProcessGroup | None = None
+        self.outputs: tuple[str, ...] = ()
 
     def call(self, modes: tuple[bool, ...], args: tuple[Any, ...], keywords: Mapping[str, Any], times: int = 1) -> KeyedCall:
         """A call in words. `times`: how often the global batch holds that of the arguments."""
@@ -152,7 +155,7 @@ class Variants:
         division = (
             "micro-batches" if batch % (ranks * program.micro_batches) == 0 else "data ranks" if batch % ranks == 0 else "whole"
         )
-        key = CallKey(modes, words, division, self.first.step is not None and torch.is_grad_enabled())
+        key = CallKey(modes, words, division, self.first.step is not None and torch.is_grad_enabled(), self.outputs)
         return KeyedCall(given, key, batch, times)
 
     def learn_first(

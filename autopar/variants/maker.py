@@ -86,6 +86,7 @@ class VariantMaker:
 
         arguments = tree_map_only(torch.Tensor, on_meta, _tensors(dict(call.arguments)))
         options = dict(self.options)
+        options["outputs"] = tuple(dict.fromkeys((*options["outputs"], *call.key.outputs)))
         if TARGET not in arguments:
             options["loss_fn"] = None
         outside = self.plan.candidate.pipeline.stages > 1 and not call.key.gradients

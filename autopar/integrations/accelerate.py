@@ -1,0 +1,116 @@
+"""The accelerator of accelerate for parallel models: the usual loop, with one changed import and a cluster.
+
+>>> from autopar.integrations.accelerate import Accelerator
+>>> accelerator = Accelerator(cluster="dgx-h100:8")
+>>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+All processes are one device to it: the loader's batch is the global batch, and losses are those of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import accelerate
+import torch
+from accelerate.state import PartialState
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from autopar.api import parallelize as make_parallel
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.integrations.one_device import MovedOptimizer, first_batch, present_as_one_device, refuse
+from autopar.runtime.parallel import Parallel
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
+    """`cluster` is that of `autopar.parallelize`, `parallelize` its further options (``{"force": "tp=4"}``). `prepare` plans the
+    model with the first batch of the data loader beside it where that is a dictionary, else with `example_inputs`."""
+
+    def __init__(
+        self,
+        *,
+        cluster: str | Cluster,
+        parallelize: Mapping[str, Any] | None = None,
+        example_inputs: Any = None,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        **keywords: Any,
+    ) -> None:
+        refuse({
+            f"mixed_precision={mixed_precision!r}": (mixed_precision in ("fp16", "fp8"), 'take "bf16"'),
+            "fsdp_plugin": (keywords.get("fsdp_plugin"), 'the plan shards the model: take parallelize={"force": "zero=3"}'),
+            "deepspeed_plugin": (keywords.get("deepspeed_plugin"), 'take parallelize={"force": "zero=3"}'),
+            "parallelism_config": (keywords.get("parallelism_config"), 'take parallelize={"force": "tp=4"}'),
+            "dynamo_backend": (keywords.get("dynamo_backend"), 'take parallelize={"compile": True}'),
+        })  # fmt: skip
+        self.cluster, self.example_inputs = cluster, example_inputs
+        self.options = ({"precision": "bf16"} if mixed_precision == "bf16" else {}) | dict(parallelize or {})
+        PartialState(cpu=cpu)
+        present_as_one_device()
+        super().__init__(mixed_precision="no", cpu=cpu, **keywords)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As in accelerate; an optimizer that was made from the plain model gets the parameters of the parallel one."""
+        models = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, Parallel)]
+        if len(models) > 1:
+            raise AutoparError("one call of prepare takes one model: prepare each with its own optimizer and example_inputs")
+        if models:
+            made = self._parallelize(models[0], args)
+            args = tuple(made if each is models[0] else each for each in args)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def _parallelize(self, model: nn.Module, args: tuple[Any, ...]) -> Parallel:
+        example = self.example_inputs
+        if example is None:
+            loader = next((each for each in args if isinstance(each, DataLoader)), None)
+            example = first_batch(loader) if loader is not None else None
+            if not isinstance(example, Mapping):
+                raise AutoparError(
+                    "prepare plans the model with a batch of the data loader beside it, which must be a dictionary of arguments: "
+                    "pass Accelerator(example_inputs=...), the arguments of one call"
+                )
+            example = dict(example)
+        before = MovedOptimizer(model)
+        parallel = make_parallel(model, self.cluster, example_inputs=example, **self.options)
+        for optimizer in args:
+            if isinstance(optimizer, Optimizer):
+                before.move(optimizer, parallel)
+        return parallel
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """By the norm of all gradients of the parallel model that has these parameters, whatever the plan."""
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given = {id(each) for each in parameters}
+        for model in self._models:
+            own = {id(each) for each in model.parameters()} if isinstance(model, Parallel) else set()
+            if given and given == own:
+                norm: torch.Tensor = model.clip_grad_norm_(max_norm, norm_type)
+                return norm
+            if given & own:
+                raise AutoparError("these are some of a parallel model's parameters: clip all of them, model.parameters()")
+        other: torch.Tensor = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return other
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """The plain model's state dict, with full tensors on every rank (all ranks must call)."""
+        return model.full_state() if isinstance(model, Parallel) else super().get_state_dict(model, unwrap)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused."""
+        raise AutoparError(
+            "save_state keeps one rank's shards of the optimizer: save accelerator.get_state_dict(model), and the optimizer with "
+            "autopar.integrations.checkpoints.save_optimizer(folder, model, optimizer.optimizer)"
+        )
+
+    def load_state(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused."""
+        raise AutoparError(
+            "load_state reads one rank's shards of the optimizer: load a full state with model.load_state_dict(state), and the "
+            "optimizer with autopar.integrations.checkpoints.load_optimizer(folder, model, optimizer.optimizer)"
+        )

@@ -1,0 +1,85 @@
+"""What the integrations share: all processes look like one device to accelerate, which wraps no model and divides no batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.errors import AutoparError
+from autopar.runtime.parallel import Parallel
+
+
+def present_as_one_device() -> None:
+    """Makes accelerate count one process. The process index stays the rank, so that rank 0 alone writes files and logs; so does
+    the process group, which autopar uses."""
+    for state in (PartialState._shared_state, AcceleratorState._shared_state):
+        if state:
+            state.update(num_processes=1, distributed_type=DistributedType.NO)
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """The global random state is afterwards what it was before."""
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def first_batch(loader: Any) -> Any:
+    """The first batch of a loader, prepared by accelerate or not; the global random state is not touched."""
+    plain = getattr(loader, "base_dataloader", loader)
+    with preserved_rng():
+        for batch in plain:
+            return batch
+    raise AutoparError("the data loader is empty, and the plan needs a batch: give it data, or pass example_inputs")
+
+
+class MovedOptimizer:
+    """The parameters of a plain model by identity, taken before it is parallelized: afterwards an optimizer that was made from
+    them gets those of the parallel model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = dict(model.named_parameters())
+        self.names = {id(parameter): name for name, parameter in self.parameters.items()}
+
+    def move(self, optimizer: Optimizer, parallel: Parallel) -> None:
+        """Replaces the parameters in place; those of other pipeline stages are left out."""
+        if optimizer.state:
+            raise AutoparError(
+                f"this {type(optimizer).__name__} has made steps before the model was parallelized: make a new one, and load its "
+                "state afterwards"
+            )
+        own = dict(parallel.named_parameters())
+        for group in optimizer.param_groups:
+            unknown = [tuple(each.shape) for each in group["params"] if id(each) not in self.names]
+            if unknown:
+                raise AutoparError(f"the optimizer has a parameter of shape {unknown[0]} that the model has not")
+            names = [self.names[id(each)] for each in group["params"]]
+            group["params"] = [own[name] for name in names if name in own]
+
+
+def wait_for_all() -> None:
+    """A barrier: files that rank 0 has written are there for all."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def refuse(settings: Mapping[str, tuple[object, str]]) -> None:
+    """AutoparError for the first setting that is on, with its remedy."""
+    for name, (value, remedy) in settings.items():
+        if value:
+            raise AutoparError(f"{name} is not for a parallel model: {remedy}")

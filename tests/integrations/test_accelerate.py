@@ -1,0 +1,36 @@
+"""The usual loop of accelerate: the same on four processes as on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "accelerate_script.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+
+
+def found(words: list[str]) -> dict[str, Any]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))[6:])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "force", ["dp=2,tp=2", pytest.param("dp=4,zero=3", marks=pytest.mark.slow), pytest.param("pp=2,dp=2", marks=pytest.mark.slow)]
+)
+def test_the_usual_loop(force: str) -> None:
+    """Accumulation, clipping, a scheduler, a last batch that does not divide; the optimizer is made before the model is parallel.
+    The library's own accelerator is refused with the remedy."""
+    four = found([*TORCHRUN, str(SCRIPT), "--force", force])
+    one = found([sys.executable, str(SCRIPT)])
+    assert "do not wrap it in DistributedDataParallel" in four.pop("refused")
+    for key in ("losses", "norms"):
+        assert four[key] == pytest.approx(one[key], rel=1e-5), key
+    assert four["weights"] == pytest.approx(one["weights"], rel=1e-4)

@@ -1,0 +1,93 @@
+"""A script with transformers' Trainer: the same on four processes as the library's own on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parent / "trainer_script.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+
+
+def started(words: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def found(folder: Path, force: str, *options: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of the library's own Trainer on one process, and of autopar's on four."""
+    runs = {
+        "one": started([sys.executable, str(SCRIPT), str(folder / "one"), *options]),
+        "four": started([*TORCHRUN, str(SCRIPT), str(folder / "four"), "--force", force, *options]),
+    }
+    for name, each in runs.items():
+        text, _ = each.communicate(timeout=240)
+        assert each.returncode == 0, f"{name}\n{text[-6000:]}"
+    one, four = (json.loads((folder / name / "found.json").read_text()) for name in runs)
+    return one, four
+
+
+def assert_equal(mine: Any, theirs: Any, where: str = "") -> None:
+    """Numbers to 1e-5; sums of weights to 1e-4, since Adam's first steps enlarge the rounding of tiny gradients."""
+    if isinstance(theirs, dict):
+        assert mine.keys() == theirs.keys(), where
+        for key in theirs:
+            assert_equal(mine[key], theirs[key], f"{where}.{key}")
+    elif isinstance(theirs, list):
+        assert len(mine) == len(theirs), where
+        for index, each in enumerate(theirs):
+            assert_equal(mine[index], each, f"{where}[{index}]")
+    else:
+        assert mine == pytest.approx(theirs, rel=1e-4 if where.startswith(".weights") else 1e-5, abs=1e-8), where
+
+
+def test_a_trainer_script(tmp_path: Path) -> None:
+    """Losses, gradient norms, rates, evaluation with logits, prediction (of batches that do not divide), and the saved model."""
+    one, four = found(tmp_path, "dp=2,tp=2")
+    assert_equal(four, one)
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [("activation_checkpointing", "the plan decides what is recomputed"), ("auto_find_batch_size", "the plan fits the memory")],
+)
+def test_what_the_plan_decides_is_refused(tmp_path: Path, setting: str, remedy: str) -> None:
+    """Before anything is planned."""
+    from transformers import TrainingArguments
+
+    from autopar.errors import AutoparError
+    from autopar.integrations.transformers import Trainer
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **{setting: True})
+    with pytest.raises(AutoparError, match=remedy):
+        Trainer(model=torch.nn.Linear(2, 2), args=args, cluster="local:4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [["--resume", "dp=2,tp=2"], ["--resume", "pp=2,dp=2"], ["--lengths"], ["--smoothing", "0.1"]], ids=" ".join
+)
+def test_trainer_scripts_with_sharded_state(tmp_path: Path, options: list[str]) -> None:
+    one, four = found(tmp_path, "dp=4,zero=3", *options)
+    assert_equal(four, one)
+
+
+@pytest.mark.slow
+def test_a_trainer_script_in_a_pipeline(tmp_path: Path) -> None:
+    one, four = found(tmp_path, "pp=2,dp=2", "--resume", "dp=2,tp=2")
+    assert_equal(four, one)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_draws_the_same_dropout(tmp_path: Path) -> None:
+    """Under the plan of the first run."""
+    _, four = found(tmp_path, "dp=2,tp=2", "--resume", "dp=2,tp=2", "--dropout", "0.1")
+    losses = [[each["loss"] for each in four[name] if "loss" in each] for name in ("log", "resumed")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -1,0 +1,99 @@
+"""A Trainer script as a user has it. Started alone it uses the library's own Trainer; under torchrun with degrees the two lines
+that differ are autopar's. Writes what it found into OUT/found.json.
+
+    trainer_script.py OUT [--force DEGREES] [--resume DEGREES] [--smoothing 0.1] [--lengths] [--dropout 0.1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+import numpy
+import torch
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "eval_sum", "step", "train_loss")
+
+
+def examples(lengths: bool) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [16 - 2 * (number % 3) if lengths else 16 for number in range(22)]
+    tokens = [torch.randint(0, 64, (size,), generator=generator) for size in sizes]
+    return [{"input_ids": each, "labels": each.clone()} for each in tokens]
+
+
+def padded(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    pad = lambda name, value: torch.nn.utils.rnn.pad_sequence([each[name] for each in batch], True, value)  # noqa: E731
+    return {"input_ids": pad("input_ids", 0), "labels": pad("labels", -100)}
+
+
+def metrics(found: Any) -> dict[str, float]:
+    logits, labels = found.predictions, found.label_ids
+    hits = (logits.argmax(-1)[:, :-1] == labels[:, 1:])[labels[:, 1:] != -100]
+    return {"accuracy": float(hits.mean()), "sum": float(numpy.abs(logits[labels != -100]).sum())}
+
+
+def make(model: GPT2LMHeadModel, said: argparse.Namespace, folder: str, force: str) -> transformers.Trainer:
+    args = TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=6, learning_rate=1e-2,
+        weight_decay=0.1, max_grad_norm=0.5, gradient_accumulation_steps=2, logging_steps=1, save_steps=3, eval_steps=3,
+        eval_strategy="steps", warmup_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, seed=3,
+        label_smoothing_factor=said.smoothing,
+    )  # fmt: skip
+    data = examples(said.lengths)
+    keywords: dict[str, Any] = dict(
+        model=model, args=args, train_dataset=data, eval_dataset=data[:6], compute_metrics=metrics, data_collator=padded
+    )
+    if not force:
+        return transformers.Trainer(**keywords)
+    from autopar.integrations.transformers import Trainer  # the changed lines of a user's script: this import ...
+
+    return Trainer(**keywords, cluster="local:4", parallelize={"force": force})  # ... and the arguments of this call
+
+
+def new_model(dropout: float) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = dict(n_layer=2, n_embd=32, n_head=4, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0)
+    drops = dict(resid_pdrop=dropout, embd_pdrop=0.0, attn_pdrop=0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drops))
+
+
+def history(trainer: transformers.Trainer) -> list[dict[str, float]]:
+    return [{key: value for key, value in each.items() if key in LOGGED} for each in trainer.state.log_history]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--force", default="")
+    parser.add_argument("--resume", default="")
+    parser.add_argument("--smoothing", type=float, default=0.0)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--lengths", action="store_true")
+    said = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    trainer = make(new_model(said.dropout), said, said.out, said.force)
+    trainer.train()
+    predicted = trainer.predict(examples(said.lengths)[3:8])
+    trainer.save_model(f"{said.out}/final")
+    found: dict[str, Any] = {
+        "log": history(trainer),
+        "predicted": metrics(predicted) | {"loss": predicted.metrics["test_loss"], "shape": predicted.predictions.shape},
+    }
+    if said.resume:
+        again = make(new_model(said.dropout), said, said.out, said.resume if said.force else "")
+        again.train(resume_from_checkpoint=f"{said.out}/checkpoint-3")
+        found["resumed"] = history(again)
+    if int(os.environ.get("RANK", "0")) == 0:
+        state = GPT2LMHeadModel.from_pretrained(f"{said.out}/final").state_dict()
+        found["weights"] = {name: float(tensor.double().abs().sum()) for name, tensor in state.items()}
+        with open(f"{said.out}/found.json", "w") as file:
+            json.dump(found, file)
+
+
+if __name__ == "__main__":
+    main()
