@@ -71,7 +71,7 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
         return
     library: Any = torch if device.type == "cpu" else getattr(torch, device.type)
     own = library.get_rng_state()
-    first = own.to(device)
+    first = own.to(device, copy=True)
     dist.broadcast(first, 0)
     first = first.cpu()
     different = not torch.equal(own, first)

@@ -28,7 +28,7 @@ from .state.fsdp import reshard_all
 from .state.gradient_norm import clip_gradients
 from .state.lend import lend_state
 from .state.materialize import State, materialize
-from .state.optimizer_state import full_optimizer_state
+from .state.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from .state.plain_model import Container, PlainModel, ShardedStateDict, check_parameters
 from .state.weight_source import WeightSource
 from .step.inputs import NamedBatch, bind_arguments, bind_named_batch, local_inputs
@@ -420,6 +420,11 @@ class Parallel(nn.Module):
         """The state dict of the plain model's optimizer, with full tensors on every rank (all ranks must call)."""
         order = list(self.state.parameters) if self.plain is None else self.plain.parameter_names
         return full_optimizer_state(self.state, optimizer, order)
+
+    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Loads what `full_optimizer_state` gave under any plan, or the state dict of the plain model's optimizer."""
+        order = list(self.state.parameters) if self.plain is None else self.plain.parameter_names
+        load_full_optimizer_state(self.state, optimizer, order, state)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients by original name with full tensors, on every rank (all ranks must call)."""

@@ -386,6 +386,26 @@ def save_optimizer_state(plan: str) -> None:
             torch.testing.assert_close(found[name], expected[name])
 
 
+def load_optimizer_state(plan: str) -> None:
+    reference = net()
+    theirs = adamw()(reference)
+    train(reference, [batch()], theirs)
+    parallel = parallel_of(reference, plan)
+    mine = torch.optim.AdamW(parallel.parameters(), lr=1.0)
+    if parallel.program.mesh.pp.size > 1:
+        said = refusal(lambda: parallel.load_full_optimizer_state(mine, theirs.state_dict()))
+        assert "torch.distributed.checkpoint" in said
+        return
+    parallel.load_full_optimizer_state(mine, theirs.state_dict())
+    found = train(parallel, [batch(1)], mine).state
+    expected = train(reference, [batch(1)], theirs).state
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name])
+    groups = [{"params": [parameter]} for parameter in parallel.parameters()]
+    other = torch.optim.AdamW(groups)
+    assert "parameter groups of" in refusal(lambda: parallel.load_full_optimizer_state(other, theirs.state_dict()))
+
+
 def read_the_plan(plan: str) -> None:
     assert parallel_of(net(), plan).plan == autopar.Plan.from_json(Path(plan).read_text())
 
