@@ -209,6 +209,24 @@ def save_strided_shards() -> None:
     patched.__get_tensor_shard__ = get_tensor_shard
 
 
+def add_total_norm(norm_of: Callable[[list[torch.Tensor], float], torch.Tensor | None]) -> None:
+    """``torch.nn.utils.clip_grad_norm_`` takes what `norm_of` returns for these gradients, unless that is None. Seen on 2.13.0."""
+    from torch.nn.utils import clip_grad
+
+    own: Any = clip_grad._get_total_norm
+    if getattr(own, "asks", None) is norm_of:
+        return
+
+    def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
+        gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        with torch.no_grad():
+            found = norm_of(gradients, float(norm_type))
+        return own(gradients, norm_type, *args, **kwargs) if found is None else found
+
+    total_norm.asks = norm_of  # type: ignore[attr-defined]
+    clip_grad._get_total_norm = total_norm
+
+
 class _Box(NamedTuple):
     """A box of `sizes` elements of the full tensor at `offsets`, which lies at `starts` in the local tensor."""
 

@@ -21,6 +21,7 @@ from .errors import BatchProblem, RuntimeProblem, StateProblem
 from .generate import generate
 from .module import Program
 from .ops.expert_load import MeasuredExpertLoad, gather_expert_load, recording_copies
+from .pipeline.clipping import watch_clipping
 from .pipeline.pipeline_step import PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .pipeline.weight_versions import PipeDreamStep
@@ -107,6 +108,7 @@ class Parallel(nn.Module):
             self.__dict__["state"] = materialize(program, source)
         if isinstance(program, PipelineProgram):
             self.__dict__["pipeline_step"] = make_pipeline_step(program, self.state)
+            watch_clipping(self, program.mesh, self.state.parameters, self.state.index.holders)
         self.__dict__["first"] = Variant(program, form, self.state, self.pipeline_step)
         if plain is not None:
             self._mirror_modules(plain)
