@@ -210,7 +210,7 @@ def save_strided_shards() -> None:
 
 
 def add_total_norm(norm_of: Callable[[list[torch.Tensor], float], torch.Tensor | None]) -> None:
-    """``torch.nn.utils.clip_grad_norm_`` takes what `norm_of` returns for these gradients, unless that is None. Seen on 2.13.0."""
+    """``torch.nn.utils.clip_grad_norm_`` takes what `norm_of` returns for its gradients, unless that is None. On 2.13.0."""
     from torch.nn.utils import clip_grad
 
     own: Any = clip_grad._get_total_norm

@@ -1,9 +1,9 @@
 """Text generation with a parallel model.
 
-A model of Hugging Face transformers generates by the library's own `generate`, of which only the forward is replaced: it calls the
-parallel model, without a key-value cache. Inputs are padded on the right to a multiple of `LENGTH_STEP`, so that few lengths occur
-(each length has a program of its own); of a causal model this changes no logit before the padding. A model with a `generate` of
-its own class runs that, with the parallel model in place of itself.
+A model of Hugging Face transformers generates by the library's own `generate`, of which only the forward is replaced: it calls
+the parallel model, without a key-value cache. Inputs are padded on the right to a multiple of `LENGTH_STEP`, so that few lengths
+occur (each length has a program of its own); of a causal model this changes no logit before the padding. A model with a
+`generate` of its own class runs that, with the parallel model in place of itself.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from .errors import RuntimeProblem
-
-if TYPE_CHECKING:
-    from .parallel import Parallel
 
 LENGTH_STEP = 64
 """Inputs are padded to multiples of it."""
@@ -30,8 +27,9 @@ _LIBRARY = "transformers"
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "logits_to_keep", "use_cache", "return_dict")
 
 
-def generate(parallel: Parallel, *args: Any, **kwargs: Any) -> Any:
-    """What the plain model's `generate` returns in evaluation, on every rank. RuntimeProblem for a model without one.
+def generate(parallel: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the `generate` of the plain model of this `Parallel` returns in evaluation, on every rank. RuntimeProblem for a model
+    without one.
 
     All ranks call it with the same arguments. Samples are drawn with rank 0's random state, on all ranks alike.
     """
@@ -40,8 +38,8 @@ def generate(parallel: Parallel, *args: Any, **kwargs: Any) -> Any:
     own = inspect.getattr_static(kind, "generate", None)
     if owner is None or not isinstance(own, FunctionType):
         raise RuntimeProblem(
-            f"{kind.__name__} has no method generate: call the parallel model in your own loop, or load parallel.full_state() into "
-            "a plain model"
+            f"{kind.__name__} has no method generate: call the parallel model in your own loop, or load parallel.full_state() "
+            "into a plain model"
         )
     method: Callable[..., Any] = own
     with in_evaluation(parallel), torch.no_grad(), same_random_numbers(parallel.program.mesh.device):
@@ -84,7 +82,7 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
             library.set_rng_state(own)
 
 
-def _generator(parallel: Parallel, kind: type[nn.Module]) -> nn.Module:
+def _generator(parallel: Any, kind: type[nn.Module]) -> Any:
     """A model of the library's class without weights, whose forward is the parallel model's."""
     assert parallel.plain is not None
     skeleton = parallel.plain.skeleton
@@ -92,10 +90,10 @@ def _generator(parallel: Parallel, kind: type[nn.Module]) -> nn.Module:
     config: Any = skeleton.config
     if config.is_encoder_decoder or not {"input_ids", "attention_mask"} <= set(parameters):
         raise RuntimeProblem(
-            f"{kind.__name__} is not a decoder of token ids with an attention mask, of which alone a parallel model generates: load "
-            "parallel.full_state() into a plain model"
+            f"{kind.__name__} is not a decoder of token ids with an attention mask, of which alone a parallel model generates: "
+            "load parallel.full_state() into a plain model"
         )
-    made = kind.__new__(type(kind.__name__, (_Generator, kind), {"forward": _signed(kind)}))
+    made: Any = kind.__new__(type(kind.__name__, (_Generator, kind), {"forward": _signed(kind)}))
     made.__dict__.update(skeleton.__dict__)
     made.__dict__["_parallel"], made.__dict__["_takes_positions"] = parallel, "position_ids" in parameters
     made.training = False
@@ -123,14 +121,17 @@ class _Generator(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(p.dtype for p in self.__dict__["_parallel"].parameters() if p.is_floating_point())
+        parameters: list[torch.Tensor] = self.__dict__["_parallel"].parameters()
+        return next(p.dtype for p in parameters if p.is_floating_point())
 
 
-def _forward(parallel: Parallel, takes_positions: bool, config: Any, given: Mapping[str, Any]) -> Any:
+def _forward(parallel: Any, takes_positions: bool, config: Any, given: Mapping[str, Any]) -> Any:
     """The logits of the tokens, of which the library takes the last ones."""
     refused = sorted(name for name, value in given.items() if name not in _TAKEN and value is not None and value is not False)
     if refused:
-        raise RuntimeProblem(f"generation with {refused[0]} is not there on a parallel model: load full_state() into a plain model")
+        raise RuntimeProblem(
+            f"generation with {refused[0]} is not there on a parallel model: load full_state() into a plain model"
+        )
     ids, keep = given["input_ids"], given.get("logits_to_keep") or 0
     length = ids.shape[1]
     mask = given.get("attention_mask")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
@@ -244,3 +245,20 @@ def test_gradients_are_reduced_when_asked(ranks: RankPool) -> None:
     for before, indices, gradients in ranks.run(reductions, world=2):
         assert before == 2 and indices == [[]]
         assert gradients == {"a": [4.0] * 4, "b": [6.0] * 4}
+
+
+def test_the_norm_of_torch_s_clipping_can_be_given() -> None:
+    from torch.nn.utils import clip_grad
+
+    own, asked = clip_grad._get_total_norm, [torch.tensor(10.0)]
+    try:
+        compat.add_total_norm(lambda gradients, norm_type: asked[0] if len(gradients) == 1 else None)
+        parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+        for parameter in parameters:
+            parameter.grad = torch.ones(4)
+        assert torch.nn.utils.clip_grad_norm_(parameters[:1], 1.0).item() == 10.0
+        assert parameters[0].grad is not None
+        torch.testing.assert_close(parameters[0].grad, torch.full((4,), 0.1))
+        assert torch.nn.utils.clip_grad_norm_(parameters, 100.0).item() == pytest.approx((4 + 0.04) ** 0.5)
+    finally:
+        clip_grad._get_total_norm = own

@@ -57,7 +57,11 @@ def load_full_optimizer_state(state: State, optimizer: Optimizer, order: Sequenc
             f"the optimizer state is for parameter groups of {found} parameters, this optimizer has {wanted}: make it with the "
             "groups of the plain model's"
         )
-    numbers = {name: number for mine, group in zip(every, theirs, strict=True) for name, number in zip(mine, group["params"])}
+    numbers = {
+        name: number
+        for mine, group in zip(every, theirs, strict=True)
+        for name, number in zip(mine, group["params"], strict=True)
+    }
     own = optimizer.state_dict()
     loaded: dict[int, dict[str, Any]] = {}
     for group, packed in zip(optimizer.param_groups, own["param_groups"], strict=True):
@@ -66,9 +70,7 @@ def load_full_optimizer_state(state: State, optimizer: Optimizer, order: Sequenc
             if numbers[name] in full["state"]:
                 values = full["state"][numbers[name]]
                 loaded[index] = {key: _shard(state, name, parameter, value) for key, value in values.items()}
-    groups = [
-        {**packed, **group, "params": packed["params"]} for packed, group in zip(own["param_groups"], theirs, strict=True)
-    ]
+    groups = [{**packed, **group, "params": packed["params"]} for packed, group in zip(own["param_groups"], theirs, strict=True)]
     optimizer.load_state_dict({"state": loaded, "param_groups": groups})
 
 

@@ -87,7 +87,9 @@ def test_tokens_equal_one_process(ranks: RankPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "force"), [("llama", "tp=2,dp=2"), ("qwen3", "pp=2,dp=2"), ("gpt2", "dp=4,zero=3"), ("llama", "")])
+@pytest.mark.parametrize(
+    ("kind", "force"), [("llama", "tp=2,dp=2"), ("qwen3", "pp=2,dp=2"), ("gpt2", "dp=4,zero=3"), ("llama", "")]
+)
 def test_tokens_equal_one_process_under_other_plans(ranks: RankPool, kind: str, force: str) -> None:
     ranks.run(generates, kind, force, True, world=4, timeout=600)
 
