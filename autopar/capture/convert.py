@@ -68,9 +68,9 @@ class _Converter:
                 elif spec.kind is InputKind.USER_INPUT:
                     self.names[node] = next(user_names)
                     inputs.append(self.value(self.names[node], node.meta["val"], self.names[node] in self.traced.differentiable))
-                elif spec.kind is InputKind.CONSTANT_TENSOR and (number := self.number(str(spec.target))) is not None:
+                elif spec.kind is InputKind.CONSTANT_TENSOR and (made := self.literal(str(spec.target))) is not None:
                     value = self.value(node.name, node.meta["val"], False)
-                    self.nodes.append(Node("aten.scalar_tensor", (number,), (("dtype", DType(value.dtype)),), (value,)))
+                    self.nodes.append(Node(*made, (("dtype", DType(value.dtype)),), (value,)))
                 else:
                     raise CaptureError(
                         f"the model holds the tensor {spec.target} that is neither parameter nor buffer; "
@@ -94,12 +94,23 @@ class _Converter:
             span.check_outside(flat)
         return flat
 
-    def number(self, target: str) -> int | float | bool | None:
-        """The value of a constant without dimensions (``torch.tensor(0.5)`` in the forward)."""
+    def literal(self, target: str) -> tuple[str, tuple[Any, ...]] | None:
+        """The operation that makes a constant of the forward's text, with its arguments: of one value (``torch.tensor(0.5)``, the
+        index in ``x[:, [-1]]``), or of integers at equal distances."""
         constant = self.traced.program.constants.get(target)
-        if not isinstance(constant, torch.Tensor) or constant.dim() or constant.is_meta or constant.is_complex():
+        if not isinstance(constant, torch.Tensor) or constant.is_meta or constant.is_complex():
             return None
-        return constant.item()
+        if not constant.dim():
+            return "aten.scalar_tensor", (constant.item(),)
+        if not target.rpartition(".")[2].startswith("lifted_tensor_") or not constant.numel():
+            return None
+        first = constant.flatten()[0]
+        if bool((constant == first).all()):
+            return "aten.full", (tuple(constant.shape), first.item())
+        if constant.dim() == 1 and constant.dtype in (torch.int32, torch.int64) and len(set(constant.diff().tolist())) == 1:
+            step = int(constant[1] - constant[0])
+            return "aten.arange.start_step", (int(first), int(constant[-1]) + step, step)
+        return None
 
     def original(self, target: str) -> str:
         name = target.removeprefix("module.")

@@ -20,6 +20,7 @@ from .compat import in_backward, save_strided_shards, whole_items
 from .copies import copied
 from .device.mesh import MeshHandle
 from .errors import BatchProblem, RuntimeProblem, StateProblem
+from .generate import generate
 from .module import Program
 from .ops.expert_load import MeasuredExpertLoad, gather_expert_load, recording_copies
 from .pipeline.pipeline_step import PipelineStep
@@ -319,6 +320,11 @@ class Parallel(nn.Module):
                 self.heartbeat.step += 1
         with self._watched("forward" if torch.is_grad_enabled() else "evaluation"):
             return self.checks.run(variant.program, lambda: variant.run(inputs, training))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own `generate` returns in evaluation, on every rank, with samples of rank 0's random state (all ranks
+        must call, alike). Models of transformers are called without a key-value cache, at lengths padded to multiples of 64."""
+        return generate(self, *args, **kwargs)
 
     def flush(self) -> torch.Tensor:
         """With two weight versions a call returns the loss of the batch before; this returns that of the last batch."""

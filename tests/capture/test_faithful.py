@@ -68,7 +68,19 @@ class Mixed(nn.Module):
         return (self.low(x.bfloat16()).float() ** 2).mean()
 
 
-@pytest.mark.parametrize("kind", [NoGrad, Mixed])
+class ListsAsIndices(nn.Module):
+    """With one number, and with several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return (y[:, [-1]] * y[:, [1]] + y[:, [1, 3]].square().sum(1, keepdim=True)).sum() + y[:, [2, 2]].exp().sum()
+
+
+@pytest.mark.parametrize("kind", [NoGrad, Mixed, ListsAsIndices])
 def test_equals_eager(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(6, 4)

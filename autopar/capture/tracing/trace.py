@@ -22,6 +22,7 @@ from autopar.capture.returned import take_apart
 from autopar.capture.tracing.experts import experts_as_operator
 from autopar.capture.tracing.flex import flex_as_operations
 from autopar.capture.tracing.guards import refuse_complex, refuse_custom_functions, refuse_hooks
+from autopar.capture.tracing.indices import ListIndices
 from autopar.capture.tracing.join_layers import join_layers
 from autopar.capture.tracing.outline import outline
 from autopar.errors import CaptureError, OperatorError
@@ -146,6 +147,7 @@ def trace(
                 stack.enter_context(quiet_logs())
                 stack.enter_context(refuse_custom_functions(allowed))
                 stack.enter_context(flex_as_operations())
+                stack.enter_context(ListIndices())
                 stack.enter_context(experts_as_operator(clone.module))
                 if short and not stack.enter_context(outline(clone.module)):
                     continue

@@ -19,6 +19,7 @@ from support.harness.habits import (
     of,
     one_step,
     parallel_of,
+    refusal,
     rows_of,
 )
 from support.harness.rank_pool import RankPool
@@ -41,6 +42,11 @@ def draw_random_numbers(plan: str) -> None:
     parallel = parallel_of(model, plan)
     one_step(parallel)
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+def generate_without_method(plan: str) -> str:
+    parallel = parallel_of(net(), plan)
+    return refusal(lambda: parallel.generate(batch()["ids"]))
 
 
 def read_attributes(plan: str) -> None:
