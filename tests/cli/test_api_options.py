@@ -34,7 +34,7 @@ def test_every_option_reaches_the_planner(later: bool, monkeypatch: pytest.Monke
     def first(make: Callable[[], Any]) -> Any:
         return make()
 
-    monkeypatch.setattr(api, "_join", lambda cluster: None)
+    monkeypatch.setattr(api, "_join", lambda *given: None)
     monkeypatch.setattr(api, "on_first_rank", first)
     monkeypatch.setattr(api, "make_plan", planner)
     model, batch = nn.Linear(2, 2), {"input": torch.zeros(1, 2)}
