@@ -236,7 +236,7 @@ def _variant_maker(
         loss_fn=loss_fn,
     )
     skeleton = copy_without_data(model, None)
-    modes = CapturedModes(skeleton, args, kwargs, options, agreed.graph.fingerprint)
+    modes = CapturedModes(skeleton, args, kwargs, options, agreed.graph)
     return VariantMaker(skeleton, agreed, cluster, registry(), options, modes)
 
 

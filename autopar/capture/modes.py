@@ -4,7 +4,7 @@ other."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,19 +12,21 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from autopar.capture import capture
+from autopar.capture.flat import rename_operands
 from autopar.errors import AutoparError
+from autopar.ir.graph import Block, Graph
 
 
 @dataclass(eq=False)
 class CapturedModes:
-    """`model` is a copy on the meta device, in the mode in which the graph of this `fingerprint` was captured; the rest are
-    arguments of `capture`. Nothing is captured before somebody asks for another mode."""
+    """`model` is a copy on the meta device, in the mode in which `graph` was captured; the rest are arguments of `capture`.
+    Nothing is captured before somebody asks for another mode."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     options: Mapping[str, Any]
-    fingerprint: str
+    graph: Graph
     known: dict[bool, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -46,13 +48,54 @@ class CapturedModes:
             self.model.train(training)
             if [module.training for module in modules] == captured:
                 return True
-            other = self._fingerprint(dropout=True)
+            other = self._captured(dropout=True)
         except AutoparError:
             return False
         finally:
             for module, mode in zip(modules, captured, strict=True):
                 module.training = mode
-        return other == (self.fingerprint if training else self._fingerprint(dropout=False))
+        if training:
+            return other.fingerprint == self.graph.fingerprint
+        if _canonical(other) == _canonical(without_dropout(self.graph)):
+            return True
+        return other.fingerprint == self._captured(dropout=False).fingerprint  # its values may just have other names
 
-    def _fingerprint(self, dropout: bool) -> str:
-        return capture(self.model, self.args, self.kwargs, dropout=dropout, **self.options).fingerprint
+    def _captured(self, dropout: bool) -> Graph:
+        return capture(self.model, self.args, self.kwargs, dropout=dropout, **self.options)
+
+
+def without_dropout(graph: Graph) -> Graph:
+    """The graph with dropout left out, attention's too, as a program in evaluation does."""
+    return replace(graph, blocks=tuple(_block_without_dropout(block) for block in graph.blocks))
+
+
+def _block_without_dropout(block: Block) -> Block:
+    names: dict[str, str] = {}
+    nodes = []
+    for node in block.nodes:
+        node = rename_operands(node, names)
+        if node.op == "ap.dropout":
+            names[node.name] = node.operands()[0]
+            continue
+        if node.op == "aten.scaled_dot_product_attention":
+            args = tuple(0.0 if index == 4 else arg for index, arg in enumerate(node.args))
+            node = replace(node, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in node.kwargs))
+        nodes.append(node)
+    return replace(
+        block,
+        nodes=tuple(nodes),
+        outputs=tuple(names.get(name, name) for name in block.outputs),
+        updates=tuple((buffer, names.get(name, name)) for buffer, name in block.updates),
+    )
+
+
+def _canonical(graph: Graph) -> tuple[object, ...]:
+    """All that a graph computes, with the values between calls numbered."""
+    numbers: dict[str, int] = {value.name: number for number, value in enumerate(graph.inputs)}
+    calls = []
+    for call in graph.calls:
+        made = [numbers.setdefault(name, len(numbers)) for name in call.outputs]
+        calls.append((call.block, call.prefix, [numbers[name] for name in call.inputs], made, call.parameters))
+    blocks = [replace(block, nodes=tuple(replace(node, module="", source="") for node in block.nodes)) for block in graph.blocks]
+    results = [numbers[name] for name in graph.results]
+    return graph.inputs, blocks, calls, results, [each.asked for each in graph.outputs]

@@ -108,6 +108,7 @@ def run(*argv: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*AUTOPAR, *argv], check=False, **given)
 
 
+@pytest.mark.slow
 def test_outputs_that_cannot_be_written() -> None:
     with open("/dev/full", "w") as full:
         said = run("models", stdout=full)

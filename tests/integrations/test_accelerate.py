@@ -23,7 +23,12 @@ def found(words: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "force", ["dp=2,tp=2", pytest.param("dp=4,zero=3", marks=pytest.mark.slow), pytest.param("pp=2,dp=2", marks=pytest.mark.slow)]
+    "force",
+    [
+        pytest.param("dp=2,tp=2", marks=pytest.mark.slow),
+        pytest.param("dp=4,zero=3", marks=pytest.mark.slow),
+        pytest.param("pp=2,dp=2", marks=pytest.mark.slow),
+    ],
 )
 def test_the_usual_loop(force: str) -> None:
     """Accumulation, clipping, a scheduler, a last batch that does not divide; the optimizer is made before the model is parallel.
