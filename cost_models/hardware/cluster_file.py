@@ -40,7 +40,8 @@ def presets() -> tuple[str, ...]:
 def nonnegative(value: object, key: str) -> float:
     """A finite number of at least 0; ValueError names the key."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
-        raise ValueError(f"{key} is {str(value)[:40]}: write a number of at least 0, at most {_LARGEST:g}")
+        shown = repr(value)[:40] if isinstance(value, str) else str(value)[:40]
+        raise ValueError(f"{key} is {shown}: write a number of at least 0, at most {_LARGEST:g}")
     return float(value)
 
 
