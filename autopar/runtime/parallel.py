@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.data import DistributedSampler
 
 from .comm.agreement import Stated, agree_on_batch, program_digest, refused_together, require_agreement, stated_step
@@ -19,19 +17,19 @@ from .comm.peer_watch import PATIENCE_SECONDS
 from .compat import in_backward, save_strided_shards, whole_items
 from .copies import copied
 from .device.mesh import MeshHandle
-from .errors import BatchProblem, RuntimeProblem, StateProblem
+from .errors import BatchProblem, RuntimeProblem
 from .generate import generate
 from .module import Program
 from .ops.expert_load import MeasuredExpertLoad, gather_expert_load, recording_copies
 from .pipeline.pipeline_step import PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .pipeline.weight_versions import PipeDreamStep
+from .sharded_module import ShardedModule
 from .state.fsdp import reshard_all
-from .state.gradient_norm import clip_gradients
 from .state.lend import lend_state
 from .state.materialize import State, materialize
-from .state.optimizer_state import full_optimizer_state, load_full_optimizer_state, refuse_full_states
-from .state.plain_model import Container, PlainModel, ShardedStateDict, check_parameters
+from .state.optimizer_state import refuse_full_states
+from .state.plain_model import Container, PlainModel, check_parameters
 from .state.weight_source import WeightSource
 from .step.inputs import NamedBatch, bind_arguments, bind_named_batch, local_inputs
 from .step.micro_batches import StepResult
@@ -51,19 +49,14 @@ class LocalBatch(dict[str, Any]):
     """A batch of which each data-parallel rank passes its own part. Made by `Parallel.local_batch`."""
 
 
-class Parallel(nn.Module):
+class Parallel(ShardedModule):
     """Runs a program like the model that it was made from. Its parameters are DTensors under their original names."""
 
-    program: Program
-    state: State
     pipeline_step: PipelineStep | PipeDreamStep | None
-    heartbeat: Heartbeat | None
     checks: StepChecks
-    memory: MemoryGuard
     program_digest: str
     compared: bool
     form: Any
-    plain: PlainModel | None = None
     plan: Any = None
     """The plan (an `autopar.Plan`) that `parallelize` followed."""
     call_count = 0
@@ -348,17 +341,6 @@ class Parallel(nn.Module):
 
     # -- the interface of nn.Module
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """A stage without parameters yields one without elements, since optimizers refuse an empty list."""
-        found = list(super().parameters(recurse))
-        return iter(found or [nn.Parameter(torch.empty(0, device=self.program.mesh.device))])
-
-    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """Replicated DTensors over the data of the buffers, which go together with the parameters in one operation."""
-        mesh = self.program.mesh.state_mesh
-        for buffer in super().buffers(recurse):
-            yield DTensor.from_local(buffer, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
     def train(self, mode: bool = True) -> Parallel:
         """The mode of the model and all its modules: the next call runs, or first makes, the program of that mode."""
         if self.variants is not None:
@@ -373,50 +355,6 @@ class Parallel(nn.Module):
         self.program.train(mode)
         return self
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Parallel:
-        """``.to(...)`` and the like: allowed where they change nothing."""
-        for tensor in (*self.state.parameters.values(), *self.state.buffers.values()):
-            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            if (after := fn(probe)).dtype != probe.dtype or after.device.type != probe.device.type:
-                raise StateProblem("a parallel model keeps its device and dtypes; choose them when planning (device, dtype=)")
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        """Also plain attributes of the model (``config``) and methods of its class, which are bound to this object."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            plain = self.__dict__.get("plain")
-            if plain is None:
-                raise
-        return plain.attribute(self, name)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """DTensors by name, for torch.distributed.checkpoint; pickling it warns, since a rank has only its shards."""
-        found = super().state_dict(*args, **kwargs)
-        if args or kwargs.get("destination") is not None or self.program.mesh.whole_mesh.size() == 1:
-            return found
-        return ShardedStateDict(found)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """What `state_dict` gave, or the full state dict of the plain model."""
-        full = bool(state_dict) and not any(isinstance(each, DTensor) for each in state_dict.values())
-        if self.plain is None or not full:
-            return super().load_state_dict(state_dict, strict, assign)
-        missing, unexpected = self.plain.unfit_keys(state_dict)
-        if strict and (missing or unexpected):
-            problem = f"misses {missing[0]}" if missing else f"has {unexpected[0]}, which the model has not"
-            raise StateProblem(f"the state dict {problem}: pass that of the plain model, or of parallel.full_state()")
-        self.load_full_state(state_dict)
-        return _IncompatibleKeys(missing, unexpected)
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Any:  # what DistributedDataParallel asks for first
-        raise StateProblem(
-            "a parallel model reduces its own gradients: do not wrap it in DistributedDataParallel; with accelerate, take "
-            "autopar.integrations.accelerate.Accelerator"
-        )
-
     def __deepcopy__(self, memo: Any) -> Parallel:
         """A parallel model with weights of its own (all ranks must call)."""
         found: Parallel | None = memo.get(id(self))
@@ -426,72 +364,12 @@ class Parallel(nn.Module):
         return found
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """For scripts that come from DDP. The gradients of several calls accumulate with and without it."""
-        yield
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clips by the norm of all gradients, each element counted once under any plan; returns the norm before clipping."""
-        mesh, holders = self.program.mesh, self.state.index.holders
-        gradients = {n: p.grad for n, p in self.state.parameters.items() if isinstance(p.grad, DTensor)}
-        first = [gradient for name, gradient in gradients.items() if holders[name][0] == mesh.pp.coordinate]
-        with self._watched("clip_grad_norm_"):
-            return clip_gradients(list(gradients.values()), first, mesh, max_norm, norm_type)
-
-    @contextlib.contextmanager
     def _refused_together(self) -> Iterator[None]:
         """A stage of a pipeline sees only its own parameters: what it refuses in a call that is checked is refused on all."""
         mesh, checked = self.program.mesh, is_checked(self.call_count, self.__dict__["check_batch_every"])
         asked = checked and mesh.pp.size > 1 and self.heartbeat is not None
         with self._watched("the check of parameters"), refused_together(asked, mesh.describe):
             yield
-
-    @contextlib.contextmanager
-    def _watched(self, doing: str) -> Iterator[None]:
-        """A context around work that needs the other ranks, and memory."""
-        heartbeat, detail = self.heartbeat, self.memory.detail
-        watching = contextlib.nullcontext() if heartbeat is None else heartbeat.watching(lambda: detail() or doing)
-        with watching, self.memory.catching(doing):
-            yield
-
-    def load_full_state(self, source: WeightSource) -> None:
-        """Copies a full state dict (or name -> full tensor) of the original model into the local shards."""
-        if self.plain is not None and isinstance(source, Mapping):
-            self.plain.load_unused(source)
-            empty = {name: torch.empty(spec.shape, device="meta") for name, spec in self.state.index.specs.items() if spec.buffer}
-            source = self.plain.canonical(source, empty | self.state.buffers)
-        with self._watched("load_full_state"):
-            self.state.load_full(source)
-
-    def full_state(self) -> dict[str, torch.Tensor]:
-        """The state dict of the original model, which loads it strictly: full tensors on every rank (all ranks must call)."""
-        specs = self.state.index.specs
-        names = [name for name, spec in specs.items() if not spec.buffer]
-        names += [name for name, spec in specs.items() if spec.buffer and spec.persistent]
-        with self._watched("full_state"):
-            held = {name: self.state.broadcast_full(name) for name in names}
-        return held if self.plain is None else self.plain.state_dict(held)
-
-    def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state dict of the plain model's optimizer, with full tensors on every rank (all ranks must call)."""
-        with self._watched("full_optimizer_state"):
-            return full_optimizer_state(self.state, optimizer, self._parameter_order())
-
-    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Loads what `full_optimizer_state` gave, under this or another plan, or the state dict of the plain model's optimizer
-        (all ranks must call)."""
-        with self._watched("load_full_optimizer_state"):
-            load_full_optimizer_state(self.state, optimizer, state, self._parameter_order())
-
-    def _parameter_order(self) -> list[str]:
-        names = [name for name, spec in self.state.index.specs.items() if not spec.buffer]
-        return names if self.plain is None else self.plain.parameter_names
-
-    def full_gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients by original name with full tensors, on every rank (all ranks must call)."""
-        mine = {name: parameter.grad for name, parameter in self.state.parameters.items() if parameter.grad is not None}
-        with self._watched("full_gradients"):
-            return {name: self.state.broadcast_full(name, mine.get(name)) for name in self.state.names_on_any_stage(mine)}
 
     @contextlib.contextmanager
     def expert_load(self) -> Iterator[list[MeasuredExpertLoad]]:

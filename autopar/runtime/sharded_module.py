@@ -1,0 +1,147 @@
+"""A module whose parameters are DTensors over a mesh, under the names of the plain model: state dicts, full states, clipping."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.module import _IncompatibleKeys
+
+from .comm.heartbeat import Heartbeat
+from .errors import StateProblem
+from .module import Program
+from .state.gradient_norm import clip_gradients
+from .state.materialize import State
+from .state.optimizer_state import full_optimizer_state, load_full_optimizer_state
+from .state.plain_model import PlainModel, ShardedStateDict
+from .state.weight_source import WeightSource
+from .step.out_of_memory import MemoryGuard
+
+
+class ShardedModule(nn.Module):
+    """The weights of a parallel model as its user sees them. `plain`: the model that it was made from, where that is known."""
+
+    program: Program
+    state: State
+    heartbeat: Heartbeat | None
+    memory: MemoryGuard
+    plain: PlainModel | None = None
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """A stage without parameters yields one without elements, since optimizers refuse an empty list."""
+        found = list(super().parameters(recurse))
+        return iter(found or [nn.Parameter(torch.empty(0, device=self.program.mesh.device))])
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """Replicated DTensors over the data of the buffers, which go together with the parameters in one operation."""
+        mesh = self.program.mesh.state_mesh
+        for buffer in super().buffers(recurse):
+            yield DTensor.from_local(buffer, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """``.to(...)`` and the like: allowed where they change nothing."""
+        for tensor in (*self.state.parameters.values(), *self.state.buffers.values()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            if (after := fn(probe)).dtype != probe.dtype or after.device.type != probe.device.type:
+                raise StateProblem("a parallel model keeps its device and dtypes; choose them when planning (device, dtype=)")
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Also plain attributes of the model (``config``) and methods of its class, which are bound to this object."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            plain = self.__dict__.get("plain")
+            if plain is None:
+                raise
+        return plain.attribute(self, name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """DTensors by name, for torch.distributed.checkpoint; pickling it warns, since a rank has only its shards."""
+        found = super().state_dict(*args, **kwargs)
+        if args or kwargs.get("destination") is not None or self.program.mesh.whole_mesh.size() == 1:
+            return found
+        return ShardedStateDict(found)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """What `state_dict` gave, or the full state dict of the plain model."""
+        full = bool(state_dict) and not any(isinstance(each, DTensor) for each in state_dict.values())
+        if self.plain is None or not full:
+            return super().load_state_dict(state_dict, strict, assign)
+        missing, unexpected = self.plain.unfit_keys(state_dict)
+        if strict and (missing or unexpected):
+            problem = f"misses {missing[0]}" if missing else f"has {unexpected[0]}, which the model has not"
+            raise StateProblem(f"the state dict {problem}: pass that of the plain model, or of parallel.full_state()")
+        self.load_full_state(state_dict)
+        return _IncompatibleKeys(missing, unexpected)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:  # what DistributedDataParallel asks for first
+        raise StateProblem(
+            "a parallel model reduces its own gradients: do not wrap it in DistributedDataParallel; with accelerate, take "
+            "autopar.integrations.accelerate.Accelerator"
+        )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For scripts that come from DDP. The gradients of several calls accumulate with and without it."""
+        yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips by the norm of all gradients, each element counted once under any plan; returns the norm before clipping."""
+        mesh, holders = self.program.mesh, self.state.index.holders
+        gradients = {n: p.grad for n, p in self.state.parameters.items() if isinstance(p.grad, DTensor)}
+        first = [gradient for name, gradient in gradients.items() if holders[name][0] == mesh.pp.coordinate]
+        with self._watched("clip_grad_norm_"):
+            return clip_gradients(list(gradients.values()), first, mesh, max_norm, norm_type)
+
+    @contextlib.contextmanager
+    def _watched(self, doing: str) -> Iterator[None]:
+        """A context around work that needs the other ranks, and memory."""
+        heartbeat, detail = self.heartbeat, self.memory.detail
+        watching = contextlib.nullcontext() if heartbeat is None else heartbeat.watching(lambda: detail() or doing)
+        with watching, self.memory.catching(doing):
+            yield
+
+    def load_full_state(self, source: WeightSource) -> None:
+        """Copies a full state dict (or name -> full tensor) of the original model into the local shards."""
+        if self.plain is not None and isinstance(source, Mapping):
+            self.plain.load_unused(source)
+            empty = {name: torch.empty(spec.shape, device="meta") for name, spec in self.state.index.specs.items() if spec.buffer}
+            source = self.plain.canonical(source, empty | self.state.buffers)
+        with self._watched("load_full_state"):
+            self.state.load_full(source)
+
+    def full_state(self) -> dict[str, torch.Tensor]:
+        """The state dict of the original model, which loads it strictly: full tensors on every rank (all ranks must call)."""
+        specs = self.state.index.specs
+        names = [name for name, spec in specs.items() if not spec.buffer]
+        names += [name for name, spec in specs.items() if spec.buffer and spec.persistent]
+        with self._watched("full_state"):
+            held = {name: self.state.broadcast_full(name) for name in names}
+        return held if self.plain is None else self.plain.state_dict(held)
+
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state dict of the plain model's optimizer, with full tensors on every rank (all ranks must call)."""
+        with self._watched("full_optimizer_state"):
+            return full_optimizer_state(self.state, optimizer, self._parameter_order())
+
+    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Loads what `full_optimizer_state` gave, under this or another plan, or the state dict of the plain model's optimizer
+        (all ranks must call)."""
+        with self._watched("load_full_optimizer_state"):
+            load_full_optimizer_state(self.state, optimizer, state, self._parameter_order())
+
+    def _parameter_order(self) -> list[str]:
+        names = [name for name, spec in self.state.index.specs.items() if not spec.buffer]
+        return names if self.plain is None else self.plain.parameter_names
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients by original name with full tensors, on every rank (all ranks must call)."""
+        mine = {name: parameter.grad for name, parameter in self.state.parameters.items() if parameter.grad is not None}
+        with self._watched("full_gradients"):
+            return {name: self.state.broadcast_full(name, mine.get(name)) for name in self.state.names_on_any_stage(mine)}
