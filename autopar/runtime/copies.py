@@ -32,7 +32,9 @@ def copied(parallel: _Model) -> _Model:
         make_variant=None if parallel.variants is None else parallel.variants.make,
     )  # fmt: skip
     if parallel.variants is not None and out.variants is not None:
-        out.variants.known.update((key, out.first) for key, each in parallel.variants.known.items() if each is parallel.first)
+        out.variants.known.update(
+            (key, out.first_variant) for key, each in parallel.variants.known.items() if each is parallel.first_variant
+        )
         for mine, theirs in zip(out.mode_modules, parallel.mode_modules, strict=True):
             mine.training = theirs.training
     for name, parameter in state.parameters.items():

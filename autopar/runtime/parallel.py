@@ -60,7 +60,7 @@ class Parallel(ShardedModule):
     plan: Any = None
     """The plan (an `autopar.Plan`) that `parallelize` followed."""
     call_count = 0
-    first: Variant
+    first_variant: Variant
     variants: Variants | None = None
     mode_modules: Sequence[nn.Module] = ()
     captured_modes: tuple[bool, ...] = ()
@@ -116,7 +116,7 @@ class Parallel(ShardedModule):
             made = make_pipeline_step(program, self.state)
             self.__dict__["pipeline_step"] = made
             self.memory.detail = lambda: made.executor.doing
-        self.__dict__["first"] = Variant(program, form, self.state, self.pipeline_step)
+        self.__dict__["first_variant"] = Variant(program, form, self.state, self.pipeline_step)
         if plain is not None:
             self._mirror_modules(plain)
         for name, parameter in self.state.parameters.items():
@@ -136,7 +136,7 @@ class Parallel(ShardedModule):
         if compile:
             self._compile(program)
         if plain is not None and make_variant is not None:
-            self.__dict__["variants"] = Variants(self.first, make_variant, self._modes_of, self._load)
+            self.__dict__["variants"] = Variants(self.first_variant, make_variant, self._modes_of, self._load)
 
     def _mirror_modules(self, plain: PlainModel) -> None:
         """The tree of the model's modules, each in its mode: ``parallel.encoder.eval()`` and ``isinstance`` work on them."""
@@ -195,9 +195,9 @@ class Parallel(ShardedModule):
         *path, leaf = name.split(".")
         node: nn.Module = self
         for part in path:
-            if part not in node._modules:
-                node.add_module(part, Container())
-            node = node.get_submodule(part)
+            child = node._modules.setdefault(part, Container())  # a part may be called like an attribute of this class
+            assert child is not None
+            node = child
         return node, leaf
 
     # -- the step
@@ -234,7 +234,7 @@ class Parallel(ShardedModule):
         given = args[0] if len(args) == 1 else None
         if self.variants is None or isinstance(given, NamedBatch):
             self._check_mode()
-            return self.first, self.training
+            return self.first_variant, self.training
         local = isinstance(given, LocalBatch)
         modes = tuple(node.training for node in self.mode_modules)
         with self._watched("choosing the program of this call"):

@@ -68,7 +68,7 @@ class Deep(nn.Module):
 @cache
 def deep() -> Case:
     torch.manual_seed(0)
-    return case_of(Deep().double(), (batch(),), outputs=("drawn",))
+    return case_of(Deep().double(), (batch(),), outputs=("drawn:dtensor",))
 
 
 @cache

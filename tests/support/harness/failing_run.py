@@ -247,7 +247,7 @@ def _arrange(fault: Fault, mine: bool, strike: Callable[..., None]) -> None:
     from autopar import api
     from autopar.runtime.comm import agreement
 
-    joining, waiting, checking = dist.init_process_group, api._on_first_rank, api.check_plan
+    joining, waiting, checking = dist.init_process_group, api.on_first_rank, api.check_plan
     if mine and fault.how in DIFFERENCES:
         dist.init_process_group = lambda *args, **options: (joining(*args, **options), strike())  # type: ignore[assignment,misc]
     if mine and fault.moment == "joining":
@@ -255,7 +255,7 @@ def _arrange(fault: Fault, mine: bool, strike: Callable[..., None]) -> None:
     if fault.moment == "planning" and fault.how not in DIFFERENCES:  # the search takes long, and meanwhile the culprit strikes
         api.check_plan = lambda *args, **options: (strike() if mine else time.sleep(60), checking(*args, **options))[1]  # type: ignore[func-returns-value]
         if mine and dist_rank():
-            api._on_first_rank = lambda make: (strike(), waiting(make))[1]  # type: ignore[func-returns-value]
+            api.on_first_rank = lambda make: (strike(), waiting(make))[1]  # type: ignore[func-returns-value]
     if mine and fault.how == "another torch":
         torch.__version__ = "1.0"  # type: ignore[assignment]
     if mine and fault.how == "another autopar":
