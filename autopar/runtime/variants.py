@@ -134,7 +134,6 @@ class Variants:
     ) -> None:
         self.first, self.make, self.modes_of, self.load = first, make, modes_of, load
         self.known: OrderedDict[tuple[CallKey, int], Variant] = OrderedDict()
-        self.last: tuple[CallKey, int] | None = None
         self.control: dist.ProcessGroup | None = None
         self.outputs: tuple[str, ...] = ()
 
