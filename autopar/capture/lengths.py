@@ -154,4 +154,4 @@ def _holds(expression: sympy.Expr, known: Mapping[sympy.Symbol, Any], values: Ma
         if not expression.free_symbols - values.keys():
             break
         expression = expression.subs(known)
-    return expression.subs(values) == sympy.true
+    return bool(expression.subs(values) == sympy.true)

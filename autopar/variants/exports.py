@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,20 +43,19 @@ class Exports:
                 return graph
         dims = self._open(bound.tensors)
         if dims and structure not in self.closed:
-            try:
+            with suppress(CaptureError):
                 export = Export(model, (), arguments, options, dims)
-            except CaptureError:
-                export = None
-            if export is not None and export.lengths:
-                self.made += 1
-                self.known[structure, self.made] = export
-                while len(self.known) > MOST_EXPORTS:
-                    self.known.popitem(last=False)
-                return export.graph
+                if export.lengths:
+                    self._keep(structure, export)
+                    return export.graph
             self.closed.add(structure)
-            if export is not None:
-                return export.graph
         return Export(model, (), arguments, options).graph
+
+    def _keep(self, structure: Structure, export: Export) -> None:
+        self.made += 1
+        self.known[structure, self.made] = export
+        while len(self.known) > MOST_EXPORTS:
+            self.known.popitem(last=False)
 
     def _open(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """The dimensions of each input, beside the batch, that had several sizes by now."""
