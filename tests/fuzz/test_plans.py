@@ -112,11 +112,8 @@ def code_of(kind: str, document: Any) -> str:
     return ast.dump(tree)
 
 
-INTERFACE = ("graph", "interface")
-
-
 def check_leaf(kind: str, at: Place, before: str) -> None:
-    """Refused, or the program is the same; of the interface only what the caller may leave out is free."""
+    """Refused, or the program is the same."""
     document = tiny_document(kind)
     changed = replaced(document, at, other(part(document, at)))
     try:
@@ -124,8 +121,7 @@ def check_leaf(kind: str, at: Place, before: str) -> None:
     except PlanError as error:
         assert "\n" not in str(error)
         return
-    free = at[:2] == INTERFACE and (at[-1] in ("constant", "path", "optional", "input") or set(at) & {"returns", "left_out"})
-    assert after == before or free, at
+    assert after == before, at
 
 
 def graph_leaves(kind: str) -> list[Place]:

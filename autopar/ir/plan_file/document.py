@@ -234,6 +234,8 @@ class InterfaceDoc(msgspec.Struct, frozen=True):
 
 
 class GraphDoc(msgspec.Struct, frozen=True):
+    """A `graph.Graph`. `interface_fingerprint` is that of the interface, of which `fingerprint` has a part."""
+
     name: str
     inputs: tuple[ValueDoc, ...]
     blocks: tuple[BlockDoc, ...]
@@ -245,6 +247,7 @@ class GraphDoc(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     outputs: tuple[OutputDoc, ...] = ()
     interface: InterfaceDoc | None = None
+    interface_fingerprint: str = ""
 
 
 class PlanDocument(msgspec.Struct, frozen=True):

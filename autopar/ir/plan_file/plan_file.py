@@ -21,6 +21,7 @@ from autopar.ir.plan_file.document import (
     Baseline,
     BatchInfo,
     ClusterInfo,
+    GraphDoc,
     ModelInfo,
     Parallelism,
     PlanDocument,
@@ -29,7 +30,7 @@ from autopar.ir.plan_file.document import (
     SearchInfo,
     StageInfo,
 )
-from autopar.ir.plan_file.fingerprint import graph_fingerprint
+from autopar.ir.plan_file.fingerprint import graph_fingerprint, interface_fingerprint
 from autopar.ir.plan_file.names import check_names
 from autopar.ir.verify import verify_candidate
 
@@ -63,7 +64,7 @@ class Plan:
         if graph == self.graph:
             return self
         verify_candidate(graph, self.candidate, self.document.cluster.devices)
-        return Plan(msgspec.structs.replace(self.document, graph=encode_graph(graph)), graph, self.candidate)
+        return Plan(msgspec.structs.replace(self.document, graph=_graph_document(graph)), graph, self.candidate)
 
     def describe(self) -> str:
         """The plan in one line: ``dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears, attention heads)``."""
@@ -117,9 +118,14 @@ def assemble_plan(
         search=search or SearchInfo(),
         replicated_ops=replicated_ops,
         replicated_share=replicated_share or {},
-        graph=encode_graph(graph),
+        graph=_graph_document(graph),
     )
     return Plan(document, graph, candidate)
+
+
+def _graph_document(graph: Graph) -> GraphDoc:
+    document = encode_graph(graph)
+    return msgspec.structs.replace(document, interface_fingerprint=interface_fingerprint(document.interface))
 
 
 def _stages(graph: Graph, pipeline: Pipeline, stage_chunks: Sequence[tuple[int, ...]]) -> tuple[StageInfo, ...]:
@@ -173,8 +179,15 @@ def _verify(document: PlanDocument, graph: Graph, candidate: Candidate, name: st
 
 def check_graph(plan: Plan, name: str) -> Plan:
     """The plan, to be used without its model. PlanError where its graph is not the one that was captured."""
-    if graph_fingerprint(plan.graph) != plan.graph.fingerprint:
-        raise PlanError(f"{name}: the graph is not the one of its fingerprint, so it was changed by hand; {PLAN_AGAIN}")
+    document = plan.document.graph
+    if not document.interface_fingerprint:
+        raise PlanError(f"{name} has no graph.interface_fingerprint, as the files of an older autopar: {PLAN_AGAIN}")
+    computed = graph_fingerprint(plan.graph), interface_fingerprint(document.interface)
+    for part, found, said in zip(
+        ("graph", "interface"), computed, (document.fingerprint, document.interface_fingerprint), strict=True
+    ):
+        if found != said:
+            raise PlanError(f"{name}: the {part} is not the one of its fingerprint, so it was changed by hand; {PLAN_AGAIN}")
     return plan
 
 

@@ -3,6 +3,8 @@ moment. Several runs go on at once: their ranks mostly wait."""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import os
 import resource
 import signal
@@ -103,7 +105,11 @@ class _Run:
         return monotonic() > self.struck + 2 * self.patience
 
     def outcomes(self) -> dict[int, Outcome]:
-        """By rank. What still runs is ended."""
+        """By rank. What still runs writes its stacks, and is ended."""
+        late = [fork for rank, fork in enumerate(self.forks) if rank not in self.ended and fork.poll() is None]
+        for fork in late:
+            os.kill(fork.pid, signal.SIGUSR1)
+        sleep(0.5 * bool(late))
         for fork in self.forks:
             fork.kill()
         texts = [(self.folder / str(rank)).read_text() for rank in range(WORLD)]
@@ -192,10 +198,22 @@ def make_plan_text(name: str) -> str:
 
 
 def run(folder: str, fault: Fault, patience: float, join_seconds: float) -> None:
-    """The script of one rank."""
+    """One rank: its script, and the end of Python, which joins threads, runs handlers and destroys objects."""
     os.setpgid(0, 0)
+    os.dup2(os.open(f"{folder}/{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY), 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    status = 0
+    try:
+        _script(folder, fault, patience, join_seconds)
+    except BaseException as error:
+        status = 1
+        sys.last_value, sys.last_traceback = error, error.__traceback__  # Python keeps them until it ends
+        sys.excepthook(type(error), error, error.__traceback__)
+    ctypes.pythonapi.Py_Exit(status)
+
+
+def _script(folder: str, fault: Fault, patience: float, join_seconds: float) -> None:
     rank = int(os.environ["RANK"])
-    os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
     import torch
 
     torch.set_num_threads(1)
@@ -226,7 +244,6 @@ def run(folder: str, fault: Fault, patience: float, join_seconds: float) -> None
     )
     _train(parallel, batch, fault, strike if mine else lambda *_: None)
     _save(parallel, folder, fault, strike if mine else lambda *_: None)
-    sys.exit(0)
 
 
 def allocate_too_much() -> None:
@@ -248,7 +265,7 @@ def _arrange(fault: Fault, mine: bool, strike: Callable[..., None]) -> None:
     from autopar.runtime.comm import agreement
 
     joining, waiting, checking = dist.init_process_group, api.on_first_rank, api.check_plan
-    if mine and fault.how in DIFFERENCES:
+    if mine and fault.how in DIFFERENCES[1:]:  # they are found before planning, another batch when it is passed
         dist.init_process_group = lambda *args, **options: (joining(*args, **options), strike())  # type: ignore[assignment,misc]
     if mine and fault.moment == "joining":
         dist.init_process_group = lambda *args, **options: (strike(), joining(*args, **options))  # type: ignore[assignment,misc]
@@ -277,6 +294,7 @@ def _train(parallel: Any, batch: dict[str, Any], fault: Fault, strike: Callable[
         given = batch
         if mine and fault.how == "another batch" and (step == 1) == (fault.moment == "first step"):
             given = {name: value[:8] if step == 1 else value + 1 for name, value in batch.items()}
+            strike()
         if mine and (step, fault.moment) in ((1, "first step"), (2, "forward")) and fault.how not in DIFFERENCES:
             list(parallel.program.blocks())[-1].register_forward_pre_hook(strike)
         if mine and (step, fault.moment) == (2, "backward"):
