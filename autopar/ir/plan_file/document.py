@@ -234,7 +234,7 @@ class InterfaceDoc(msgspec.Struct, frozen=True):
 
 
 class GraphDoc(msgspec.Struct, frozen=True):
-    """A `graph.Graph`. `interface_fingerprint` is that of the interface, of which `fingerprint` has a part."""
+    """A `graph.Graph`. `fingerprint` is of what it computes, `checksum` of all that stands here."""
 
     name: str
     inputs: tuple[ValueDoc, ...]
@@ -247,7 +247,7 @@ class GraphDoc(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     outputs: tuple[OutputDoc, ...] = ()
     interface: InterfaceDoc | None = None
-    interface_fingerprint: str = ""
+    checksum: str = ""
 
 
 class PlanDocument(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ import msgspec
 
 from autopar.ir.graph import Graph
 from autopar.ir.plan_file.codec import encode_graph
-from autopar.ir.plan_file.document import InterfaceDoc
+from autopar.ir.plan_file.document import GraphDoc
 
 
 def graph_fingerprint(graph: Graph) -> str:
@@ -38,11 +38,11 @@ def graph_fingerprint(graph: Graph) -> str:
     return _digest((parts, fixed))
 
 
-def interface_fingerprint(interface: InterfaceDoc | None) -> str:
-    """16 hexadecimal digits of a whole interface, with what `graph_fingerprint` leaves out of it: the arguments that may be left
-    out, and the form of the result. They differ between versions of a library and between scripts for models that compute the
-    same, so a captured model is not compared with them; a file that is used without its model is."""
-    return _digest(interface)
+def checksum(document: GraphDoc) -> str:
+    """16 hexadecimal digits of all that a file says of a graph, with what `graph_fingerprint` leaves out: names, notes, sources,
+    the arguments that may be left out, and the form of the result. They differ between versions of a library and between scripts
+    for models that compute the same, so a captured model is not compared with them; a file that is used without its model is."""
+    return _digest(msgspec.structs.replace(document, checksum=""))
 
 
 def _digest(data: object) -> str:

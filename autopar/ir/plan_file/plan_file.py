@@ -30,7 +30,7 @@ from autopar.ir.plan_file.document import (
     SearchInfo,
     StageInfo,
 )
-from autopar.ir.plan_file.fingerprint import graph_fingerprint, interface_fingerprint
+from autopar.ir.plan_file.fingerprint import checksum, graph_fingerprint
 from autopar.ir.plan_file.names import check_names
 from autopar.ir.verify import verify_candidate
 
@@ -125,7 +125,7 @@ def assemble_plan(
 
 def _graph_document(graph: Graph) -> GraphDoc:
     document = encode_graph(graph)
-    return msgspec.structs.replace(document, interface_fingerprint=interface_fingerprint(document.interface))
+    return msgspec.structs.replace(document, checksum=checksum(document))
 
 
 def _stages(graph: Graph, pipeline: Pipeline, stage_chunks: Sequence[tuple[int, ...]]) -> tuple[StageInfo, ...]:
@@ -179,15 +179,11 @@ def _verify(document: PlanDocument, graph: Graph, candidate: Candidate, name: st
 
 def check_graph(plan: Plan, name: str) -> Plan:
     """The plan, to be used without its model. PlanError where its graph is not the one that was captured."""
-    document = plan.document.graph
-    if not document.interface_fingerprint:
-        raise PlanError(f"{name} has no graph.interface_fingerprint, as the files of an older autopar: {PLAN_AGAIN}")
-    computed = graph_fingerprint(plan.graph), interface_fingerprint(document.interface)
-    for part, found, said in zip(
-        ("graph", "interface"), computed, (document.fingerprint, document.interface_fingerprint), strict=True
-    ):
-        if found != said:
-            raise PlanError(f"{name}: the {part} is not the one of its fingerprint, so it was changed by hand; {PLAN_AGAIN}")
+    said = plan.document.graph
+    if not said.checksum:
+        raise PlanError(f"{name} has no graph.checksum, as the files of an older autopar: {PLAN_AGAIN}")
+    if (graph_fingerprint(plan.graph), checksum(said)) != (said.fingerprint, said.checksum):
+        raise PlanError(f"{name}: the graph is not the one of its fingerprint, so it was changed by hand; {PLAN_AGAIN}")
     return plan
 
 

@@ -1,7 +1,7 @@
 """A process of a run that has failed ends within a time, whatever its threads, destructors and handlers at exit wait for.
 
-Python joins threads, runs handlers and destroys objects when it ends, and a process group's destructor waits for collectives whose
-peers may be stopped: for 30 minutes. The timer here is a thread of `faulthandler`, which needs no interpreter.
+Python joins threads, runs handlers and destroys objects when it ends, and a process group's destructor waits for collectives
+whose peers may be stopped: for 30 minutes. The timer here is a thread of `faulthandler`, which needs no interpreter.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _uncaught_by = NEVER
 
 
 def watch_the_end(patience_seconds: float, problem_by: Callable[[], float]) -> None:
-    """From now on: when Python ends after an uncaught exception, or before the moment that `problem_by` gives, the process ends in
-    time."""
+    """From now on: when Python ends after an uncaught exception, or before the moment that `problem_by` gives, the process ends
+    in time."""
     global _longest_patience
     _longest_patience = max(_longest_patience, patience_seconds)
     _register(problem_by)

@@ -64,8 +64,8 @@ class PeerWatch:
 
     @property
     def ends_by(self) -> float:
-        """When this process has to have ended because of another rank, a moment of `time.monotonic`; `NEVER` where none failed. It
-        takes half of the patience, or little more, until a problem is known."""
+        """When this process has to have ended because of another rank, a moment of `time.monotonic`; `NEVER` where none failed.
+        It takes half of the patience, or little more, until a problem is known."""
         return self.problem_since + 0.4 * self.patience_seconds if self.problem is not None else NEVER
 
     @property

@@ -51,8 +51,10 @@ LONG = [
 ]
 
 
-def check_runs(ranks: RankPool, folder: Path, faults: Sequence[Fault], plans: Callable[[str], str], patience: float) -> None:
-    for fault, outcomes in failing_runs(ranks, folder, faults, plans, patience).items():
+def check_runs(
+    ranks: RankPool, folder: Path, faults: Sequence[Fault], plans: Callable[[str], str], patience: float, whole_end: bool = False
+) -> None:
+    for fault, outcomes in failing_runs(ranks, folder, faults, plans, patience, whole_end=whole_end).items():
         for rank, outcome in outcomes.items():
             where = f"{fault}: rank {rank}"
             assert outcome.status and not outcome.left, f"{where} ended with {outcome.status}: {outcome.text}"
@@ -96,7 +98,7 @@ def test_the_others_end_and_name_it(faults: list[Fault], ranks: RankPool, plans:
 def test_every_fault_at_every_moment_under_every_plan(
     faults: list[Fault], ranks: RankPool, plans: Callable[[str], str], tmp_path: Path
 ) -> None:
-    check_runs(ranks, tmp_path, faults, plans, 12.0)
+    check_runs(ranks, tmp_path, faults, plans, 12.0, whole_end=True)
 
 
 def test_a_rank_that_never_comes_is_named(ranks: RankPool, plans: Callable[[str], str], tmp_path: Path) -> None:

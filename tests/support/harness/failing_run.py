@@ -63,7 +63,9 @@ class Outcome:
 class _Run:
     """A run that goes on."""
 
-    def __init__(self, ranks: RankPool, folder: Path, fault: Fault, plan: str, patience: float, join_seconds: float) -> None:
+    def __init__(
+        self, ranks: RankPool, folder: Path, fault: Fault, plan: str, patience: float, join_seconds: float, whole_end: bool
+    ) -> None:
         import torch.distributed as dist
 
         folder.mkdir()
@@ -75,7 +77,7 @@ class _Run:
         shared["TORCHELASTIC_USE_AGENT_STORE"] = str(not fault.own_store)
         self.forks = [
             ranks.template.fork(
-                "support.harness.failing_run:run", str(folder), fault, patience, join_seconds,
+                "support.harness.failing_run:run", str(folder), fault, patience, join_seconds, whole_end,
                 environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(WORLD)
@@ -128,10 +130,13 @@ def failing_runs(
     plans: Callable[[str], str],
     patience: float,
     join_seconds: float = 60.0,
+    whole_end: bool = False,
 ) -> dict[Fault, dict[int, Outcome]]:
-    """The outcomes of all ranks. `plans` gives the text of a plan by its name."""
+    """The outcomes of all ranks. `plans` gives the text of a plan by its name. `whole_end`: processes end as Python does, which
+    takes torch half a second of the processor for each."""
     runs = [
-        _Run(ranks, folder / str(number), each, plans(each.plan), patience, join_seconds) for number, each in enumerate(faults)
+        _Run(ranks, folder / str(number), each, plans(each.plan), patience, join_seconds, whole_end)
+        for number, each in enumerate(faults)
     ]
     left = list(runs)
     while left:
@@ -197,8 +202,8 @@ def make_plan_text(name: str) -> str:
 # -- on a rank
 
 
-def run(folder: str, fault: Fault, patience: float, join_seconds: float) -> None:
-    """One rank: its script, and the end of Python, which joins threads, runs handlers and destroys objects."""
+def run(folder: str, fault: Fault, patience: float, join_seconds: float, whole_end: bool) -> None:
+    """One rank: its script, and the end of Python, which joins threads, runs handlers and destroys objects (`whole_end`)."""
     os.setpgid(0, 0)
     os.dup2(os.open(f"{folder}/{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY), 2)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -209,7 +214,7 @@ def run(folder: str, fault: Fault, patience: float, join_seconds: float) -> None
         status = 1
         sys.last_value, sys.last_traceback = error, error.__traceback__  # Python keeps them until it ends
         sys.excepthook(type(error), error, error.__traceback__)
-    ctypes.pythonapi.Py_Exit(status)
+    (ctypes.pythonapi.Py_Exit if whole_end else os._exit)(status)
 
 
 def _script(folder: str, fault: Fault, patience: float, join_seconds: float) -> None:
