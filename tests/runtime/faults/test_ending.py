@@ -25,7 +25,7 @@ class Slow:
 
 def fail(what_hangs: str) -> None:
     """An uncaught exception of a rank in which something hangs when Python ends."""
-    from support.harness.key_value_store import Store
+    from support.key_value_store import Store
 
     from autopar.runtime.comm.ending import end_now
     from autopar.runtime.comm.heartbeat import Heartbeat
@@ -66,7 +66,7 @@ class Owner:
 
 def go_on(patience_seconds: float) -> tuple[bool, bool]:
     """A rank that drops its model because of the problem, and one that only printed an exception, go on."""
-    from support.harness.key_value_store import Store
+    from support.key_value_store import Store
 
     from autopar.runtime.comm import ending
     from autopar.runtime.comm.heartbeat import Heartbeat

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from support.harness.key_value_store import Store
+from support.key_value_store import Store
 
 from autopar.runtime.comm import ending
 from autopar.runtime.comm.heartbeat import Heartbeat
