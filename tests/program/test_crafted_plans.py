@@ -43,8 +43,8 @@ def changed(data: dict[str, Any], path: Path_, value: Any) -> bytes:
     """The document with one leaf replaced."""
     copy = json.loads(json.dumps(data))
     at = copy
-    for part in path[:-1]:
-        at = at[part]
+    for key in path[:-1]:
+        at = at[key]
     at[path[-1]] = value
     return json.dumps(copy).encode()
 
@@ -99,8 +99,8 @@ def refused(kind: str, path: Path_) -> None:
 
 @pytest.mark.parametrize("kind", CAPTURED)
 def test_a_tampered_graph_is_refused_without_its_model(kind: str) -> None:
-    """One leaf of each field of the graph, its interface included: names and constants of arguments, whether they may be left out,
-    the form of the result."""
+    """One leaf of each field of the graph, its interface included: names and constants of arguments, whether they may be left
+    out, the form of the result."""
     for path in one_of_each_kind(tiny_document(kind)["graph"], (str, bool, int, float)):
         refused(kind, path)
 

@@ -90,9 +90,10 @@ class _Run:
         """Whether all ranks have ended, or have had twice the patience. A culprit that was stopped goes on once the others have
         ended, and has to end too."""
         if not self.struck:
-            if (self.folder / "struck").exists():
-                self.struck = monotonic()
-            return monotonic() > self.begun + 90 or all(fork.poll() is not None for fork in self.forks)
+            all_ended = all(fork.poll() is not None for fork in self.forks)
+            if not (mark := self.folder / "struck").exists():
+                return all_ended or monotonic() > self.begun + 90
+            self.struck = monotonic() - (time.time() - mark.stat().st_mtime)  # all may have ended since this was last asked
         for rank, fork in enumerate(self.forks):
             if rank not in self.ended and (status := fork.poll()) is not None:
                 self.ended[rank] = status, monotonic() - self.struck
@@ -134,9 +135,10 @@ def failing_runs(
 ) -> dict[Fault, dict[int, Outcome]]:
     """The outcomes of all ranks. `plans` gives the text of a plan by its name. `whole_end`: processes end as Python does, which
     takes torch half a second of the processor for each."""
+    texts = [plans(each.plan) for each in faults]  # they take longer than a rank lives
     runs = [
-        _Run(ranks, folder / str(number), each, plans(each.plan), patience, join_seconds, whole_end)
-        for number, each in enumerate(faults)
+        _Run(ranks, folder / str(number), each, text, patience, join_seconds, whole_end)
+        for number, (each, text) in enumerate(zip(faults, texts, strict=True))
     ]
     left = list(runs)
     while left:
