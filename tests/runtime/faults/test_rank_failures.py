@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from support.harness.failing_run import DIFFERENCES, PLANS, Fault, failing_runs
+from support.harness.failing_run import DIFFERENCES, PLANS, Fault, _Run, failing_runs
 from support.harness.rank_pool import RankPool
 
 WORDS = {
@@ -109,3 +112,13 @@ def test_a_rank_that_never_comes_is_named(ranks: RankPool, plans: Callable[[str]
         for rank in {0, 1, 2, 3} - {fault.culprit}:
             last = outcomes[rank].text.splitlines()[-1]
             assert outcomes[rank].status == 1 and words in last and f"rank {fault.culprit}" in last, outcomes[rank].text
+
+
+def test_ranks_that_have_all_ended_between_two_looks_have_ended(tmp_path: Path) -> None:
+    run: Any = object.__new__(_Run)
+    run.folder, run.fault, run.patience, run.resumed = tmp_path, SHORT[0][1], 1.0, False
+    run.forks = [SimpleNamespace(poll=lambda: 1)] * 4
+    run.begun, run.struck, run.ended = time.monotonic(), 0.0, {}
+    (tmp_path / "struck").touch()
+    assert run.finished() and set(run.ended) == {0, 1, 2, 3}
+    assert all(status == 1 and 0 <= seconds < 1 for status, seconds in run.ended.values())
