@@ -73,6 +73,10 @@ def _verify_mesh(candidate: Candidate, devices: int | None) -> None:
         )
 
 
+MOST_PASSES = 2**17
+"""Of micro-batches through chunks of stages in one step, since a schedule lists each: 64 stages and 2,048 micro-batches."""
+
+
 def verify_pipeline(graph: Graph, candidate: Candidate) -> None:
     """Chunks that are there, on ranks that are there, and nothing between them but values."""
     pipeline = candidate.pipeline
@@ -90,6 +94,11 @@ def verify_pipeline(graph: Graph, candidate: Candidate) -> None:
         raise PlanError(
             f"{graph.name} has {len(graph.calls)} blocks, {pipeline.stages} stages of {pipeline.virtual} chunks need "
             f"{pipeline.stages * pipeline.virtual}: take fewer stages"
+        )
+    if pipeline.stages * pipeline.virtual * candidate.micro_batches > MOST_PASSES:
+        raise PlanError(
+            f"{candidate.micro_batches} micro-batches on {pipeline.stages} stages of {pipeline.virtual} chunks are more than "
+            f"{MOST_PASSES} passes in a step: take larger micro-batches"
         )
     chunks = chunk_calls(graph, pipeline)
     makers = repeatable_values(graph) if pipeline.repeated else {}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.plans.mutations import part, replaced
 from support.plans.tiny_plans import CAPTURED, tiny_document
 
 from autopar.errors import AutoparError, PlanError
@@ -42,8 +43,8 @@ def changed(data: dict[str, Any], path: Path_, value: Any) -> bytes:
     """The document with one leaf replaced."""
     copy = json.loads(json.dumps(data))
     at = copy
-    for part in path[:-1]:
-        at = at[part]
+    for key in path[:-1]:
+        at = at[key]
     at[path[-1]] = value
     return json.dumps(copy).encode()
 
@@ -87,24 +88,34 @@ def test_nothing_crafted_runs_wherever_it_stands(kind: str, tmp_path: Path) -> N
             attempt(kind, path, tmp_path)
 
 
-WITHOUT_EFFECT = {"name", "notes", "fingerprint", "batch", "module", "source", "returns", "left_out", "constant"}
-"""Fields of a graph that no program computes with: what people read, the form of the result, and arguments that may be left
-out. The batch is that of the example, the plan has its own; another fingerprint than the graph's is refused."""
+def refused(kind: str, path: Path_) -> None:
+    """PlanError for a leaf of the graph that is changed to another value of its type."""
+    value = part(tiny_document(kind)["graph"], path)
+    other = (not value) if isinstance(value, bool) else value + 1 if isinstance(value, (int, float)) else f"{value}x"
+    with pytest.raises(PlanError):
+        check_graph(decode_plan(json.dumps(replaced(tiny_document(kind), ("graph", *path), other))), "plan.json")
+        pytest.fail(f"{path}: {other!r} was accepted")
 
 
 @pytest.mark.parametrize("kind", CAPTURED)
 def test_a_tampered_graph_is_refused_without_its_model(kind: str) -> None:
-    """One leaf of each field of the graph, changed to another value of its type."""
+    """One leaf of each field of the graph, its interface included: names and constants of arguments, whether they may be left
+    out, the form of the result."""
     for path in one_of_each_kind(tiny_document(kind)["graph"], (str, bool, int, float)):
-        if WITHOUT_EFFECT & set(path):
-            continue
-        at: Any = tiny_document(kind)["graph"]
-        for part in path:
-            at = at[part]
-        other = (not at) if isinstance(at, bool) else at + 1 if isinstance(at, (int, float)) else f"{at}x"
-        with pytest.raises(PlanError):
-            check_graph(decode_plan(changed(tiny_document(kind), ("graph", *path), other)), "plan.json")
-            pytest.fail(f"{path}: {other!r} was accepted")
+        refused(kind, path)
+
+
+@pytest.mark.parametrize(("found", "words"), [("", "older autopar"), ("0123456789abcdef", "not the one of its fingerprint")])
+def test_another_checksum_is_refused(found: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        check_graph(decode_plan(changed(tiny_document("dense"), ("graph", "checksum"), found)), "plan.json")
+
+
+def test_a_schedule_of_any_length_is_refused() -> None:
+    """Batch and micro-batches fit together, and the schedule would have 2**31 passes."""
+    batch = {**tiny_document("pipeline")["batch"], "global": 2**31, "micro": 1, "num_microbatches": 2**30}
+    with pytest.raises(PlanError, match="more than 131072 passes in a step: take larger micro-batches$"):
+        decode_plan(json.dumps({**tiny_document("pipeline"), "batch": batch}))
 
 
 def test_deep_nesting_is_one_line() -> None:

@@ -234,6 +234,8 @@ class InterfaceDoc(msgspec.Struct, frozen=True):
 
 
 class GraphDoc(msgspec.Struct, frozen=True):
+    """A `graph.Graph`. `fingerprint` is of what it computes, `checksum` of all that stands here."""
+
     name: str
     inputs: tuple[ValueDoc, ...]
     blocks: tuple[BlockDoc, ...]
@@ -245,6 +247,7 @@ class GraphDoc(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     outputs: tuple[OutputDoc, ...] = ()
     interface: InterfaceDoc | None = None
+    checksum: str = ""
 
 
 class PlanDocument(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The fingerprint of a graph: what it computes and how it is called, as one short text."""
+"""Fingerprints of a graph: what it computes and how it is called, as short texts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 
 from autopar.ir.graph import Graph
 from autopar.ir.plan_file.codec import encode_graph
+from autopar.ir.plan_file.document import GraphDoc
 
 
 def graph_fingerprint(graph: Graph) -> str:
@@ -34,4 +35,15 @@ def graph_fingerprint(graph: Graph) -> str:
         document.batch_is_symbolic,
     )
     fixed = None if document.batch_is_symbolic else document.batch
-    return hashlib.sha256(msgspec.json.encode((parts, fixed))).hexdigest()[:16]
+    return _digest((parts, fixed))
+
+
+def checksum(document: GraphDoc) -> str:
+    """16 hexadecimal digits of all that a file says of a graph, with what `graph_fingerprint` leaves out: names, notes, sources,
+    the arguments that may be left out, and the form of the result. They differ between versions of a library and between scripts
+    for models that compute the same, so a captured model is not compared with them; a file that is used without its model is."""
+    return _digest(msgspec.structs.replace(document, checksum=""))
+
+
+def _digest(data: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(data)).hexdigest()[:16]

@@ -21,6 +21,7 @@ from autopar.ir.plan_file.document import (
     Baseline,
     BatchInfo,
     ClusterInfo,
+    GraphDoc,
     ModelInfo,
     Parallelism,
     PlanDocument,
@@ -29,7 +30,7 @@ from autopar.ir.plan_file.document import (
     SearchInfo,
     StageInfo,
 )
-from autopar.ir.plan_file.fingerprint import graph_fingerprint
+from autopar.ir.plan_file.fingerprint import checksum, graph_fingerprint
 from autopar.ir.plan_file.names import check_names
 from autopar.ir.verify import verify_candidate
 
@@ -63,7 +64,7 @@ class Plan:
         if graph == self.graph:
             return self
         verify_candidate(graph, self.candidate, self.document.cluster.devices)
-        return Plan(msgspec.structs.replace(self.document, graph=encode_graph(graph)), graph, self.candidate)
+        return Plan(msgspec.structs.replace(self.document, graph=_graph_document(graph)), graph, self.candidate)
 
     def describe(self) -> str:
         """The plan in one line: ``dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears, attention heads)``."""
@@ -117,9 +118,14 @@ def assemble_plan(
         search=search or SearchInfo(),
         replicated_ops=replicated_ops,
         replicated_share=replicated_share or {},
-        graph=encode_graph(graph),
+        graph=_graph_document(graph),
     )
     return Plan(document, graph, candidate)
+
+
+def _graph_document(graph: Graph) -> GraphDoc:
+    document = encode_graph(graph)
+    return msgspec.structs.replace(document, checksum=checksum(document))
 
 
 def _stages(graph: Graph, pipeline: Pipeline, stage_chunks: Sequence[tuple[int, ...]]) -> tuple[StageInfo, ...]:
@@ -173,7 +179,10 @@ def _verify(document: PlanDocument, graph: Graph, candidate: Candidate, name: st
 
 def check_graph(plan: Plan, name: str) -> Plan:
     """The plan, to be used without its model. PlanError where its graph is not the one that was captured."""
-    if graph_fingerprint(plan.graph) != plan.graph.fingerprint:
+    said = plan.document.graph
+    if not said.checksum:
+        raise PlanError(f"{name} has no graph.checksum, as the files of an older autopar: {PLAN_AGAIN}")
+    if (graph_fingerprint(plan.graph), checksum(said)) != (said.fingerprint, said.checksum):
         raise PlanError(f"{name}: the graph is not the one of its fingerprint, so it was changed by hand; {PLAN_AGAIN}")
     return plan
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ..compat import at_end_of_backward, in_backward, own_store, translate_backward_errors
 from ..errors import PeerProblem, RuntimeProblem
 from .beats import is_communication_error, own_cause
+from .ending import NEVER, uncaught, watch_the_end
 from .peer_watch import BEAT_SECONDS, PATIENCE_SECONDS, PeerWatch
 
 
@@ -39,6 +40,7 @@ class Heartbeat(PeerWatch):
         _ALL.add(self)
         _tell_uncaught_exceptions()
         _tell_failed_backwards()
+        watch_the_end(self.patience_seconds, _problem_by)
         self.thread.start()
         self.judge.start()
 
@@ -155,6 +157,11 @@ class Heartbeat(PeerWatch):
 _ALL: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
 
 
+def _problem_by() -> float:
+    """When this process has to have ended because of a problem of another rank."""
+    return min((heartbeat.ends_by for heartbeat in list(_ALL)), default=NEVER)
+
+
 def _tell_uncaught_exceptions() -> None:
     """Adds to Python's handling of uncaught exceptions: first as before, then each heartbeat is told."""
     before = sys.excepthook
@@ -163,6 +170,7 @@ def _tell_uncaught_exceptions() -> None:
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
+        uncaught()
         for heartbeat in list(_ALL):
             heartbeat.process_failed(error)
 

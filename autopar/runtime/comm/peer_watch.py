@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from contextlib import suppress
 
 from ..errors import PeerProblem
 from .beats import ALIVE, ENDED, ENDED_INSIDE, Beat, KeyValueStore, Seen
+from .ending import NEVER, end_now, is_late
 
 PATIENCE_SECONDS = 30.0
 BEAT_SECONDS = 2.0
@@ -48,7 +48,8 @@ class PeerWatch:
         """The section in which another rank failed and may go on; None where its process ends."""
         self.problem_since = 0.0
         self.told = False
-        """The main thread has raised the problem, and ends the process in its own way."""
+        """The main thread has raised the problem, and has until `ends_by` to end the process in its own way, or to go on without
+        this model."""
         self.suspicious = False
         self.lost_since: float | None = None
         self.asking_since: float | None = None
@@ -60,6 +61,12 @@ class PeerWatch:
     def silence_seconds(self) -> float:
         """A rank without a new beat for so long is given up: half of the patience, less once a collective failed anywhere."""
         return self.patience_seconds / (6 if self.suspicious else 2)
+
+    @property
+    def ends_by(self) -> float:
+        """When this process has to have ended because of another rank, a moment of `time.monotonic`; `NEVER` where none failed.
+        It takes half of the patience, or little more, until a problem is known."""
+        return self.problem_since + 0.4 * self.patience_seconds if self.problem is not None else NEVER
 
     @property
     def where(self) -> str:
@@ -178,8 +185,9 @@ class PeerWatch:
             if self.problem is None and asking is not None and now - asking > self.patience_seconds / 2:
                 self._set_problem(self._store_lost())
             grace = self.patience_seconds / (6 if self.doing is not None else 3)
-            if self.problem is not None and not self.told and now - self.problem_since > grace:
-                print(f"{self.describe(self.rank)}: {self.problem}", file=sys.stderr, flush=True)
-                sys.stdout.flush()
-                os._exit(PeerProblem.exit_status)
+            untold = self.problem is not None and not self.told and now - self.problem_since > grace
+            if untold or now > self.ends_by or is_late():
+                end_now(
+                    f"{self.describe(self.rank)}: {self.problem or 'other threads hold this process'}", PeerProblem.exit_status
+                )
                 return

@@ -18,6 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
 from autopar.ir.micro_batching import why_one_graph
 from autopar.ir.pipeline.chunk_calls import layer_calls
+from autopar.ir.verify import MOST_PASSES
 from autopar.rules.registry import Registry
 from autopar.schedules.builder import ScheduleBuilder
 from autopar.schedules.named_schedules import builder_named, schedule_builders
@@ -106,6 +107,8 @@ def pipeline_points(graph: Graph, cluster: Cluster, force: Mapping[str, int], re
                 if micro_batches < stages and not (
                     pipeline_forced(force) and (MICRO in force or micro_batches == graph.batch // mesh.size_of(DATA_AXIS))
                 ):
+                    continue
+                if micro_batches * stages > MOST_PASSES and MICRO not in force:
                     continue
                 for group in zero_groups(mesh, node, force):
                     found_any = True

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
-import threading
 import time
 
 import pytest
 import torch.distributed as dist
+from support.key_value_store import Store
 
+from autopar.runtime.comm import ending
 from autopar.runtime.comm.heartbeat import Heartbeat
 from autopar.runtime.errors import BatchProblem, PeerProblem
-
-
-class Store:
-    """In memory, shared by the heartbeats of a test."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.broken, self.hangs = False, threading.Event()
-        self.hangs.set()
-
-    def set(self, key: str, value: str) -> None:
-        self.hangs.wait()
-        if self.broken:
-            raise dist.DistNetworkError("no store")
-        self.values[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self.values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def add(self, key: str, amount: int) -> int:
-        self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
-        return int(self.values[key])
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        return self.values.setdefault(key, value.encode())
 
 
 def beating(store: Store, rank: int, size: int = 3, patience_seconds: float = 1.5) -> Heartbeat:
@@ -71,6 +45,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The statuses with which the process would have ended."""
     found: list[int] = []
     monkeypatch.setattr(os, "_exit", found.append)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *args, **options: None)
     return found
 
 
@@ -88,6 +63,21 @@ def test_silence_ends_the_process_soon_in_a_step_and_later_between_steps(exits: 
         with pytest.raises(PeerProblem, match="rank 2 on .* has not answered"), heart.watching(lambda: "the next step"):
             pass
         heart.close()
+    other.close()
+
+
+def test_a_problem_that_was_raised_ends_the_process_too(exits: list[int]) -> None:
+    """The main thread may hang after it raised it."""
+    store = Store()
+    alive, other = beating(store, 0, 2), beating(store, 1, 2)
+    time.sleep(0.3)
+    stop(other)
+    with pytest.raises(PeerProblem), alive.watching(lambda: "a step"):
+        raise RuntimeError("[gloo] Connection closed by peer")
+    assert not exits
+    time.sleep(0.4 * 1.5 + 0.2)
+    assert exits == [1]
+    alive.close()
     other.close()
 
 
@@ -140,7 +130,8 @@ def test_a_store_that_hangs_is_noticed(exits: list[int]) -> None:
         heart.close()
 
 
-def test_an_exception_that_ends_a_process_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_that_ends_a_process_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "_uncaught_by", ending.NEVER)  # this process goes on
     store = Store()
     first, second = beating(store, 0, 2), beating(store, 1, 2)
     first.step = second.step = 3

@@ -3,6 +3,8 @@ moment. Several runs go on at once: their ranks mostly wait."""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import os
 import resource
 import signal
@@ -61,7 +63,9 @@ class Outcome:
 class _Run:
     """A run that goes on."""
 
-    def __init__(self, ranks: RankPool, folder: Path, fault: Fault, plan: str, patience: float, join_seconds: float) -> None:
+    def __init__(
+        self, ranks: RankPool, folder: Path, fault: Fault, plan: str, patience: float, join_seconds: float, whole_end: bool
+    ) -> None:
         import torch.distributed as dist
 
         folder.mkdir()
@@ -73,7 +77,7 @@ class _Run:
         shared["TORCHELASTIC_USE_AGENT_STORE"] = str(not fault.own_store)
         self.forks = [
             ranks.template.fork(
-                "support.harness.failing_run:run", str(folder), fault, patience, join_seconds,
+                "support.harness.failing_run:run", str(folder), fault, patience, join_seconds, whole_end,
                 environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(WORLD)
@@ -86,9 +90,10 @@ class _Run:
         """Whether all ranks have ended, or have had twice the patience. A culprit that was stopped goes on once the others have
         ended, and has to end too."""
         if not self.struck:
-            if (self.folder / "struck").exists():
-                self.struck = monotonic()
-            return monotonic() > self.begun + 90 or all(fork.poll() is not None for fork in self.forks)
+            all_ended = all(fork.poll() is not None for fork in self.forks)
+            if not (mark := self.folder / "struck").exists():
+                return all_ended or monotonic() > self.begun + 90
+            self.struck = monotonic() - (time.time() - mark.stat().st_mtime)  # all may have ended since this was last asked
         for rank, fork in enumerate(self.forks):
             if rank not in self.ended and (status := fork.poll()) is not None:
                 self.ended[rank] = status, monotonic() - self.struck
@@ -103,7 +108,11 @@ class _Run:
         return monotonic() > self.struck + 2 * self.patience
 
     def outcomes(self) -> dict[int, Outcome]:
-        """By rank. What still runs is ended."""
+        """By rank. What still runs writes its stacks, and is ended."""
+        late = [fork for rank, fork in enumerate(self.forks) if rank not in self.ended and fork.poll() is None]
+        for fork in late:
+            os.kill(fork.pid, signal.SIGUSR1)
+        sleep(0.5 * bool(late))
         for fork in self.forks:
             fork.kill()
         texts = [(self.folder / str(rank)).read_text() for rank in range(WORLD)]
@@ -122,10 +131,14 @@ def failing_runs(
     plans: Callable[[str], str],
     patience: float,
     join_seconds: float = 60.0,
+    whole_end: bool = False,
 ) -> dict[Fault, dict[int, Outcome]]:
-    """The outcomes of all ranks. `plans` gives the text of a plan by its name."""
+    """The outcomes of all ranks. `plans` gives the text of a plan by its name. `whole_end`: processes end as Python does, which
+    takes torch half a second of the processor for each."""
+    texts = [plans(each.plan) for each in faults]  # they take longer than a rank lives
     runs = [
-        _Run(ranks, folder / str(number), each, plans(each.plan), patience, join_seconds) for number, each in enumerate(faults)
+        _Run(ranks, folder / str(number), each, text, patience, join_seconds, whole_end)
+        for number, (each, text) in enumerate(zip(faults, texts, strict=True))
     ]
     left = list(runs)
     while left:
@@ -191,11 +204,23 @@ def make_plan_text(name: str) -> str:
 # -- on a rank
 
 
-def run(folder: str, fault: Fault, patience: float, join_seconds: float) -> None:
-    """The script of one rank."""
+def run(folder: str, fault: Fault, patience: float, join_seconds: float, whole_end: bool) -> None:
+    """One rank: its script, and the end of Python, which joins threads, runs handlers and destroys objects (`whole_end`)."""
     os.setpgid(0, 0)
+    os.dup2(os.open(f"{folder}/{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY), 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    status = 0
+    try:
+        _script(folder, fault, patience, join_seconds)
+    except BaseException as error:
+        status = 1
+        sys.last_value, sys.last_traceback = error, error.__traceback__  # Python keeps them until it ends
+        sys.excepthook(type(error), error, error.__traceback__)
+    (ctypes.pythonapi.Py_Exit if whole_end else os._exit)(status)
+
+
+def _script(folder: str, fault: Fault, patience: float, join_seconds: float) -> None:
     rank = int(os.environ["RANK"])
-    os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
     import torch
 
     torch.set_num_threads(1)
@@ -226,7 +251,6 @@ def run(folder: str, fault: Fault, patience: float, join_seconds: float) -> None
     )
     _train(parallel, batch, fault, strike if mine else lambda *_: None)
     _save(parallel, folder, fault, strike if mine else lambda *_: None)
-    sys.exit(0)
 
 
 def allocate_too_much() -> None:
@@ -248,7 +272,7 @@ def _arrange(fault: Fault, mine: bool, strike: Callable[..., None]) -> None:
     from autopar.runtime.comm import agreement
 
     joining, waiting, checking = dist.init_process_group, api.on_first_rank, api.check_plan
-    if mine and fault.how in DIFFERENCES:
+    if mine and fault.how in DIFFERENCES[1:]:  # they are found before planning, another batch when it is passed
         dist.init_process_group = lambda *args, **options: (joining(*args, **options), strike())  # type: ignore[assignment,misc]
     if mine and fault.moment == "joining":
         dist.init_process_group = lambda *args, **options: (strike(), joining(*args, **options))  # type: ignore[assignment,misc]
@@ -277,6 +301,7 @@ def _train(parallel: Any, batch: dict[str, Any], fault: Fault, strike: Callable[
         given = batch
         if mine and fault.how == "another batch" and (step == 1) == (fault.moment == "first step"):
             given = {name: value[:8] if step == 1 else value + 1 for name, value in batch.items()}
+            strike()
         if mine and (step, fault.moment) in ((1, "first step"), (2, "forward")) and fault.how not in DIFFERENCES:
             list(parallel.program.blocks())[-1].register_forward_pre_hook(strike)
         if mine and (step, fault.moment) == (2, "backward"):

@@ -21,12 +21,13 @@ from typing import Any, BinaryIO
 
 ROOT = Path(__file__).parents[3]
 MODULES = (
-    "hypothesis", "pytest", "sympy", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
-    "torch.distributed.tensor", "autopar.api", "autopar.capture", "autopar.cli.commands.dryrun", "autopar.cli.commands.explain",
+    "hypothesis", "pytest", "sympy", "sympy.combinatorics", "torch._dynamo", "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp", "torch.distributed.tensor", "torch.export._trace", "torch._export.non_strict_utils",
+    "torch.profiler", "autopar.api", "autopar.capture", "autopar.cli.commands.dryrun", "autopar.cli.commands.explain",
     "autopar.cli.commands.export", "autopar.cli.commands.inspect", "autopar.cli.commands.plan", "autopar.cli.commands.verify",
-    "autopar.dryrun.run",
-    "autopar.explain", "autopar.planning", "autopar.program.build", "autopar.program.export", "autopar.runtime.parallel",
-    "autopar.solve.search", "autopar.validate", "support.harness.launch", "support.harness.rank_pool",
+    "autopar.dryrun.run", "autopar.explain", "autopar.planning", "autopar.program.build", "autopar.program.export",
+    "autopar.runtime.parallel", "autopar.runtime.ops.experts", "autopar.solve.search", "autopar.validate",
+    "support.harness.launch", "support.harness.rank_pool",
 )  # fmt: skip
 """Imported before the forks: torch, ours and what tests use; not transformers, which ranks do without."""
 _REQUEST_BYTES = 1 << 16
