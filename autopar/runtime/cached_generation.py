@@ -9,6 +9,7 @@ token of all is computed in both ways.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -196,7 +197,7 @@ def _reordered(kept: DTensor, source: torch.Tensor, mesh: MeshHandle) -> DTensor
 def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether logits agree to half of the digits of their dtype."""
     scale = float(expected.abs().max()) + torch.finfo(expected.dtype).tiny
-    return float((found - expected).abs().max()) <= scale * torch.finfo(expected.dtype).eps ** 0.5
+    return float((found - expected).abs().max()) <= scale * math.sqrt(torch.finfo(expected.dtype).eps)
 
 
 def same_on_all_ranks(logits: torch.Tensor) -> torch.Tensor:

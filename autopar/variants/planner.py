@@ -112,9 +112,7 @@ def stored_placements(plan: Plan) -> dict[str, Placements]:
     }
 
 
-def _solved(
-    graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data: int, parts: int, *, placed: Placed
-) -> Planned:
+def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data: int, parts: int, *, placed: Placed) -> Planned:
     """The best placements of operations where those of parameters are given."""
     first = plan.candidate
     unknown = sorted(graph.parameters().keys() - plan.graph.parameters().keys())

@@ -1,4 +1,5 @@
-"""Inputs that are given as DTensors: their placements on model axes select the program, which takes each rank's shard as it is."""
+"""Inputs that are given as DTensors: their placements on model axes select the program, which takes each rank's
+shard as it is."""
 
 from __future__ import annotations
 
@@ -28,6 +29,14 @@ def local_shard(mesh: MeshHandle, name: str, tensor: DTensor, places: Mapping[st
     wanted = [_placement(places.get(axis, "R")) if mesh.axis(axis).size > 1 else Replicate() for axis in mesh.axes]
     placed = tensor if list(tensor.placements) == wanted else tensor.redistribute(placements=wanted)
     return placed.to_local()
+
+
+def plain_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inputs of a local batch. BatchProblem where one is a DTensor, of which nobody knows whether it is local or global."""
+    placed = next((name for name, tensor in inputs.items() if isinstance(tensor, DTensor)), None)
+    if placed is not None:
+        raise BatchProblem(f"input {placed} is a DTensor in a local batch: pass the global batch, without local_batch")
+    return inputs
 
 
 def _placement(text: str) -> Replicate | Shard:

@@ -153,7 +153,9 @@ class _Builder:
             return ((replicated,) * len(self.mesh.sizes),)
         if number in {self.boundary.class_of(value.name) for value in self.graph.inputs}:
             places = self.placed.get(number, {})
-            return (tuple(data if n == self.data else places.get(axis.name, Replicate()) for n, axis in enumerate(self.mesh.axes)),)
+            return (
+                tuple(data if n == self.data else places.get(each.name, Replicate()) for n, each in enumerate(self.mesh.axes)),
+            )
         if number in self.stored:
             return (tuple(data if axis == self.data else place for axis, place in enumerate(self.stored[number])),)
         parameter = slots[0].side == "param"

@@ -11,8 +11,8 @@ from support.harness.rank_pool import RankPool
 from torch import Tensor, nn
 
 import autopar
-from autopar.runtime.errors import RuntimeProblem
 from autopar.runtime.cached_generation import padded_length
+from autopar.runtime.errors import RuntimeProblem
 from autopar.runtime.generate import generate
 
 WORDS, POSITIONS = 64, 32
