@@ -79,8 +79,8 @@ class CachedGeneration:
 
     def bytes_here(self) -> int:
         """What the cache takes on this rank."""
-        kept = [*self.cache.keys, *self.cache.values] if self.cache is not None else []
-        return sum(_local(each).nbytes for each in kept)
+        past = [*self.cache.keys, *self.cache.values] if self.cache is not None else []
+        return sum(_local(each).nbytes for each in past)
 
     def _refuse(self, reason: str) -> None:
         self.cache = None
@@ -93,7 +93,7 @@ class CachedGeneration:
             return self._whole(batch)
         assert self.cache is not None
         if not torch.equal(source, torch.arange(len(source), device=source.device)):
-            self._each(lambda kept: _reordered(kept, source, self.parallel.program.mesh))
+            self._each(lambda past: _reordered(past, source, self.parallel.program.mesh))
         found = self._token(batch)
         if "cache_compared" not in self.parallel.__dict__:
             cache = self.cache
@@ -109,11 +109,11 @@ class CachedGeneration:
         length = rows.shape[1]
         if len(rows) != len(self.rows) or not 0 < length <= self.rows.shape[1]:
             return None
-        kept = self.rows[:, :length]
+        past = self.rows[:, :length]
         same = torch.arange(len(rows), device=rows.device)
-        if torch.equal(kept, rows):
+        if torch.equal(past, rows):
             return same
-        equal = (rows[:, None] == kept[None]).flatten(2).all(-1)
+        equal = (rows[:, None] == past[None]).flatten(2).all(-1)
         return equal.int().argmax(1) if bool(equal.any(1).all()) else None
 
     def _whole(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -125,7 +125,7 @@ class CachedGeneration:
         self.cache = result.past_key_values
         mesh = self.parallel.program.mesh
         capacity = self._capacity(length)
-        self._each(lambda kept: _grown(_by_heads(kept, mesh), capacity))
+        self._each(lambda past: _grown(_by_heads(past, mesh), capacity))
         return same_on_all_ranks(result.logits[:, length - 1 : length])
 
     def _token(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -134,7 +134,7 @@ class CachedGeneration:
         length = batch["input_ids"].shape[1]
         if length > self.cache.capacity:
             capacity = self._capacity(length)
-            self._each(lambda kept: _grown(kept, capacity))
+            self._each(lambda past: _grown(past, capacity))
         last = {name: each[:, -1:] for name, each in batch.items()}
         last["attention_mask"] = nn.functional.pad(batch["attention_mask"], (0, self.cache.capacity - length))
         position = torch.tensor(length - 1, device=last["input_ids"].device)
@@ -161,37 +161,37 @@ class CachedGeneration:
 # -- the tensors of a cache: DTensors of [batch, heads, tokens, size]
 
 
-def _local(kept: torch.Tensor) -> torch.Tensor:
-    return kept.to_local() if isinstance(kept, DTensor) else kept
+def _local(past: torch.Tensor) -> torch.Tensor:
+    return past.to_local() if isinstance(past, DTensor) else past
 
 
-def _like(kept: DTensor, local: torch.Tensor) -> DTensor:
-    return DTensor.from_local(local, kept.device_mesh, kept.placements, run_check=False)
+def _like(past: DTensor, local: torch.Tensor) -> DTensor:
+    return DTensor.from_local(local, past.device_mesh, past.placements, run_check=False)
 
 
-def _by_heads(kept: DTensor, mesh: MeshHandle) -> DTensor:
+def _by_heads(past: DTensor, mesh: MeshHandle) -> DTensor:
     """Sharded by heads on each model axis that divides them."""
-    left, wanted = kept.shape[1], []
-    for axis, place in zip(mesh.axes, kept.placements, strict=True):
+    left, wanted = past.shape[1], []
+    for axis, place in zip(mesh.axes, past.placements, strict=True):
         size = mesh.axis(axis).size
         sharded = axis != DATA_AXIS and left % size == 0
         left = left // size if sharded else left
         wanted.append(Shard(1) if sharded and size > 1 else place if axis == DATA_AXIS else Replicate())
-    return kept if list(kept.placements) == wanted else kept.redistribute(placements=wanted)
+    return past if list(past.placements) == wanted else past.redistribute(placements=wanted)
 
 
-def _grown(kept: DTensor, capacity: int) -> DTensor:
+def _grown(past: DTensor, capacity: int) -> DTensor:
     """With room for this many tokens."""
-    local = _local(kept)
-    return _like(kept, nn.functional.pad(local, (0, 0, 0, capacity - local.shape[2])))
+    local = _local(past)
+    return _like(past, nn.functional.pad(local, (0, 0, 0, capacity - local.shape[2])))
 
 
-def _reordered(kept: DTensor, source: torch.Tensor, mesh: MeshHandle) -> DTensor:
+def _reordered(past: DTensor, source: torch.Tensor, mesh: MeshHandle) -> DTensor:
     """Row ``source[i]`` in place of row i."""
-    local, dp = _local(kept), mesh.dp
-    if isinstance(kept.placements[list(mesh.axes).index(DATA_AXIS)] if DATA_AXIS in mesh.axes else None, Shard):
+    local, dp = _local(past), mesh.dp
+    if isinstance(past.placements[list(mesh.axes).index(DATA_AXIS)] if DATA_AXIS in mesh.axes else None, Shard):
         local, source = convert(local.contiguous(), dp, "S(0) -> R"), source.chunk(dp.size)[dp.coordinate]
-    return _like(kept, local.index_select(0, source))
+    return _like(past, local.index_select(0, source))
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -81,11 +81,11 @@ class KeyValueCache:
         return len(self.keys)
 
 
-def _with_token(kept: torch.Tensor, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    if token.shape[2] != 1 or token.dtype != kept.dtype:
-        raise RuntimeProblem(f"a token of {token.dtype} and shape {tuple(token.shape)} for a cache of {kept.dtype}")
-    here = torch.arange(kept.shape[2], device=kept.device) == position
-    return torch.where(here[None, None, :, None], token, kept)
+def _with_token(past: torch.Tensor, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    if token.shape[2] != 1 or token.dtype != past.dtype:
+        raise RuntimeProblem(f"a token of {token.dtype} and shape {tuple(token.shape)} for a cache of {past.dtype}")
+    here = torch.arange(past.shape[2], device=past.device) == position
+    return torch.where(here[None, None, :, None], token, past)
 
 
 @cache
