@@ -2,7 +2,7 @@
 
 A model of Hugging Face transformers generates by the library's own `generate`, of which only the forward is replaced: it calls
 the parallel model, with a key-value cache where the model and the plan allow one (`cached_generation`). Without one inputs are
-padded on the right to a multiple of `LENGTH_STEP`, so that few lengths occur (each length has a program of its own); of a causal
+padded on the right to a multiple of 64, so that few lengths occur (each length has a program of its own); of a causal
 model this changes no logit before the padding. A model with a `generate` of its own class runs that, with the parallel model in
 place of itself.
 """
@@ -89,11 +89,16 @@ def _cache(parallel: Any, kind: type[nn.Module], args: tuple[Any, ...], kwargs: 
     if reason := why_no_cache(parallel, inspect.signature(kind.forward).parameters):
         log_no_cache(parallel, reason)
         return None
+    return CachedGeneration(parallel, _positions(parallel.plain.skeleton.config), _expected(args, kwargs))
+
+
+def _expected(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The length that is asked for; 0 where the call does not say it."""
     prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     new, total = kwargs.get("max_new_tokens"), kwargs.get("max_length")
     if isinstance(new, int) and isinstance(prompt, torch.Tensor) and prompt.dim() == 2:
-        total = prompt.shape[1] + new
-    return CachedGeneration(parallel, _positions(parallel.plain.skeleton.config), total if isinstance(total, int) else 0)
+        return prompt.shape[1] + new
+    return total if isinstance(total, int) else 0
 
 
 def _positions(config: Any) -> int | None:
