@@ -317,7 +317,7 @@ class Parallel(ShardedModule):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own `generate` returns in evaluation, on every rank, with samples of rank 0's random state (all ranks
-        must call, alike). Models of transformers have a key-value cache, sharded by heads, where the model and the plan allow one."""
+        must call, alike). Models of transformers have a key-value cache, sharded by heads, where model and plan allow one."""
         return generate(self, *args, **kwargs)
 
     def flush(self) -> torch.Tensor:
