@@ -18,7 +18,9 @@ TARGET = "target"
 """The argument that goes to the loss function, beside the model's result."""
 
 _FORCED = {"use_cache": False}
-"""Hugging Face: a cache for generation, which training never reads."""
+"""Hugging Face: a cache for generation, which training never reads; it is used where the call gives one (`_CACHE`)."""
+
+_CACHE = "past_key_values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
             raise CaptureError(f"{name}.forward takes {argument} by position only; write a forward that takes it by name")
         else:
             given[argument] = value
-    forced = {key: value for key, value in _FORCED.items() if key in signature.parameters}
+    forced = {key: value for key, value in _FORCED.items() if key in signature.parameters and given.get(_CACHE) is None}
     given |= forced
     flat, spec = tree_flatten_with_path(given)
     tensors: dict[str, Tensor] = {}

@@ -214,7 +214,7 @@ def canonical_block(layer: LayerInstance, flat: FlatGraph, known: FlatNames, use
         claim(source.value.name, path)
     for flat_name in inputs:
         fallback = "hidden" if values[flat_name].differentiable else "shared"
-        claim(flat_name, flat_name if flat_name in graph_inputs else fallback)
+        claim(flat_name, own_input(flat_name, layer.prefix) if flat_name in graph_inputs else fallback)
     nodes = tuple(canonical_node(node, names, claim, layer.prefix) for node in layer.nodes)
     block = Block(
         name=name,
@@ -231,6 +231,12 @@ def canonical_block(layer: LayerInstance, flat: FlatGraph, known: FlatNames, use
     return CanonicalBlock(
         block, hashlib.sha256(text.encode()).hexdigest(), inputs, outputs, tuple(source.name for source in parameters)
     )
+
+
+def own_input(name: str, prefix: str) -> str:
+    """The name in a layer of an input of the graph; without the layer's index where it ends with that (a cache of each layer)."""
+    stem, _, index = name.rpartition("_")
+    return stem if stem and index.isdigit() and index == prefix.rpartition(".")[2] else name
 
 
 def canonical_node(node: Node, names: dict[str, str], claim: object, prefix: str) -> Node:

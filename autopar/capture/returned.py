@@ -1,7 +1,7 @@
 """The model's result: finds its loss and the requested outputs, and describes the form of the whole.
 
 A model without a loss returns outputs that take gradients (the loss is computed outside). Its graph has a stand-in loss, the sum
-of all of them, so that the planner prices their backward.
+of all of them (of the first one where none takes gradients), so that the planner prices their backward.
 """
 
 from __future__ import annotations
@@ -87,10 +87,12 @@ def take_apart(result: Any, asked: Sequence[str], usual_kind: str = "") -> Retur
     if missing:
         there = ", ".join(dict.fromkeys((*taking.outputs, *taking.left_out))) or "nothing beside the loss"
         raise CaptureError(f"outputs: the model returns no tensor {missing[0]!r}; there is {there}")
-    loss = loss if loss is not None else stand_in_loss(taking.outputs.values())
+    kinds = {path: next((kind for each, kind in wanted.items() if kind and within(path, each)), usual) for path in taking.outputs}
+    if loss is None:
+        flowing = [output for path, output in taking.outputs.items() if kinds[path] == "gradient"]
+        loss = stand_in_loss(flowing or list(taking.outputs.values())[:1])
     if loss is None:
         raise CaptureError(f"the model returns {type(result).__name__} without a tensor: return the loss, or what it is made of")
-    kinds = {path: next((kind for each, kind in wanted.items() if kind and within(path, each)), usual) for path in taking.outputs}
     return Returned(loss.reshape(()) if loss.dim() else loss, taking.outputs, kinds, form, tuple(taking.left_out))
 
 

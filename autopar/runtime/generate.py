@@ -1,9 +1,10 @@
 """Text generation with a parallel model.
 
 A model of Hugging Face transformers generates by the library's own `generate`, of which only the forward is replaced: it calls
-the parallel model, without a key-value cache. Inputs are padded on the right to a multiple of `LENGTH_STEP`, so that few lengths
-occur (each length has a program of its own); of a causal model this changes no logit before the padding. A model with a
-`generate` of its own class runs that, with the parallel model in place of itself.
+the parallel model, with a key-value cache where the model and the plan allow one (`cached_generation`). Without one inputs are
+padded on the right to a multiple of 64, so that few lengths occur (each length has a program of its own); of a causal
+model this changes no logit before the padding. A model with a `generate` of its own class runs that, with the parallel model in
+place of itself.
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .cached_generation import CachedGeneration, log_no_cache, padded_length, same_on_all_ranks, why_no_cache
 from .errors import RuntimeProblem
-
-LENGTH_STEP = 64
-"""Inputs are padded to multiples of it."""
 
 _LIBRARY = "transformers"
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "logits_to_keep", "use_cache", "return_dict")
@@ -44,7 +43,8 @@ def generate(parallel: Any, *args: Any, **kwargs: Any) -> Any:
     method: Callable[..., Any] = own
     with in_evaluation(parallel), torch.no_grad(), same_random_numbers(parallel.program.mesh.device):
         if owner.__module__.split(".")[0] == _LIBRARY:
-            return method(_generator(parallel, kind), *args, **{**kwargs, "use_cache": False})
+            cache = _cache(parallel, kind, args, kwargs)
+            return method(_generator(parallel, kind, cache), *args, **{**kwargs, "use_cache": False})
         return method(parallel, *args, **kwargs)
 
 
@@ -82,7 +82,31 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
             library.set_rng_state(own)
 
 
-def _generator(parallel: Any, kind: type[nn.Module]) -> Any:
+def _cache(parallel: Any, kind: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CachedGeneration | None:
+    """The cache of this call; None with ``use_cache=False``, and where the model or the plan allows none."""
+    if kwargs.get("use_cache") is False:
+        return None
+    if reason := why_no_cache(parallel, inspect.signature(kind.forward).parameters):
+        log_no_cache(parallel, reason)
+        return None
+    return CachedGeneration(parallel, _positions(parallel.plain.skeleton.config), _expected(args, kwargs))
+
+
+def _expected(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The length that is asked for; 0 where the call does not say it."""
+    prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    new, total = kwargs.get("max_new_tokens"), kwargs.get("max_length")
+    if isinstance(new, int) and isinstance(prompt, torch.Tensor) and prompt.dim() == 2:
+        return prompt.shape[1] + new
+    return total if isinstance(total, int) else 0
+
+
+def _positions(config: Any) -> int | None:
+    found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found
+
+
+def _generator(parallel: Any, kind: type[nn.Module], cache: CachedGeneration | None) -> Any:
     """A model of the library's class without weights, whose forward is the parallel model's."""
     assert parallel.plain is not None
     skeleton = parallel.plain.skeleton
@@ -96,6 +120,7 @@ def _generator(parallel: Any, kind: type[nn.Module]) -> Any:
     made: Any = kind.__new__(type(kind.__name__, (_Generator, kind), {"forward": _signed(kind)}))
     made.__dict__.update(skeleton.__dict__)
     made.__dict__["_parallel"], made.__dict__["_takes_positions"] = parallel, "position_ids" in parameters
+    made.__dict__["_key_values"] = cache
     made.training = False
     return made
 
@@ -106,7 +131,7 @@ def _signed(kind: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(kind.forward).bind(self, *args, **kwargs).arguments
         named = {key: value for key, value in given.items() if key not in ("self", "kwargs")} | given.get("kwargs", {})
-        return _forward(self.__dict__["_parallel"], self.__dict__["_takes_positions"], self.config, named)
+        return _forward(self, named)
 
     forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
     return forward
@@ -125,8 +150,10 @@ class _Generator(nn.Module):
         return next(p.dtype for p in parameters if p.is_floating_point())
 
 
-def _forward(parallel: Any, takes_positions: bool, config: Any, given: Mapping[str, Any]) -> Any:
+def _forward(generator: Any, given: Mapping[str, Any]) -> Any:
     """The logits of the tokens, of which the library takes the last ones."""
+    parallel: Any = generator.__dict__["_parallel"]
+    cache: CachedGeneration | None = generator.__dict__["_key_values"]
     refused = sorted(name for name, value in given.items() if name not in _TAKEN and value is not None and value is not False)
     if refused:
         raise RuntimeProblem(
@@ -137,16 +164,16 @@ def _forward(parallel: Any, takes_positions: bool, config: Any, given: Mapping[s
     mask = given.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else mask.to(ids.dtype)
     batch = {"input_ids": ids, "attention_mask": mask}
-    if takes_positions:
+    if generator.__dict__["_takes_positions"]:
         positions = given.get("position_ids")
         batch["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0) if positions is None else positions.expand(ids.shape)
-    wanted = padded_length(length, getattr(config.get_text_config(), "max_position_embeddings", None))
+    plain = mask.shape == ids.shape and isinstance(keep, int) and keep == 1
+    if cache is not None and plain and (last := cache.logits(batch)) is not None:
+        return SimpleLogits(logits=last)
+    wanted = padded_length(length, _positions(generator.config))
     padded = {name: nn.functional.pad(tensor, (0, wanted - length)) for name, tensor in batch.items()}
     logits = parallel(**padded, use_cache=False).logits[:, :length]
-    logits = logits[:, -keep:].contiguous() if isinstance(keep, int) else logits[:, keep].contiguous()
-    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
-        dist.broadcast(logits, 0)  # replicas may differ in the last bit, and must not choose different tokens
-    return SimpleLogits(logits=logits)
+    return SimpleLogits(logits=same_on_all_ranks(logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]))
 
 
 class SimpleLogits(SimpleNamespace):
@@ -159,11 +186,3 @@ class SimpleLogits(SimpleNamespace):
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.__dict__.get(name, default)
-
-
-def padded_length(length: int, most: int | None) -> int:
-    """The length to which an input is padded, at most that of the model. RuntimeProblem where it is longer."""
-    if most is not None and length > most:
-        raise RuntimeProblem(f"{length} tokens, and the model has positions for {most}: generate fewer, or crop the prompt")
-    up = -(-length // LENGTH_STEP) * LENGTH_STEP
-    return up if most is None else min(up, most)

@@ -35,6 +35,7 @@ from .step.inputs import NamedBatch, bind_arguments, bind_named_batch, local_inp
 from .step.micro_batches import StepResult
 from .step.out_of_memory import MemoryGuard
 from .step.outputs import build_result, plain_result, returned_outputs
+from .step.placed_inputs import plain_inputs
 from .step.same_batch import check_same_batch, is_checked
 from .step.step_checks import StepChecks
 from .variants import KeyedCall, MadeVariant, Variant, Variants
@@ -282,7 +283,7 @@ class Parallel(ShardedModule):
                 found = bind_named_batch(program, first)
             else:
                 found = bind_arguments(program, () if local else args, first if isinstance(first, LocalBatch) else batch)
-            inputs = found if local else local_inputs(program, found)
+            inputs = plain_inputs(found) if local else local_inputs(program, found)
             stated.update(stated_step(self.program.mesh, self.program_digest, found, own_part=local))
             bound = found
             return inputs
@@ -316,7 +317,7 @@ class Parallel(ShardedModule):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own `generate` returns in evaluation, on every rank, with samples of rank 0's random state (all ranks
-        must call, alike). Models of transformers are called without a key-value cache, at lengths padded to multiples of 64."""
+        must call, alike). Models of transformers have a key-value cache, sharded by heads, where model and plan allow one."""
         return generate(self, *args, **kwargs)
 
     def flush(self) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten_with_path
 
 from .comm.agreement import Stated, require_agreement
@@ -21,6 +22,7 @@ from .pipeline.weight_versions import PipeDreamStep
 from .state.materialize import State
 from .step.inputs import arguments_by_name, constant_text, path_word
 from .step.micro_batches import Batch, StepResult, run_micro_batches, split_result
+from .step.placed_inputs import model_placements
 
 MOST_VARIANTS = 64
 """Programs that are kept; the least recently used one goes first."""
@@ -227,7 +229,8 @@ def _words(leaf: Any, batch: int) -> str:
     sizes = ["B" if number == 0 and size == batch else str(int(size)) for number, size in enumerate(shape)]
     flows = isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
     dtype = str(getattr(leaf, "dtype", type(leaf).__name__)).removeprefix("torch.")
-    return f"{dtype} ({', '.join(sizes)}){' with gradient' if flows else ''}"
+    placed = model_placements(leaf) if isinstance(leaf, DTensor) else {}
+    return f"{dtype} ({', '.join(sizes)}){' with gradient' if flows else ''}{f' {placed}' if placed else ''}"
 
 
 def _is_default(known: Mapping[str, str], defaults: Mapping[str, str], path: str, leaf: Any) -> bool:

@@ -26,6 +26,7 @@ from autopar.program.build import build_program
 from autopar.rules.registry import Registry
 from autopar.runtime.variants import LOGGER, KeyedCall, MadeVariant
 from autopar.variants.exports import Exports
+from autopar.variants.placed import placed_values
 from autopar.variants.planner import plan_variant
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class VariantMaker:
     def _planned(self, call: KeyedCall) -> tuple[Graph, Candidate]:
         with in_modes(self.model, call.key.modes):
             graph = self._captured(call)
-        found = plan_variant(graph, self.plan, self.cluster, self.registry)
+        found = plan_variant(graph, self.plan, self.cluster, self.registry, placed_values(graph, call))
         division = "" if found[1].mesh.size_of(DATA_AXIS) == self.plan.candidate.mesh.size_of(DATA_AXIS) else (
             f", whole on each of {self.plan.candidate.mesh.size_of(DATA_AXIS)} data ranks"
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.stage_devices import stage_cluster
@@ -21,6 +22,7 @@ from autopar.rules.registry import Registry
 from autopar.schedules.pipeline_schedule import check_schedule
 from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
+from autopar.solve.problem.structure import Placed
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.meshes import divisors
 from autopar.solve.space.options import SearchOptions
@@ -36,18 +38,19 @@ _GAP = 1e-3
 Planned = tuple[Graph, Candidate]
 
 
-def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry) -> Planned:
+def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, placed: Placed | None = None) -> Planned:
     """The graph and its candidate. Where the graph is that of the plan at other sizes, the plan's decisions hold; else they are
-    solved for. A batch that does not divide over the data ranks is computed whole by each of them (dp=1 in the candidate).
+    solved for. `placed`: placements of inputs and results that are given, with which a batch is not split. A batch that does not
+    divide over the data ranks is computed whole by each of them (dp=1 in the candidate).
 
     PlanMismatch where no plan of the graph has the mesh, the stages and the stored placements of `plan`.
     """
     if plan.candidate.pipeline.stages > 1 and (reason := why_one_graph(graph)):
         raise PlanMismatch(f"{reason}, which a pipeline cannot have: put the loss into the program, or plan with pp=1")
     problems: list[str] = []
-    same = in_structure_of(graph, plan.graph)
-    for data, parts in _divisions(graph, plan.candidate):
-        for taken, make in ((same, _resized), (graph, _solved)):
+    same = None if placed else in_structure_of(graph, plan.graph)
+    for data, parts in _divisions(graph, plan.candidate, split=not placed):
+        for taken, make in ((same, _resized), (graph, partial(_solved, placed=placed or {}))):
             if taken is None:
                 continue
             try:
@@ -63,11 +66,11 @@ def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry)
     )
 
 
-def _divisions(graph: Graph, first: Candidate) -> Iterator[tuple[int, int]]:
+def _divisions(graph: Graph, first: Candidate, split: bool) -> Iterator[tuple[int, int]]:
     """(data ranks that share the batch, micro-batches), the best first: as planned, in fewer micro-batches, whole on every data
     rank."""
     data, most = first.mesh.size_of(DATA_AXIS), first.micro_batches
-    if not graph.batch_is_symbolic or why_one_graph(graph):
+    if not (split and graph.batch_is_symbolic) or why_one_graph(graph):
         most = 1
     for ranks in dict.fromkeys((data, 1)):
         if graph.batch % ranks == 0:
@@ -109,7 +112,7 @@ def stored_placements(plan: Plan) -> dict[str, Placements]:
     }
 
 
-def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data: int, parts: int) -> Planned:
+def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data: int, parts: int, *, placed: Placed) -> Planned:
     """The best placements of operations where those of parameters are given."""
     first = plan.candidate
     unknown = sorted(graph.parameters().keys() - plan.graph.parameters().keys())
@@ -121,7 +124,7 @@ def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data
         pipeline = replace(pipeline, layers=(), cuts=cuts, repeated=tuple(repeatable_values(graph)))
     options = SearchOptions(
         batch=graph.batch, precision=first.precision, optimizer=plan.document.optimizer, stored=stored_placements(plan),
-        registry=registry, time_limit_seconds=_SECONDS,
+        placed=placed, registry=registry, time_limit_seconds=_SECONDS,
     )  # fmt: skip
     zeros = (max((block.zero for block in first.blocks), default=0) if data > 1 else 0,)
     point = GridPoint(_mesh(first, data), parts)

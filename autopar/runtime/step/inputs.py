@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path
 
 from ..comm.convert import convert
@@ -14,6 +15,7 @@ from ..device.mesh import DATA_AXIS
 from ..errors import BatchProblem
 from ..module import Program
 from .outputs import refuse_second_order
+from .placed_inputs import local_shard
 
 REPLAN = "plan again with other example inputs"
 
@@ -61,13 +63,15 @@ def constant_text(value: object) -> str:
 
 
 def local_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This rank's part of the global inputs, which are sharded on the data axis only."""
+    """This rank's part of the global inputs, which are sharded on the data axis only, but for DTensors."""
     return {name: _local_input(program, name, tensor) for name, tensor in inputs.items()}
 
 
 def _local_input(program: Program, name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.requires_grad and torch.is_grad_enabled():
         return _with_gradient(program, name, tensor)
+    if isinstance(tensor, DTensor):
+        return local_shard(program.mesh, name, tensor, program.input_placements[name])
     text = program.input_placements[name].get(DATA_AXIS, "R")
     dp = program.mesh.dp
     if not text.startswith("S") or dp.size == 1:

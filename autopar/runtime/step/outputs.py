@@ -142,7 +142,7 @@ def _as_dtensor(path: str, local: torch.Tensor, where: Mapping[str, str], mesh: 
         local, where = _simple_placements(local.detach(), dict(where), mesh)
     if torch.is_grad_enabled() and local.is_floating_point():
         local = apply(_OnlyTheLoss, path, local, torch.empty(0, requires_grad=True))
-    places = [_placement(where.get(name, "R")) for name in mesh.axes]
+    places = [_placement(where.get(name, "R") if mesh.axis(name).size > 1 else "R") for name in mesh.axes]
     return DTensor.from_local(local, mesh.device_mesh, places, run_check=False)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from ..device.mesh import DATA_AXIS, MeshHandle
 from ..errors import BatchProblem
@@ -47,7 +48,7 @@ def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor] | None
     backend = dist.get_backend()
     if dist.get_world_size() == 1 or backend == "fake":
         return
-    mine = [0, *(checksum(inputs[name]) for name in names)] if inputs is not None else [1, *(0 for _ in names)]
+    mine = [0, *(_checksum(inputs[name]) for name in names)] if inputs is not None else [1, *(0 for _ in names)]
     row = torch.tensor(mine, dtype=torch.int64, device=mesh.device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
@@ -65,6 +66,11 @@ def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor] | None
         different = next((name for name, a, b in zip(names, found[other][1:], each[1:], strict=True) if a != b), None)
         if different is not None:
             raise BatchProblem(_said(mesh, different, (other, rank), local))
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Of a DTensor ranks hold different shards."""
+    return 0 if isinstance(tensor, DTensor) else checksum(tensor)
 
 
 def _said(mesh: MeshHandle, name: str, ranks: tuple[int, int], local: bool) -> str:

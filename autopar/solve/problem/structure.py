@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from autopar.ir.graph import Block, Graph, Node
 from autopar.ir.mesh import DATA_AXIS, Mesh
@@ -24,6 +25,9 @@ Pins = Mapping[str, str]
 
 Stored = Mapping[str, Placements]
 """Name of a parameter -> the placements in which another program of the same weights stores it."""
+
+Placed = Mapping[str, Mapping[str, Placement]]
+"""Name of an input or a result of the graph -> by mesh axis the placement that it is given; replicated on other model axes."""
 
 Consumers = tuple[tuple[str, int], ...]
 
@@ -58,26 +62,37 @@ def structure_of(
     pins: Pins | None = None,
     strategies: AxisStrategies | None = None,
     stored: Stored | None = None,
+    placed: Placed | None = None,
 ) -> Structure:
     """The same for all batches where the batch is symbolic; placements on the data axis are chosen for the graph's own batch.
 
-    `strategies`: those of the graph, shared between its meshes. `stored`: placements of parameters that are given.
+    `strategies`: those of the graph, shared between its meshes. `stored`: placements of parameters that are given; `placed`:
+    those of inputs and results.
     """
-    return _Builder(graph, mesh, pins or {}, strategies or AxisStrategies(graph, registry), stored or {}).structure()
+    given = Given(stored or {}, placed or {})
+    return _Builder(graph, mesh, pins or {}, strategies or AxisStrategies(graph, registry), given).structure()
+
+
+class Given(NamedTuple):
+    """Placements that are not chosen, of parameters (`stored`) and of inputs and results of the graph (`placed`)."""
+
+    stored: Stored
+    placed: Placed
 
 
 class _Builder:
-    def __init__(self, graph: Graph, mesh: Mesh, pins: Pins, strategies: AxisStrategies, stored: Stored) -> None:
+    def __init__(self, graph: Graph, mesh: Mesh, pins: Pins, strategies: AxisStrategies, given: Given) -> None:
         self.graph, self.mesh, self.strategies = graph, mesh, strategies
         self.boundary = strategies.boundary
         self.data = mesh.index(DATA_AXIS)
         self.pins = {name: parse_placements(text) for name, text in pins.items()}
         self.stored = {
-            self.boundary.classes[Slot(call.block, "param", index)]: stored[name]
-            for call in (graph.calls if stored else ())
+            self.boundary.classes[Slot(call.block, "param", index)]: given.stored[name]
+            for call in (graph.calls if given.stored else ())
             for index, name in enumerate(call.parameters)
-            if name in stored
+            if name in given.stored
         }
+        self.placed = {self.boundary.class_of(name): places for name, places in given.placed.items()}
         self.propagated: DataAxisPlacements = propagate_data_axis(
             graph, self.boundary, mesh.sizes[self.data], strategies.registry, strategies
         )
@@ -137,7 +152,10 @@ class _Builder:
         if number == self.boundary.class_of(self.graph.loss):
             return ((replicated,) * len(self.mesh.sizes),)
         if number in {self.boundary.class_of(value.name) for value in self.graph.inputs}:
-            return (tuple(data if axis == self.data else Replicate() for axis in range(len(self.mesh.sizes))),)
+            places = self.placed.get(number, {})
+            return (
+                tuple(data if n == self.data else places.get(each.name, Replicate()) for n, each in enumerate(self.mesh.axes)),
+            )
         if number in self.stored:
             return (tuple(data if axis == self.data else place for axis, place in enumerate(self.stored[number])),)
         parameter = slots[0].side == "param"
@@ -155,9 +173,19 @@ class _Builder:
                 wanted.append(Replicate())
             per_axis.append(dict.fromkeys([data] if axis == self.data else [Replicate() if buffer else replicated, *wanted]))
         allowed = tuple(at for at in product(*per_axis) if can_shard(values[0].shape, at, self.mesh.sizes))
+        if number in self.placed:
+            allowed = tuple(at for at in allowed if self._as_placed(at, self.placed[number]))
         for pin in (self.pins[value.name] for value in values if value.name in self.pins):
             allowed = tuple(at for at in allowed if self._model_axes(at) == pin)
         return allowed
+
+    def _as_placed(self, at: Placements, places: Mapping[str, Placement]) -> bool:
+        """Whether a result is sharded as it is to be; a replicated one may take gradients or not."""
+        return all(
+            place == places.get(axis.name) if axis.name in places else not isinstance(place, Shard)
+            for axis, place in zip(self.mesh.axes, at, strict=True)
+            if axis.name != DATA_AXIS
+        )
 
     def _block(self, block: Block) -> BlockStructure:
         values, plans = block.values(), self.plans[block.name]

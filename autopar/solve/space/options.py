@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.ir.placement import Placements
+from autopar.ir.placement import Placement, Placements
 from autopar.ir.plan import Precision
 from autopar.rules.registry import Registry
 
@@ -14,9 +14,10 @@ from autopar.rules.registry import Registry
 class SearchOptions:
     """`batch` is the global batch (0: the captured one). `force` fixes degrees (see `force`), `schedule` that of pipelines.
     `pins` fixes placements on the model axes of named values, as text (``I``, ``S(1) R``); `stored` those of parameters, by their
-    names in the model, where another program has the same weights. `registry` holds rules that a user
-    added. `relative_gap` is that of each ILP. A candidate is pruned whose lower bound is not below the best plan by at least
-    `min_improvement` (relative), or `min_improvement_large` where its problem is large."""
+    names in the model, where another program has the same weights; `placed` those of inputs and results of the graph, by their
+    names in it and mesh axis. `registry` holds rules that a user added. `relative_gap` is that of each ILP. A candidate is pruned
+    whose lower bound is not below the best plan by at least `min_improvement` (relative), or `min_improvement_large` where its
+    problem is large."""
 
     batch: int = 0
     precision: Precision = field(default_factory=Precision)
@@ -27,6 +28,7 @@ class SearchOptions:
     time_limit_seconds: float = 60.0
     pins: Mapping[str, str] = field(default_factory=dict)
     stored: Mapping[str, Placements] = field(default_factory=dict)
+    placed: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)
     registry: Registry | None = None
     relative_gap: float = 1e-4
     min_improvement: float = 1e-3

@@ -39,7 +39,8 @@ class ProblemTables:
         """The choices on a mesh, without prices."""
         if mesh not in self._structures:
             options = self.options
-            structure = structure_of(self.graph, mesh, self.registry, options.pins, self._strategies, options.stored)
+            given = options.pins, self._strategies, options.stored, options.placed
+            structure = structure_of(self.graph, mesh, self.registry, *given)
             _remember(self._structures, mesh, structure)
         return self._structures[mesh]
 
