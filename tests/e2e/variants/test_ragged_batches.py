@@ -1,0 +1,222 @@
+"""Batches that do not divide over the data ranks: uneven shards (7 examples as 4 + 3 over dp=2) equal one process, in losses,
+gradients, updated weights, statistics and outputs; where a program cannot have them, every data rank computes the whole batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.harness.comparison import same_gradients
+from support.harness.rank_pool import RankPool
+from support.models.routed_mlp import RoutedMlp
+from torch import Tensor, nn
+
+import autopar
+from autopar.runtime import variants
+from autopar.runtime.device.axis import shares_of
+
+WORDS = 32
+
+
+class Language(nn.Module):
+    """With attention; the loss is a mean over the labels that count."""
+
+    def __init__(self, batch_norm: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 16)
+        self.project, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16) if batch_norm else nn.Identity()
+        self.head = nn.Linear(16, WORDS)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        h = self.words(x)
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.project(h).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = self.norm((h + self.out(mixed.transpose(1, 2).flatten(2))).transpose(1, 2)).transpose(1, 2)
+        logits = self.head(h)
+        if y is None:
+            return logits
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+class Contrastive(nn.Module):
+    """Every example beside all others: a matrix of B x B, with a mean over both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 12)) for _ in range(2))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        scores = self.left(a) @ self.right(b).T
+        return nn.functional.cross_entropy(scores, torch.arange(a.shape[0])) + (scores**2).mean() + self.left(a).std(0).mean()
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def words(size: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randint(0, WORDS, (2, size, 12), generator=generator)
+    y[torch.arange(size) % 3 == 1, 4:] = -100  # ranks have other numbers of labels that count
+    return {"x": x, "y": y}
+
+
+def routed(size: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": randn(size, 12, 16, seed=seed), "labels": torch.randint(0, 8, (size, 12), generator=generator)}
+
+
+def pairs(size: int, seed: int = 0) -> dict[str, Tensor]:
+    return {"a": randn(size, 8, seed=seed), "b": randn(size, 8, seed=seed + 1)}
+
+
+def shares_of_last_call(parallel: Any) -> tuple[int, ...]:
+    """Those of the data axis in the program that was met last; none where each data rank computes the whole batch."""
+    shares: tuple[int, ...] = next(reversed(parallel.variants.known.values())).program.mesh.dp.shares
+    return shares
+
+
+def trains(force: str, model: Callable[[], nn.Module], batch: Callable[..., dict[str, Tensor]], **options: Any) -> Any:
+    """Steps of 8 and of ragged batches equal one process; the parallel model."""
+    torch.manual_seed(1)
+    plain = model().double()
+    parallel = autopar.parallelize(plain, "local:4", batch(8), force=force, cache=False, **options)
+    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (parallel, plain)]
+    for number, size in enumerate((8, 7, 5, 7, 8)):
+        losses = []
+        for each, optimizer in zip((parallel, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            result = each(**batch(size, number))
+            loss = result[-1] if isinstance(result, tuple) else result
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-9), size
+        same_gradients(parallel, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+        dp = parallel.program.mesh.dp.size
+        if size % dp:
+            assert shares_of_last_call(parallel) == shares_of(size, dp), size
+    held = parallel.full_state()
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(held[name], tensor, rtol=1e-8, atol=1e-10, msg=name)
+    return parallel, plain
+
+
+def language_model(force: str) -> None:
+    parallel, plain = trains(force, Language, words)
+    with torch.no_grad():
+        for size in (7, 5):
+            x = words(size)["x"]
+            torch.testing.assert_close(parallel(x), plain(x), rtol=1e-9, atol=1e-11)
+    first, second = (parallel(**words(size))[1] for size in (7, 5))  # two calls before a backward
+    (first + second).backward()
+    sum(plain(**words(size))[1] for size in (7, 5)).backward()
+    same_gradients(parallel, plain)
+
+
+def recomputed(force: str) -> None:
+    """The backward of a call runs its forward again after a call of another size."""
+    degrees = {"tp": "1", **dict(item.split("=") for item in force.split(","))}
+    configuration = f"tp={degrees['tp']},pp=1,zero={degrees['zero']},micro_batches=1,recompute=full,zero_group=0"
+    torch.manual_seed(1)
+    plain = Language().double()
+    parallel = autopar.parallelize(plain, "local:4", words(8), force=f"{configuration},sequence_parallel=0", cache=False)
+    assert any(block.recompute for block in parallel.program.blocks())
+    for model in (parallel, plain):
+        sum(model(**words(size))[1] for size in (7, 5, 8)).backward()
+    same_gradients(parallel, plain)
+
+
+def batch_norm(force: str) -> None:
+    trains(force, lambda: Language(batch_norm=True), words)
+
+
+def contrastive(force: str) -> None:
+    trains(force, Contrastive, pairs)
+
+
+def mixture_of_experts(force: str) -> None:
+    trains(force, RoutedMlp, routed)
+
+
+def losses_outside(force: str) -> None:
+    """Full outputs that take gradients, gradients into inputs, and outputs as DTensors."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5)).double()
+    parallel = autopar.parallelize(plain, "local:4", (randn(8, 8),), force=force, cache=False)
+    for size in (8, 7, 5):
+        inputs = [randn(size, 8, seed=size).requires_grad_() for _ in range(2)]
+        for model, x in zip((parallel, plain), inputs, strict=True):
+            model.zero_grad()
+            result = model(x)
+            assert result.shape == (size, 5)
+            (nn.functional.cross_entropy(result, torch.arange(size) % 5) + result.square().mean()).backward()
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-9, atol=1e-11)
+        same_gradients(parallel, plain)
+    assert sum(shares_of_last_call(parallel)) == 5
+    torch.manual_seed(1)
+    scored = Language().double()
+    parallel = autopar.parallelize(scored, "local:4", words(8), force=force, outputs=("0:dtensor",), cache=False)
+    found = parallel(**words(7))[0]
+    torch.testing.assert_close(found.full_tensor(), scored(**words(7))[0], rtol=1e-9, atol=1e-11)
+
+
+class FixedBatch(nn.Module):
+    """A model with a batch of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = x[: x.shape[0] // 2 * 2].unflatten(0, (-1, 2))
+        return self.layer(pairs).square().mean()
+
+
+def whole_where_it_must(force: str) -> None:
+    """A program whose examples go in pairs, and a batch with fewer examples than data ranks; a line says so."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level = variants.LOGGER.level
+    variants.LOGGER.addHandler(handler)
+    variants.LOGGER.setLevel(logging.INFO)
+    try:
+        for make, batch in ((FixedBatch, lambda size: {"x": randn(size, 8)}), (Language, words)):
+            torch.manual_seed(1)
+            plain = make().double()
+            parallel = autopar.parallelize(plain, "local:4", batch(8), force=force, cache=False)
+            for size in (1,) if make is Language else (7, 5):
+                for model in (parallel, plain):
+                    model.zero_grad()
+                    result = model(**batch(size))
+                    (result if isinstance(result, Tensor) else result[1]).backward()
+                same_gradients(parallel, plain)
+                if make is Language:
+                    assert shares_of_last_call(parallel) == ()
+    finally:
+        variants.LOGGER.removeHandler(handler)
+        variants.LOGGER.setLevel(level)
+    ranks = f"{parallel.program.mesh.dp.size} data ranks"
+    assert any(f"whole on each of {ranks}" in line for line in lines) == (torch.distributed.get_rank() == 0), lines
+
+
+CHECKS = [language_model, batch_norm, losses_outside, mixture_of_experts, contrastive, recomputed, whole_where_it_must]
+OTHERS = ["dp=2,tp=2,zero=0", "dp=4,zero=3", "dp=2,tp=2,zero=2", "dp=4,zero=1"]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_ragged_batches(check: Any, ranks: RankPool) -> None:
+    ranks.run(check, "dp=2,tp=2,zero=3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", OTHERS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_ragged_batches_under_other_plans(check: Any, force: str, ranks: RankPool) -> None:
+    ranks.run(check, force)
