@@ -4,6 +4,7 @@ gradients, updated weights, statistics and outputs; where a program cannot have 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,22 +22,31 @@ from autopar.runtime.device.axis import shares_of
 WORDS = 32
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, h: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.project(h).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return h + self.out(mixed.transpose(1, 2).flatten(2))
+
+
 class Language(nn.Module):
     """With attention; the loss is a mean over the labels that count."""
 
     def __init__(self, batch_norm: bool = False) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, 16)
-        self.project, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.words, self.layers = nn.Embedding(WORDS, 16), nn.ModuleList(Layer() for _ in range(2))
         self.norm = nn.BatchNorm1d(16) if batch_norm else nn.Identity()
         self.head = nn.Linear(16, WORDS)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
         h = self.words(x)
-        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.project(h).chunk(3, -1))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        h = self.norm((h + self.out(mixed.transpose(1, 2).flatten(2))).transpose(1, 2)).transpose(1, 2)
-        logits = self.head(h)
+        for layer in self.layers:
+            h = layer(h)
+        logits = self.head(self.norm(h.transpose(1, 2)).transpose(1, 2))
         if y is None:
             return logits
         return logits, nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
@@ -51,7 +61,11 @@ class Contrastive(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         scores = self.left(a) @ self.right(b).T
-        return nn.functional.cross_entropy(scores, torch.arange(a.shape[0])) + (scores**2).mean() + self.left(a).std(0).mean()
+        return (
+            nn.functional.cross_entropy(scores, torch.arange(a.shape[0], device=a.device))
+            + (scores**2).mean()
+            + self.left(a).std(0).mean()
+        )
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -95,9 +109,9 @@ def trains(force: str, model: Callable[[], nn.Module], batch: Callable[..., dict
             loss.backward()
             losses.append(loss.item())
         assert losses[0] == pytest.approx(losses[1], rel=1e-9), size
-        same_gradients(parallel, plain)
         for optimizer in optimizers:
             optimizer.step()
+        same_gradients(parallel, plain)
         dp = parallel.program.mesh.dp.size
         if size % dp:
             assert shares_of_last_call(parallel) == shares_of(size, dp), size
@@ -166,20 +180,8 @@ def losses_outside(force: str) -> None:
     torch.testing.assert_close(found.full_tensor(), scored(**words(7))[0], rtol=1e-9, atol=1e-11)
 
 
-class FixedBatch(nn.Module):
-    """A model with a batch of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        pairs = x[: x.shape[0] // 2 * 2].unflatten(0, (-1, 2))
-        return self.layer(pairs).square().mean()
-
-
 def whole_where_it_must(force: str) -> None:
-    """A program whose examples go in pairs, and a batch with fewer examples than data ranks; a line says so."""
+    """Statistics of each data rank's own examples, and a batch with fewer examples than data ranks; a line says so."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -187,23 +189,24 @@ def whole_where_it_must(force: str) -> None:
     variants.LOGGER.addHandler(handler)
     variants.LOGGER.setLevel(logging.INFO)
     try:
-        for make, batch in ((FixedBatch, lambda size: {"x": randn(size, 8)}), (Language, words)):
+        for norm, size in ((True, 7), (True, 5), (False, 1), (False, 7)):
             torch.manual_seed(1)
-            plain = make().double()
-            parallel = autopar.parallelize(plain, "local:4", batch(8), force=force, cache=False)
-            for size in (1,) if make is Language else (7, 5):
-                for model in (parallel, plain):
-                    model.zero_grad()
-                    result = model(**batch(size))
-                    (result if isinstance(result, Tensor) else result[1]).backward()
-                same_gradients(parallel, plain)
-                if make is Language:
-                    assert shares_of_last_call(parallel) == ()
+            plain = Language(norm).double()
+            parallel = autopar.parallelize(plain, "local:4", words(8), force=force, batch_norm="local", cache=False)
+            for model in (parallel, plain):
+                model(**words(size))[1].backward()
+            same_gradients(parallel, plain)
+            assert bool(shares_of_last_call(parallel)) == (size == 7 and not norm)
     finally:
         variants.LOGGER.removeHandler(handler)
         variants.LOGGER.setLevel(level)
-    ranks = f"{parallel.program.mesh.dp.size} data ranks"
-    assert any(f"whole on each of {ranks}" in line for line in lines) == (torch.distributed.get_rank() == 0), lines
+    dp = parallel.program.mesh.dp.size
+    for words_of_it in (
+        f"no uneven shards of 7 examples over dp={dp}: .*takes the statistics of a rank's examples",
+        f"whole on each of {dp} data ranks",
+        f"7 examples as {' [+] '.join(map(str, shares_of(7, dp)))} over dp",
+    ):
+        assert any(re.search(words_of_it, line) for line in lines) == (torch.distributed.get_rank() == 0), lines
 
 
 CHECKS = [language_model, batch_norm, losses_outside, mixture_of_experts, contrastive, recomputed, whole_where_it_must]
