@@ -25,8 +25,8 @@ from autopar.passes.overlap import OverlapCollectives, OverlapExpertDispatch
 from autopar.passes.readable_names import ReadableNames
 from autopar.passes.split_stages import ChunkedGraph, split_stages
 from autopar.passes.split_totals import split_totals
-from autopar.passes.uneven_shards import require_uneven
 from autopar.passes.verify import verify
+from autopar.rules.uneven_shards import require_uneven
 from autopar.schedules.communicate import with_communication
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.schedules.weight_versions import weight_version_window, window_with_transfers
@@ -52,8 +52,8 @@ def passes() -> tuple[Pass, ...]:
 
 def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None, *, uneven: bool = False) -> Lowered:
     """The program of one rank. PlanError where the candidate does not fit the graph. `dump` gets the IR after each pass.
-    `uneven`: the batch does not divide over the data ranks, whose shards of it differ by one example; PlanError where something in
-    the graph does not allow that."""
+    `uneven`: the batch does not divide over the data ranks, whose shards of it differ by one example; PlanError where something
+    in the graph does not allow that."""
     data_ranks = candidate.mesh.size_of(DATA_AXIS)
     parts = data_ranks * candidate.micro_batches
     if uneven:

@@ -16,18 +16,16 @@ After::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 import sympy
 
 from autopar.errors import PlanError
 from autopar.ir.dims import BATCH, Dim, as_sympy
 from autopar.ir.graph import Graph, Node, Value
-from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.placement import Placements, Shard, local_parts, local_shape
 from autopar.ir.plan import Candidate
-from autopar.passes.base import BlockState, Context
 from autopar.rules.localize import localize_uneven_args
 
 RANK_STATISTICS = ("ap.local_mean",)
@@ -49,10 +47,10 @@ def require_uneven(graph: Graph, candidate: Candidate) -> None:
                 raise PlanError(f"{node.name} ({node.source or node.op}) takes the statistics of a rank's examples")
 
 
-def require_whole_examples(value: Value, placements: Placements, context: Context) -> None:
+def require_whole_examples(value: Value, placements: Placements, mesh: Mesh) -> None:
     """PlanError where a rank's shard of the value is not a number of whole examples, for any number of them."""
-    shape, sharded = _without_data_axis(value, placements, context), _data_dim(value, placements, context)
-    parts = local_parts(placements, context.mesh.sizes, context.mesh.index(DATA_AXIS)) if sharded is not None else 1
+    shape, sharded = _without_data_axis(value, placements, mesh), _data_dim(value, placements, mesh)
+    parts = local_parts(placements, mesh.sizes, mesh.index(DATA_AXIS)) if sharded is not None else 1
     batch = sympy.Symbol(BATCH, integer=True, positive=True)
     for dim, size in enumerate(shape):
         expression = as_sympy(size)
@@ -65,20 +63,19 @@ def require_whole_examples(value: Value, placements: Placements, context: Contex
             raise PlanError(f"%{value.name} {' '.join(map(str, placements))} of size {size} does not consist of whole examples")
 
 
-def with_uneven_sizes(node: Node, outputs: Sequence[Value], state: BlockState, context: Context) -> Node:
-    """The node that one rank runs, with `outputs`. `node` has global shapes and sizes."""
-    results = [_without_data_axis(value, state.placements[value.name], context) for value in node.outputs]
-    sharded = _data_dim(node.outputs[0], state.placements[node.outputs[0].name], context)
-    return replace(localize_uneven_args(node, results, sharded), outputs=tuple(outputs))
+def with_uneven_sizes(node: Node, placements: Mapping[str, Placements], mesh: Mesh) -> Node:
+    """The node that one rank runs. Its sizes are global before; the outputs keep their shapes."""
+    results = [_without_data_axis(value, placements[value.name], mesh) for value in node.outputs]
+    return localize_uneven_args(node, results, _data_dim(node.outputs[0], placements[node.outputs[0].name], mesh))
 
 
-def _without_data_axis(value: Value, placements: Placements, context: Context) -> tuple[Dim, ...]:
+def _without_data_axis(value: Value, placements: Placements, mesh: Mesh) -> tuple[Dim, ...]:
     """The shape of the shard on all other axes."""
-    sizes = [1 if axis.name == DATA_AXIS else axis.size for axis in context.mesh.axes]
+    sizes = [1 if axis.name == DATA_AXIS else axis.size for axis in mesh.axes]
     return local_shape(value.shape, placements, sizes)
 
 
-def _data_dim(value: Value, placements: Placements, context: Context) -> int | None:
+def _data_dim(value: Value, placements: Placements, mesh: Mesh) -> int | None:
     """The dimension that the data axis shards."""
-    where = placements[context.mesh.index(DATA_AXIS)]
+    where = placements[mesh.index(DATA_AXIS)]
     return where.dim % len(value.shape) if isinstance(where, Shard) else None
