@@ -209,17 +209,17 @@ def whole_where_it_must(force: str) -> None:
         assert any(re.search(words_of_it, line) for line in lines) == (torch.distributed.get_rank() == 0), lines
 
 
-CHECKS = [language_model, batch_norm, losses_outside, mixture_of_experts, contrastive, recomputed, whole_where_it_must]
-OTHERS = ["dp=2,tp=2,zero=0", "dp=4,zero=3", "dp=2,tp=2,zero=2", "dp=4,zero=1"]
+FORCES = [
+    "dp=2,tp=2,zero=3",
+    *(pytest.param(force, marks=pytest.mark.slow) for force in ("dp=2,tp=2,zero=0", "dp=4,zero=3", "dp=4,zero=1", "dp=2,ep=2")),
+]
+CHECKS = [
+    *(language_model, batch_norm, losses_outside, mixture_of_experts),
+    *(pytest.param(check, marks=pytest.mark.slow) for check in (contrastive, recomputed, whole_where_it_must)),
+]
 
 
+@pytest.mark.parametrize("force", FORCES)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_ragged_batches(check: Any, ranks: RankPool) -> None:
-    ranks.run(check, "dp=2,tp=2,zero=3")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", OTHERS)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_ragged_batches_under_other_plans(check: Any, force: str, ranks: RankPool) -> None:
+def test_ragged_batches(check: Any, force: str, ranks: RankPool) -> None:
     ranks.run(check, force)
