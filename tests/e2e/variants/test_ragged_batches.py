@@ -122,15 +122,29 @@ def trains(force: str, model: Callable[[], nn.Module], batch: Callable[..., dict
 
 
 def language_model(force: str) -> None:
+    """And two calls before a backward."""
     parallel, plain = trains(force, Language, words)
+    first, second = (parallel(**words(size))[1] for size in (7, 5))
+    (first + second).backward()
+    sum(plain(**words(size))[1] for size in (7, 5)).backward()
+    same_gradients(parallel, plain)
+
+
+def evaluated_and_compiled(force: str) -> None:
+    """Logits in evaluation, and compiled blocks."""
+    torch.manual_seed(1)
+    plain = Language(batch_norm=True).double()
+    parallel = autopar.parallelize(plain, "local:4", words(8), force=force, cache=False, compile="aot_eager")
+    for size in (7, 5, 8):
+        for model in (parallel, plain):
+            model(**words(size))[1].backward()
+        same_gradients(parallel, plain)
+    parallel.eval()
+    plain.eval()
     with torch.no_grad():
         for size in (7, 5):
             x = words(size)["x"]
             torch.testing.assert_close(parallel(x), plain(x), rtol=1e-9, atol=1e-11)
-    first, second = (parallel(**words(size))[1] for size in (7, 5))  # two calls before a backward
-    (first + second).backward()
-    sum(plain(**words(size))[1] for size in (7, 5)).backward()
-    same_gradients(parallel, plain)
 
 
 def recomputed(force: str) -> None:
@@ -221,7 +235,10 @@ FORCES = [
 ]
 CHECKS = [
     *(language_model, batch_norm, losses_outside, mixture_of_experts),
-    *(pytest.param(check, marks=pytest.mark.slow) for check in (contrastive, recomputed, whole_where_it_must)),
+    *(
+        pytest.param(check, marks=pytest.mark.slow)
+        for check in (contrastive, recomputed, whole_where_it_must, evaluated_and_compiled)
+    ),
 ]
 
 
