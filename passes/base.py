@@ -21,13 +21,15 @@ CONVERT, CONVERT_MANY, START, WAIT = "ap.convert", "ap.convert_many", "ap.start"
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a pass knows besides the block. `batch` is the micro-batch of one data-parallel rank, in examples."""
+    """What a pass knows besides the block. `batch` is the micro-batch of one data-parallel rank, in examples; with `uneven` data
+    ranks have uneven shards of the batch, and it is the largest."""
 
     mesh: Mesh
     plan: BlockPlan
     precision: Precision
     batch: int
     micro_batches: int = 1
+    uneven: bool = False
 
     @property
     def data_ranks(self) -> int:

@@ -24,6 +24,7 @@ from autopar.ir.placement import Placements, Shard, local_shape
 from autopar.ir.plan import NodePlan
 from autopar.passes.base import CONVERT, BlockState, Context
 from autopar.rules.localize import localize_args, scale_batch
+from autopar.rules.uneven_shards import require_whole_examples, with_uneven_sizes
 
 
 def localize_value(value: Value, placements: Placements, context: Context) -> Value:
@@ -84,6 +85,8 @@ class Localize:
     def run(self, state: BlockState, context: Context) -> BlockState:
         block, before = state.block, state.block.values()
         after = {name: localize_value(value, state.placements[name], context) for name, value in before.items()}
+        for value in before.values() if context.uneven else ():
+            require_whole_examples(value, state.placements[value.name], context.mesh)
         plans = {each.node: each for each in context.plan.nodes}
         nodes = [self._node(node, plans.get(node.name), after, state, context) for node in block.nodes]
         changed = replace(
@@ -100,7 +103,10 @@ class Localize:
             return replace(node, outputs=outputs)
         operands = node.operands()
         try:
-            node = localize_args(node, [value.shape for value in outputs], context.data_ranks, context.micro_batches)
+            if context.uneven:
+                node = replace(with_uneven_sizes(node, state.placements, context.mesh), outputs=outputs)
+            else:
+                node = localize_args(node, [value.shape for value in outputs], context.data_ranks, context.micro_batches)
         except (ValueError, TypeError) as error:
             raise PlanError(f"{node.name} ({node.op}) cannot run on shards: {error}") from None
         if plan is not None and plan.function:

@@ -26,6 +26,7 @@ from autopar.passes.readable_names import ReadableNames
 from autopar.passes.split_stages import ChunkedGraph, split_stages
 from autopar.passes.split_totals import split_totals
 from autopar.passes.verify import verify
+from autopar.rules.uneven_shards import require_uneven
 from autopar.schedules.communicate import with_communication
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.schedules.weight_versions import weight_version_window, window_with_transfers
@@ -49,11 +50,15 @@ def passes() -> tuple[Pass, ...]:
     )
 
 
-def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None) -> Lowered:
-    """The program of one rank. PlanError where the candidate does not fit the graph. `dump` gets the IR after each pass."""
+def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None, *, uneven: bool = False) -> Lowered:
+    """The program of one rank. PlanError where the candidate does not fit the graph. `dump` gets the IR after each pass.
+    `uneven`: the batch does not divide over the data ranks, whose shards of it differ by one example; PlanError where something
+    in the graph does not allow that."""
     data_ranks = candidate.mesh.size_of(DATA_AXIS)
     parts = data_ranks * candidate.micro_batches
-    if candidate.batch % parts:
+    if uneven:
+        require_uneven(graph, candidate)
+    elif candidate.batch % parts:
         times = f" and {candidate.micro_batches} micro-batches" if candidate.micro_batches > 1 else ""
         raise PlanError(f"a batch of {candidate.batch} is not divisible by dp={data_ranks}{times}")
     if candidate.pipeline.stages > 1 and (reason := why_one_graph(graph)):
@@ -63,14 +68,15 @@ def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None) -> Lower
     graph, candidate = staged.graph, staged.candidate
     piped = candidate.pipeline.stages > 1
     schedule = _schedule(staged) if piped else None
-    blocks = tuple(_lower_block(block, candidate, dump) for block in graph.blocks)
+    batch = -(-candidate.batch // parts)
+    blocks = tuple(_lower_block(block, candidate, batch, uneven, dump) for block in graph.blocks)
     placements = _input_placements(graph, candidate)
-    context = Context(candidate.mesh, candidate.blocks[0], candidate.precision, candidate.batch // parts)
+    context = Context(candidate.mesh, candidate.blocks[0], candidate.precision, batch, uneven=uneven)
     return Lowered(
         name=graph.name,
         mesh=candidate.mesh,
         precision=candidate.precision,
-        batch=candidate.batch // parts,
+        batch=batch,
         inputs=tuple(localize_value(value, placements[value.name], context) for value in graph.inputs),
         input_placements=tuple((value.name, _placement_texts(placements[value.name], candidate)) for value in graph.inputs),
         blocks=blocks,
@@ -86,6 +92,7 @@ def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None) -> Lower
         weight_versions=candidate.pipeline.weight_versions,
         outputs=_outputs(graph, candidate),
         interface=graph.interface,
+        uneven=uneven,
     )
 
 
@@ -148,10 +155,9 @@ def _chunks(staged: ChunkedGraph, context: Context) -> tuple[LoweredChunk, ...]:
     return tuple(LoweredChunk(chunk.calls, of(chunk.receives), of(chunk.sends)) for chunk in staged.chunks)
 
 
-def _lower_block(block: Block, candidate: Candidate, dump: Dump | None) -> LoweredBlock:
-    mesh, plan = candidate.mesh, candidate.block(block.name)
-    batch = candidate.micro_batch // mesh.size_of(DATA_AXIS)
-    context = Context(mesh, plan, candidate.precision, batch, candidate.micro_batches)
+def _lower_block(block: Block, candidate: Candidate, batch: int, uneven: bool, dump: Dump | None) -> LoweredBlock:
+    plan = candidate.block(block.name)
+    context = Context(candidate.mesh, plan, candidate.precision, batch, candidate.micro_batches, uneven)
     state = BlockState(block, captured_placements(block, plan))
     for number, each in enumerate(passes(), 1):
         try:

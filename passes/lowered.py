@@ -80,6 +80,7 @@ class Lowered:
     Attributes:
         mesh: the mesh of one pipeline stage.
         batch: the micro-batch of one data-parallel rank, in examples.
+        uneven: data ranks have shards of the batch that differ by one example, of which `batch` is the largest.
         inputs: the inputs of the batch, with local shapes.
         calls: the calls of the whole model in order.
         total_calls: calls that run for all micro-batches before the first forward, for totals over the whole batch. Each of their
@@ -109,6 +110,7 @@ class Lowered:
     weight_versions: int = 1
     outputs: tuple[LoweredOutput, ...] = ()
     interface: Interface | None = None
+    uneven: bool = False
 
     @property
     def results(self) -> tuple[str, ...]:

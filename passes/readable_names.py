@@ -21,7 +21,9 @@ from dataclasses import dataclass, replace
 from autopar.ir.graph import Block, Node, Value
 from autopar.passes.base import CONVERT, CONVERT_MANY, START, WAIT, BlockState, Context, fresh_name, with_operands
 
-RESERVED = frozenset({"torch", "nn", "Tensor", "F", "C", "B", "self", "recompute", "inf", "nan", *keyword.kwlist, *dir(builtins)})
+RESERVED = frozenset(
+    {"torch", "nn", "Tensor", "F", "C", "B", "B_all", "self", "recompute", "inf", "nan", *keyword.kwlist, *dir(builtins)}
+)
 CLEARER = {
     "slice": "part", "sum": "total", "pow": "power", "abs": "size", "max": "highest", "min": "lowest", "round": "rounded",
     "and": "both", "or": "either", "not": "negated",

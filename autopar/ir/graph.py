@@ -18,9 +18,11 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """An argument that is a size depending on the batch (see `dims`)."""
+    """An argument that is a size depending on the batch (see `dims`). `whole`: in the program of a rank with an uneven shard of
+    the batch, a number in terms of the whole batch."""
 
     dim: Dim
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from autopar.ir.dims import Shape
 from autopar.ir.graph import Arg, Block, Node, Symbol, draws_masks
 from autopar.ir.placement import parse_placement
 from autopar.passes.lowered import Lowered, LoweredBlock, StoredParameter
-from autopar.program.expressions import expression, recomputed_expression
+from autopar.program.expressions import WHOLE_BATCH, expression, recomputed_expression
 from autopar.program.names import attribute_of, class_names
 from autopar.rules.conversions import axis_conversion
 
@@ -27,6 +27,8 @@ SPLIT_BACKWARD_PRODUCTS = {
     "ap.linear_kn": ("C.linear_kn", "self.split_backward.linear_kn"),
 }
 """Matrix products, as they are written without and with a split backward (input gradient, then weight gradient)."""
+BATCH_SIZES = {dims.BATCH: "self.mesh.own_examples", WHOLE_BATCH: "self.mesh.all_examples"}
+"""Where data ranks have uneven shards of the batch: the examples of one, and of all."""
 TUPLE_OPS = ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "ap.convert_many")
 COLLECTIVE_NAMES = {
     "all_gather": "all-gather",
@@ -144,7 +146,10 @@ class _Forward:
         used = {str(dict(node.kwargs).get("axis")) for node in self.block.nodes}
         lines = [f"{axis} = self.mesh.{axis}" for axis in self.lowered.mesh.names if axis in used]
         symbols = [s for node in self.block.nodes for arg in (*node.args, *(v for _, v in node.kwargs)) for s in _symbols(arg)]
-        if any(dims.has_batch(symbol.dim) for symbol in symbols):
+        if self.lowered.uneven:
+            sizes = {WHOLE_BATCH if symbol.whole else dims.BATCH for symbol in symbols}
+            lines += [f"{name} = {source}" for name, source in BATCH_SIZES.items() if name in sizes]
+        elif any(dims.has_batch(symbol.dim) for symbol in symbols):
             read = batch_size_source((value.name, value.shape) for value in self.block.inputs)
             lines.append(f"B = {read}" if read else f"B = {self.lowered.batch}  # of the plan: no input has it")
         return lines

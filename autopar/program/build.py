@@ -13,9 +13,10 @@ from autopar.program.load import load_program
 from autopar.program.source import RUNTIME, render
 
 
-def program_text(graph: Graph, candidate: Candidate) -> str:
-    """The source of the program that trains `graph` as `candidate` says. PlanError where they do not fit each other."""
-    return checked_text(lower(graph, candidate))
+def program_text(graph: Graph, candidate: Candidate, *, uneven: bool = False) -> str:
+    """The source of the program that trains `graph` as `candidate` says. PlanError where they do not fit each other. `uneven`:
+    see `lower`."""
+    return checked_text(lower(graph, candidate, uneven=uneven))
 
 
 def checked_text(lowered: Lowered, runtime: str = RUNTIME) -> str:
@@ -23,6 +24,6 @@ def checked_text(lowered: Lowered, runtime: str = RUNTIME) -> str:
     return check_program(render(lowered, runtime), lowered, runtime)
 
 
-def build_program(graph: Graph, candidate: Candidate) -> ModuleType:
+def build_program(graph: Graph, candidate: Candidate, *, uneven: bool = False) -> ModuleType:
     """The program as a module: its class ``Program`` takes a `MeshHandle`."""
-    return load_program(program_text(graph, candidate))
+    return load_program(program_text(graph, candidate, uneven=uneven))

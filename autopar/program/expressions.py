@@ -6,11 +6,15 @@ import re
 from collections.abc import Callable
 from math import isinf, isnan
 
+from autopar.ir.dims import BATCH
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol
 from autopar.program.operations import EXPRESSION_WRITERS, INFIX, OperationCall
 
 Names = Callable[[str], str]
 """From the name of a value to the expression that reads it."""
+
+WHOLE_BATCH = "B_all"
+"""The whole batch, where data ranks have uneven shards of it."""
 
 FUNCTION_CALL = re.compile(r"((?:F|C|torch(?:\.ops\.\w+)?)(?:\.\w+)+)\(((?:[^()]|\([^()]*\)|\(\([^()]*\)[^()]*\))*)\)")
 """An expression that is one call of a module's function: its name and its arguments."""
@@ -31,7 +35,8 @@ def argument_source(arg: Arg, names: Names) -> str:
         return names(arg.name)
     if isinstance(arg, Symbol):
         # Sizes are whole numbers by construction, so a quotient is a floor division.
-        return DIVISION.sub("//", str(arg.dim)).replace("*", " * ").replace(" *  * ", "**")
+        written = DIVISION.sub("//", str(arg.dim)).replace("*", " * ").replace(" *  * ", "**")
+        return written.replace(BATCH, WHOLE_BATCH) if arg.whole else written
     if isinstance(arg, DType):
         return f"torch.{arg.name}"
     if isinstance(arg, tuple):

@@ -3,7 +3,7 @@ knows which arguments of an operation are sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import sympy
@@ -31,8 +31,36 @@ def localize_args(node: Node, result_shapes: Sequence[Shape], data_size: int = 1
     local ``B`` is that of one micro-batch, and such a number becomes ``data_size*parts*B*S``.
     """
     outputs = tuple(replace(value, shape=tuple(shape)) for value, shape in zip(node.outputs, result_shapes, strict=True))
-    args = tuple(_whole(arg, data_size * parts) for arg in node.args)
-    kwargs = tuple((name, _whole(arg, data_size * parts)) for name, arg in node.kwargs)
+    local = _local_sizes(node, result_shapes, data_size)
+    return replace(_with_sizes(node, lambda arg: _whole(arg, data_size * parts), local), outputs=outputs)
+
+
+def localize_uneven_args(node: Node, result_shapes: Sequence[Shape], sharded: int | None) -> Node:
+    """The node that one rank runs where data ranks have uneven shards of the batch. `result_shapes` are those of the outputs on
+    the shards of all other axes: a ``B`` in dimension `sharded`, which the data axis shards, is the batch of this rank; any other
+    one is the whole batch, as in numbers that stay global. The outputs keep their shapes."""
+    packet = node.op.split(".")[1]
+    named = _argument(node, 1 if packet == "slice" else 2, "dim", 0) or 0
+    only = named % max(1, len(result_shapes[0])) if isinstance(named, int) and packet not in _SIZES_AT else None
+
+    def marked(arg: Arg, dim: int | None) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(marked(item, index if only is None else only) for index, item in enumerate(arg))
+        return replace(arg, whole=dim is None or dim != sharded) if isinstance(arg, Symbol) else arg
+
+    local = {place: marked(arg, only) for place, arg in _local_sizes(node, result_shapes, 1).items()}
+    return _with_sizes(node, _of_all, local)
+
+
+def _of_all(arg: Arg) -> Arg:
+    """Every size in an argument as one of the whole batch."""
+    if isinstance(arg, tuple):
+        return tuple(map(_of_all, arg))
+    return replace(arg, whole=True) if isinstance(arg, Symbol) else arg
+
+
+def _local_sizes(node: Node, result_shapes: Sequence[Shape], data_size: int) -> dict[tuple[int, str], Arg]:
+    """By position and name: the arguments that are sizes of the results, which are local."""
     packet = node.op.split(".")[1]
     local: dict[tuple[int, str], Arg] = {}
     if packet in _SIZES_AT:
@@ -42,13 +70,19 @@ def localize_args(node: Node, result_shapes: Sequence[Shape], data_size: int = 1
     elif packet in ("split", "split_with_sizes"):
         local = _split(node, result_shapes, data_size)
     elif packet == "repeat_interleave" and "output_size" in dict(node.kwargs):
-        local[len(args), "output_size"] = size_argument(result_shapes[0][_dim(_argument(node, 2, "dim", 0) or 0)])  # type: ignore[index]
+        local[len(node.args), "output_size"] = size_argument(result_shapes[0][_dim(_argument(node, 2, "dim", 0) or 0)])  # type: ignore[index]
     elif packet in _GROUPS_AT:
         local = _groups(node, result_shapes[0], _GROUPS_AT[packet])
-    args = tuple(next((new for (at, _), new in local.items() if at == index), arg) for index, arg in enumerate(args))
+    return local
+
+
+def _with_sizes(node: Node, whole: Callable[[Arg], Arg], local: Mapping[tuple[int, str], Arg]) -> Node:
+    """The node with `local` arguments, and what `whole` makes of all others."""
+    found = {at: new for (at, _), new in local.items()}
+    args = tuple(found[index] if index in found else whole(arg) for index, arg in enumerate(node.args))
     names = {name: new for (at, name), new in local.items() if at >= len(args)}
-    kwargs = tuple((name, names.get(name, arg)) for name, arg in kwargs)
-    return replace(node, args=args, kwargs=kwargs, outputs=outputs)
+    kwargs = tuple((name, names[name] if name in names else whole(arg)) for name, arg in node.kwargs)
+    return replace(node, args=args, kwargs=kwargs)
 
 
 def size_argument(dim: Dim) -> Arg:

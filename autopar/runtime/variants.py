@@ -58,12 +58,14 @@ class KeyedCall(NamedTuple):
 
 
 class MadeVariant(NamedTuple):
-    """What makes a variant: a program, the form of its result, and the batch size that it is fixed to (0: any)."""
+    """What makes a variant: a program, the form of its result, and the batch size that it is fixed to (0: any). `whole_batch`:
+    every data rank computes the whole batch; `uneven`: data ranks have uneven shards of it."""
 
     program: type[Program]
     form: Any
     fixed_batch: int
     whole_batch: bool
+    uneven: bool = False
 
 
 class Variant:
@@ -136,6 +138,7 @@ class Variants:
     ) -> None:
         self.first, self.make, self.modes_of, self.load = first, make, modes_of, load
         self.known: OrderedDict[tuple[CallKey, int], Variant] = OrderedDict()
+        self.uneven: dict[CallKey, MadeVariant] = {}  # a program for each number of examples, of one class
         self.control: dist.ProcessGroup | None = None
         self.outputs: tuple[str, ...] = ()
 
@@ -153,9 +156,11 @@ class Variants:
             if not (leaf is None and path not in program.constants) and not _is_default(known, program.defaults, path, leaf)
         )
         ranks = program.mesh.dp.size
-        division = (
-            "micro-batches" if batch % (ranks * program.micro_batches) == 0 else "data ranks" if batch % ranks == 0 else "whole"
-        )
+        division = "data ranks"
+        if batch % (ranks * program.micro_batches) == 0:
+            division = "micro-batches"
+        elif batch % ranks:
+            division = "uneven" if batch > ranks and self.first.step is None else "whole"
         key = CallKey(modes, words, division, self.first.step is not None and torch.is_grad_enabled(), self.outputs)
         return KeyedCall(given, key, batch, times)
 
@@ -181,9 +186,12 @@ class Variants:
                 if found is not self.first:
                     self.known.move_to_end((call.key, fixed))
                 return found
-        made = self.make(call)
-        variant = self.load(made, self.first.program.mesh.for_variant(made.whole_batch))
-        self.known[call.key, made.fixed_batch] = variant
+        made = self.uneven.get(call.key) or self.make(call)
+        if made.uneven:
+            self.uneven[call.key] = made
+        uneven_batch = call.batch if made.uneven else 0
+        variant = self.load(made, self.first.program.mesh.for_variant(made.whole_batch, uneven_batch))
+        self.known[call.key, uneven_batch or made.fixed_batch] = variant
         self._evict()
         return variant
 
@@ -191,6 +199,7 @@ class Variants:
         while len(self.known) > MOST_VARIANTS:
             oldest = next(key for key, each in self.known.items() if each is not self.first)
             del self.known[oldest]
+            self.uneven.pop(oldest[0], None)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 LOGGER.warning(
                     "more than %d kinds of calls: the program of the one that was used least recently is dropped; pad inputs to "

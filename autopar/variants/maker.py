@@ -24,6 +24,7 @@ from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.program.build import build_program
 from autopar.rules.registry import Registry
+from autopar.runtime.device.axis import shares_of
 from autopar.runtime.variants import LOGGER, KeyedCall, MadeVariant
 from autopar.variants.exports import Exports
 from autopar.variants.placed import placed_values
@@ -68,20 +69,27 @@ class VariantMaker:
     def make(self, call: KeyedCall) -> MadeVariant:
         """The program of a call. All ranks must call. AutoparError where it cannot be captured or planned."""
         graph, candidate = on_first_rank(lambda: self._planned(call))
-        module: Any = build_program(graph, candidate)
-        shared = candidate.mesh.size_of(DATA_AXIS) == self.plan.candidate.mesh.size_of(DATA_AXIS)
+        ranks = candidate.mesh.size_of(DATA_AXIS)
+        uneven = candidate.batch % ranks != 0
+        module: Any = build_program(graph, candidate, uneven=uneven)
+        shared = ranks == self.plan.candidate.mesh.size_of(DATA_AXIS)
         form = graph.interface.returns if graph.interface else None
-        return MadeVariant(module.Program, form, 0 if graph.batch_is_symbolic else graph.batch, not shared)
+        return MadeVariant(module.Program, form, 0 if graph.batch_is_symbolic else graph.batch, not shared, uneven)
 
     def _planned(self, call: KeyedCall) -> tuple[Graph, Candidate]:
         with in_modes(self.model, call.key.modes):
             graph = self._captured(call)
         found = plan_variant(graph, self.plan, self.cluster, self.registry, placed_values(graph, call))
-        division = "" if found[1].mesh.size_of(DATA_AXIS) == self.plan.candidate.mesh.size_of(DATA_AXIS) else (
-            f", whole on each of {self.plan.candidate.mesh.size_of(DATA_AXIS)} data ranks"
-        )  # fmt: skip
-        LOGGER.info("another program for a call with %s%s", call.words(), division)
+        LOGGER.info("another program for a call with %s%s", call.words(), self._division(found[1]))
         return found
+
+    def _division(self, candidate: Candidate) -> str:
+        """How the data ranks share a batch that does not divide, for messages."""
+        ranks, most = candidate.mesh.size_of(DATA_AXIS), self.plan.candidate.mesh.size_of(DATA_AXIS)
+        if ranks != most:
+            return f", whole on each of {most} data ranks"
+        shares = shares_of(candidate.batch, ranks)
+        return f", {candidate.batch} examples as {' + '.join(map(str, shares))} over {DATA_AXIS}" if len(set(shares)) > 1 else ""
 
     def _captured(self, call: KeyedCall) -> Graph:
         own = call.batch // call.times

@@ -19,6 +19,7 @@ from autopar.ir.plan_file.plan_file import Plan
 from autopar.passes.lower import lower
 from autopar.rules.check import check_strategies
 from autopar.rules.registry import Registry
+from autopar.runtime.variants import LOGGER
 from autopar.schedules.pipeline_schedule import check_schedule
 from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
@@ -40,8 +41,9 @@ Planned = tuple[Graph, Candidate]
 
 def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, placed: Placed | None = None) -> Planned:
     """The graph and its candidate. Where the graph is that of the plan at other sizes, the plan's decisions hold; else they are
-    solved for. `placed`: placements of inputs and results that are given, with which a batch is not split. A batch that does not
-    divide over the data ranks is computed whole by each of them (dp=1 in the candidate).
+    solved for. Where a batch does not divide over the data ranks, their shards of it differ by one example; where the graph does
+    not allow that, each of them computes the whole (dp=1 in the candidate). `placed`: placements of inputs and results that are
+    given, with which a batch is not split, nor in uneven shards.
 
     PlanMismatch where no plan of the graph has the mesh, the stages and the stored placements of `plan`.
     """
@@ -49,14 +51,21 @@ def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry,
         raise PlanMismatch(f"{reason}, which a pipeline cannot have: put the loss into the program, or plan with pp=1")
     problems: list[str] = []
     same = None if placed else in_structure_of(graph, plan.graph)
+    most = plan.candidate.mesh.size_of(DATA_AXIS)
     for data, parts in _divisions(graph, plan.candidate, split=not placed):
         for taken, make in ((same, _resized), (graph, partial(_solved, placed=placed or {}))):
             if taken is None:
                 continue
             try:
-                found, candidate = make(taken, plan, cluster, registry, data, parts)
+                even = replace(taken, batch=-(-taken.batch // data) * data)
+                found, candidate = make(even, plan, cluster, registry, data, parts)
                 check_schedule(candidate)
-                lower(found, candidate)
+                uneven = graph.batch % data != 0
+                if uneven:
+                    found, candidate = replace(found, batch=graph.batch), replace(candidate, batch=graph.batch)
+                lower(found, candidate, uneven=uneven)
+                if graph.batch % most and problems:
+                    LOGGER.info("no uneven shards of %d examples over dp=%d: %s", graph.batch, most, problems[0])
                 return found, candidate
             except (AutoparError, ValueError) as error:
                 problems.append(str(error))
@@ -67,14 +76,16 @@ def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry,
 
 
 def _divisions(graph: Graph, first: Candidate, split: bool) -> Iterator[tuple[int, int]]:
-    """(data ranks that share the batch, micro-batches), the best first: as planned, in fewer micro-batches, whole on every data
-    rank."""
+    """(data ranks that share the batch, micro-batches), the best first: as planned, in fewer micro-batches, in uneven shards,
+    whole on every data rank."""
     data, most = first.mesh.size_of(DATA_AXIS), first.micro_batches
     if not (split and graph.batch_is_symbolic) or why_one_graph(graph):
         most = 1
     for ranks in dict.fromkeys((data, 1)):
         if graph.batch % ranks == 0:
             yield from ((ranks, parts) for parts in reversed(divisors(graph.batch // ranks)) if parts <= most)
+        elif split and graph.batch > ranks and graph.batch_is_symbolic and first.pipeline.stages == 1:
+            yield ranks, 1
 
 
 def _mesh(first: Candidate, data: int) -> Mesh:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
-from autopar.rules.localize import localize_args, scale_batch
+from autopar.rules.localize import localize_args, localize_uneven_args, scale_batch
 
 
 def node(op: str, *args: Arg, shapes: list[tuple[int | str, ...]]) -> Node:
@@ -35,6 +35,29 @@ def test_arguments(given: Node, local: list[tuple[int | str, ...]], data_size: i
     found = localize_args(given, local, data_size)
     assert found.args == args
     assert [value.shape for value in found.outputs] == local
+
+
+OWN, ALL = Symbol("B"), Symbol("B", whole=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "local", "sharded", "args"),
+    [
+        (node("aten.reshape", X, (OWN, 4, 6), shapes=[("B", 4, 6)]), [("B", 2, 6)], 0, (X, (OWN, 2, 6))),
+        (node("aten.reshape", X, (OWN, OWN), shapes=[("B", "B")]), [("B", "B")], 1, (X, (ALL, OWN))),
+        (node("aten.full", (OWN, 8), 1.0, shapes=[("B", 8)]), [("B", 8)], None, ((ALL, 8), 1.0)),
+        (node("aten.div.Tensor", X, Symbol("8*B - 1"), shapes=[("B",)]), [("B",)], 0, (X, Symbol("8*B - 1", whole=True))),
+        (node("aten.arange", OWN, shapes=[("B",)]), [("B",)], None, (ALL,)),
+        (node("aten.slice.Tensor", X, 0, 0, Symbol("4*B"), shapes=[("4*B",)]), [("2*B",)], 0, (X, 0, 0, Symbol("2*B"))),
+        (node("aten.slice.Tensor", X, 0, 0, Symbol("4*B"), shapes=[("4*B",)]), [("2*B",)], None,
+         (X, 0, 0, Symbol("2*B", whole=True))),
+        (node("aten.slice.Tensor", X, 0, 0, OWN, shapes=[("B",)]), [("B",)], 0, (X, 0, 0, ALL)),  # all of its own examples
+    ],
+)  # fmt: skip
+def test_arguments_of_uneven_shards(
+    given: Node, local: list[tuple[int | str, ...]], sharded: int | None, args: tuple[Arg, ...]
+) -> None:
+    assert localize_uneven_args(given, local, sharded).args == args
 
 
 def test_scale_batch() -> None:

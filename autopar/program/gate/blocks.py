@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from autopar.ir import dims
 from autopar.ir.graph import Node, Value, draws_masks
 from autopar.passes.lowered import Lowered, LoweredBlock
+from autopar.program.block_source import BATCH_SIZES
 from autopar.program.gate.expressions import NodeReader
 from autopar.program.gate.reading import (
     check_identifiers,
@@ -88,7 +89,8 @@ class BlockReader:
         expect(next(statements, None) is None, forward, "there are statements after the return")
 
     def _after_header(self, body: Sequence[ast.stmt]) -> Sequence[ast.stmt]:
-        """The statements after ``tp = self.mesh.tp`` and ``B = x.shape[0]``; those inside of ``with Recompute``."""
+        """The statements after ``tp = self.mesh.tp`` and ``B = x.shape[0]`` (or one of `BATCH_SIZES`); those inside of
+        ``with Recompute``."""
         axes = iter([axis for axis in self.lowered.mesh.names if axis in self._axes()])
         rest = list(body)
         while rest and isinstance(rest[0], ast.Assign) and len(rest[0].targets) == 1:
@@ -96,6 +98,8 @@ class BlockReader:
             target = first.targets[0]
             if isinstance(target, ast.Name) and dotted(first.value) == f"self.mesh.{target.id}":
                 expect(target.id == next(axes, ""), first, f"{target.id} is not the next mesh axis")
+            elif self.lowered.uneven and isinstance(target, ast.Name) and target.id in BATCH_SIZES:
+                expect(dotted(first.value) == BATCH_SIZES[target.id], first, f"{target.id} is another size")
             elif is_name(target, "B"):
                 check_batch_size(first.value, self.lowered, self.lowered_block.block.inputs)
             else:

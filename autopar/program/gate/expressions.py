@@ -12,7 +12,7 @@ import torch
 
 from autopar.ir.graph import Arg, Node, Symbol
 from autopar.ir.plan_file.names import DTYPES
-from autopar.program.expressions import OPERATORS
+from autopar.program.expressions import OPERATORS, WHOLE_BATCH
 from autopar.program.gate.reading import SIZE_OPERATORS, dotted, expect, refuse
 from autopar.program.operations import EXPRESSION_WRITERS, FACTORIES, FUNCTIONAL, FUNCTIONS, INFIX, METHODS
 
@@ -113,6 +113,7 @@ class NodeReader:
     numbers: set[float] = field(init=False)
     texts: set[str] = field(init=False)
     symbolic: bool = field(init=False)
+    sizes: set[str] = field(init=False)
     axis: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,6 +125,7 @@ class NodeReader:
         sizes = [str(leaf.dim) for leaf in leaves if isinstance(leaf, Symbol)]
         self.numbers |= {int(digits) for size in sizes for digits in re.findall(r"\d+", size)}
         self.symbolic = bool(sizes)
+        self.sizes = {WHOLE_BATCH if leaf.whole else "B" for leaf in leaves if isinstance(leaf, Symbol)}
         self.axis = str(kwargs.get("axis", ""))
 
     def check(self, tree: ast.expr) -> None:
@@ -180,7 +182,7 @@ class NodeReader:
             self.read.add(name)
             return
         dtype = name.startswith("torch.") and name.removeprefix("torch.") in DTYPES
-        known = dtype or name in CONTEXT or (name == self.axis and name != "") or (name == "B" and self.symbolic)
+        known = dtype or name in CONTEXT or (name == self.axis and name != "") or (name in self.sizes)
         expect(known, tree, f"{self.node.op} reads {name[:60]}")
 
     def _operator(self, tree: ast.expr, symbol: ast.AST) -> None:

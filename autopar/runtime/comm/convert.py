@@ -17,6 +17,7 @@ from ..compat import alias, apply
 from ..device.axis import AxisHandle
 from .coalesced import finish_collectives, launch_collectives, needs_gather
 from .conversions import apply_locally, parse_conversion, result_shape
+from .uneven import convert_uneven
 
 
 class _Convert(torch.autograd.Function):
@@ -41,6 +42,8 @@ def convert(x: torch.Tensor, axis: AxisHandle, text: str) -> torch.Tensor:
     """`x` in another placement on `axis`; on an axis of one rank, `x` itself."""
     if axis.size == 1:
         return x
+    if axis.shares:
+        return convert_uneven(x, axis, text)
     (result,) = apply(_Convert, (text,), axis.size, axis.coordinate, axis.group_name, x)
     return result  # type: ignore[no-any-return]
 
@@ -50,6 +53,8 @@ def convert_many(xs: Sequence[torch.Tensor], axis: AxisHandle, text: str | Seque
     if axis.size == 1:
         return tuple(xs)
     texts = (text,) * len(xs) if isinstance(text, str) else tuple(text)
+    if axis.shares:
+        return tuple(convert_uneven(x, axis, each) for x, each in zip(xs, texts, strict=True))
     return apply(_Convert, texts, axis.size, axis.coordinate, axis.group_name, *xs)  # type: ignore[no-any-return]
 
 
@@ -108,7 +113,7 @@ def start(x: torch.Tensor, axis: AxisHandle, text: str) -> PendingConversion:
     """Starts a conversion; `wait` returns its result."""
     if axis.size == 1:
         return PendingConversion(x, None, axis, text)
-    if needs_gather(parse_conversion(text)[0], x):
+    if axis.shares or needs_gather(parse_conversion(text)[0], x):
         return PendingConversion(convert(x, axis, text), None, axis, text)
     token, raw = apply(_Start, text, axis.size, axis.coordinate, axis.group_name, x)
     return PendingConversion(token, raw, axis, text)

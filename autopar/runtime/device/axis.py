@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class AxisHandle:
-    """`coordinate` is this rank's place on the axis; `group_name` is empty where the axis has one rank."""
+    """`coordinate` is this rank's place on the axis; `group_name` is empty where the axis has one rank. `shares`: the examples of
+    each rank, where the axis shards the batch unevenly."""
 
     name: str
     size: int = 1
     coordinate: int = 0
     group_name: str = ""
+    shares: tuple[int, ...] = ()
+
+    def divides(self, extent: int) -> bool:
+        """Whether the axis can shard a dimension of this size."""
+        return extent % (sum(self.shares) or self.size) == 0
+
+    def part(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part of a dimension that the axis `divides`. A view."""
+        if not self.shares:
+            return x.chunk(self.size, dim)[self.coordinate]
+        each = x.shape[dim] // sum(self.shares)
+        return x.narrow(dim, each * sum(self.shares[: self.coordinate]), each * self.shares[self.coordinate])
+
+
+def shares_of(batch: int, ranks: int) -> tuple[int, ...]:
+    """The examples of each rank: 7 over 4 are 2, 2, 2, 1."""
+    least, more = divmod(batch, ranks)
+    return tuple(least + (rank < more) for rank in range(ranks))

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..compat import group_name
 from ..errors import LaunchProblem
-from .axis import AxisHandle
+from .axis import AxisHandle, shares_of
 from .offload import HostMemory
 from .rendezvous import JOIN_SECONDS, Meeting, meet
 from .rng import seed_stream
@@ -42,6 +43,8 @@ class MeshHandle:
     pp: AxisHandle
     dp: AxisHandle
     seed_offset = 0
+    own_examples = all_examples = 0
+    """The examples of this data rank, and of all, where they have uneven shards of the batch."""
 
     def __init__(self, axes: Mapping[str, int], *, seed: int = 0) -> None:
         self.axes = {name: size for name, size in axes.items() if name != PIPELINE_AXIS} or {DATA_AXIS: 1}
@@ -132,9 +135,10 @@ class MeshHandle:
         size = prod(self.launched_axes.values())
         return stage * size + dist.get_rank() % size
 
-    def for_variant(self, whole_batch: bool) -> MeshHandle:
+    def for_variant(self, whole_batch: bool, uneven_batch: int = 0) -> MeshHandle:
         """This mesh for another program of the same ranks and groups. With `whole_batch` its data axis has one rank: every data
-        rank computes the whole batch, with random streams of its own, which all data ranks share."""
+        rank computes the whole batch, with random streams of its own, which all data ranks share. With an `uneven_batch` of so
+        many examples data ranks have uneven shards of it."""
         other = copy.copy(self)
         if whole_batch and self.dp.size > 1:
             other.axes = {name: 1 if name == DATA_AXIS else size for name, size in self.axes.items()}
@@ -142,6 +146,10 @@ class MeshHandle:
             other.handles = self.handles | {DATA_AXIS: other.dp}
             other.seed_offset = _WHOLE_BATCH
             other.seed += _WHOLE_BATCH
+        if uneven_batch:
+            other.dp = replace(self.dp, shares=shares_of(uneven_batch, self.dp.size))
+            other.handles = self.handles | {DATA_AXIS: other.dp}
+            other.own_examples, other.all_examples = other.dp.shares[other.dp.coordinate], uneven_batch
         return other
 
     def reseed(self, seed: int) -> None:

@@ -77,12 +77,12 @@ def _local_input(program: Program, name: str, tensor: torch.Tensor) -> torch.Ten
     if not text.startswith("S") or dp.size == 1:
         return tensor
     dim = int(text[2:-1])
-    if tensor.dim() <= dim or tensor.shape[dim] % dp.size:
+    if tensor.dim() <= dim or not dp.divides(tensor.shape[dim]):
         raise BatchProblem(
             f"input {name} of shape {tuple(tensor.shape)} does not divide over {dp.size} data-parallel ranks; "
             f"pass a batch whose size is a multiple of {dp.size}"
         )
-    return tensor.chunk(dp.size, dim)[dp.coordinate]
+    return dp.part(tensor, dim)
 
 
 def _with_gradient(program: Program, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ def _with_gradient(program: Program, name: str, tensor: torch.Tensor) -> torch.T
     mesh = program.mesh
     for axis in mesh.axes:
         text = program.input_placements[name].get(axis, "R")
-        if text.startswith("S") and tensor.shape[int(text[2:-1])] % mesh.axis(axis).size:
+        if text.startswith("S") and not mesh.axis(axis).divides(tensor.shape[int(text[2:-1])]):
             raise BatchProblem(
                 f"input {name} of shape {tuple(tensor.shape)} does not divide over {axis}={mesh.axis(axis).size}; "
                 f"pass a batch whose size is a multiple of {mesh.axis(axis).size}"

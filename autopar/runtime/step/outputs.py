@@ -147,17 +147,18 @@ def _as_dtensor(path: str, local: torch.Tensor, where: Mapping[str, str], mesh: 
 
 
 def _simple_placements(local: torch.Tensor, where: dict[str, str], mesh: MeshHandle) -> tuple[torch.Tensor, dict[str, str]]:
-    """Without the placements that DTensor cannot express simply: partial sums are reduced, strided shards (``S(2,3)``) are
-    gathered."""
+    """Without the placements that DTensor cannot express simply: partial sums are reduced, strided (``S(2,3)``) and uneven shards
+    are gathered."""
     for name, text in where.items():
         if text.startswith("P") and mesh.axis(name).size > 1:
             local = convert(local, mesh.axis(name), f"{text} -> R")
         if text.startswith("P"):
             where[name] = "R"
     cut = {name: found for name in mesh.axes if (found := _shard_of(where.get(name, "R")))}
-    strided = {dim for dim, count in cut.values() if count > 1}
+    odd = {name for name, (_, count) in cut.items() if count > 1 or mesh.axis(name).shares}
+    strided = {cut[name][0] for name in odd}
     names = [name for name, (dim, _) in cut.items() if dim in strided]
-    first = next((number for number, name in enumerate(names) if cut[name][1] > 1), len(names))
+    first = next((number for number, name in enumerate(names) if name in odd), len(names))
     return _gathered(local, where, names[first:], mesh)
 
 

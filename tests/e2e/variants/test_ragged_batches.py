@@ -1,0 +1,253 @@
+"""Batches that do not divide over the data ranks: uneven shards (7 examples as 4 + 3 over dp=2) equal one process, in losses,
+gradients, updated weights, statistics and outputs; where a program cannot have them, every data rank computes the whole batch."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.harness.comparison import same_gradients
+from support.harness.rank_pool import RankPool
+from support.models.routed_mlp import RoutedMlp
+from torch import Tensor, nn
+
+import autopar
+from autopar.runtime import variants
+from autopar.runtime.device.axis import shares_of
+
+WORDS = 32
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, h: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.project(h).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return h + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Language(nn.Module):
+    """With attention; the loss is a mean over the labels that count."""
+
+    def __init__(self, batch_norm: bool = False) -> None:
+        super().__init__()
+        self.words, self.layers = nn.Embedding(WORDS, 16), nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.BatchNorm1d(16) if batch_norm else nn.Identity()
+        self.head = nn.Linear(16, WORDS)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        h = self.words(x)
+        for layer in self.layers:
+            h = layer(h)
+        logits = self.head(self.norm(h.transpose(1, 2)).transpose(1, 2))
+        if y is None:
+            return logits
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+class Contrastive(nn.Module):
+    """Every example beside all others: a matrix of B x B, with a mean over both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 12)) for _ in range(2))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        scores = self.left(a) @ self.right(b).T
+        return (
+            nn.functional.cross_entropy(scores, torch.arange(a.shape[0], device=a.device))
+            + (scores**2).mean()
+            + self.left(a).std(0).mean()
+        )
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def words(size: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randint(0, WORDS, (2, size, 12), generator=generator)
+    y[torch.arange(size) % 3 == 1, 4:] = -100  # ranks have other numbers of labels that count
+    return {"x": x, "y": y}
+
+
+def routed(size: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": randn(size, 12, 16, seed=seed), "labels": torch.randint(0, 8, (size, 12), generator=generator)}
+
+
+def pairs(size: int, seed: int = 0) -> dict[str, Tensor]:
+    return {"a": randn(size, 8, seed=seed), "b": randn(size, 8, seed=seed + 1)}
+
+
+def shares_of_last_call(parallel: Any) -> tuple[int, ...]:
+    """Those of the data axis in the program that was met last; none where each data rank computes the whole batch."""
+    shares: tuple[int, ...] = next(reversed(parallel.variants.known.values())).program.mesh.dp.shares
+    return shares
+
+
+def trains(force: str, model: Callable[[], nn.Module], batch: Callable[..., dict[str, Tensor]], uneven: bool = True) -> Any:
+    """Steps of 8 and of ragged batches equal one process, and are in uneven shards; both models."""
+    torch.manual_seed(1)
+    plain = model().double()
+    parallel = autopar.parallelize(plain, "local:4", batch(8), force=force, cache=False)
+    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (parallel, plain)]
+    for number, size in enumerate((8, 7, 5, 7, 8)):
+        losses = []
+        for each, optimizer in zip((parallel, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            result = each(**batch(size, number))
+            loss = result[-1] if isinstance(result, tuple) else result
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-9), size
+        for optimizer in optimizers:
+            optimizer.step()
+        same_gradients(parallel, plain)
+        dp = parallel.program.mesh.dp.size
+        if size % dp and uneven:
+            assert shares_of_last_call(parallel) == shares_of(size, dp), size
+    held = parallel.full_state()
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(held[name], tensor, rtol=1e-8, atol=1e-10, msg=name)
+    return parallel, plain
+
+
+def language_model(force: str) -> None:
+    """And two calls before a backward."""
+    parallel, plain = trains(force, Language, words)
+    first, second = (parallel(**words(size))[1] for size in (7, 5))
+    (first + second).backward()
+    sum(plain(**words(size))[1] for size in (7, 5)).backward()
+    same_gradients(parallel, plain)
+
+
+def evaluated_and_compiled(force: str) -> None:
+    """Logits in evaluation, and compiled blocks."""
+    torch.manual_seed(1)
+    plain = Language(batch_norm=True).double()
+    parallel = autopar.parallelize(plain, "local:4", words(8), force=force, cache=False, compile="aot_eager")
+    for size in (7, 5, 8):
+        for model in (parallel, plain):
+            model(**words(size))[1].backward()
+        same_gradients(parallel, plain)
+    parallel.eval()
+    plain.eval()
+    with torch.no_grad():
+        for size in (7, 5):
+            x = words(size)["x"]
+            torch.testing.assert_close(parallel(x), plain(x), rtol=1e-9, atol=1e-11)
+
+
+def recomputed(force: str) -> None:
+    """The backward of a call runs its forward again after a call of another size."""
+    degrees = {"tp": "1", **dict(item.split("=") for item in force.split(","))}
+    configuration = f"tp={degrees['tp']},pp=1,zero={degrees['zero']},micro_batches=1,recompute=full,zero_group=0"
+    torch.manual_seed(1)
+    plain = Language().double()
+    parallel = autopar.parallelize(plain, "local:4", words(8), force=f"{configuration},sequence_parallel=0", cache=False)
+    assert any(block.recompute for block in parallel.program.blocks())
+    for model in (parallel, plain):
+        sum(model(**words(size))[1] for size in (7, 5, 8)).backward()
+    same_gradients(parallel, plain)
+
+
+def batch_norm(force: str) -> None:
+    trains(force, lambda: Language(batch_norm=True), words)
+
+
+def contrastive(force: str) -> None:
+    trains(force, Contrastive, pairs)
+
+
+def mixture_of_experts(force: str) -> None:
+    trains(force, RoutedMlp, routed)
+
+
+def experts_on_an_axis(force: str) -> None:
+    """Where the batch is on the axis of the experts too, the data ranks cannot have uneven shards, or can: both are exact."""
+    trains(force, RoutedMlp, routed, uneven=False)
+    trains(force, lambda: RoutedMlp(capacity=1.0, flat=True), routed, uneven=False)
+
+
+def losses_outside(force: str) -> None:
+    """Full outputs that take gradients, gradients into inputs, and outputs as DTensors."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5)).double()
+    parallel = autopar.parallelize(plain, "local:4", (randn(8, 8),), force=force, cache=False)
+    for size in (8, 7, 5):
+        inputs = [randn(size, 8, seed=size).requires_grad_() for _ in range(2)]
+        for model, x in zip((parallel, plain), inputs, strict=True):
+            model.zero_grad()
+            result = model(x)
+            assert result.shape == (size, 5)
+            (nn.functional.cross_entropy(result, torch.arange(size) % 5) + result.square().mean()).backward()
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-9, atol=1e-11)
+        same_gradients(parallel, plain)
+    assert sum(shares_of_last_call(parallel)) == 5
+    torch.manual_seed(1)
+    scored = Language().double()
+    parallel = autopar.parallelize(scored, "local:4", words(8), force=force, outputs=("0:dtensor",), cache=False)
+    found = parallel(**words(7))[0]
+    torch.testing.assert_close(found.full_tensor(), scored(**words(7))[0], rtol=1e-9, atol=1e-11)
+
+
+def whole_where_it_must(force: str) -> None:
+    """Statistics of each data rank's own examples, and a batch with fewer examples than data ranks; a line says so."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level = variants.LOGGER.level
+    variants.LOGGER.addHandler(handler)
+    variants.LOGGER.setLevel(logging.INFO)
+    try:
+        for norm, size in ((True, 7), (True, 5), (False, 1), (False, 7)):
+            torch.manual_seed(1)
+            plain = Language(norm).double()
+            parallel = autopar.parallelize(plain, "local:4", words(8), force=force, batch_norm="local", cache=False)
+            for model in (parallel, plain):
+                model(**words(size))[1].backward()
+            same_gradients(parallel, plain)
+            assert bool(shares_of_last_call(parallel)) == (size == 7 and not norm)
+    finally:
+        variants.LOGGER.removeHandler(handler)
+        variants.LOGGER.setLevel(level)
+    dp = parallel.program.mesh.dp.size
+    for words_of_it in (
+        f"no uneven shards of 7 examples over dp={dp}: .*takes the statistics of a rank's examples",
+        f"whole on each of {dp} data ranks",
+        f"7 examples as {' [+] '.join(map(str, shares_of(7, dp)))} over dp",
+    ):
+        assert any(re.search(words_of_it, line) for line in lines) == (torch.distributed.get_rank() == 0), lines
+
+
+FORCES = [
+    "dp=2,tp=2,zero=3",
+    *(pytest.param(force, marks=pytest.mark.slow) for force in ("dp=2,tp=2,zero=0", "dp=4,zero=3", "dp=4,zero=1")),
+]
+CHECKS = [
+    *(language_model, batch_norm, losses_outside, mixture_of_experts),
+    *(
+        pytest.param(check, marks=pytest.mark.slow)
+        for check in (contrastive, recomputed, whole_where_it_must, evaluated_and_compiled)
+    ),
+]
+
+
+@pytest.mark.parametrize("force", FORCES)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_ragged_batches(check: Any, force: str, ranks: RankPool) -> None:
+    ranks.run(check, force)
+
+
+@pytest.mark.slow
+def test_experts_on_an_axis(ranks: RankPool) -> None:
+    ranks.run(experts_on_an_axis, "dp=2,ep=2,zero=3")
