@@ -15,6 +15,7 @@ from autopar.capture.normalize.means import broadcasts, mean_losses
 from autopar.capture.normalize.random import random_numbers
 from autopar.capture.normalize.simplify import casts, factories, no_ops, reshapes
 from autopar.capture.normalize.unflatten import unflatten
+from autopar.capture.normalize.whole_index import whole_indices
 from autopar.capture.normalize.writes import copies, filled
 
 REWRITES = (
@@ -26,6 +27,7 @@ REWRITES = (
     factories,
     random_numbers,
     broadcasts,
+    whole_indices,
     drop_dead,
     mask_recovery,
     grouped_heads,

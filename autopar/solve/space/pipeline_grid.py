@@ -118,8 +118,8 @@ def pipeline_points(graph: Graph, cluster: Cluster, force: Mapping[str, int], re
 
 
 def _no_point_reason(graph: Graph, force: Mapping[str, int], one_micro_batch: str) -> str:
-    if MICRO in force:
-        reason = one_micro_batch or f"times no data degree of these meshes it divides the batch of {graph.batch}"
+    if MICRO in force and not one_micro_batch:
+        reason = f"times no data degree of these meshes it divides the batch of {graph.batch}"
         return f"micro={force[MICRO]} cannot be: {reason}; force a divisor"
     if one_micro_batch:
         return f"a pipeline of {force['pp']} stages takes several micro-batches, but {one_micro_batch}: plan without one (pp=1)"
