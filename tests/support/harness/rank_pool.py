@@ -17,9 +17,11 @@ import io
 import logging
 import os
 import pickle
+import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -37,6 +39,12 @@ MOST_GROUPS = 45
 
 class RankError(AssertionError):
     """A rank failed; the text is its traceback."""
+
+
+class RankCrash(RankError):
+    """A process of the pool crashed in C++. Once in some ten thousand runs, a thread of gloo (``pt_gloo_runloop``) found a broken
+    heap in malloc, for a reason that is not known: the processes of the pool live long, and anything before may be the cause.
+    Such a run is made again, once, with a warning; faulthandler writes to stderr where each thread was."""
 
 
 class RankPool:
@@ -60,6 +68,15 @@ class RankPool:
         self, function: Callable[..., Any] | str, *args: Any, world: int = 4, timeout: float = 60.0, **kwargs: Any
     ) -> list[Any]:
         """Results by rank. `function` is one of a module, or ``"path/file.py:name"`` (relative to the repository)."""
+        try:
+            return self._run(function, args, kwargs, world, timeout)
+        except RankCrash as crash:
+            warnings.warn(f"{_address(function)} is run again, since {crash}", stacklevel=2)
+            return self._run(function, args, kwargs, world, timeout)
+
+    def _run(
+        self, function: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any], world: int, timeout: float
+    ) -> list[Any]:
         processes = self.sets.get(world)
         if processes is None or not processes.alive():
             processes = self.sets[world] = _Processes(self, world)
@@ -187,7 +204,11 @@ class _Processes:
                 timeout = min(timeout, waited + 1)
         bad = [(rank, answer[1]) for rank, answer in enumerate(answers) if answer is not None and not answer[0]]
         if bad:
-            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in bad))
+            crashed = any(
+                f"status -{number:d}" in text for _, text in bad for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
+            )
+            kind = RankCrash if crashed else RankError
+            raise kind("\n".join(f"rank {rank}: {text}" for rank, text in bad))
         late = [rank for rank, answer in enumerate(answers) if answer is None]
         if late:
             raise RankError(f"ranks {late} gave no answer for {address} within {timeout:g} s")
