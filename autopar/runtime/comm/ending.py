@@ -18,7 +18,7 @@ from typing import IO, Any
 
 NEVER = float("inf")
 """Moments are those of `time.monotonic`."""
-OWN_SHARE = 0.8
+OWN_SHARE = 0.6
 """Of the patience: how long a process in which an exception was uncaught may take to end."""
 _SHORTEST_SECONDS = 0.2
 _longest_patience = 0.0
