@@ -1,7 +1,7 @@
 """A process of a run that has failed ends within a time, whatever its threads, destructors and handlers at exit wait for.
 
-Python joins threads, runs handlers and destroys objects when it ends, and a process group's destructor waits for collectives
-whose peers may be stopped: for 30 minutes. The timer here is a thread of `faulthandler`, which needs no interpreter.
+Python joins threads, runs handlers and destroys objects when it ends, and a process group may wait in its destructor for
+collectives whose peers are stopped. The timer here is a thread of `faulthandler`, which needs no interpreter.
 """
 
 from __future__ import annotations
