@@ -1,7 +1,7 @@
 """A process of a run that has failed ends within a time, whatever its threads, destructors and handlers at exit wait for.
 
-Python joins threads, runs handlers and destroys objects when it ends, and a process group's destructor waits for collectives
-whose peers may be stopped: for 30 minutes. The timer here is a thread of `faulthandler`, which needs no interpreter.
+Python joins threads, runs handlers and destroys objects when it ends, and a process group may wait in its destructor for
+collectives whose peers are stopped. The timer here is a thread of `faulthandler`, which needs no interpreter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import IO, Any
 
 NEVER = float("inf")
 """Moments are those of `time.monotonic`."""
-OWN_SHARE = 0.8
+OWN_SHARE = 0.6
 """Of the patience: how long a process in which an exception was uncaught may take to end."""
 _SHORTEST_SECONDS = 0.2
 _longest_patience = 0.0
