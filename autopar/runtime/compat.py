@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -102,6 +104,8 @@ _BACKWARD_TRANSLATORS: list[Callable[[Exception], Exception | None]] = []
 def translate_backward_errors(translate: Callable[[Exception], Exception | None], *, first: bool = False) -> None:
     """An error that ends any backward of this process is passed to each translation, and what that returns goes on in its place.
     Seen on 2.13.0: Tensor.backward, torch.autograd.backward and torch.autograd.grad all go through this function."""
+    if translate in _BACKWARD_TRANSLATORS:
+        return
     _BACKWARD_TRANSLATORS.insert(0 if first else len(_BACKWARD_TRANSLATORS), translate)
     outer: Any = torch.autograd
     original = outer._engine_run_backward
@@ -166,6 +170,14 @@ def _param_groups(state: Any) -> list[Any]:
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
+def train_more(root: nn.Module) -> None:
+    """Tells FSDP2's modules in `root` that further parameters of theirs train, whose dtypes they took down at the first forward.
+    Seen on 2.13.0."""
+    for module in root.modules():
+        for group in _param_groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
+            group._init_mp_dtypes()
+
+
 def finish_backward(root: Any) -> None:
     """Runs FSDP2's end of a backward of `root`: reduces the gradients of each module that were not reduced yet, then waits as
     ``set_is_last_backward`` says. Seen on 2.13.0."""
@@ -196,6 +208,32 @@ def whole_items() -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def further_operations() -> None:
+    """Teaches DTensor ``x[mask] = number`` where the mask is placed like `x`, and ``_foreach_copy_`` (both are in
+    `torch.optim.Rprop`): 2.13.0 has no rule for them."""
+    write = torch.ops.aten.index_put_.default
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+
+    def put(op: Any, args: Any, kwargs: Any) -> Any:
+        x, indices, value, *more = args
+        mask: Any = indices[0] if len(indices) == 1 else None
+        alike = isinstance(mask, DTensor) and mask.dtype == torch.bool and mask.placements == x.placements
+        if alike and not more and not kwargs and not value.dim() and not any(each.is_partial() for each in x.placements):
+            x._local_tensor.masked_fill_(mask._local_tensor, value.to_local() if isinstance(value, DTensor) else value)
+            return x
+        del handlers[write]
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[write] = put
+
+    def copy_all(op: Any, args: Any, kwargs: Any) -> None:
+        for target, source in zip(args[0], args[1], strict=True):
+            target.copy_(source, *args[2:], **kwargs)
+
+    handlers[write], handlers[torch.ops.aten._foreach_copy_.default] = put, copy_all
 
 
 def whole(value: DTensor) -> DTensor:

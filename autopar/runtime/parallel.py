@@ -14,13 +14,14 @@ from torch.utils.data import DistributedSampler
 from .comm.agreement import Stated, agree_on_batch, program_digest, refused_together, require_agreement, stated_step
 from .comm.heartbeat import Heartbeat, start_heartbeat
 from .comm.peer_watch import PATIENCE_SECONDS
-from .compat import in_backward, save_strided_shards, whole_items
+from .compat import further_operations, in_backward, save_strided_shards, whole_items
 from .copies import copied
 from .device.mesh import MeshHandle
 from .errors import BatchProblem, RuntimeProblem
 from .generate import generate
 from .module import Program
 from .ops.expert_load import MeasuredExpertLoad, gather_expert_load, recording_copies
+from .pipeline.other_stages import further_tensors
 from .pipeline.pipeline_step import PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .pipeline.weight_versions import PipeDreamStep
@@ -35,6 +36,7 @@ from .step.inputs import NamedBatch, bind_arguments, bind_named_batch, local_inp
 from .step.micro_batches import StepResult
 from .step.out_of_memory import MemoryGuard
 from .step.outputs import build_result, plain_result, returned_outputs
+from .step.penalties import explain_penalties, with_plain_gradient
 from .step.same_batch import check_same_batch, is_checked
 from .step.step_checks import StepChecks
 from .variants import KeyedCall, MadeVariant, Variant, Variants
@@ -92,6 +94,8 @@ class Parallel(ShardedModule):
         super().__init__()
         save_strided_shards()
         whole_items()
+        further_operations()
+        explain_penalties()
         # FSDP2 warns of in-place writes into views that a block returns; generated code never writes in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         # The generated modules are not registered as children: their parameters are not the canonical ones.
@@ -131,6 +135,9 @@ class Parallel(ShardedModule):
         if plain is not None:
             plain.complete(self.state.index.specs, source if callable(source) else source.__getitem__)
             self.__dict__["plain"] = plain
+            for name, tensor in further_tensors(self.state, plain.names).items():
+                node, leaf = self._node(name)
+                node.__dict__.setdefault("further_tensors", {})[leaf] = tensor
             program.train(plain.training)
         self.__dict__["compiler"] = "inductor" if compile is True else compile
         if compile:
@@ -151,7 +158,7 @@ class Parallel(ShardedModule):
                 assert child is not None
                 node = child
             if isinstance(node, Container):
-                node.stands_for(type(module))
+                node.stands_for(module)
                 node.training = module.training
             nodes.append(node)
         self.__dict__["mode_modules"] = nodes
@@ -206,9 +213,13 @@ class Parallel(ShardedModule):
         """The model's result for the global batch, which every rank passes, or for a `local_batch`: the loss and the outputs that
         were asked for, in the model's own result class if it has one; of a model without a loss its outputs, which take
         gradients. A call in another mode, with other arguments or of other sizes than before has its program made first."""
+        if torch.is_inference_mode_enabled():  # what is made in it (programs, gathered weights) could never train
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(*args, **batch)
+        with self._refused_together():
+            more = self.variants is not None and not isinstance(self.pipeline_step, PipeDreamStep)
+            check_parameters(self.state.parameters, lambda name: more or self.state.specs[name].trainable)
         if self.plain is not None:
-            with self._refused_together():
-                check_parameters(self.state.parameters, lambda name: self.state.specs[name].trainable)
             self.plain.check_frozen()
         variant, training = self._variant(args, batch)
         inputs = self._inputs(variant.program, args, batch)
@@ -218,7 +229,7 @@ class Parallel(ShardedModule):
                 buckets.reset()
         loss, others = self._run(variant, inputs, training)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            loss = loss.clone()  # autograd allows no ``loss /= steps`` on what a Function returns as a view
+            loss = with_plain_gradient(loss, self.program.mesh.pp.size)
         if not torch.is_grad_enabled():
             reshard_all(self.program)
         program = variant.program
@@ -244,8 +255,7 @@ class Parallel(ShardedModule):
                 given if isinstance(given, LocalBatch) else batch,
                 self.program.mesh.dp.size if local else 1,
             )
-            self.variants.agree(call, self.program.mesh.describe)
-            return self.variants.find(call)
+            return self.variants.find(self.variants.agree(call, self.program.mesh.describe))
 
     def _check_mode(self) -> None:
         """RuntimeProblem where this program does not compute what the model does in evaluation."""

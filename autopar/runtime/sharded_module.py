@@ -51,11 +51,14 @@ class ShardedModule(nn.Module):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Also plain attributes of the model (``config``) and methods of its class, which are bound to this object."""
+        """Also plain attributes of the model (``config``) and methods of its class, which are bound to this object; parameters of
+        other stages of a pipeline have no values."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            plain = self.__dict__.get("plain")
+            plain, further = self.__dict__.get("plain"), self.__dict__.get("further_tensors", {})
+            if name in further:
+                return further[name]
             if plain is None:
                 raise
         return plain.attribute(self, name)

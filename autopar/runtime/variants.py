@@ -19,6 +19,7 @@ from .module import Program
 from .pipeline.pipeline_step import PipelineStep
 from .pipeline.weight_versions import PipeDreamStep
 from .state.materialize import State
+from .state.unfreeze import UnfrozenParameters
 from .step.inputs import arguments_by_name, constant_text, path_word
 from .step.micro_batches import Batch, StepResult, run_micro_batches, split_result
 
@@ -31,13 +32,14 @@ LOGGER = logging.getLogger("autopar")
 class CallKey(NamedTuple):
     """What selects a variant. `modes`: training or evaluation, of each module. `leaves`: each argument by its path, in words that
     leave the batch size out. `division`: how the batch divides over data ranks and micro-batches. `outputs`: what is asked for
-    beside the loss in this call."""
+    beside the loss in this call. `unfrozen`: parameters that were frozen when the plan was made, and get gradients now."""
 
     modes: tuple[bool, ...]
     leaves: tuple[tuple[str, str], ...]
     division: str
     gradients: bool
     outputs: tuple[str, ...] = ()
+    unfrozen: tuple[str, ...] = ()
 
 
 class KeyedCall(NamedTuple):
@@ -52,7 +54,8 @@ class KeyedCall(NamedTuple):
     def words(self) -> str:
         """For messages."""
         inputs = ", ".join(f"{path} {text}" for path, text in self.key.leaves)
-        return f"{inputs}, batch {self.batch}{'' if all(self.key.modes) else ', in evaluation'}"
+        trained = f", with gradients of {self.key.unfrozen[0]} ..." if self.key.unfrozen else ""
+        return f"{inputs}, batch {self.batch}{'' if all(self.key.modes) else ', in evaluation'}{trained}"
 
 
 class MadeVariant(NamedTuple):
@@ -136,6 +139,7 @@ class Variants:
         self.known: OrderedDict[tuple[CallKey, int], Variant] = OrderedDict()
         self.control: dist.ProcessGroup | None = None
         self.outputs: tuple[str, ...] = ()
+        self.unfrozen = UnfrozenParameters(first.state)
 
     def call(self, modes: tuple[bool, ...], args: tuple[Any, ...], keywords: Mapping[str, Any], times: int = 1) -> KeyedCall:
         """A call in words. `times`: how often the global batch holds that of the arguments."""
@@ -195,18 +199,25 @@ class Variants:
                     "fewer lengths", MOST_VARIANTS
                 )  # fmt: skip
 
-    def agree(self, call: KeyedCall, describe: Callable[[int], str]) -> None:
-        """MismatchProblem on all ranks where they call different variants, or with batches of different sizes."""
-        if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
-            return
-        if self.control is None:
-            self.control = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else dist.group.WORLD
-        number = hash_of((*call.key, call.batch))
-        both = torch.tensor([number, -number])
-        dist.all_reduce(both, dist.ReduceOp.MAX, self.control)
-        if both.sum():
-            stated = Stated(call.words(), "call it alike on every rank, with the global batch or with local_batch on all")
-            require_agreement({"a call with": stated}, describe)
+    def agree(self, call: KeyedCall, describe: Callable[[int], str]) -> KeyedCall:
+        """The call, with the parameters of all stages that train now. MismatchProblem on all ranks where they call different
+        variants, or with batches of different sizes."""
+        changed = self.unfrozen.changed()
+        several = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+        if several:
+            if self.control is None:
+                self.control = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else dist.group.WORLD
+            number = hash_of((*call.key, call.batch))
+            said = torch.tensor([number, -number, changed])
+            dist.all_reduce(said, dist.ReduceOp.MAX, self.control)
+            if said[0] != -said[1]:
+                stated = Stated(call.words(), "call it alike on every rank, with the global batch or with local_batch on all")
+                require_agreement({"a call with": stated}, describe)
+            changed = bool(said[2])
+        if changed:
+            self.unfrozen.agree(several, describe)
+        unfrozen = self.unfrozen.names if torch.is_grad_enabled() else ()
+        return call._replace(key=call.key._replace(unfrozen=unfrozen))
 
 
 def hash_of(value: object) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -68,7 +68,7 @@ class VariantMaker:
         return MadeVariant(module.Program, form, 0 if graph.batch_is_symbolic else graph.batch, not shared)
 
     def _planned(self, call: KeyedCall) -> tuple[Graph, Candidate]:
-        with in_modes(self.model, call.key.modes):
+        with in_modes(self.model, call.key.modes), unfrozen(self.model, call.key.unfrozen):
             graph = self._captured(call)
         found = plan_variant(graph, self.plan, self.cluster, self.registry)
         division = "" if found[1].mesh.size_of(DATA_AXIS) == self.plan.candidate.mesh.size_of(DATA_AXIS) else (
@@ -107,6 +107,20 @@ def _tensors(arguments: dict[str, Any]) -> Any:
         return torch.as_tensor(x) if hasattr(x, "__array__") and not isinstance(x, torch.Tensor) else x
 
     return tree_map_only(object, made, arguments)
+
+
+@contextmanager
+def unfrozen(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """The model with these parameters taking gradients, and as it was afterwards."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    frozen = [own[name] for name in names if not own[name].requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 @contextmanager

@@ -270,6 +270,45 @@ def reductions() -> Any:
     return before, indices, {name: parameters[name].grad.full_tensor().tolist() for name in ("a", "b")}  # type: ignore[union-attr]
 
 
+def trained_later() -> list[list[float]]:
+    """A sharded module whose parameters were all frozen in its first forward."""
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    layer = nn.Linear(4, 2, bias=False)
+    nn.init.ones_(layer.weight)
+    layer.requires_grad_(False)
+    fully_shard(layer, mesh=MeshHandle({"dp": 2}).device_mesh["dp"])
+    layer(torch.ones(1, 4))
+    layer.weight.requires_grad_(True)
+    compat.train_more(layer)
+    layer(torch.ones(1, 4)).sum().backward()
+    return layer.weight.grad.full_tensor().tolist()  # type: ignore[no-any-return, union-attr]
+
+
+def test_parameters_that_train_later_are_reduced(ranks: RankPool) -> None:
+    assert ranks.run(trained_later, world=2) == [[[1.0] * 4] * 2] * 2
+
+
+def masked() -> tuple[list[list[float]], list[list[float]], list[float]]:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    compat.further_operations()
+    mesh = MeshHandle({"dp": 2}).device_mesh["dp"]
+    x = distribute_tensor(torch.arange(8.0).view(4, 2) - 4, mesh, [Shard(0)])
+    x[x.lt(0)] = 9.0
+    whole = distribute_tensor(torch.zeros(3), mesh, [Replicate()])
+    whole[torch.tensor([1])] = 7.0  # another index goes its usual way
+    other = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+    torch._foreach_copy_([other], [x])
+    return x.full_tensor().tolist(), other.full_tensor().tolist(), whole.full_tensor().tolist()
+
+
+def test_masked_writes(ranks: RankPool) -> None:
+    expected = [[9.0, 9.0], [9.0, 9.0], [0.0, 1.0], [2.0, 3.0]]
+    assert ranks.run(masked, world=2) == [(expected, expected, [0.0, 7.0, 0.0])] * 2
+
+
 def test_gradients_are_reduced_when_asked(ranks: RankPool) -> None:
     for before, indices, gradients in ranks.run(reductions, world=2):
         assert before == 2 and indices == [[]]

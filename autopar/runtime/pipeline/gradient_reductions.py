@@ -70,7 +70,8 @@ class GradientReductions:
 
     def reduce_tied(self) -> None:
         """Sums the gradients of parameters that several stages have."""
-        works = [dist.all_reduce(_gradient(parameter), group=group, async_op=True) for parameter, group in self.tied]
+        training = [(parameter, group) for parameter, group in self.tied if parameter.requires_grad]
+        works = [dist.all_reduce(_gradient(parameter), group=group, async_op=True) for parameter, group in training]
         for work in works:
             assert work is not None
             work.wait()
@@ -154,7 +155,7 @@ class _ChunkReductions:
 def _tied(program: PipelineProgram, state: State) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
     """This rank's parameters that other stages have too, with the process group of those stages. All ranks must call."""
     mesh, index = program.mesh, state.index
-    shared = {n: stages for n, stages in index.holders.items() if len(stages) > 1 and _trains(state, n)}
+    shared = {n: stages for n, stages in index.holders.items() if len(stages) > 1 and not index.specs[n].buffer}
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for stages in sorted(set(shared.values())):
         for pipeline in mesh.pipeline_groups:
@@ -163,11 +164,6 @@ def _tied(program: PipelineProgram, state: State) -> list[tuple[nn.Parameter, di
             if dist.get_rank() in members:
                 groups[stages] = group
     return [(state.parameters[name], groups[stages]) for name, stages in shared.items() if stages in groups]
-
-
-def _trains(state: State, name: str) -> bool:
-    spec = state.index.specs[name]
-    return spec.trainable and not spec.buffer
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -30,6 +30,8 @@ def accumulate_gradient(canonical: nn.Parameter, local: torch.Tensor) -> None:
             canonical.grad = gradient_of(canonical, gradient)
         else:
             assert isinstance(canonical.grad, DTensor)
+            if canonical.grad.placements != data.placements:  # of a penalty that the user has added
+                canonical.grad = gradient_of(canonical, canonical.grad.redistribute(placements=data.placements))
             canonical.grad.to_local().add_(local)
 
 
@@ -123,9 +125,10 @@ class GradientBuckets:
         self.buckets: list[GradientBucket] = []
         for members in groups:
             for dtype in dict.fromkeys(parameter.dtype for parameter in members):
-                self._add({p: c for p, c in members.items() if p.dtype == dtype and p.requires_grad})
+                self.add({p: c for p, c in members.items() if p.dtype == dtype and p.requires_grad})
 
-    def _add(self, members: dict[nn.Parameter, nn.Parameter]) -> None:
+    def add(self, members: dict[nn.Parameter, nn.Parameter]) -> None:
+        """One more bucket, of replicated parameters of one dtype that train."""
         if not members:
             return
         bucket = GradientBucket(members)

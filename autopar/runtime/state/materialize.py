@@ -198,12 +198,7 @@ def materialize(program: Program, source: WeightSource) -> State:
 def _stage_gradients(mesh: MeshHandle, index: ParameterIndex) -> StageGradients | None:
     if mesh.pp.size == 1:
         return None
-    training = {stage for n, stages in index.holders.items() if _trains(index.specs[n]) for stage in stages}
-    return StageGradients(mesh, index.holders, len(training) == mesh.pp.size)
-
-
-def _trains(spec: ParameterSpec) -> bool:
-    return spec.trainable and not spec.buffer
+    return StageGradients(mesh, index.holders, index.every_stage_trains(mesh.pp.size))
 
 
 @dataclass

@@ -214,9 +214,20 @@ class Container(nn.Module):
     """A module of the model by its path, with its parameters and its mode. It computes nothing, so its hooks would never run; to
     ``isinstance`` it is of the class that it stands for."""
 
-    def stands_for(self, kind: type[nn.Module]) -> None:
-        """Says of which class the module of the plain model is."""
-        self.__dict__["kind"] = kind
+    def stands_for(self, module: nn.Module) -> None:
+        """Says which module of the plain model it is; `module` is without data."""
+        self.__dict__["kind"], self.__dict__["without_data"] = type(module), module
+
+    def __getattr__(self, name: str) -> Any:
+        """Also tied parameters, those of other stages of a pipeline, without values, and what the module has beside tensors and
+        modules (``in_features``)."""
+        further = self.__dict__.get("further_tensors", {})
+        plain = getattr(self.__dict__.get("without_data"), "__dict__", {})
+        if name in further:
+            return further[name]
+        if name in plain and not name.startswith("_") and not isinstance(plain[name], torch.Tensor):
+            return plain[name]
+        return super().__getattr__(name)
 
     def __getitem__(self, key: int | str) -> nn.Module:
         """A child, as of ModuleList, Sequential and ModuleDict."""
@@ -256,10 +267,10 @@ def _own_hooks(module: nn.Module) -> Iterator[bool]:
         yield not str(owner).startswith("torch.")
 
 
-def check_parameters(parameters: Mapping[str, nn.Parameter], trainable: Callable[[str], bool]) -> None:
-    """Before a call: StateProblem where a frozen parameter was made trainable, or one has a hook that would never run."""
+def check_parameters(parameters: Mapping[str, nn.Parameter], may_train: Callable[[str], bool]) -> None:
+    """Before a call: StateProblem where a parameter trains that may not, or one has a hook that would never run."""
     for name, parameter in parameters.items():
-        if parameter.requires_grad and not trainable(name):
+        if parameter.requires_grad and not may_train(name):
             raise StateProblem(
                 f"{name} was frozen when the plan was made and requires a gradient now, which the program does not compute: call "
                 "requires_grad_(True) before autopar.parallelize"

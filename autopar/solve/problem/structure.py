@@ -139,7 +139,9 @@ class _Builder:
         if number in {self.boundary.class_of(value.name) for value in self.graph.inputs}:
             return (tuple(data if axis == self.data else Replicate() for axis in range(len(self.mesh.sizes))),)
         if number in self.stored:
-            return (tuple(data if axis == self.data else place for axis, place in enumerate(self.stored[number])),)
+            whole = [Replicate(), Invariant()]  # which of them depends on whether it trains
+            given = (replicated if place in whole else place for place in self.stored[number])
+            return (tuple(data if axis == self.data else place for axis, place in enumerate(given)),)
         parameter = slots[0].side == "param"
         buffer = parameter and self.boundary.parameter(slots[0]).buffer
         per_axis: list[dict[Placement, None]] = []

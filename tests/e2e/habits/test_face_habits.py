@@ -55,6 +55,16 @@ def read_attributes(plan: str) -> None:
     assert parallel.parameter_count() == model.parameter_count()
     with pytest.raises(AttributeError, match="has an attribute 'nothing'"):
         parallel.nothing  # noqa: B018
+    assert parallel.head.weight is parallel.words.weight and parallel.head.in_features == model.head.in_features
+    for name, parameter in model.named_parameters():
+        if name == "unused":
+            continue
+        *path, leaf = name.split(".")
+        mine = getattr(parallel.get_submodule(".".join(path)), leaf)
+        assert (mine.shape, mine.dim(), mine.dtype) == (parameter.shape, parameter.dim(), parameter.dtype)
+        assert mine.numel() == parameter.numel() and len(mine) == len(parameter)
+        if name not in dict(parallel.named_parameters()):
+            assert f"{name} is on stage" in refusal(lambda each=mine: each.sum())  # type: ignore[misc]
 
 
 def free_the_plain_model(plan: str) -> None:

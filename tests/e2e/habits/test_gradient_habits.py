@@ -42,11 +42,18 @@ def frozen_before(plan: str) -> None:
 
 def frozen_later(plan: str) -> None:
     parallel, reference = parallel_of(net(), plan), net()
-    names = [name for name, _ in reference.named_parameters() if name.startswith("layers.0")]
+    names = [[name for name, _ in reference.named_parameters() if name.startswith(start)] for start in ("layers.0", "words")]
 
     def freeze(model: nn.Module) -> Callable[[int], None]:
+        """A layer, then the tied weights, which several stages of a pipeline have."""
         own = dict(model.named_parameters())
-        return lambda index: [own[name].requires_grad_(False) for name in names if name in own] and None if index == 0 else None
+
+        def after_step(index: int) -> None:
+            for name in names[index] if index < 2 else ():
+                if name in own:
+                    own[name].requires_grad_(False)
+
+        return after_step
 
     batches = [batch(seed) for seed in range(3)]
     found = train(parallel, batches, adamw(), after_step=freeze(parallel))
@@ -64,14 +71,39 @@ def frozen_later_on_the_plain_model(plan: str) -> str:
 
 
 @of("frozen 0 1")
-def unfrozen_later(plan: str) -> str:
-    model = net()
-    model.layers.requires_grad_(False)
-    parallel = parallel_of(model, plan)
-    for name, parameter in parallel.named_parameters():
-        if name.startswith("layers."):
-            parameter.requires_grad_(True)
-    return refusal(lambda: parallel(**batch()))
+def unfrozen_later(plan: str) -> None:
+    """Layer after layer, as a script that fine-tunes does; then one is frozen again."""
+    models = [net(), net()]
+    for model in models:
+        model.layers.requires_grad_(False)
+    parallel, reference = parallel_of(models[0], plan), models[1]
+    weight = dict(parallel.named_parameters())["layers.0.up.weight"] if dist.get_rank() == 0 else nn.Parameter(torch.empty(0))
+    weight.requires_grad_(dist.get_rank() == 0)
+    assert "layers.0.up.weight.requires_grad" in refusal(lambda: parallel(**batch()))
+    weight.requires_grad_(False)
+    changes = [("layers.1.", True), ("layers.0.", True), ("layers.1.", False), ("layers.1.", True)]
+
+    def change(model: nn.Module) -> Callable[[int], None]:
+        def after_step(index: int) -> None:
+            for name, parameter in model.named_parameters():
+                if name.startswith(changes[index][0]):
+                    parameter.requires_grad_(changes[index][1])
+            with torch.no_grad():
+                model(**batch(9))
+
+        return after_step
+
+    batches = [batch(seed) for seed in range(len(changes))]
+    found, expected = (
+        train(model, batches, torch.optim.AdamW(model.parameters()), after_step=change(model)) for model in (parallel, reference)
+    )
+    state = {name: tensor for name, tensor in found.state.items() if name in expected.state}
+    assert not (wrong := training_differences(found._replace(state=state), expected)), wrong[:3]
+    assert not (wrong := different_numbers("clip", clipped(parallel, clip_all), clipped(reference, clip_all), 1e-9)), wrong
+
+
+def clip_all(model: nn.Module) -> Tensor:
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
 
 
 def noop(*args: Any) -> None:
@@ -188,6 +220,42 @@ def accumulate(plan: str) -> None:
     found, expected = run(parallel_of(net(), plan)), run(net())
     for name in found:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-9)
+
+
+def penalty(plan: str) -> None:
+    """L2 and L1, in the loss or with a backward of their own; outside of the program as an ordinary tensor."""
+
+    def run(model: nn.Module, apart: bool) -> list[float]:
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for seed in range(3):
+            optimizer.zero_grad(set_to_none=seed < 2)
+            own = [p for p in model.parameters() if p.requires_grad and p.numel()]
+            more = 1e-2 * sum((p**2).sum() for p in own) + 1e-2 * sum(p.abs().sum() for p in own)
+            loss = model(**batch(seed))
+            if apart:
+                loss.backward()
+                more.backward()
+            else:
+                loss = loss + more
+                loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    parallel, start = parallel_of(net(), plan), net().state_dict()
+    staged = parallel.program.mesh.pp.size > 1
+    for apart in (True, False):
+        reference = net()
+        reference.unused = None
+        parallel.load_state_dict(start)
+        if staged and not apart:
+            said = refusal(lambda: run(parallel, False))
+            assert "a term of the parameters in the loss (a penalty), of which a stage of a pipeline has only its own" in said
+            continue
+        assert not (wrong := different_numbers("loss", run(parallel, apart), run(reference, apart), 1e-9)), (apart, wrong)
+        state = parallel.full_state()
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-9, atol=1e-11, msg=name)
 
 
 # -- here

@@ -18,7 +18,7 @@ from support.harness.habits import (
     rows_of,
 )
 from support.harness.rank_pool import RankPool
-from support.models.habit_model import batch, net
+from support.models.habit_model import BATCH, batch, net
 from torch import nn
 
 
@@ -91,6 +91,19 @@ def eval_with_constant_dropout(plan: str) -> None:
 @of("batch_norm")
 def eval_with_batch_norm(plan: str) -> None:
     right_in_eval("batch_norm", plan)
+
+
+def inference_mode(plan: str) -> None:
+    """Before the first step, between two, and of a batch of another kind."""
+    parallel, reference = parallel_of(net(), plan), net()
+    for seed in range(2):
+        for size in (BATCH, 6):
+            with torch.inference_mode():
+                given = batch(seed, size)
+                torch.testing.assert_close(parallel(**given), reference(**given))
+        equals_one_process(parallel, reference, 1)
+        one_step(parallel, **batch(seed, 6))
+        parallel.zero_grad()
 
 
 # -- here

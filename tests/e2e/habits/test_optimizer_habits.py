@@ -114,6 +114,13 @@ def other_optimizers(plan: str) -> None:
     )
 
 
+def rprop(plan: str) -> None:
+    def make(**options: Any) -> Callable[[Any], Any]:
+        return lambda model: torch.optim.Rprop(model.parameters(), lr=1e-2, **options)
+
+    same_steps(plan, make(), make(foreach=True))
+
+
 def adafactor(plan: str) -> None:
     same_steps(plan, lambda m: torch.optim.Adafactor(m.parameters(), lr=1e-2))
 

@@ -164,6 +164,25 @@ def loss_outside_of_a_pipeline(force: str) -> None:
         autopar.parallelize(mlp(8, 5), CLUSTER, (randn(8, 8),), force=force, cache=False)
 
 
+def penalty_outside(force: str) -> None:
+    """A term of the parameters is a DTensor: as such it is refused, as a full tensor it is right."""
+    torch.manual_seed(0)
+    plain, loss_of, target = mlp(8, 5), nn.CrossEntropyLoss(), torch.arange(8) % 5
+    parallel = autopar.parallelize(plain, CLUSTER, (randn(8, 8),), force=force, cache=False)
+    terms = [sum((p**2).sum() + 0.1 * p.abs().sum() for p in model.parameters()) for model in (parallel, plain)]
+    with pytest.raises(AutoparError, match="add term.full_tensor"):
+        (loss_of(parallel(randn(8, 8)), target) + 1e-2 * terms[0]).backward()
+    parallel.zero_grad()
+    losses = [
+        loss_of(parallel(randn(8, 8)), target) + 1e-2 * terms[0].full_tensor(),
+        loss_of(plain(randn(8, 8)), target) + 1e-2 * terms[1],
+    ]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-9)
+    same_gradients(parallel, plain)
+
+
 FORCES = [
     "dp=2,tp=2,zero=3",
     *(pytest.param(force, marks=pytest.mark.slow) for force in ("dp=4,zero=3", "tp=4", "dp=2,tp=2,zero=0", "")),
@@ -173,7 +192,9 @@ STAGED = ["pp=2,dp=2", pytest.param("pp=2,tp=2,micro=2", marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("force", FORCES)
 @pytest.mark.parametrize(
-    "check", [criterion, adversarial, several_losses, loss_function, outputs_beside], ids=lambda check: check.__name__
+    "check",
+    [criterion, adversarial, several_losses, loss_function, outputs_beside, penalty_outside],
+    ids=lambda check: check.__name__,
 )
 def test_losses_outside(check: Any, force: str, ranks: RankPool) -> None:
     ranks.run(check, force)
