@@ -1,6 +1,7 @@
 # Every target does its own set-up: .venv is made on first use, and again when pyproject.toml or constraints.txt change.
 PYTHON ?= python3
 VENV := .venv
+WORKERS ?= 2
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr -d ' ')
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
@@ -15,7 +16,7 @@ demo-short: $(STAMP)
 	$(PY) examples/train_gpt.py --short
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow" --durations=10
+	$(PYTEST) -m "not slow" -n $(WORKERS) --dist loadfile --durations=10
 
 test-full: $(STAMP)
 	$(PYTEST) --durations=30

@@ -7,25 +7,15 @@ it to the operations that rules know, `fold` finds repeated layers. `models` has
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from autopar.capture.convert import flatten_program
-from autopar.capture.fold import fold
-from autopar.capture.normalize import normalize
-from autopar.capture.normalize.simplify import without_dropout
-from autopar.capture.tracing.outline import CannotOutline
-from autopar.capture.tracing.trace import LossFunction, Results, trace
-from autopar.errors import CaptureError
+from autopar.capture.lengths import LOSS_OUTSIDE, CaptureOptions, Export
+from autopar.capture.tracing.trace import LossFunction
 from autopar.ir.graph import Graph
 
-__all__ = ["capture"]
-
-LOSS_OUTSIDE = (
-    "the loss is computed outside of the program: neither pipelines nor micro-batches (loss_fn= puts it into the program)"
-)
+__all__ = ["LOSS_OUTSIDE", "capture"]
 
 
 def capture(
@@ -54,17 +44,5 @@ def capture(
 
     CaptureError, one line, with the user's file and line.
     """
-    if batch_norm not in ("global", "local"):
-        raise CaptureError(f"batch_norm={batch_norm!r} is not known: write global or local")
-    results = Results(tuple(outputs), usual_kind, loss_fn)
-    given = (model, args, kwargs or {}, compute_dtype, allowed_functions)
-    try:
-        traced = trace(*given, results=results)
-        flat = flatten_program(traced)
-    except CannotOutline:
-        traced = trace(*given, outlined=False, results=results)
-        flat = flatten_program(traced)
-    flat = flat if dropout else without_dropout(flat)
-    if not traced.interface.has_loss:
-        flat = replace(flat, notes=(*flat.notes, LOSS_OUTSIDE))
-    return fold(model, normalize(flat, batch_norm == "local"), traced)
+    options = CaptureOptions(compute_dtype, allowed_functions, tuple(outputs), batch_norm, dropout, loss_fn, usual_kind)
+    return Export(model, args, kwargs or {}, options).graph

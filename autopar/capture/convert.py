@@ -19,7 +19,7 @@ from autopar.capture.tracing.layer_span import LayerSpan
 from autopar.capture.tracing.outline import NAMESPACE
 from autopar.capture.tracing.trace import NO_GRAD_MARK, Traced, data_dependent
 from autopar.errors import CaptureError
-from autopar.ir.dims import BATCH, Dim, Shape, as_dim
+from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
 
 _DROPPED = frozenset(("device", "layout", "memory_format", "pin_memory", "non_blocking"))
@@ -128,7 +128,8 @@ class _Converter:
             raise CaptureError(data_dependent(where or "the model"))
         batch = sympy.Symbol(BATCH, integer=True, positive=True)
         expr = size.node.expr
-        found = without_casts(expr).subs({symbol: batch for symbol in expr.free_symbols})
+        lengths = self.traced.lengths
+        found = without_casts(expr).subs({symbol: lengths.get(symbol, batch) for symbol in expr.free_symbols})
         if not found.is_rational_function(batch):
             raise CaptureError(
                 f"{where or 'the model'}: the size {found} is no polynomial in the batch B; use sizes that the batch multiplies"
@@ -154,6 +155,8 @@ class _Converter:
                 return Symbol(dim) if isinstance(dim, str) else dim
             if isinstance(size, (float, torch.SymFloat)):
                 text = self.in_batch(size) if isinstance(size, torch.SymFloat) else size
+                if isinstance(text, str) and BATCH not in text:  # a quotient of lengths
+                    return float(as_sympy(text))
                 return Symbol(text) if isinstance(text, str) else text
             raise CaptureError(f"{source_line(arg)}: a value of type {type(size).__name__} cannot be captured")
         if isinstance(arg, (list, tuple)):
@@ -194,6 +197,8 @@ class _Converter:
             return
         refuse_random(op, node, source_line(node) or "the model")
         args = tuple(self.arg(arg) for arg in node.args)
+        if op == "aten.slice.Tensor" and args[2:3] == (None,):  # export writes 0 or None, by whether sizes are symbols
+            args = (*args[:2], 0, *args[3:])
         kwargs = tuple((key, self.arg(arg)) for key, arg in node.kwargs.items() if key not in _DROPPED)
         trace = (node.meta.get("custom") or {}).get(NO_GRAD_MARK)
         no_grad = trace is not None

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from autopar import errors
-from autopar.capture import capture
 from autopar.capture.bind import TARGET
+from autopar.capture.lengths import CaptureOptions
 from autopar.capture.modes import CapturedModes
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
@@ -25,6 +25,7 @@ from autopar.ir.plan_file.plan_file import Plan
 from autopar.program.build import build_program
 from autopar.rules.registry import Registry
 from autopar.runtime.variants import LOGGER, KeyedCall, MadeVariant
+from autopar.variants.exports import Exports
 from autopar.variants.planner import plan_variant
 
 T = TypeVar("T")
@@ -58,6 +59,10 @@ class VariantMaker:
     options: Mapping[str, Any]
     modes: CapturedModes
     known: dict[bool, bool] = field(default_factory=dict)
+    exports: Exports = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.exports = Exports({value.name: value.shape for value in self.plan.graph.inputs})
 
     def make(self, call: KeyedCall) -> MadeVariant:
         """The program of a call. All ranks must call. AutoparError where it cannot be captured or planned."""
@@ -90,7 +95,8 @@ class VariantMaker:
         if TARGET not in arguments:
             options["loss_fn"] = None
         outside = self.plan.candidate.pipeline.stages > 1 and not call.key.gradients
-        return capture(self.model, (), arguments, **options, usual_kind="full" if outside else "")
+        chosen = CaptureOptions(**options, usual_kind="full" if outside else "")
+        return self.exports.graph(self.model, call.key.modes, arguments, chosen)
 
     def right_in(self, training: bool) -> bool:
         """Whether the first program, switched to this mode, is the model, switched to this mode: in evaluation it leaves dropout

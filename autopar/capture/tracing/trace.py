@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from types import TracebackType
 from typing import Any
@@ -46,6 +46,8 @@ class Traced:
     interface: Interface = Interface()
     differentiable: frozenset[str] = frozenset()
     """The inputs that gradients flow into."""
+    lengths: Mapping[Any, int] = field(default_factory=dict)
+    """Values of the symbols that are no batch (see `symbolic_lengths`)."""
 
 
 Told = tuple[Form, tuple[str, ...], tuple[str, ...]]
@@ -125,8 +127,10 @@ def trace(
     allowed: tuple[str, ...],
     outlined: bool = True,
     results: Results = Results(),
+    open_dims: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Traced:
-    """Exports the model with a symbolic batch; where the model specialises it, with the batch size of the example.
+    """Exports the model with a symbolic batch; where the model specialises it, with the batch size of the example. `open_dims`
+    are further dimensions of inputs, by name, that stay symbolic where the model allows it.
 
     With `outlined` only one of equal layers is traced (see `outline`); where that fails, all are.
     """
@@ -151,7 +155,7 @@ def trace(
                 stack.enter_context(experts_as_operator(clone.module))
                 if short and not stack.enter_context(outline(clone.module)):
                     continue
-                program = export_copy(clone, tensors, batch, symbolic)
+                program = export_copy(clone, tensors, batch, symbolic, open_dims or {})
             form, paths, left_out = told[-1]
             interface = replace(bound.interface, returns=form, left_out=left_out)
             return Traced(
@@ -180,7 +184,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
-def export_copy(clone: LossOnly, tensors: Mapping[str, Tensor], batch: int, symbolic: bool) -> ExportedProgram:
+def export_copy(
+    clone: LossOnly, tensors: Mapping[str, Tensor], batch: int, symbolic: bool, open_dims: Mapping[str, tuple[int, ...]]
+) -> ExportedProgram:
     """The functional program of ATen operations. A batch of 1 is traced as 2, since torch specialises 0 and 1."""
     batched = {name: bool(tensor.dim()) and tensor.shape[0] == batch for name, tensor in tensors.items()}
     size = max(batch, 2) if symbolic else batch
@@ -188,7 +194,11 @@ def export_copy(clone: LossOnly, tensors: Mapping[str, Tensor], batch: int, symb
         name: torch.empty((size, *tensor.shape[1:]) if batched[name] else tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in tensors.items()
     }
-    shapes = ({name: {0: Dim.DYNAMIC} if batched[name] else None for name in example},) if symbolic else None
+    free = {
+        name: {**({0: Dim.DYNAMIC} if batched[name] and symbolic else {}), **dict.fromkeys(open_dims.get(name, ()), Dim.AUTO)}
+        for name in example
+    }
+    shapes = ({name: dims or None for name, dims in free.items()},) if any(free.values()) else None
     program: ExportedProgram = export(clone, (example,), dynamic_shapes=shapes, strict=False)
     mark_no_grad(program)
     join_layers(program)

@@ -68,10 +68,11 @@ def test_a_failed_allocation_is_answered(moment: str, on_device: bool, ranks: Ra
             assert f"{kind} " in text.partition(" in use (")[2], text
 
 
-def test_an_uncaught_one_is_answered_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_uncaught_one_is_answered_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer's step is not autopar's code: its error is torch's own, and the answer follows it."""
     from autopar.runtime.step import out_of_memory
 
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # each process group that a test made put "[rank0]: " before lines
     guard = out_of_memory.MemoryGuard(torch.device("cpu"))
     with guard.catching("forward"):
         pass

@@ -10,6 +10,7 @@ Functions of test modules are found by their file, since pytest imports tests un
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.util
 import io
@@ -215,6 +216,7 @@ def serve(rank: int, world: int, port: int, number: int) -> None:
     """The loop of one rank of the set of that number. What functions print goes to stderr; stdout carries the answers."""
     inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    faulthandler.enable()  # a rank that crashes in C++ says where
     import torch
     import torch.distributed as dist
 

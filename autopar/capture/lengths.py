@@ -1,0 +1,157 @@
+"""One export for all lengths: sizes of inputs beside the batch stay symbols, which numbers replace when a length comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+
+from autopar.capture.bind import batch_of
+from autopar.capture.convert import flatten_program
+from autopar.capture.flat import FlatGraph
+from autopar.capture.fold import fold
+from autopar.capture.normalize import normalize
+from autopar.capture.normalize.simplify import without_dropout
+from autopar.capture.tracing.outline import CannotOutline
+from autopar.capture.tracing.trace import LossFunction, Results, Traced, trace
+from autopar.errors import CaptureError
+from autopar.ir.graph import Graph
+
+LOSS_OUTSIDE = (
+    "the loss is computed outside of the program: neither pipelines nor micro-batches (loss_fn= puts it into the program)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """The options of `autopar.capture.capture`."""
+
+    compute_dtype: str | None = None
+    allowed_functions: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    batch_norm: str = "global"
+    dropout: bool = True
+    loss_fn: LossFunction | None = None
+    usual_kind: str = ""
+
+
+class Export:
+    """An exported model. `graph` is that of the example inputs; `graph_at` that of others, where it holds for them.
+
+    `open_dims` are dimensions of inputs, by name, whose sizes stay symbols beside the batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        options: CaptureOptions,
+        open_dims: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        if options.batch_norm not in ("global", "local"):
+            raise CaptureError(f"batch_norm={options.batch_norm!r} is not known: write global or local")
+        self.model, self.options = model, options
+        results = Results(options.outputs, options.usual_kind, options.loss_fn)
+        given = (model, args, kwargs, options.compute_dtype, options.allowed_functions)
+        try:
+            self._take(trace(*given, results=results, open_dims=open_dims), open_dims or {})
+        except CannotOutline:
+            self._take(trace(*given, outlined=False, results=results, open_dims=open_dims), open_dims or {})
+
+    def _take(self, traced: Traced, open_dims: Mapping[str, tuple[int, ...]]) -> None:
+        self.traced, self.lengths = traced, _lengths(traced, open_dims) if open_dims else {}
+        self.graph = self._graph(self.lengths, traced.batch)
+
+    def graph_at(self, tensors: Mapping[str, Tensor]) -> Graph | None:
+        """The graph for inputs of these shapes, which are of the structure of the example inputs; None where the forward may do
+        something else for them."""
+        if not self.lengths:
+            return None
+        values = self._values(tensors)
+        if values is None:
+            return None
+        traced = {symbol: size if symbol in self.lengths else max(size, 2) for symbol, size in values.items()}
+        if not _allowed(self.traced, traced):  # a batch of 1 is traced as 2
+            return None
+        return self._graph({symbol: values[symbol] for symbol in self.lengths}, batch_of(tensors))
+
+    def _values(self, tensors: Mapping[str, Tensor]) -> dict[sympy.Symbol, int] | None:
+        """The value of each symbol in the shapes of the inputs. None where they contradict each other."""
+        sizes = [
+            (expression, size)
+            for name, shape in input_shapes(self.traced).items()
+            for expression, size in zip(shape, tensors[name].shape, strict=True)
+        ]
+        values = {expression: int(size) for expression, size in sizes if expression.is_Symbol}
+        return values if all(expression.subs(values) == size for expression, size in sizes) else None
+
+    def _graph(self, lengths: Mapping[sympy.Symbol, int], batch: int) -> Graph:
+        traced = replace(self.traced, lengths=lengths, batch=batch)
+        flat: FlatGraph = flatten_program(traced)
+        flat = flat if self.options.dropout else without_dropout(flat)
+        if not traced.interface.has_loss:
+            flat = replace(flat, notes=(*flat.notes, LOSS_OUTSIDE))
+        return fold(self.model, normalize(flat, self.options.batch_norm == "local"), traced)
+
+
+def input_shapes(traced: Traced) -> dict[str, tuple[sympy.Expr, ...]]:
+    """The sizes of each input by name, as sympy expressions."""
+    return {
+        name: tuple(_expression(size) for size in node.meta["val"].shape)
+        for name, node in zip(traced.input_names, _inputs(traced), strict=True)
+    }
+
+
+def _inputs(traced: Traced) -> list[fx.Node]:
+    kinds = {spec.arg.name: spec.kind for spec in traced.program.graph_signature.input_specs}
+    return [node for node in traced.program.graph.nodes if kinds.get(node.name) is InputKind.USER_INPUT]
+
+
+def _expression(size: Any) -> sympy.Expr:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def _lengths(traced: Traced, open_dims: Mapping[str, tuple[int, ...]]) -> dict[sympy.Symbol, int]:
+    """The symbols of sizes that stayed open, with the sizes of the example. One that is also a batch stays the batch."""
+    shapes = input_shapes(traced)
+    closed = {
+        symbol
+        for name, shape in shapes.items()
+        for dim, size in enumerate(shape)
+        if dim not in open_dims.get(name, ())
+        for symbol in size.free_symbols
+    }
+    values = [node.meta["val"] for node in _inputs(traced)]
+    hints = {_expression(size): int(size.node.hint) for value in values for size in value.shape if isinstance(size, torch.SymInt)}
+    opened = {symbol for name, dims in open_dims.items() for dim in dims for symbol in shapes[name][dim].free_symbols}
+    return {symbol: hints[symbol] for symbol in opened - closed if symbol in hints}
+
+
+def _environment(traced: Traced) -> Any:
+    """Torch's record of the symbols of an export, and of what the forward asked about them."""
+    sizes = (size for node in _inputs(traced) for size in node.meta["val"].shape)
+    return next(size.node.shape_env for size in sizes if isinstance(size, torch.SymInt))
+
+
+def _allowed(traced: Traced, values: Mapping[sympy.Symbol, int]) -> bool:
+    """Whether every question that the forward asked about sizes has the same answer for these sizes."""
+    environment = _environment(traced)
+    known = {**environment.replacements, **values}
+    for symbol, value in values.items():
+        if not environment.var_to_range[symbol].lower <= value <= environment.var_to_range[symbol].upper:
+            return False
+    return all(_holds(guard.expr, known, values) for guard in environment.guards)
+
+
+def _holds(expression: sympy.Expr, known: Mapping[sympy.Symbol, Any], values: Mapping[sympy.Symbol, int]) -> bool:
+    for _ in range(4):  # a replacement may hold symbols that are replaced
+        if not expression.free_symbols - values.keys():
+            break
+        expression = expression.subs(known)
+    return bool(expression.subs(values) == sympy.true)

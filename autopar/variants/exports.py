@@ -1,0 +1,70 @@
+"""The graphs of calls: exported anew, or, where an earlier call differs in lengths alone, from the export of that one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.capture.bind import batch_of, bind_inputs
+from autopar.capture.lengths import CaptureOptions, Export
+from autopar.errors import CaptureError
+from autopar.ir.dims import Shape
+from autopar.ir.graph import Graph
+
+MOST_EXPORTS = 16
+"""Exports with symbolic lengths that are kept; the least recently used one goes first."""
+
+Structure = tuple[Hashable, ...]
+
+
+class Exports:
+    """`shapes` are those of the inputs of the first program, by name."""
+
+    def __init__(self, shapes: Mapping[str, Shape]) -> None:
+        self.sizes: dict[tuple[str, int], set[int | str]] = {
+            (name, dim): {size} for name, shape in shapes.items() for dim, size in enumerate(shape)
+        }
+        self.known: OrderedDict[tuple[Structure, int], Export] = OrderedDict()
+        self.closed: set[Structure] = set()
+        self.made = 0
+
+    def graph(self, model: nn.Module, modes: tuple[bool, ...], arguments: Mapping[str, Any], options: CaptureOptions) -> Graph:
+        """The graph of a call of the model, which is in these modes. A size that differed between calls stays a symbol."""
+        bound = bind_inputs(model, (), arguments, with_target=options.loss_fn is not None)
+        kinds = tuple((name, x.dtype, x.dim(), x.requires_grad) for name, x in bound.tensors.items())
+        trained = tuple(parameter.requires_grad for parameter in model.parameters())
+        structure = (modes, trained, kinds, bound.interface, options)
+        for key, export in reversed(self.known.items()):
+            if key[0] == structure and (graph := export.graph_at(bound.tensors)) is not None:
+                self.known.move_to_end(key)
+                return graph
+        dims = self._open(bound.tensors)
+        if dims and structure not in self.closed:
+            with suppress(CaptureError):
+                export = Export(model, (), arguments, options, dims)
+                if export.lengths:
+                    self._keep(structure, export)
+                    return export.graph
+            self.closed.add(structure)
+        return Export(model, (), arguments, options).graph
+
+    def _keep(self, structure: Structure, export: Export) -> None:
+        self.made += 1
+        self.known[structure, self.made] = export
+        while len(self.known) > MOST_EXPORTS:
+            self.known.popitem(last=False)
+
+    def _open(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """The dimensions of each input, beside the batch, that had several sizes by now."""
+        found: dict[str, tuple[int, ...]] = {}
+        batch = batch_of(tensors)
+        for name, tensor in tensors.items():
+            own = [(dim, int(size)) for dim, size in enumerate(tensor.shape) if dim or size != batch]
+            for dim, size in own:
+                self.sizes.setdefault((name, dim), set()).add(size)
+            found[name] = tuple(dim for dim, _ in own if len(self.sizes[name, dim]) > 1)
+        return {name: dims for name, dims in found.items() if dims}
