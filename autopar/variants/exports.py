@@ -36,7 +36,8 @@ class Exports:
         """The graph of a call of the model, which is in these modes. A size that differed between calls stays a symbol."""
         bound = bind_inputs(model, (), arguments, with_target=options.loss_fn is not None)
         kinds = tuple((name, x.dtype, x.dim(), x.requires_grad) for name, x in bound.tensors.items())
-        structure = (modes, kinds, bound.interface, options)
+        trained = tuple(parameter.requires_grad for parameter in model.parameters())
+        structure = (modes, trained, kinds, bound.interface, options)
         for key, export in reversed(self.known.items()):
             if key[0] == structure and (graph := export.graph_at(bound.tensors)) is not None:
                 self.known.move_to_end(key)

@@ -36,7 +36,7 @@ class OnAnotherStage(torch.Tensor):
         me = next((each for each in args if isinstance(each, OnAnotherStage)), None)
         raise StateProblem(me.said if me is not None else f"{word} of a parameter of another stage")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<{self.said}>"
 
 
