@@ -160,16 +160,20 @@ def parse_node_group(data: Any, where: str) -> NodeGroup:
     return found
 
 
+_LEAST = 1e-9
+"""Of rates and shares: products of smaller ones may be 0."""
+
+
 def check_cluster(given: Device, links: Sequence[Link], size: int, algorithms: Sequence[str]) -> None:
     """ClusterError where the figures of a cluster contradict each other."""
     above = ("bandwidth_bytes_per_second", "matmul_fraction", "attention_fraction", "bandwidth_fraction", "memory_bytes")
     for name in above:
-        if getattr(given, name) <= 0:
+        if getattr(given, name) < _LEAST:
             raise ClusterError(f"device.{human_key(name)} is {getattr(given, name):g}: write a number above 0")
     for name in ("matmul_fraction", "attention_fraction", "bandwidth_fraction"):
         if getattr(given, name) > 1.5:
             raise ClusterError(f"device.{name} is {getattr(given, name):g}: write the share of the peak that is reached, as 0.7")
-    if "float32" not in dict(given.peak) or min(peak for _, peak in given.peak) <= 0:
+    if "float32" not in dict(given.peak) or min(peak for _, peak in given.peak) < _LEAST:
         raise ClusterError("device.peak_tflops needs float32, and each rate above 0: such as {float32: 60, bfloat16: 900}")
     if size < 1:
         raise ClusterError(f"size is {size}: write how many devices there are, at least 1")
@@ -184,7 +188,7 @@ def _check_links(links: Sequence[Link], size: int) -> None:
     inside, inner = 1, "a single device"
     for index, level in enumerate(links):
         where = f"links[{index}]"
-        if level.bandwidth_bytes_per_second <= 0:
+        if level.bandwidth_bytes_per_second < _LEAST:
             raise ClusterError(f"{where}.bandwidth_gb_per_second is 0: write what one device can send, above 0")
         if level.oversubscription < 1:
             raise ClusterError(f"{where}.oversubscription is {level.oversubscription:g}: write 1 (none) or more")
