@@ -139,9 +139,14 @@ def own(canonical: nn.Parameter, stage: StageGradients | None, name: str) -> Non
 
 
 def hooked(parameter: torch.Tensor) -> bool:
-    """Whether the user has registered a hook of its gradient."""
-    hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-    return bool(parameter._backward_hooks) or any(not getattr(hook, "autopar", False) for hook in hooks)
+    """Whether the user has registered a hook of its gradient. Those of torch's own tools (`MemTracker`) do not count."""
+    hooks = (
+        *(parameter._backward_hooks or {}).values(),
+        *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values(),
+    )
+    return any(
+        not (getattr(hook, "autopar", False) or str(getattr(hook, "__module__", "")).startswith("torch.")) for hook in hooks
+    )
 
 
 def _whole(result: Any, me: Gradient) -> Any:

@@ -88,13 +88,13 @@ def test_cache_is_sharded_under_other_plans(ranks: RankPool, force: str, shards:
     ranks.run(keeps_its_shard, force, shards, True, world=4, timeout=600)
 
 
-def with_a_wrong_cache(force: str) -> None:
+def with_a_wrong_cache(degrees: str) -> None:
     """On a rank: a cache in which the first token is not written is found out, and left."""
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr("autopar.runtime.key_value_cache._with_token", lambda past, token, position: past + 0 * token)
     calls = Calls(monkeypatch)
     model = language_model("llama").eval()
-    parallel = parallelized(model, force)
+    parallel = parallelized(model, degrees)
     ids = torch.randint(3, WORDS, (2, 9), generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         assert torch.equal(

@@ -121,20 +121,20 @@ def trains(force: str, model: Callable[[], nn.Module], batch: Callable[..., dict
     return parallel, plain
 
 
-def language_model(force: str) -> None:
+def language_model(degrees: str) -> None:
     """And two calls before a backward."""
-    parallel, plain = trains(force, Language, words)
+    parallel, plain = trains(degrees, Language, words)
     first, second = (parallel(**words(size))[1] for size in (7, 5))
     (first + second).backward()
     sum(plain(**words(size))[1] for size in (7, 5)).backward()
     same_gradients(parallel, plain)
 
 
-def evaluated_and_compiled(force: str) -> None:
+def evaluated_and_compiled(degrees: str) -> None:
     """Logits in evaluation, and compiled blocks."""
     torch.manual_seed(1)
     plain = Language(batch_norm=True).double()
-    parallel = autopar.parallelize(plain, "local:4", words(8), force=force, cache=False, compile="aot_eager")
+    parallel = autopar.parallelize(plain, "local:4", words(8), force=degrees, cache=False, compile="aot_eager")
     for size in (7, 5, 8):
         for model in (parallel, plain):
             model(**words(size))[1].backward()
@@ -147,10 +147,10 @@ def evaluated_and_compiled(force: str) -> None:
             torch.testing.assert_close(parallel(x), plain(x), rtol=1e-9, atol=1e-11)
 
 
-def recomputed(force: str) -> None:
+def recomputed(degrees: str) -> None:
     """The backward of a call runs its forward again after a call of another size."""
-    degrees = {"tp": "1", **dict(item.split("=") for item in force.split(","))}
-    configuration = f"tp={degrees['tp']},pp=1,zero={degrees['zero']},micro_batches=1,recompute=full,zero_group=0"
+    sizes = {"tp": "1", **dict(item.split("=") for item in degrees.split(","))}
+    configuration = f"tp={sizes['tp']},pp=1,zero={sizes['zero']},micro_batches=1,recompute=full,zero_group=0"
     torch.manual_seed(1)
     plain = Language().double()
     parallel = autopar.parallelize(plain, "local:4", words(8), force=f"{configuration},sequence_parallel=0", cache=False)
@@ -160,29 +160,29 @@ def recomputed(force: str) -> None:
     same_gradients(parallel, plain)
 
 
-def batch_norm(force: str) -> None:
-    trains(force, lambda: Language(batch_norm=True), words)
+def batch_norm(degrees: str) -> None:
+    trains(degrees, lambda: Language(batch_norm=True), words)
 
 
-def contrastive(force: str) -> None:
-    trains(force, Contrastive, pairs)
+def contrastive(degrees: str) -> None:
+    trains(degrees, Contrastive, pairs)
 
 
-def mixture_of_experts(force: str) -> None:
-    trains(force, RoutedMlp, routed)
+def mixture_of_experts(degrees: str) -> None:
+    trains(degrees, RoutedMlp, routed)
 
 
-def experts_on_an_axis(force: str) -> None:
+def experts_on_an_axis(degrees: str) -> None:
     """Where the batch is on the axis of the experts too, the data ranks cannot have uneven shards, or can: both are exact."""
-    trains(force, RoutedMlp, routed, uneven=False)
-    trains(force, lambda: RoutedMlp(capacity=1.0, flat=True), routed, uneven=False)
+    trains(degrees, RoutedMlp, routed, uneven=False)
+    trains(degrees, lambda: RoutedMlp(capacity=1.0, flat=True), routed, uneven=False)
 
 
-def losses_outside(force: str) -> None:
+def losses_outside(degrees: str) -> None:
     """Full outputs that take gradients, gradients into inputs, and outputs as DTensors."""
     torch.manual_seed(1)
     plain = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5)).double()
-    parallel = autopar.parallelize(plain, "local:4", (randn(8, 8),), force=force, cache=False)
+    parallel = autopar.parallelize(plain, "local:4", (randn(8, 8),), force=degrees, cache=False)
     for size in (8, 7, 5):
         inputs = [randn(size, 8, seed=size).requires_grad_() for _ in range(2)]
         for model, x in zip((parallel, plain), inputs, strict=True):
@@ -195,12 +195,12 @@ def losses_outside(force: str) -> None:
     assert sum(shares_of_last_call(parallel)) == 5
     torch.manual_seed(1)
     scored = Language().double()
-    parallel = autopar.parallelize(scored, "local:4", words(8), force=force, outputs=("0:dtensor",), cache=False)
+    parallel = autopar.parallelize(scored, "local:4", words(8), force=degrees, outputs=("0:dtensor",), cache=False)
     found = parallel(**words(7))[0]
     torch.testing.assert_close(found.full_tensor(), scored(**words(7))[0], rtol=1e-9, atol=1e-11)
 
 
-def whole_where_it_must(force: str) -> None:
+def whole_where_it_must(degrees: str) -> None:
     """Statistics of each data rank's own examples, and a batch with fewer examples than data ranks; a line says so."""
     lines: list[str] = []
     handler = logging.Handler()
@@ -212,7 +212,7 @@ def whole_where_it_must(force: str) -> None:
         for norm, size in ((True, 7), (True, 5), (False, 1), (False, 7)):
             torch.manual_seed(1)
             plain = Language(norm).double()
-            parallel = autopar.parallelize(plain, "local:4", words(8), force=force, batch_norm="local", cache=False)
+            parallel = autopar.parallelize(plain, "local:4", words(8), force=degrees, batch_norm="local", cache=False)
             for model in (parallel, plain):
                 model(**words(size))[1].backward()
             same_gradients(parallel, plain)
