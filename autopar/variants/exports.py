@@ -37,7 +37,9 @@ class Exports:
         bound = bind_inputs(model, (), arguments, with_target=options.loss_fn is not None)
         kinds = tuple((name, x.dtype, x.dim(), x.requires_grad) for name, x in bound.tensors.items())
         trained = tuple(parameter.requires_grad for parameter in model.parameters())
-        structure = (modes, trained, kinds, bound.interface, options)
+        if not all(isinstance(leaf, Hashable) for leaf in bound.leaves):  # a constant that cannot be compared
+            return Export(model, (), arguments, options).graph
+        structure = (modes, trained, kinds, bound.interface, bound.leaves, options)
         for key, export in reversed(self.known.items()):
             if key[0] == structure and (graph := export.graph_at(bound.tensors)) is not None:
                 self.known.move_to_end(key)

@@ -112,6 +112,25 @@ def test_sixteen_lengths_are_one_export(monkeypatch: pytest.MonkeyPatch) -> None
         kept.graph(model, (True,), asking(8, 65), CaptureOptions())
 
 
+class Scale:
+    """An argument that is no plain constant: its text does not tell two of them apart."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, scale: Scale) -> Tensor:
+        return (x * scale.factor).sum()
+
+
+def test_constants_are_compared_themselves() -> None:
+    model, kept = Scaled(), Exports({"x": ("B", 4)})
+    for length, scale in ((5, Scale(2.0)), (6, Scale(3.0)), (7, Scale(4.0))):
+        inputs = {"x": torch.zeros(8, length), "scale": scale}
+        assert kept.graph(model, (True,), inputs, CaptureOptions()) == capture(model, (), inputs)
+
+
 class Fixed(nn.Module):
     """The length as a number: no export holds for another one."""
 
