@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, TreeSpec, tree_flatten_with_path, tree_unflatten
 
 from autopar.errors import CaptureError
-from autopar.ir.interface import Argument, Interface, constant_text
+from autopar.ir.interface import Argument, Interface
+from autopar.runtime.step.constants import constant_text
 
 TARGET = "target"
 """The argument that goes to the loss function, beside the model's result."""

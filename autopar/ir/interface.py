@@ -62,9 +62,3 @@ class Interface:
 
 def _holds_loss(form: Form) -> bool:
     return isinstance(form, tuple) and (form == ("loss",) or any(_holds_loss(part) for part in form))
-
-
-def constant_text(value: object) -> str:
-    """The text of a constant argument: ``repr`` of plain values, else the type's name. `runtime.step.inputs` does the same."""
-    plain = value is None or isinstance(value, bool | int | float | str) or type(value).__module__ == "torch"
-    return repr(value) if plain else type(value).__name__

@@ -21,7 +21,8 @@ from .pipeline.pipeline_step import PipelineStep
 from .pipeline.weight_versions import PipeDreamStep
 from .state.materialize import State
 from .state.unfreeze import UnfrozenParameters
-from .step.inputs import arguments_by_name, constant_text, path_word
+from .step.constants import constant_text
+from .step.inputs import arguments_by_name, path_word
 from .step.micro_batches import Batch, StepResult, run_micro_batches, split_result
 from .step.placed_inputs import model_placements
 

@@ -210,7 +210,7 @@ def factory(folder: Path, kind: str) -> str:
         (["plan", "mlp", "--cluster", "local:4", "--force", "zero=4"], 2, "zero=4"),
         (["plan", "mlp", "--cluster", "local:4", "--force", "tp=3"], 2, "3"),
         (["plan", "mlp", "--cluster", "local:4", "--batch", "6", "--force", "dp=4"], 2, "6"),
-        (["plan", "mlp", "--cluster", "local:4", "-o", "/nonesuch/plan.json"], 2, "/nonesuch"),
+        (["plan", "mlp", "--cluster", "local:4", "-o", "/proc/nonesuch/plan.json"], 2, "/proc/nonesuch"),
         (["inspect", "none.json"], 2, "none.json"),
         (["inspect", "FOLDER/truncated.json"], 2, "truncated.json"),
         (["export", "FOLDER/truncated.json", "out"], 2, "truncated.json"),

@@ -14,6 +14,7 @@ from ..compat import apply
 from ..device.mesh import DATA_AXIS
 from ..errors import BatchProblem
 from ..module import Program
+from .constants import constant_text
 from .outputs import refuse_second_order
 from .placed_inputs import local_shard
 
@@ -54,12 +55,6 @@ def bind_named_batch(program: Program, batch: Mapping[str, Any]) -> dict[str, to
         different = ", ".join(sorted(set(batch) ^ set(names)))
         raise BatchProblem(f"the batch and the plan differ in {different}; this program takes {', '.join(names)}")
     return _checked(program, {name: _tensor(program, name, batch[name], False) for name in names}, {name: name for name in names})
-
-
-def constant_text(value: object) -> str:
-    """A constant argument as text: its value if that is plain, else its type."""
-    plain = value is None or isinstance(value, (bool, int, float, str)) or type(value).__module__ == "torch"
-    return repr(value) if plain else type(value).__name__
 
 
 def local_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

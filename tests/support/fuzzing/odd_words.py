@@ -18,7 +18,7 @@ TEXTS = (
     "memory=1e-9",
     "memory=1e300", "batch=0.5", "batch=1e18", "local:²", "local:0", "local:" + "9" * 30, "local:100000",
     "dgx-h100:" + "9" * 20, "dgx-h100+local",
-    "+".join(["dgx-h100"] * 40), "x.yaml", "x.json", "x.py:f", "x.py:", ":f", ".py", "../..", "/", "/nonesuch/x", "~", "--",
+    "+".join(["dgx-h100"] * 40), "x.yaml", "x.json", "x.py:f", "x.py:", ":f", ".py", "../..", "/", "/proc/nonesuch/x", "~", "--",
     "-", "-o", "\n", "a\nb",
     "\t", "\x00", "\x1b[31m", "\udcff", "é", "\u2028", "😀", "x" * 300, "x" * 5000, "a/" * 3000, "%s%n", "{}", "[bold]",
     "[/x]", "__class__",
