@@ -25,7 +25,7 @@ from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.split_blocks import with_split_blocks
 from autopar.solve.pipeline.stage_partition import best_partition
-from autopar.solve.pipeline.stage_variants import with_stage_variants, without_stage_variants
+from autopar.ir.pipeline.stage_variants import with_stage_variants, without_stage_variants
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions

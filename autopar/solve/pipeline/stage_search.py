@@ -19,6 +19,7 @@ from autopar.cost_models.step.stage_p2p import stage_link
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.verify import verify_candidate
 from autopar.schedules.placement import stage_of_chunks
@@ -37,7 +38,6 @@ from autopar.solve.pipeline.stage_tables import (
     best_ranges,
     with_sends,
 )
-from autopar.solve.pipeline.stage_variants import with_stage_variants
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
