@@ -66,6 +66,7 @@ def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> Plan
         gap=state.gap(),
         solutions=tuple(solutions),
         seconds=monotonic() - state.began,
+        alternatives=tuple(state.fitting),
         warnings=tuple(warning for each in solutions for warning in each.warnings),
     )
 

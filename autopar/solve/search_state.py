@@ -51,7 +51,8 @@ class SearchPoint:
 
 
 class SearchState:
-    """`variables` has the size of each mesh's problem, `points` the grid without pipelines; `pipelines` has its own points."""
+    """`variables` has the size of each mesh's problem, `points` the grid without pipelines; `pipelines` has its own points.
+    `fitting` are all plans that were found and fit."""
 
     def __init__(self, graph: Graph, cluster: Cluster, options: SearchOptions, progress: Progress) -> None:
         if options.batch not in (0, graph.batch):
@@ -63,6 +64,7 @@ class SearchState:
         self.pipelines_began = self.began
         self.pipelines = PipelineSearch(graph, cluster, options, self.registry, self.tables, self.seconds_left_for_pipelines)
         self.best: MeshSolution | None = None
+        self.fitting: list[MeshSolution] = []
         self.points: list[SearchPoint] = []
         self.variables: dict[Mesh, int] = {}
 
@@ -106,7 +108,10 @@ class SearchState:
 
     def offer(self, solution: MeshSolution) -> None:
         """Takes it as the best plan where it is."""
-        if solution.solved and solution.evaluation is not None and solution.evaluation.step_seconds < self.best_seconds():
+        if not solution.solved or solution.evaluation is None:
+            return
+        self.fitting.append(solution)
+        if solution.evaluation.step_seconds < self.best_seconds():
             self.best = solution
 
     # -- pruning
