@@ -9,11 +9,12 @@ from time import monotonic
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import DATA_AXIS, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.rules.registry import default_registry
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.pipeline_search import PipelineSearch
+from autopar.solve.problem.forced_axes import forced_axes
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint, devices_per_node, grid_points
 from autopar.solve.space.options import SearchOptions
@@ -79,8 +80,7 @@ class SearchState:
 
     def solver(self, problem: Problem, solution: MeshSolution) -> MeshSolver:
         """The ILP of a problem, which writes to `solution`."""
-        force = self.options.force
-        axes = tuple(i for i, axis in enumerate(problem.mesh.axes) if axis.name != DATA_AXIS and axis.name in force)
+        axes = forced_axes(problem.mesh, self.options.force)
         return MeshSolver(self.graph, problem, axes, self.options.relative_gap, solution)
 
     # -- time and the best plan

@@ -38,6 +38,7 @@ from autopar.solve.pipeline.stage_tables import (
     with_sends,
 )
 from autopar.solve.pipeline.stage_variants import with_stage_variants
+from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes, why_disobeyed
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
@@ -67,7 +68,8 @@ class PlacedPoint:
 
 
 class StageSearch:
-    """Of one graph on one cluster. `seconds_left` says how long the search may still run."""
+    """Of one graph on one cluster. `seconds_left` says how long the search may still run, `refusal` why the last plan that did
+    not obey a forced degree was left out."""
 
     def __init__(
         self, graph: Graph, cluster: Cluster, options: SearchOptions, tables: ProblemTables, seconds_left: Callable[[], float]
@@ -76,6 +78,7 @@ class StageSearch:
         self._frontiers: dict[object, tuple[MemoryFrontier, TracedOptions] | None] = {}
         self._ranges: dict[tuple[GridPoint, Device], RangeOptions] = {}
         self._allowed: Matrix | None = None
+        self.refusal = ""
 
     def promising(self, points: Sequence[GridPoint], best_seconds: float) -> list[tuple[float, GridPoint, ScheduleOption]]:
         """The estimated step of each point with each of its schedules, the shortest first. Half of the time is left for
@@ -164,7 +167,11 @@ class StageSearch:
         key = point.mesh.axes[1:], self.graph.batch // point.micro_batches // data, data > 1
         if key not in self._frontiers:
             problem = self.tables.problem(replace(point, zero_group=0), (0,), stage_cluster(self.cluster, point.stages))
-            found = memory_frontier(problem, self.seconds_left())
+            axes = forced_axes(problem.mesh, self.options.force)
+            check_forced_axes(problem, axes)
+            found = memory_frontier(problem, self.seconds_left(), axes)
+            if found is not None and (refusal := why_disobeyed(problem, found.sharding, axes)):
+                self.refusal, found = refusal, None
             self._frontiers[key] = (
                 None if found is None else (found, TracedOptions.of(self.graph, found.options, problem.batch_costs))
             )
