@@ -13,6 +13,10 @@ from autopar.schedules import builders as folder
 from autopar.schedules.builder import ScheduleBuilder
 
 
+INTERLEAVED = "interleaved"
+"""What people call the builder ``1f1b`` with several model chunks a stage."""
+
+
 @cache
 def schedule_builders() -> Mapping[str, ScheduleBuilder]:
     """By name, in the order of their positions."""

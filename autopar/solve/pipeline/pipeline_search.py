@@ -27,7 +27,7 @@ from autopar.solve.pipeline.stage_search import StageSearch
 from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
-from autopar.solve.space.pipeline_grid import pipeline_forced, pipeline_points
+from autopar.solve.space.pipeline_grid import chunks_per_stage, pipeline_forced, pipeline_points
 from autopar.solve.space.problem_tables import ProblemTables
 
 Axes = tuple[Axis, ...]
@@ -41,7 +41,8 @@ class PipelineSearch:
         self, graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry, tables: ProblemTables,
         left: Callable[[], float],
     ) -> None:  # fmt: skip
-        split_graph = with_split_blocks(graph, cluster, options.force)
+        chunks = chunks_per_stage(options.force, options.schedule)
+        split_graph = with_split_blocks(graph, cluster, {**options.force, "virtual": chunks} if chunks > 1 else options.force)
         tables = tables if split_graph is graph else ProblemTables(split_graph, cluster, options, registry)
         self.graph, self.cluster, self.options, self.registry, self.seconds_left = split_graph, cluster, options, registry, left
         self.tables = tables
@@ -61,7 +62,7 @@ class PipelineSearch:
         """AutoparError where a pipeline is forced that cannot be."""
         if self.cluster.size == 1 and not pipeline_forced(self.options.force):
             return
-        for point in pipeline_points(self.graph, self.cluster, self.options.force, self.registry):
+        for point in pipeline_points(self.graph, self.cluster, self.options.force, self.registry, self.options.schedule):
             self.points[point] = MeshSolution(
                 point.mesh, micro_batches=point.micro_batches, zero_group=point.zero_group, stages=point.stages
             )

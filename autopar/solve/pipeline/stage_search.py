@@ -16,7 +16,7 @@ from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.cost_models.step.pipeline_clock import micro_batches_in_flight
 from autopar.cost_models.step.stage_devices import stage_cluster, stage_clusters
 from autopar.cost_models.step.stage_p2p import stage_link
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import Candidate, Pipeline
@@ -82,9 +82,9 @@ class StageSearch:
 
     def promising(self, points: Sequence[GridPoint], best_seconds: float) -> list[tuple[float, GridPoint, ScheduleOption]]:
         """The estimated step of each point with each of its schedules, the shortest first. Half of the time is left for
-        pricing."""
+        pricing. AutoparError where a forced schedule fits none of the points."""
         out, half = [], self.seconds_left() / 2
-        for point in points:
+        for point, schedules in self._with_schedules(points):
             if self.seconds_left() <= half:
                 break
             try:
@@ -95,11 +95,23 @@ class StageSearch:
                 continue
             if placed is None:
                 continue
-            for option in schedule_options(self.graph, point, self.options.force, self.options.schedule):
+            for option in schedules:
                 seconds = self._estimate(placed, option)
                 if seconds < best_seconds:
                     out.append((seconds, point, option))
         return sorted(out, key=lambda each: (each[0], each[1].stages, each[2].virtual))
+
+    def _with_schedules(self, points: Sequence[GridPoint]) -> list[tuple[GridPoint, tuple[ScheduleOption, ...]]]:
+        """The points with as many micro-batches as a forced schedule takes."""
+        out, refused = [], dict[int, PlanError]()
+        for point in points:
+            try:
+                out.append((point, schedule_options(self.graph, point, self.options.force, self.options.schedule)))
+            except PlanError as error:
+                refused[point.micro_batches] = error
+        if refused and not out:
+            raise PlanError(f"{refused[max(refused)]}: make the batch larger, or force another schedule")
+        return out
 
     def solutions(
         self, estimates: Sequence[tuple[float, GridPoint, ScheduleOption]], best_seconds: float
