@@ -110,7 +110,7 @@ class StageSearch:
             except PlanError as error:
                 refused[point.micro_batches] = error
         if refused and not out:
-            raise PlanError(f"{refused[max(refused)]}: make the batch larger, or force another schedule")
+            raise refused[max(refused)]
         return out
 
     def solutions(

@@ -62,8 +62,7 @@ def parse_force(force: str | Mapping[str, int | str]) -> Force:
     if schedule == INTERLEAVED:
         schedule = _interleaved(degrees, bool(fixed))
     elif schedule and not synthesize:
-        others = f"{INTERLEAVED} (1f1b with several chunks a stage)"
-        builder_named(schedule, f"write {others}" if fixed else f"write {others} or {SYNTHESIZED}")
+        builder_named(schedule, "give its actions" if fixed else f"write {SYNTHESIZED}", (INTERLEAVED,))
     return Force(degrees, "" if synthesize else schedule, synthesize, given.get("recompute", ""))
 
 

@@ -63,6 +63,11 @@ def pipeline_forced(force: Mapping[str, int]) -> bool:
     return force.get("pp", 1) > 1
 
 
+def pipeline_asked(force: Mapping[str, int], schedule: str) -> bool:
+    """Whether what is forced only pipelines have, whatever their number of stages."""
+    return pipeline_forced(force) or bool(schedule) or force.get("virtual", 1) > 1
+
+
 def pipeline_excluded(force: Mapping[str, int]) -> bool:
     """Whether no pipeline is allowed."""
     return force.get("pp", 2) == 1
