@@ -26,6 +26,9 @@ _NAMED = 3
 _WORTH_TELLING = 0.02
 """The share of all FLOPs from which on it is told that sizes forbid to shard them."""
 
+_MOST_FORBIDDEN = 0.5
+"""The share from which on the degree is refused: ranks of such an axis would do the same work."""
+
 Key = tuple[str, str]
 """A block and its node."""
 
@@ -87,10 +90,11 @@ def _products(problem: Problem) -> Iterator[tuple[Key, float, tuple[NodeStrategy
 
 
 def check_forced_axes(problem: Problem, axes: Collection[int]) -> None:
-    """PlanError where a forced axis can shard nothing, with the operations and sizes that forbid it."""
+    """PlanError where a forced axis can shard less than half of the FLOPs, with the operations and sizes that forbid it."""
     for work in forced_work(problem, axes):
-        if work.forbidden and not work.able:
-            raise PlanError(f"{_degrees(problem, work)} can shard no operation: {_forbidding(problem, work)}")
+        if work.forbidden_share > _MOST_FORBIDDEN:
+            share = f"only {100 * (1 - work.forbidden_share):.1f} % of the FLOPs" if work.able else "none of the FLOPs"
+            raise PlanError(f"{_degrees(problem, work)} can shard {share}: {_forbidding(problem, work)}")
 
 
 def told_of_forced_axes(problem: Problem, axes: Collection[int]) -> tuple[str, ...]:
@@ -135,11 +139,11 @@ def _forbidding(problem: Problem, work: ForcedWork) -> str:
 
 
 def _said(problem: Problem, key: Key) -> str:
-    """``aten.linear [16, 7] x [5, 7] at layers.0 (net.py:12)``."""
+    """``aten.linear [16, 7] x [5, 7] at mlp.up of Layer (net.py:12)``."""
     block: Block = problem.blocks[key[0]].block
     node: Node = next(node for node in block.nodes if node.name == key[1])
     values = block.values()
     sizes = [dims.shape_at(values[name].shape, problem.batch) for name in node.operands()]
     shapes = " x ".join(str(list(size)) for size in sizes if len(size) > 1) or str([list(size) for size in sizes])
-    place = node.module or block.name
+    place = f"{node.module} of {block.name}" if node.module else block.name
     return f"{node.op.removesuffix('.default')} {shapes} at {place}" + (f" ({node.source})" if node.source else "")
