@@ -12,7 +12,6 @@ from autopar.errors import PlanError
 from autopar.schedules import builders as folder
 from autopar.schedules.builder import ScheduleBuilder
 
-
 INTERLEAVED = "interleaved"
 """What people call the builder ``1f1b`` with several model chunks a stage."""
 

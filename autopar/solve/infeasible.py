@@ -74,7 +74,9 @@ def _short(
         return f"{text}: no plan under what is forced was found" + (f"; leave some of {forced} open" if forced else "")
     found = nearest.evaluation
     if not nearest.shortage_bytes:
-        return f"no plan for {graph.name} was found on {cluster.name} under what is forced, though {nearest} fits: force its degrees"
+        return (
+            f"no plan for {graph.name} was found on {cluster.name} under what is forced, though {nearest} fits: force its degrees"
+        )
     stage = max(found.stage_memory, key=lambda each: each.peak_bytes)
     kind, size = max(stage.table.items(), key=lambda row: row[1])
     text += f": the plan that takes least memory, {nearest}, is short of {_gib(nearest.shortage_bytes)} at the {stage.place}"

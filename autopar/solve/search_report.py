@@ -11,9 +11,9 @@ from autopar.ir.mesh import Mesh
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
 from autopar.solve.infeasible import explanation
+from autopar.solve.problem.forced_axes import forced_axes, told_of_forced_axes
 from autopar.solve.result import PlanResult
 from autopar.solve.search_state import SearchPoint, SearchState
-from autopar.solve.problem.forced_axes import forced_axes, told_of_forced_axes
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.pipeline_grid import pipeline_asked
 

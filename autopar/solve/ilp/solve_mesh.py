@@ -31,7 +31,8 @@ _TRIES = 4
 @dataclass(slots=True)
 class MeshSolution:
     """What is known of one point of the grid. `bound_seconds` is below every plan on it; `shortage_bytes` is the least that an
-    infeasible one lacks on each device, `refusal` why its plan does not obey a forced degree. `graph` is that of the candidate, where its blocks differ by pipeline stage."""
+    infeasible one lacks on each device, `refusal` why its plan does not obey a forced degree. `graph` is that of the
+    candidate, where its blocks differ by pipeline stage."""
 
     mesh: Mesh
     status: Status = Status.TIMEOUT

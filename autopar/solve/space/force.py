@@ -32,7 +32,8 @@ _FROM_ZERO = ("zero", "zero_group", "sequence_parallel")
 @dataclass(frozen=True, slots=True)
 class Force:
     """`degrees` by name. `schedule` is that of a builder, or `INTERLEAVED` where the search decides on the number of chunks; it
-    is empty where the search decides, or where the user asks for a synthesized one (`synthesize`). `recompute` is empty unless everything is fixed."""
+    is empty where the search decides, or where the user asks for a synthesized one (`synthesize`). `recompute` is
+    empty unless everything is fixed."""
 
     degrees: Mapping[str, int]
     schedule: str = ""

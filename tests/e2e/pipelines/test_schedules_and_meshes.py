@@ -3,7 +3,7 @@ ran the actions of the plan in their order."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -11,9 +11,10 @@ from support.harness.comparison import Outcome, differences
 from support.harness.end_to_end import Prepared, prepare
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_pipelines
+from support.plans.forced_plans import forced_plan, whole_of_able
 from support.plans.pipeline_plans import candidate_text, pipeline_candidate, scheduled_actions, with_split_block
 
-from autopar.ir.plan import Pipeline
+from autopar.ir.plan import Candidate, Pipeline
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 TWICE = ("interleaved", "zbv", "dualpipev")
@@ -39,6 +40,11 @@ class Run:
         return Pipeline(self.stages, 2 if self.schedule in TWICE else 1, name)
 
     @property
+    def force(self) -> str:
+        """As users ask for it."""
+        return ",".join([f"pp={self.stages}", *(f"{name}={size}" for name, size in self.mesh), f"schedule={self.schedule}"])
+
+    @property
     def micro_batches(self) -> int:
         return 2 * self.stages if self.schedule == "dualpipev" else 4
 
@@ -59,12 +65,34 @@ def prepared(model: str, chunks: int) -> Prepared:
 
 
 def check(runs: list[Run], ranks: RankPool) -> None:
-    """All on one pool of processes."""
+    """All on one pool of processes; plans of the mesh of one stage, put on a schedule."""
     made = []
     for run in runs:
         pipeline = run.pipeline
         case = prepared(run.model, pipeline.stages * pipeline.virtual)
         made.append((run, case, pipeline_candidate(case, dict(run.mesh), pipeline, run.micro_batches)))
+    _check(made, ranks)
+
+
+def check_forced(runs: list[Run], ranks: RankPool) -> None:
+    """The same, planned by force: every model axis is obeyed, and the schedule is the one that was asked for."""
+    made = []
+    for run in runs:
+        case = prepare(run.model)
+        found = forced_plan(case, run.force)
+        assert whole_of_able(found, "tp") <= 0.02, run
+        assert found.candidate.pipeline.schedule == run.pipeline.schedule, run
+        assert dict(run.mesh).items() <= {"zero": dict(run.mesh).get("zero"), **dict(_sizes(found.candidate))}.items(), run
+        made.append((run, replace(case, graph=found.graph), found.candidate))
+    _check(made, ranks)
+
+
+def _sizes(candidate: Candidate) -> list[tuple[str, int]]:
+    return [(axis.name, axis.size) for axis in candidate.mesh.axes]
+
+
+def _check(made: list[tuple[Run, Prepared, Candidate]], ranks: RankPool) -> None:
+    runs = [run for run, _, _ in made]
     jobs = [(candidate_text(case, candidate), case.state, case.batch) for _, case, candidate in made]
     patience = 60.0 + (10 if runs[0].world < 8 else 120) * len(jobs)  # eight processes on two cores take their time
     found = ranks.run(train_pipelines, jobs, world=runs[0].world, timeout=patience)
@@ -103,7 +131,7 @@ def test_stages_of_two(ranks: RankPool) -> None:
 
 
 def test_three_axes(ranks: RankPool) -> None:
-    check([Run("gpt2", "1f1b", 2, (("dp", 2), ("tp", 2))), Run("gpt2", "zbv", 2, (("dp", 2), ("tp", 2), ("zero", 3))),
+    check_forced([Run("gpt2", "1f1b", 2, (("dp", 2), ("tp", 2))), Run("gpt2", "zbv", 2, (("dp", 2), ("tp", 2), ("zero", 3))),
            Run("llama", "interleaved", 2, (("dp", 2), ("tp", 2), ("zero", 1)))], ranks)  # fmt: skip
 
 
@@ -127,6 +155,4 @@ def test_every_mesh(model: str, mesh: tuple[tuple[str, int], ...], ranks: RankPo
 @pytest.mark.parametrize("zero", range(4))
 def test_every_model_on_three_axes(model: str, zero: int, ranks: RankPool) -> None:
     mesh = (("dp", 2), ("tp", 2), ("zero", zero))
-    check(
-        [Run(model, schedule, 2, mesh) for schedule in ("1f1b", "zb-h1", "zbv") if model != "convnet" or schedule != "zbv"], ranks
-    )
+    check_forced([Run(model, schedule, 2, mesh) for schedule in ("1f1b", "zb-h1", "zbv", "interleaved", "dualpipev")], ranks)

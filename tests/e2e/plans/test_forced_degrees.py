@@ -38,7 +38,9 @@ def check(runs: list[tuple[str, str]], ranks: RankPool) -> None:
             state = expected.parameters | {key: each for key, each in expected.buffers.items() if key in case.state}
             held = {key: each for key, each in (outcome.parameters | outcome.buffers).items() if key in state}
             wanted = Outcome(*expected[:2], {key: state[key] for key in held}, {})
-            wrong += [f"{name}, {force}, rank {rank}: {text}" for text in differences(Outcome(*outcome[:2], held, {}), wanted, 1e-9)]
+            wrong += [
+                f"{name}, {force}, rank {rank}: {text}" for text in differences(Outcome(*outcome[:2], held, {}), wanted, 1e-9)
+            ]
     assert not wrong, "\n".join(wrong[:20])
 
 
