@@ -11,6 +11,10 @@ class StateLayout:
 
     stored_compute: weights in the compute dtype live through the step beside the master weights (Megatron, DeepSpeed; ZeRO, arXiv
         1910.02054, section 3.1); else they are cast for the forward and freed after the backward.
+    fused_saves: fused kernels save their own inputs for the backward, a loss its logits (`compute.fused_saves`); else what autograd
+        saves of every single operation.
+    regathered_operands: a product saves the shard of an operand that it gathered over the tensor axis; its backward gathers it again
+        under the product of the input gradient, in no time of its own (arXiv 2205.05198, section 4.2.2).
     gradient_bytes: bytes of a gradient element, in memory and in its reduction; 0: as the master weight's.
     accesses: reads and writes of master-sized tensors in the optimizer update; 0: torch's foreach implementation. (A fused Adam
         reads gradient, weight and two moments, writes three of them and the compute copy: 7.5.)
@@ -20,6 +24,8 @@ class StateLayout:
     """
 
     stored_compute: bool = False
+    fused_saves: bool = False
+    regathered_operands: bool = False
     gradient_bytes: int = 0
     accesses: float = 0.0
     update_copies: bool = True
