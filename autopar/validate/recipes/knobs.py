@@ -7,8 +7,8 @@ Sizes are in bytes and seconds of one device. Sources of the forms: arXiv 2104.0
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import ceil
 
 from autopar.cost_models.hardware.cluster import Cluster
@@ -93,10 +93,10 @@ def _pipelines(work: Workload, ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _contexts(work: Workload, ranks: int) -> list[int]:
-    """Context parallelism keeps at least 2048 tokens of a sequence on a rank."""
+    """Context parallelism keeps at least 4096 tokens of a sequence on a rank, as in published runs."""
     if work.decoder.latent is not None:
         return [1]
-    return [degree for degree in divisors(ranks) if degree <= max(1, work.decoder.seq // 2048) and work.decoder.seq % degree == 0]
+    return [degree for degree in divisors(ranks) if degree <= max(1, work.decoder.seq // 4096) and work.decoder.seq % degree == 0]
 
 
 def _expert_degrees(work: Workload, ranks: int, recipe: str) -> list[int]:
@@ -106,8 +106,6 @@ def _expert_degrees(work: Workload, ranks: int, recipe: str) -> list[int]:
 
 
 def _batching(recipe: str, work: Workload, knobs: Knobs, data: int, node: int) -> Iterator[Knobs]:
-    from dataclasses import replace
-
     each = work.batch // data
     ranks = data * knobs.context
     sharding = {"ddp": [(0, 0)], "megatron": [(1, 0)]}.get(recipe, [(3, 0), (2, 0)])
@@ -129,9 +127,12 @@ def _recomputations(recipe: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Of one sequence through one layer (the mean of them) on one device, without any parallelism; and of head and loss."""
+    """Of a layer (the mean of them) on one device without any parallelism, of `sequences` sequences: seconds, bytes saved; seconds of
+    head and loss; and numbers of parameters."""
 
+    sequences: int
     seconds: float
+    expert_seconds: float
     attention_seconds: float
     saved_bytes: float
     parameters: float
@@ -140,40 +141,67 @@ class LayerCost:
     table_parameters: float
 
     @staticmethod
-    def of(graph: Graph, traces: dict[str, CallTrace]) -> LayerCost:
-        """`graph` is captured with layers that are called several times; `traces` are those of its blocks on one device."""
+    def of(graph: Graph, traces: Mapping[str, CallTrace], sequences: int) -> LayerCost:
+        """`traces` are those of the blocks of `graph` on one device."""
         inner = [block for block in graph.blocks if any("attention" in node.op for node in block.nodes)]
         layers = sum(graph.count(block.name) for block in inner)
-        found = dict.fromkeys(("seconds", "attention", "saved", "parameters", "experts"), 0.0)
+        found = dict.fromkeys(("seconds", "attention", "routed", "saved", "parameters", "experts"), 0.0)
         for block in inner:
-            trace, count = traces[block.name], graph.count(block.name) / layers
-            found["seconds"] += count * sum(trace.seconds(backward=back, exposed=False) for back in (False, True))
-            found["attention"] += count * sum(
-                trace.costs.node(plan).forward_seconds for plan in trace.plan.nodes if "attention" in plan.node
-            )
+            trace, share = traces[block.name], graph.count(block.name) / layers
+            found["seconds"] += share * _both_ways(trace)
+            for plan in trace.plan.nodes:
+                cost, op = trace.costs.node(plan), trace.costs.nodes[plan.node].op
+                found["attention"] += share * cost.forward_seconds * ("attention" in op)
+                found["routed"] += share * (cost.forward_seconds + cost.backward_seconds) * ("experts" in op)
             memory = trace.memory
-            found["saved"] += count * (memory.internal_saved_bytes + sum(size for _, size in memory.boundary_saved_bytes))
+            found["saved"] += share * (memory.internal_saved_bytes + sum(size for _, size in memory.boundary_saved_bytes))
             for parameter in block.parameters:
                 if not parameter.buffer:
-                    of_expert = len(parameter.value.shape) == 3
-                    found["experts" if of_expert else "parameters"] += count * dims.numel(parameter.value.shape, 1)
+                    kind = "experts" if len(parameter.value.shape) == 3 else "parameters"
+                    found[kind] += share * dims.numel(parameter.value.shape, 1)
         outer = [block for block in graph.blocks if block not in inner]
-        head = sum(sum(traces[b.name].seconds(backward=back, exposed=False) for back in (False, True)) for b in outer)
-        table = max(dims.numel(p.value.shape, 1) for b in outer for p in b.parameters)
         return LayerCost(
-            found["seconds"], found["attention"], found["saved"], found["parameters"], found["experts"], head, float(table)
+            sequences=sequences,
+            seconds=found["seconds"],
+            expert_seconds=found["routed"],
+            attention_seconds=found["attention"],
+            saved_bytes=found["saved"],
+            parameters=found["parameters"],
+            expert_parameters=found["experts"],
+            head_seconds=sum(_both_ways(traces[block.name]) for block in outer),
+            table_parameters=float(max(dims.numel(p.value.shape, 1) for block in outer for p in block.parameters)),
         )
 
 
-def estimated_seconds(knobs: Knobs, work: Workload, layer: LayerCost) -> float:
+def _both_ways(trace: CallTrace) -> float:
+    return sum(trace.seconds(backward=backward, exposed=False) for backward in (False, True))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """Of one sequence, and of several: between them, routed experts take a time of their own for reading their weights."""
+
+    one: LayerCost
+    several: LayerCost
+
+    def experts_seconds(self, sequences: float, share: float) -> float:
+        """Of routed experts of which a rank has the `share`, for the tokens of so many sequences."""
+        each = max(0.0, (self.several.expert_seconds - self.one.expert_seconds) / (self.several.sequences - self.one.sequences))
+        fixed = max(0.0, self.one.expert_seconds - each)
+        return fixed * share + each * sequences
+
+
+def estimated_seconds(knobs: Knobs, work: Workload, costs: LayerCosts) -> float:
     """Of a step."""
-    cluster, decoder = work.cluster, work.decoder
+    cluster, decoder, layer = work.cluster, work.decoder, costs.one
     node = devices_per_node(cluster)
     near, far = cluster.links[0].bandwidth_bytes_per_second, cluster.links[-1].bandwidth_bytes_per_second
     split = knobs.tensor * knobs.context
     tokens = knobs.micro * decoder.seq / knobs.context
     again = {"none": 0.0, "selective": layer.attention_seconds, "products": layer.seconds / 6}.get(knobs.recompute, layer.seconds / 3)
-    one = knobs.micro * (layer.seconds + again) / split
+    one = knobs.micro * (layer.seconds - layer.expert_seconds + again) / split
+    cut = knobs.experts * (1 if work.whole_experts else knobs.tensor)
+    one += costs.experts_seconds(knobs.micro / split, 1 / cut)
     moved = 8 * tokens * decoder.hidden * 2 * (knobs.tensor - 1) / knobs.tensor
     one += moved / near * (_OVERLAPPED if cluster.overlap.model_parallel else 1.0)
     if knobs.context > 1 and not cluster.overlap.model_parallel:
@@ -189,7 +217,10 @@ def estimated_seconds(knobs: Knobs, work: Workload, layer: LayerCost) -> float:
     ranks = knobs.data(cluster.size) * knobs.context
     reach = knobs.group * knobs.tensor if knobs.group else ranks * knobs.tensor
     rate = near if reach <= node else min(near, far * max(1, node // knobs.tensor))  # every card of a node carries its ring's part
-    busy = max(stage, last)
+    device = cluster.device
+    gradient = cluster.state_layout.gradient_bytes or 4
+    accumulated = kept * (2 + 2 * gradient) / (device.bandwidth_bytes_per_second * device.bandwidth_fraction) if count > 1 else 0.0
+    busy = max(stage, last) + accumulated
     exposed = 0.0
     if ranks > 1 and knobs.zero >= 3:
         busy = max(busy, kept * (2 + 2 + 4) / rate)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -15,13 +14,14 @@ from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.validate.graphs import RunOptions, graph_of
-from autopar.validate.recipes.knobs import Knobs, LayerCost, Workload, estimated_bytes, estimated_seconds, knobs_of
+from autopar.validate.recipes.knobs import Knobs, LayerCost, LayerCosts, Workload, estimated_bytes, estimated_seconds, knobs_of
 
 MOST_EVALUATED = 7
 """So many configurations of a recipe are evaluated at most; then, if none of them fits, `_LEAST` that need least memory."""
 _LEAST = 2
 _HOPE = 0.93
 """What a class of configurations that none was evaluated of may turn out to take, beside the others."""
+_SEVERAL = 8
 _WORTH_A_LOOK = 1.15
 """What is estimated to need more than this share of a device's memory is not evaluated while others are left."""
 
@@ -46,41 +46,34 @@ class RecipePricer:
     work: Workload
     evaluated: int = 0
     _placed: dict[object, BlockPlacements] = field(default_factory=dict)
-    _layer: LayerCost | None = None
+    _costs: LayerCosts | None = None
 
     def best(self, recipe: str) -> PricedKnobs | None:
         """The fastest configuration that fits, or the one that lacks least memory; None where batch and cluster allow none."""
-        work = self.work
-        every = sorted(
-            ((estimated_seconds(k, work, self.layer), estimated_bytes(k, work, self.layer), k) for k in knobs_of(recipe, work)),
-            key=lambda each: each[:2],
-        )
-        likely = [(seconds, k) for seconds, size, k in every if size <= _WORTH_A_LOOK * work.cluster.device.memory_bytes]
-        found: list[PricedKnobs] = []
-        ratios: dict[object, float] = {}
-        for _ in range(MOST_EVALUATED):
-            left = [(self._expected(seconds, k, ratios), k) for seconds, k in likely if not _settled(k, found)]
+        work, costs = self.work, self.costs
+        every = [_Estimate(estimated_seconds(k, work, costs), estimated_bytes(k, work, costs.one), k) for k in knobs_of(recipe, work)]
+        if not every:
+            return None
+        corrections = _Corrections(work.cluster.device.memory_bytes)
+        left, found = list(every), list[PricedKnobs]()
+        for number in range(2 * MOST_EVALUATED):
             best = min((each.evaluation.step_seconds for each in found if each.fits), default=inf)
-            seconds, knobs = min(left, key=lambda each: each[0], default=(inf, Knobs()))
-            if seconds >= best:
+            left = [each for each in left if corrections.may_fit(each)]
+            chosen = min(left, key=corrections.seconds, default=None)
+            if chosen is None or corrections.seconds(chosen) >= best or (number >= MOST_EVALUATED and best < inf):
                 break
-            priced = self.price(knobs)
-            likely = [each for each in likely if each[1] != knobs]
+            left.remove(chosen)
+            priced = self.price(chosen.knobs)
             if priced is not None:
                 found.append(priced)
-                ratio = priced.evaluation.step_seconds / estimated_seconds(knobs, work, self.layer)
-                ratios[_class_of(knobs)] = min(ratio, ratios.get(_class_of(knobs), inf))
+                corrections.learn(chosen, priced.evaluation)
         if not any(each.fits for each in found):
-            least = sorted(every, key=lambda each: each[1])[:_LEAST]
-            found += filter(None, (self.price(knobs) for _, _, knobs in least))
+            least = sorted(every, key=lambda each: each.peak_bytes)[:_LEAST]
+            found += filter(None, (self.price(each.knobs) for each in least))
         fitting = [each for each in found if each.fits]
         if fitting:
             return min(fitting, key=lambda each: each.evaluation.step_seconds)
         return min(found, key=lambda each: each.evaluation.peak_memory_bytes, default=None)
-
-    def _expected(self, seconds: float, knobs: Knobs, ratios: Mapping[object, float]) -> float:
-        """An estimate as the evaluations so far correct it; of a class that none is of yet, hopefully."""
-        return seconds * ratios.get(_class_of(knobs), _HOPE * min(ratios.values(), default=1.0))
 
     def price(self, knobs: Knobs) -> PricedKnobs | None:
         """One configuration; None where it cannot be placed."""
@@ -121,22 +114,50 @@ class RecipePricer:
         return replace(graph, batch=work.batch * knobs.context)
 
     @property
-    def layer(self) -> LayerCost:
-        """Of one sequence on one device."""
-        if self._layer is None:
-            one = replace(self.work, batch=1, cluster=replace(self.work.cluster, size=1))
-            graph, candidate = RecipePricer(one).candidate(Knobs())
-            self._layer = LayerCost.of(graph, stage_traces(graph, candidate, one.cluster)[0])
-        return self._layer
+    def costs(self) -> LayerCosts:
+        """Of one sequence, and of several, on one device."""
+        if self._costs is None:
+            self._costs = LayerCosts(self._layer(1), self._layer(_SEVERAL))
+        return self._costs
+
+    def _layer(self, sequences: int) -> LayerCost:
+        cluster = replace(self.work.cluster, size=1)
+        alone = RecipePricer(replace(self.work, batch=sequences, cluster=cluster), _placed=self._placed)
+        graph, candidate = alone.candidate(Knobs(micro=sequences))
+        return LayerCost.of(graph, stage_traces(graph, candidate, cluster)[0], sequences)
 
 
-def _class_of(knobs: Knobs) -> object:
-    """Estimates of one class err alike."""
-    return knobs.tensor, knobs.context > 1, knobs.stages > 1, knobs.experts > 1, knobs.recompute, knobs.zero == 3
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    seconds: float
+    peak_bytes: float
+    knobs: Knobs
+
+    @property
+    def kind(self) -> object:
+        """Estimates of one kind err alike."""
+        knobs = self.knobs
+        parts = knobs.context > 1, knobs.stages > 1, knobs.virtual > 1, knobs.experts > 1
+        return knobs.tensor, parts, knobs.recompute, knobs.zero == 3
 
 
-def _settled(knobs: Knobs, found: list[PricedKnobs]) -> bool:
-    """Whether evaluations say already that it is too large: the same with smaller micro-batches was."""
-    return any(
-        not each.fits and each.knobs.micro <= knobs.micro and replace(each.knobs, micro=knobs.micro) == knobs for each in found
-    )
+@dataclass(slots=True)
+class _Corrections:
+    """What the evaluations so far say of the estimates."""
+
+    capacity_bytes: float
+    _seconds: dict[object, float] = field(default_factory=dict)
+    _bytes: dict[object, float] = field(default_factory=dict)
+
+    def learn(self, estimate: _Estimate, evaluation: Evaluation) -> None:
+        kind = estimate.kind
+        self._seconds[kind] = min(evaluation.step_seconds / estimate.seconds, self._seconds.get(kind, inf))
+        self._bytes[kind] = min(evaluation.peak_memory_bytes / estimate.peak_bytes, self._bytes.get(kind, inf))
+
+    def seconds(self, estimate: _Estimate) -> float:
+        """Of a kind that nothing was evaluated of yet, hopefully."""
+        return estimate.seconds * self._seconds.get(estimate.kind, _HOPE * min(self._seconds.values(), default=1.0))
+
+    def may_fit(self, estimate: _Estimate) -> bool:
+        allowed = 1.0 if estimate.kind in self._bytes else _WORTH_A_LOOK
+        return estimate.peak_bytes * self._bytes.get(estimate.kind, 1.0) <= allowed * self.capacity_bytes
