@@ -29,6 +29,7 @@ from autopar.solve.plan_cache import PlanCache, cache_key
 from autopar.solve.refine_schedule import with_synthesized_schedule
 from autopar.solve.report import plan_of_result
 from autopar.solve.result import PlanResult
+from autopar.solve.robust_choice import robust_choice
 from autopar.solve.search import search
 from autopar.solve.space.force import Force, parse_force
 from autopar.solve.space.options import SearchOptions
@@ -117,10 +118,14 @@ def make_plan(
 
 def _searched(graph: Graph, cluster: Cluster, options: SearchOptions, forced: Force, progress: Progress | None) -> PlanResult:
     """The best plan, with a schedule of its own where that is faster and no named one is forced."""
-    found = search(graph, cluster, options, progress)
+    batched = replace(graph, batch=options.batch)
+    found = robust_choice(batched, cluster, options.optimizer, search(graph, cluster, options, progress), options.indifference)
     if options.schedule:
         return found
-    return with_synthesized_schedule(cluster, found, options.optimizer, asked=forced.synthesize, progress=progress)
+    least = 0.0 if forced.synthesize else options.indifference
+    return with_synthesized_schedule(
+        cluster, found, options.optimizer, asked=forced.synthesize, min_improvement=least, progress=progress
+    )
 
 
 plan = make_plan

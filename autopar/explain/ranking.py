@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost_models.breakdown.cost_breakdown import CollectiveCost, CostBreakdown, OperationCost, StateCollective
 from autopar.cost_models.breakdown.cost_formulas import CostFormula, collective_formulas, operation_formulas
+from autopar.explain.reasons import COMPUTE
 from autopar.ir.graph import Block, Graph, Node
 from autopar.ir.plan import Conversion, NodePlan
 from autopar.rules.conversions import changed_axis
@@ -18,7 +19,7 @@ class CostRow:
 
     what: the operation or collective, in words.
     where, source: its place in the model, and its line in the user's code.
-    times, seconds: its calls in a step (layers x micro-batches), and the time of all of them.
+    times, seconds: its calls in a step of the stage (layers x micro-batches), and the time of all of them.
     axis, full_bytes: of a collective: its mesh axis, and the bytes of the unsharded tensor.
     cost: what it is the row of.
     """
@@ -76,6 +77,26 @@ def collective_rows(graph: Graph, breakdown: CostBreakdown) -> list[CostRow]:
     return out
 
 
+def other_operations(
+    rows: Sequence[CostRow], breakdown: CostBreakdown, parts: Sequence[tuple[str, float]]
+) -> list[tuple[str, float]]:
+    """(what, seconds) of all of the step that is not in a table of operations: operations without a row of their own (`rows`),
+    compute of no operation, and the `parts` of the step in which the device does not compute. With the table they add up to the
+    step."""
+    rest = sum(seconds for name, seconds in parts if name != COMPUTE)
+    found = [(_more(rows, "operations"), sum(row.seconds for row in rows)), *breakdown.other_seconds, ("not computing", rest)]
+    return [(name, seconds) for name, seconds in found if seconds]
+
+
+def other_collectives(rows: Sequence[CostRow]) -> list[tuple[str, float]]:
+    """(what, seconds) of collectives without a row of their own."""
+    return [(_more(rows, "collectives"), sum(row.seconds for row in rows))] if rows else []
+
+
+def _more(rows: Sequence[CostRow], what: str) -> str:
+    return f"{len(rows)} more {what if len(rows) > 1 else what[:-1]}"
+
+
 def row_formulas(row: CostRow, breakdown: CostBreakdown) -> Iterator[CostFormula]:
     """The formulas behind a row, each of one call: of an operation, or of each collective."""
     if isinstance(row.cost, OperationCost):
@@ -86,12 +107,15 @@ def row_formulas(row: CostRow, breakdown: CostBreakdown) -> Iterator[CostFormula
 def _collective_words(graph: Graph, cost: CollectiveCost) -> tuple[str, str, str]:
     """(what, where, source) of a collective."""
     block, origin = graph.block(cost.block), cost.origin
+    if isinstance(origin, StateCollective) and origin.shared:
+        return f"{origin.name}, ZeRO-{origin.zero}", "parameters that several blocks share", ""
     if isinstance(origin, StateCollective):
         in_model = any(call.prefix for call in graph.calls if call.block == cost.block)
         return f"{origin.name}, ZeRO-{origin.zero}", module_path(graph, cost.block) if in_model else cost.block, ""
     if isinstance(origin, NodePlan):
         node = _node(graph, cost.block, origin)
-        return f"inside {origin.function.split('.')[1]} {origin.node}", module_path(graph, cost.block, node.module), node.source
+        name = (origin.function or node.op).split(".")[1]
+        return f"inside {name} {origin.node}", module_path(graph, cost.block, node.module), node.source
     kinds = " / ".join(kind.replace("_", "-") for kind in cost.kinds)
     producer = _producer(block, origin)
     paths = {parameter.value.name: parameter.path for parameter in block.parameters}

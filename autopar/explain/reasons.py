@@ -19,6 +19,7 @@ _TIGHT = 0.9
 """Share of the device's memory from which on memory is said to bind."""
 
 _SMALLEST_SHARE = 0.005
+COMPUTE = "compute"
 _GIB = 2.0**30
 
 
@@ -34,16 +35,22 @@ class EvaluatedChange:
     force: str = ""
 
 
+def stage_words(evaluation: Evaluation) -> str:
+    """Of which stage a table of the step is: ``, of stage 3 of 8 (the bottleneck)``; empty without a pipeline."""
+    stages = len(evaluation.stages)
+    return f", of stage {evaluation.bottleneck} of {stages} (the bottleneck)" if stages > 1 else ""
+
+
 def parts_of_step(evaluation: Evaluation) -> list[tuple[str, float]]:
-    """(what, seconds), the largest first; they add up to the step."""
+    """(what, seconds), the largest first; they add up to the step of the bottleneck stage."""
     known = [
-        ("compute", evaluation.compute_seconds),
+        (COMPUTE, evaluation.compute_seconds),
         ("exposed communication of the model axes", evaluation.exposed_seconds),
         ("stalls on the data axis (weights, gradients)", evaluation.stall_seconds),
         ("optimizer", evaluation.optimizer_seconds),
     ]
     rest = evaluation.step_seconds - sum(seconds for _, seconds in known)
-    known.append(("pipeline bubble and p2p between stages", rest))
+    known.append(("pipeline bubble, p2p between stages", rest))
     return sorted(((name, each) for name, each in known if each > 1e-6 * evaluation.step_seconds), key=lambda pair: -pair[1])
 
 
@@ -52,7 +59,8 @@ def plan_reasons(graph: Graph, candidate: Candidate, cluster: Cluster, evaluatio
     parts = parts_of_step(evaluation)
     shares = [(name, seconds / evaluation.step_seconds) for name, seconds in parts]
     text = ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= _SMALLEST_SHARE)
-    yield f"The step of {evaluation.step_seconds:.4g} s is {text}."
+    stage = stage_words(evaluation)
+    yield f"The step of {evaluation.step_seconds:.4g} s{stage and f'{stage},'} is {text}."
     if candidate.pipeline.stages > 1:
         yield _stages(candidate, evaluation)
     yield _links(candidate, cluster, evaluation)
@@ -73,10 +81,9 @@ def _stages(candidate: Candidate, evaluation: Evaluation) -> str:
     """How balanced the stages are, and their bubble."""
     busy = [stage.busy_seconds for stage in evaluation.stages]
     calls = [len(stage.calls) for stage in evaluation.stages]
-    longest = max(range(len(busy)), key=busy.__getitem__)
     return (
         f"Its pipeline is {describe_pipeline(candidate, evaluation.bubble_share)}: stages of {min(calls)} to {max(calls)} blocks "
-        f"are busy for {min(busy):.4g} to {max(busy):.4g} s a step; stage {longest} is the bottleneck."
+        f"are busy for {min(busy):.4g} to {max(busy):.4g} s a step; stage {evaluation.bottleneck} is the bottleneck."
     )
 
 

@@ -23,6 +23,11 @@ _SHARDED_FUNCTIONS = {
 _PRODUCTS = ("aten.linear", "ap.linear_float8", "ap.linear_kn")
 _ATTENTION = ("aten.scaled_dot_product_attention", "ap.attention")
 _LINEAR = {"n": "column", "k": "row"}
+_CONVOLUTION = "aten.conv"
+_CHANNELS = {"o": "output channels", "c": "input channels", "g": "groups of channels"}
+_UNSHARDED = ("", "redundant", "pass")
+_NAMED = 3
+"""Operations that are named where nothing else can be said of an axis."""
 
 
 def parallelism(graph: Graph, candidate: Candidate) -> Parallelism:
@@ -56,33 +61,53 @@ def _kind(graph: Graph, candidate: Candidate, axis: int) -> str:
 
 
 def describe_pipeline(candidate: Candidate, bubble_share: float | None = None) -> str:
-    """``pp=4 (1f1b, 2 chunks, bubble 7 %)``."""
+    """``pp=4 (interleaved 1f1b, 2 chunks, bubble 7 %)``."""
     pipeline = candidate.pipeline
-    said = [pipeline.schedule] + [f"{pipeline.virtual} chunks"] * (pipeline.virtual > 1)
+    interleaved = "interleaved " * (pipeline.schedule == "1f1b" and pipeline.virtual > 1)
+    said = [f"{interleaved}{pipeline.schedule}"] + [f"{pipeline.virtual} chunks"] * (pipeline.virtual > 1)
     said += ["gradients one update late"] * (pipeline.weight_versions > 1)
     said += [f"bubble {100 * bubble_share:.0f} %"] if bubble_share is not None else []
     return f"pp={pipeline.stages} ({', '.join(said)})"
 
 
 def describe(graph: Graph, candidate: Candidate, bubble_share: float | None = None) -> str:
-    """One line: ``pp=2 (1f1b, bubble 7 %) x dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears), Layer recomputed``."""
-    zero = parallelism(graph, candidate).zero
+    """One line of all that was chosen: ``pp=2 (1f1b, bubble 7 %) x dp=4 (ZeRO-3 in groups of 2) x tp=2 (column- and row-parallel
+    linears), 8 micro-batches, Layer recomputed``."""
     parts = [describe_pipeline(candidate, bubble_share)] if candidate.pipeline.stages > 1 else []
     for index, axis in enumerate(candidate.mesh.axes):
         if axis.size == 1 and len(candidate.mesh.axes) > 1:
             continue
         if axis.name == DATA_AXIS:
-            kind = f"ZeRO-{zero}" if zero else "replicated state"
-            parts.append(f"{axis.name}={axis.size}" + (f" ({kind})" if axis.size > 1 else ""))
+            parts.append(f"{axis.name}={axis.size}" + (f" ({_state(graph, candidate)})" if axis.size > 1 else ""))
         else:
             parts.append(f"{axis.name}={axis.size} ({', '.join(describe_axis(graph, candidate, index)) or 'nothing sharded'})")
+    more = [f"{candidate.micro_batches} micro-batches"] * (candidate.micro_batches > 1)
     recomputed = [plan.block for plan in candidate.blocks if plan.recompute]
-    return " x ".join(parts) + (f", {', '.join(recomputed)} recomputed" if recomputed else "")
+    more += [f"{', '.join(recomputed)} recomputed"] * bool(recomputed)
+    partly = [plan.block for plan in candidate.blocks if plan.recompute_nodes and not plan.recompute]
+    more += [f"{', '.join(partly)} recomputed in part"] * bool(partly)
+    offloaded = [plan.block for plan in candidate.blocks if plan.offload]
+    more += [f"activations of {', '.join(offloaded)} offloaded"] * bool(offloaded)
+    return ", ".join([" x ".join(parts), *more])
+
+
+def _state(graph: Graph, candidate: Candidate) -> str:
+    """``ZeRO-3 in groups of 8``: of the blocks that hold most parameters, and the groups that share one copy of the state."""
+    zero = parallelism(graph, candidate).zero
+    group = f" in groups of {candidate.zero_group}" if candidate.zero_group and any(b.zero for b in candidate.blocks) else ""
+    others = sorted({plan.zero for plan in candidate.blocks if _parameters(graph, plan.block)} - {zero})
+    kinds = [f"ZeRO-{each}" if each else "replicated state" for each in (zero, *others)]
+    return ", some ".join(kinds) + group
+
+
+def _parameters(graph: Graph, block: str) -> bool:
+    return any(not parameter.buffer for parameter in graph.block(block).parameters)
 
 
 def describe_axis(graph: Graph, candidate: Candidate, axis: int) -> tuple[str, ...]:
     """What one model axis shards: ``column- and row-parallel linears``, ``attention heads``, ``ring attention``, ..."""
-    linears: set[str] = set()
+    linears, channels = set[str](), set[str]()
+    others: dict[str, None] = {}
     found: dict[str, None] = {}
     for plan in candidate.blocks:
         block = graph.block(plan.block)
@@ -95,14 +120,19 @@ def describe_axis(graph: Graph, candidate: Candidate, axis: int) -> tuple[str, .
                 rank = len(nodes[each.node].outputs[0].shape)
                 found |= {"attention heads": None} if place.dim == rank - 3 else {}
                 found |= {"attention by queries": None} if place.dim == rank - 2 and not each.function else {}
+            if op.startswith(_CONVOLUTION) and sharded in _CHANNELS:
+                channels.add(_CHANNELS[sharded])
+            if sharded not in _UNSHARDED:
+                others[f"{op.split('.')[1]} by {sharded}"] = None
             if op == "ap.moe_experts" and sharded == "f":
                 found["tensor parallel inside experts"] = None
             first = sharded.partition(" ")[0]
             found.update((text, None) for name, (of, text) in _SHARDED_FUNCTIONS.items() if name in each.function and of == first)
     out = [f"{'- and '.join(sorted(linears))}-parallel linears"] if linears else []
+    out += [f"convolutions by {' and '.join(sorted(channels))}"] if channels else []
     out += found
     out += _between_blocks(graph, candidate, axis)
-    return tuple(out)
+    return tuple(out) or tuple(others)[:_NAMED]
 
 
 def _between_blocks(graph: Graph, candidate: Candidate, axis: int) -> list[str]:

@@ -55,4 +55,4 @@ class ScheduleBuilder:
             raise PlanError(f"{self.name} has 2 chunks a stage, not {virtual}: write virtual=2")
         least = self.micro_batches_per_stage * stages
         if micro_batches < least:
-            raise PlanError(f"{self.name} takes at least {least} micro-batches on {stages} stages, not {micro_batches}")
+            raise PlanError(f"{self.name} takes at least {least} micro-batches on {stages} stages, not {micro_batches}: enlarge the batch")

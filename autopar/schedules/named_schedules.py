@@ -13,6 +13,10 @@ from autopar.schedules import builders as folder
 from autopar.schedules.builder import ScheduleBuilder
 
 
+INTERLEAVED = "interleaved"
+"""What people call the builder ``1f1b`` with several model chunks a stage."""
+
+
 @cache
 def schedule_builders() -> Mapping[str, ScheduleBuilder]:
     """By name, in the order of their positions."""
@@ -26,10 +30,11 @@ def schedule_names() -> tuple[str, ...]:
     return tuple(schedule_builders())
 
 
-def builder_named(name: str, remedy: str = "give its actions") -> ScheduleBuilder:
-    """PlanError where there is none, with what else one may write: the only place that refuses a schedule's name."""
+def builder_named(name: str, remedy: str = "give its actions", also: tuple[str, ...] = ()) -> ScheduleBuilder:
+    """PlanError where there is none, with what else one may write (`also`: names that stand for a builder and a number of
+    chunks): the only place that refuses a schedule's name."""
     found = schedule_builders().get(name)
     if found is None:
-        *most, last = schedule_names()
+        *most, last = (*schedule_names(), *also)
         raise PlanError(f"no schedule {name!r}: write {', '.join(most)} or {last}, or {remedy}")
     return found

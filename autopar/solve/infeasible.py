@@ -13,7 +13,7 @@ from autopar.cost_models.hardware.device_specs import OffloadTarget
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.rules.registry import Registry
-from autopar.solve.bounds.minimum_memory import MemoryPlan, MinimumMemory, without_forced
+from autopar.solve.bounds.minimum_memory import MemoryPlan, MinimumMemory, forced_stages, without_forced
 from autopar.solve.ilp.solve_mesh import MeshSolver
 from autopar.solve.space.meshes import divisors
 from autopar.solve.space.options import SearchOptions
@@ -48,9 +48,9 @@ def explanation(
     search = MinimumMemory(registry, monotonic() + search_seconds)
     nearest = minimum_memory_plan(graph, cluster, options, search)
     least = min((solver.result.shortage_bytes for solver in solvers), default=0.0)
-    lines = [_short(graph, cluster, nearest, least)]
+    lines = [_short(graph, cluster, options, nearest, least)]
     found = [str(each) for each in relaxations(graph, cluster, options, search)]
-    if nearest is not None:
+    if nearest is not None and nearest.shortage_bytes:
         unit = _GIB if nearest.evaluation.peak_memory_bytes >= _GIB else 2.0**20
         need = ceil(nearest.evaluation.peak_memory_bytes / unit)
         found.append(f"devices of {need} {'GiB' if unit == _GIB else 'MiB'}: then {nearest} fits")
@@ -64,12 +64,17 @@ def minimum_memory_plan(graph: Graph, cluster: Cluster, options: SearchOptions, 
     return min((each for each in found if each is not None), key=lambda each: each.shortage_bytes, default=None)
 
 
-def _short(graph: Graph, cluster: Cluster, nearest: MemoryPlan | None, least_bytes: float) -> str:
+def _short(
+    graph: Graph, cluster: Cluster, options: SearchOptions, nearest: MemoryPlan | None, least_bytes: float
+) -> str:  # fmt: skip
     memory = _gib(cluster.device.memory_bytes)
     text = f"{graph.name} at batch {graph.batch} does not fit on {cluster.name} with {memory} a device"
     if nearest is None:
-        return f"{text}: no plan under what is forced was found"
+        forced = ", ".join(f"{name}={value}" for name, value in options.force.items())
+        return f"{text}: no plan under what is forced was found" + (f"; leave some of {forced} open" if forced else "")
     found = nearest.evaluation
+    if not nearest.shortage_bytes:
+        return f"no plan for {graph.name} was found on {cluster.name} under what is forced, though {nearest} fits: force its degrees"
     stage = max(found.stage_memory, key=lambda each: each.peak_bytes)
     kind, size = max(stage.table.items(), key=lambda row: row[1])
     text += f": the plan that takes least memory, {nearest}, is short of {_gib(nearest.shortage_bytes)} at the {stage.place}"
@@ -184,6 +189,7 @@ def _sizes(graph: Graph, cluster: Cluster, options: SearchOptions) -> list[int]:
     each = node_size(cluster)
     now = max(1, cluster.size // each)
     widths = [options.force["tp"]] if "tp" in options.force else divisors(each) if each > 1 else [1, 2, 4, 8]
+    widths = [width * forced_stages(options) for width in widths]
     most = min(now * _MOST_TIMES, now + _MOST_NODES)
     fitting = {width * data // each for width in widths for data in divisors(graph.batch) if width * data % each == 0}
     return sorted(nodes for nodes in fitting if now < nodes <= most)

@@ -28,17 +28,20 @@ UNASKED_SECONDS = 1.5
 UNASKED_ACTIONS = 400
 """And one that nobody asked for; only where there are no more actions than this."""
 
-_MIN_IMPROVEMENT = 0.005
-"""A named schedule stays where the other one is not better by this share of the step."""
-
 Progress = Callable[[str], None]
 
 
 def with_synthesized_schedule(
-    cluster: Cluster, found: PlanResult, optimizer: str, *, asked: bool = False, progress: Progress | None = None
+    cluster: Cluster,
+    found: PlanResult,
+    optimizer: str,
+    *,
+    asked: bool = False,
+    min_improvement: float = 0.0,
+    progress: Progress | None = None,
 ) -> PlanResult:
-    """`found` with a synthesized schedule, where that is faster by the evaluator and fits. `asked`: the user wants one, so
-    that it is looked for longer."""
+    """`found` with a synthesized schedule, where that is faster by the evaluator by more than `min_improvement` (share of the
+    step), and fits. `asked`: the user wants one, so that it is looked for longer."""
     graph, candidate = found.graph, found.candidate
     pipeline = candidate.pipeline
     actions = 3 * pipeline.stages * pipeline.virtual * candidate.micro_batches
@@ -49,7 +52,7 @@ def with_synthesized_schedule(
         return found
     changed = replace(candidate, pipeline=replace(pipeline, schedule=SYNTHESIZED, actions=str(made.schedule)))
     priced = evaluate(graph, changed, cluster, optimizer)
-    better = priced.fits and priced.step_seconds < found.evaluation.step_seconds * (1 - _MIN_IMPROVEMENT)
+    better = priced.fits and priced.step_seconds < found.evaluation.step_seconds * (1 - min_improvement)
     if progress is not None:
         progress(
             f"schedule: {made.makespan_seconds:.4g} s synthesized, {made.builder_seconds:.4g} s by {made.builder}, "

@@ -12,7 +12,7 @@ from autopar.cost_models.step.evaluate import Evaluation
 from autopar.ir import dims
 from autopar.ir.describe import parallelism
 from autopar.ir.graph import Graph
-from autopar.ir.plan_file.document import Baseline, ClusterInfo, MeshResult, ModelInfo, Predicted, SearchInfo
+from autopar.ir.plan_file.document import Baseline, ClusterInfo, FastestInfo, MeshResult, ModelInfo, Predicted, SearchInfo
 from autopar.ir.plan_file.plan_file import Plan, assemble_plan
 from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.fixed.baselines import PricedRecipe
@@ -114,4 +114,5 @@ def _search(found: PlanResult) -> SearchInfo:
         )
         for each in found.solutions
     )
-    return SearchInfo(found.seconds, len(meshes), str(found.status), meshes)
+    fastest = FastestInfo(found.fastest.plan, found.fastest.step_seconds) if found.fastest is not None else None
+    return SearchInfo(found.seconds, len(meshes), str(found.status), meshes, fastest)

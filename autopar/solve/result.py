@@ -11,11 +11,20 @@ from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 
 
+@dataclass(frozen=True, slots=True)
+class Fastest:
+    """The plan of the shortest predicted step in words, where another one was chosen."""
+
+    plan: str
+    step_seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
     """The plan that was chosen: `graph` is that of the candidate (pipeline stages may have blocks of their own), `evaluation` its
     predicted step. `lower_bound_seconds` is below the step of every plan on every point of the grid, and `gap` is relative to the
-    step. `solutions` has every point that was looked at. `warnings` would be bugs: an evaluator and an ILP that disagree."""
+    step. `solutions` has every point that was looked at, `alternatives` all plans that fit. `fastest`: where that is another plan
+    than the chosen one (`robust_choice`). `warnings` would be bugs: an evaluator and an ILP that disagree."""
 
     graph: Graph
     candidate: Candidate
@@ -25,4 +34,6 @@ class PlanResult:
     gap: float
     solutions: tuple[MeshSolution, ...]
     seconds: float
+    alternatives: tuple[MeshSolution, ...] = ()
+    fastest: Fastest | None = None
     warnings: tuple[str, ...] = ()

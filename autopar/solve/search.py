@@ -14,6 +14,7 @@ from autopar.errors import UnsupportedOp
 from autopar.ir.graph import Graph
 from autopar.rules.expand import missing_rules
 from autopar.solve.bounds.memory_bound import memory_bound
+from autopar.solve.bounds.minimum_memory import MinimumMemory
 from autopar.solve.bounds.warm_start import WarmStart
 from autopar.solve.ilp.block_memory import unavoidable_saved_bytes
 from autopar.solve.ilp.solve_mesh import MeshSolution
@@ -25,10 +26,17 @@ from autopar.solve.search_state import Progress, SearchPoint, SearchState
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.meshes import mesh_of
 from autopar.solve.space.options import SearchOptions
+from autopar.solve.space.pipeline_grid import pipeline_asked
 from autopar.solve.space.problem_tables import ProblemTables
 
 _RELAXATION_SECONDS = 2.0
 """For the linear relaxation of a large problem under memory: one that takes longer is left, with the bound that it has."""
+
+_LEAST_MEMORY_SECONDS = 5.0
+"""For a pipeline that saves all the memory that it can, where no other fits."""
+
+_WHOLE = 0.02
+"""The share of FLOPs that such a plan may repeat on a forced axis."""
 
 _MEMORY_SECONDS = 4.0
 """For one problem under memory, once there is a plan: few take half of that."""
@@ -65,6 +73,8 @@ class _Search:
                 raise
             interrupted = True
             state.progress("interrupted: the best plan so far")
+        if state.best is None and pipeline_asked(state.options.force, state.options.schedule):
+            self._take_least_memory()
         if state.best is None:
             raise_infeasible(state)
         assert state.best is not None
@@ -126,6 +136,25 @@ class _Search:
         self.state.pipelines_began = monotonic()
         for solution in self.state.pipelines.run(self.state.best_seconds):
             self._take(solution)
+
+    def _take_least_memory(self) -> None:
+        """The pipeline of layers dealt evenly that recomputes all, where none that the stage search makes fits: its estimates of
+        memory err on the safe side."""
+        state = self.state
+        search = MinimumMemory(state.registry, monotonic() + _LEAST_MEMORY_SECONDS)
+        found = search.fixed_plan(state.graph, state.cluster, state.options)
+        if found is None or found.shortage_bytes:
+            return
+        plan, pipeline = found.candidate, found.candidate.pipeline
+        if any(whole > _WHOLE for axis, whole in found.evaluation.redundant_share if axis in state.options.force):
+            return
+        solution = MeshSolution(
+            mesh=plan.mesh, status=Status.FEASIBLE, objective_seconds=found.evaluation.step_seconds, candidate=plan,
+            evaluation=found.evaluation, micro_batches=plan.micro_batches, zero_group=plan.zero_group, stages=pipeline.stages,
+            virtual=pipeline.virtual, schedule=pipeline.schedule,
+        )  # fmt: skip
+        state.pipelines.solutions.append(solution)
+        self._take(solution)
 
     def _warm_start(self, members: Sequence[SearchPoint]) -> None:
         """Plans that fit, for large problems before they are solved under memory. Not for a forced axis: what it may leave

@@ -12,6 +12,7 @@ from autopar.ir.mesh import Mesh
 from autopar.solve.bounds.flow_bound import FlowRelaxation, ideal_seconds, operation_bound
 from autopar.solve.bounds.memory_bound import BlockRelaxation, memory_bound, relax_blocks
 from autopar.solve.ilp.solver import Status
+from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes
 from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.search_state import SearchPoint, SearchState
 
@@ -46,6 +47,7 @@ class SearchBounds:
             return
         began = monotonic()
         problem = state.tables.problem(min((each.point for each in members), key=lambda point: point.micro_batches))
+        check_forced_axes(problem, forced_axes(problem.mesh, state.options.force))
         if not state.forced and state.solver(problem, members[0].solution).has_useless_axis():
             for each in members:
                 each.settle(Status.PRUNED)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from time import monotonic
 
-from autopar.errors import Infeasible
+from autopar.errors import Infeasible, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
 from autopar.solve.infeasible import explanation
 from autopar.solve.result import PlanResult
 from autopar.solve.search_state import SearchPoint, SearchState
-from autopar.solve.space.pipeline_grid import pipeline_forced
+from autopar.solve.problem.forced_axes import forced_axes, told_of_forced_axes
+from autopar.solve.space.grid import GridPoint
+from autopar.solve.space.pipeline_grid import pipeline_asked
 
 _MESHES = 8
 """Meshes that are solved for what an infeasible problem lacks."""
@@ -56,6 +60,8 @@ def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> Plan
         f"{len(solutions)} candidates: {solved} solved, {pruned} pruned by bounds, "
         f"{sum(each.status is Status.INFEASIBLE for each in solutions)} do not fit; gap {100 * state.gap():.2g} %"
     )
+    for line in _told(state, best):
+        warnings.warn(line, stacklevel=2)
     proven = not interrupted and all(each.status is not Status.TIMEOUT for each in solutions)
     return PlanResult(
         graph=best.graph or state.graph,
@@ -66,17 +72,42 @@ def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> Plan
         gap=state.gap(),
         solutions=tuple(solutions),
         seconds=monotonic() - state.began,
+        alternatives=tuple(state.fitting),
         warnings=tuple(warning for each in solutions for warning in each.warnings),
     )
 
 
 def raise_infeasible(state: SearchState) -> None:
     """Infeasible, with what is short and which changes would do."""
-    if pipeline_forced(state.options.force):
-        state.pipelines.raise_infeasible()
+    refused = next((text for text in _refusals(state) if text), "")
+    if refused:
+        raise PlanError(refused)
+    if pipeline_asked(state.options.force, state.options.schedule):
+        if state.seconds_left() <= 0:
+            raise Infeasible(_out_of_time(state))
+        raise Infeasible(explanation(state.graph, state.cluster, state.options, state.registry))
     if any(each.solution.status is Status.TIMEOUT for each in state.points):
-        raise Infeasible(f"no plan for {state.graph.name} within {state.options.time_limit_seconds:g} s: raise the time limit")
+        raise Infeasible(_out_of_time(state))
     raise Infeasible(explanation(state.graph, state.cluster, state.options, state.registry, _nearest(state)))
+
+
+def _out_of_time(state: SearchState) -> str:
+    return f"no plan for {state.graph.name} within {state.options.time_limit_seconds:g} s: raise the time limit"
+
+
+def _refusals(state: SearchState) -> Iterator[str]:
+    """Why plans were left out that do not obey a forced degree."""
+    yield from (each.solution.refusal for each in state.points)
+    yield state.pipelines.stage_search.refusal
+
+
+def _told(state: SearchState, best: MeshSolution) -> Iterator[str]:
+    """What sizes forbid a forced axis of the best plan to shard."""
+    axes = forced_axes(best.mesh, state.options.force)
+    if axes:
+        point = GridPoint(best.mesh, best.micro_batches, stages=best.stages)
+        problem = state.pipelines.problem(point) if best.stages > 1 else state.tables.problem(point)
+        yield from told_of_forced_axes(problem, axes)
 
 
 def _nearest(state: SearchState) -> list[MeshSolver]:

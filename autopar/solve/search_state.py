@@ -9,15 +9,16 @@ from time import monotonic
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import DATA_AXIS, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.rules.registry import default_registry
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.pipeline_search import PipelineSearch
+from autopar.solve.problem.forced_axes import forced_axes
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint, devices_per_node, grid_points
 from autopar.solve.space.options import SearchOptions
-from autopar.solve.space.pipeline_grid import force_without_pipeline, pipeline_forced
+from autopar.solve.space.pipeline_grid import force_without_pipeline, pipeline_asked
 from autopar.solve.space.problem_tables import ProblemTables
 
 Progress = Callable[[str], None]
@@ -51,7 +52,8 @@ class SearchPoint:
 
 
 class SearchState:
-    """`variables` has the size of each mesh's problem, `points` the grid without pipelines; `pipelines` has its own points."""
+    """`variables` has the size of each mesh's problem, `points` the grid without pipelines; `pipelines` has its own points.
+    `fitting` are all plans that were found and fit."""
 
     def __init__(self, graph: Graph, cluster: Cluster, options: SearchOptions, progress: Progress) -> None:
         if options.batch not in (0, graph.batch):
@@ -63,13 +65,14 @@ class SearchState:
         self.pipelines_began = self.began
         self.pipelines = PipelineSearch(graph, cluster, options, self.registry, self.tables, self.seconds_left_for_pipelines)
         self.best: MeshSolution | None = None
+        self.fitting: list[MeshSolution] = []
         self.points: list[SearchPoint] = []
         self.variables: dict[Mesh, int] = {}
 
     def list_points(self) -> None:
         """The grid. AutoparError where what is forced cannot be."""
         force = self.options.force
-        if not pipeline_forced(force):
+        if not pipeline_asked(force, self.options.schedule):
             node, rest = devices_per_node(self.cluster), force_without_pipeline(force)
             self.points = [
                 SearchPoint(point, MeshSolution(point.mesh, micro_batches=point.micro_batches, zero_group=point.zero_group))
@@ -79,23 +82,22 @@ class SearchState:
 
     def solver(self, problem: Problem, solution: MeshSolution) -> MeshSolver:
         """The ILP of a problem, which writes to `solution`."""
-        force = self.options.force
-        axes = tuple(i for i, axis in enumerate(problem.mesh.axes) if axis.name != DATA_AXIS and axis.name in force)
+        axes = forced_axes(problem.mesh, self.options.force)
         return MeshSolver(self.graph, problem, axes, self.options.relative_gap, solution)
 
     # -- time and the best plan
 
     @property
     def forced(self) -> bool:
-        """Whether the user fixes placements or degrees beside the pipeline's."""
+        """Whether the user fixes placements, degrees or a schedule."""
         force = self.options.force
-        return bool(force_without_pipeline(force) or pipeline_forced(force) or self.options.pins)
+        return bool(force_without_pipeline(force) or pipeline_asked(force, self.options.schedule) or self.options.pins)
 
     def seconds_left(self) -> float:
         return self.options.time_limit_seconds - (monotonic() - self.began)
 
     def seconds_left_for_pipelines(self) -> float:
-        if pipeline_forced(self.options.force):
+        if pipeline_asked(self.options.force, self.options.schedule):
             return self.seconds_left()
         large = any(variables > LARGE for mesh, variables in self.variables.items() if len(mesh.axes) == 2)
         share = (_LARGE_SHARE if large else _PIPELINES_SHARE) * self.options.time_limit_seconds
@@ -106,7 +108,10 @@ class SearchState:
 
     def offer(self, solution: MeshSolution) -> None:
         """Takes it as the best plan where it is."""
-        if solution.solved and solution.evaluation is not None and solution.evaluation.step_seconds < self.best_seconds():
+        if not solution.solved or solution.evaluation is None:
+            return
+        self.fitting.append(solution)
+        if solution.evaluation.step_seconds < self.best_seconds():
             self.best = solution
 
     # -- pruning

@@ -1,9 +1,9 @@
-"""Every operation and collective of a plan with its seconds in one step."""
+"""Every operation and collective of one pipeline stage with its seconds in one step."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 
@@ -14,13 +14,15 @@ from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_cost import StateCost
 from autopar.cost_models.step.block_costs import BlockCosts
-from autopar.cost_models.step.chunk_costs import chunk_costs
+from autopar.cost_models.step.chunk_costs import ChunkCost, chunk_costs
 from autopar.cost_models.step.evaluate import stage_traces
-from autopar.cost_models.step.stage_devices import stage_cluster
+from autopar.cost_models.step.recompute import RecomputePlan
+from autopar.cost_models.tensors.aliases import aliases
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan
 from autopar.rules.conversions import COLLECTIVES
+from autopar.schedules.placement import chunks_of_stages
 
 PricedCollective = tuple[str, float, AxisLink]
 """Kind, bytes of the unsharded tensor, and the link: the arguments of `collective_seconds`."""
@@ -42,10 +44,12 @@ class OperationCost:
 
 @dataclass(frozen=True, slots=True)
 class StateCollective:
-    """All-gathers of a block's weights, or the reduction of its gradients, under a ZeRO stage."""
+    """All-gathers of a block's weights, or the reduction of its gradients, under a ZeRO stage. `shared`: of the parameters that
+    several calls share."""
 
     name: str
     zero: int
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,52 +76,73 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True)
 class CostBreakdown:
-    """All operations and collectives of a candidate, the costliest first. `costs` are those of its blocks."""
+    """All operations and collectives of one pipeline stage in one step, the costliest first. `costs` are those of the blocks on
+    its devices.
 
+    Operations and `other_seconds` (by what it is: compute of no operation) add up to the stage's compute; collectives of an axis
+    add up to its `Evaluation.axis_seconds` where `stage` is the bottleneck.
+    """
+
+    stage: int
     operations: tuple[OperationCost, ...]
     collectives: tuple[CollectiveCost, ...]
+    other_seconds: tuple[tuple[str, float], ...]
     costs: Mapping[str, BlockCosts]
 
 
-def cost_breakdown(graph: Graph, candidate: Candidate, cluster: Cluster, optimizer: str) -> CostBreakdown:
-    """The costs that `evaluate` adds up. Of a pipeline on different devices: operations are priced on the whole cluster's
-    device."""
-    part = stage_cluster(cluster, candidate.pipeline.stages)
-    costs = {
-        block.name: BlockCosts(block, candidate.mesh, candidate.micro_batch, part, candidate.zero_group) for block in graph.blocks
-    }
+def cost_breakdown(graph: Graph, candidate: Candidate, cluster: Cluster, optimizer: str, stage: int = 0) -> CostBreakdown:
+    """The costs that `evaluate` adds up, of one pipeline stage."""
+    traces_of = stage_traces(graph, candidate, cluster)
+    all_chunks = chunk_costs(graph, candidate, cluster, traces_of, optimizer_named(optimizer))
+    chunks = [all_chunks[index] for index in chunks_of_stages(candidate.pipeline)[stage]]
+    counts = Counter(graph.calls[index].block for chunk in chunks for index in chunk.owned.calls)
+    costs = {name: traces_of[stage][name].costs for name in traces_of[stage]}
     operations: list[OperationCost] = []
-    collectives = list(_state_collectives(graph, candidate, cluster, optimizer, costs))
-    for block in graph.blocks:
-        plan, times = candidate.block(block.name), graph.count(block.name) * candidate.micro_batches
-        operations += _operations(plan, costs[block.name], times)
-        collectives += _conversions(plan, costs[block.name], times)
-        collectives += _inside_operations(plan, costs[block.name], times)
+    collectives = list(_state_collectives(graph, candidate, chunks, costs))
+    converted = 0.0
+    for block in (block for block in graph.blocks if counts[block.name]):
+        plan, own, times = candidate.block(block.name), costs[block.name], counts[block.name] * candidate.micro_batches
+        found = RecomputePlan.of(own, plan, aliases(block, plan.nodes, plan.conversions))
+        recomputed: frozenset[str | Conversion] = frozenset((*found.nodes, *found.conversions))
+        operations += _operations(plan, own, times, recomputed)
+        collectives += _conversions(plan, own, times, recomputed)
+        collectives += _inside_operations(plan, own, times, recomputed)
+        converted += times * sum(
+            cost.forward_local_seconds * (1 + (each in recomputed)) + cost.backward_local_seconds
+            for each in plan.conversions
+            for cost in [own.conversion(each.value, each.source, each.target)]
+        )
+    accumulated = sum(each.accumulate_seconds for chunk in chunks for each in chunk.communication) * candidate.micro_batches
     return CostBreakdown(
+        stage=stage,
         operations=tuple(sorted(operations, key=lambda cost: -cost.seconds)),
         collectives=tuple(sorted((cost for cost in collectives if cost.seconds), key=lambda cost: -cost.seconds)),
+        other_seconds=(("copies beside collectives", converted), ("accumulation of gradients", accumulated)),
         costs=costs,
     )
 
 
-def _operations(plan: BlockPlan, costs: BlockCosts, times: int) -> Iterator[OperationCost]:
+def _operations(
+    plan: BlockPlan, costs: BlockCosts, times: int, recomputed: Collection[str | Conversion]
+) -> Iterator[OperationCost]:
     for each in plan.nodes:
         cost = costs.node(each)
-        recompute = cost.forward_seconds * (plan.recompute or each.node in plan.recompute_nodes)
-        yield OperationCost(plan.block, each, times, times * (cost.forward_seconds + cost.backward_seconds + recompute))
+        seconds = cost.forward_seconds * (1 + (each.node in recomputed)) + cost.backward_seconds
+        yield OperationCost(plan.block, each, times, times * seconds)
 
 
-def _conversions(plan: BlockPlan, costs: BlockCosts, times: int) -> Iterator[CollectiveCost]:
+def _conversions(
+    plan: BlockPlan, costs: BlockCosts, times: int, recomputed: Collection[str | Conversion]
+) -> Iterator[CollectiveCost]:
     for each in plan.conversions:
         cost = costs.conversion(each.value, each.source, each.target)
-        recompute = cost.forward_comm_seconds * (plan.recompute or each in plan.recompute_conversions)
         kinds = tuple(kind for kind in (cost.forward_kind, cost.backward_kind) if kind is not None and kind in COLLECTIVES)
         link = links_of_axis(costs.cluster, costs.mesh, cost.axis)
         yield CollectiveCost(
             block=plan.block,
             origin=each,
             times=times,
-            seconds=times * (cost.forward_comm_seconds + cost.backward_comm_seconds + recompute),
+            seconds=times * (cost.forward_comm_seconds * (1 + (each in recomputed)) + cost.backward_comm_seconds),
             axis=costs.mesh.names[cost.axis],
             kinds=kinds,
             full_bytes=cost.full_bytes,
@@ -125,25 +150,29 @@ def _conversions(plan: BlockPlan, costs: BlockCosts, times: int) -> Iterator[Col
         )
 
 
-def _inside_operations(plan: BlockPlan, costs: BlockCosts, times: int) -> Iterator[CollectiveCost]:
+def _inside_operations(
+    plan: BlockPlan, costs: BlockCosts, times: int, recomputed: Collection[str | Conversion]
+) -> Iterator[CollectiveCost]:
     for each in plan.nodes:
-        if each.function:
-            cost = costs.node(each)
-            for axis, forward, backward in zip(
-                costs.mesh.names, cost.forward_comm_seconds, cost.backward_comm_seconds, strict=True
-            ):
-                yield CollectiveCost(block=plan.block, origin=each, times=times, seconds=times * (forward + backward), axis=axis)
+        cost = costs.node(each)
+        for axis, forward, backward in zip(costs.mesh.names, cost.forward_comm_seconds, cost.backward_comm_seconds, strict=False):
+            seconds = times * (forward * (1 + (each.node in recomputed)) + backward)
+            yield CollectiveCost(block=plan.block, origin=each, times=times, seconds=seconds, axis=axis)
 
 
 def _state_collectives(
-    graph: Graph, candidate: Candidate, cluster: Cluster, optimizer: str, costs: Mapping[str, BlockCosts]
+    graph: Graph, candidate: Candidate, chunks: Sequence[ChunkCost], costs: Mapping[str, BlockCosts]
 ) -> Iterator[CollectiveCost]:
-    """Of each block's own parameters. Only ZeRO-3 gathers for each micro-batch; ZeRO-0 and 1 reduce once a step."""
-    states = _call_states(graph, candidate, cluster, optimizer)
-    calls, micro_batches = Counter(call.block for call in graph.calls), candidate.micro_batches
-    first = {call.block: index for index, call in reversed(list(enumerate(graph.calls)))}
-    for block in (block.name for block in graph.blocks if block.name in first):
-        zero, state, count = candidate.block(block).zero, states[first[block]], calls[block]
+    """Of each block's own parameters, and of those that several calls share. Only ZeRO-3 gathers for each micro-batch; ZeRO-0 and
+    1 reduce once a step."""
+    groups: Counter[tuple[str, StateCost, int, bool]] = Counter()
+    for owned in (chunk.owned for chunk in chunks):
+        blocks = [graph.calls[index].block for index in owned.calls]
+        groups.update(
+            (block, state, candidate.block(block).zero, False) for block, state in zip(blocks, owned.states, strict=True)
+        )
+        groups[blocks[0], owned.root, owned.root_zero, True] += 1
+    for (block, state, zero, shared), count in groups.items():
         data, across = costs[block].state_links
         gathers: list[PricedCollective] = [("all_gather", state.gather_bytes, data)] * (2 if zero == 3 else 1)
         reductions: list[PricedCollective] = [("reduce_scatter" if zero else "all_reduce", state.reduce_bytes, data)]
@@ -154,20 +183,14 @@ def _state_collectives(
             ("all-gather of weights", zero == 3, gather_seconds, gathers),
             (f"{reductions[0][0].replace('_', '-')} of gradients", zero >= 2, state.reduce_seconds, reductions),
         ):
-            times = count * (micro_batches if each_micro_batch else 1)
+            times = count * (candidate.micro_batches if each_micro_batch else 1)
             known = isclose(sum(collective_seconds(*each) for each in collectives), seconds, rel_tol=1e-9)
             yield CollectiveCost(
                 block=block,
-                origin=StateCollective(name, zero),
+                origin=StateCollective(name, zero, shared),
                 times=times,
                 seconds=times * seconds,
                 axis=DATA_AXIS,
                 full_bytes=collectives[0][1],
                 collectives=tuple(collectives) if known else (),
             )
-
-
-def _call_states(graph: Graph, candidate: Candidate, cluster: Cluster, optimizer: str) -> dict[int, StateCost]:
-    """Of each call's own parameters, by its index."""
-    chunks = chunk_costs(graph, candidate, cluster, stage_traces(graph, candidate, cluster), optimizer_named(optimizer))
-    return {index: state for chunk in chunks for index, state in zip(chunk.owned.calls, chunk.owned.states, strict=True)}

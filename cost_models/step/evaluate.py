@@ -58,6 +58,11 @@ class Evaluation:
     stage_memory: tuple[StageMemory, ...]
 
     @property
+    def bottleneck(self) -> int:
+        """The stage that ends last."""
+        return max(range(len(self.stages)), key=lambda index: self.stages[index].end_seconds)
+
+    @property
     def bubble_share(self) -> float:
         """The bubble of a stage as a share of the step, on average over the stages."""
         if not self.step_seconds:

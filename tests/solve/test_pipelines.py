@@ -18,6 +18,7 @@ from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline.chunk_calls import chunk_calls
+from autopar.ir.pipeline.stage_variants import with_stage_variants, without_stage_variants
 from autopar.ir.plan import Candidate, Precision
 from autopar.ir.verify import verify_candidate
 from autopar.schedules.named_schedules import schedule_names
@@ -25,7 +26,6 @@ from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.split_blocks import with_split_blocks
 from autopar.solve.pipeline.stage_partition import best_partition
-from autopar.solve.pipeline.stage_variants import with_stage_variants, without_stage_variants
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions

@@ -13,12 +13,12 @@ from autopar.cli.tables.baselines import baseline_table
 from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
-from autopar.explain.ranking import CostRow, collective_rows, operation_rows, row_formulas
-from autopar.explain.reasons import evaluate_changes, parts_of_step, plan_reasons
+from autopar.explain.ranking import CostRow, collective_rows, operation_rows, other_collectives, other_operations, row_formulas
+from autopar.explain.reasons import evaluate_changes, parts_of_step, plan_reasons, stage_words
 from autopar.explain.what_if import compare_plans, parse_what_if, plan_what_if
+from autopar.ir.pipeline.stage_variants import without_stage_variants
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.solve.fixed.baselines import baselines
-from autopar.solve.pipeline.stage_variants import without_stage_variants
 from autopar.solve.report import as_baseline
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.recipes.by_hand import with_expert_prices
@@ -45,11 +45,21 @@ def _explain(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Cons
     graph, candidate = plan.graph, plan.candidate
     reasons = list(plan_reasons(graph, candidate, cluster, evaluation))
     console.text(f"{plan}\n" + "\n".join(reasons))
-    breakdown = cost_breakdown(graph, candidate, cluster, plan.document.optimizer)
-    ranked = {"ops": operation_rows(graph, breakdown)[:_SHOWN], "collectives": collective_rows(graph, breakdown)[:_SHOWN]}
-    step = evaluation.step_seconds
-    for name, title in (("ops", "The costliest operations"), ("collectives", "The costliest collectives, overlapped or exposed")):
-        console.table(title, _HEADER, [_row(cost, step) for cost in ranked[name]])
+    breakdown = cost_breakdown(graph, candidate, cluster, plan.document.optimizer, evaluation.bottleneck)
+    operations, collectives = operation_rows(graph, breakdown), collective_rows(graph, breakdown)
+    ranked = {"ops": operations[:_SHOWN], "collectives": collectives[:_SHOWN]}
+    step, parts, of_stage = evaluation.step_seconds, parts_of_step(evaluation), stage_words(evaluation)
+    console.table(f"The step{of_stage}", ("part", "a step", "share"), [(name, *_share(each, step)) for name, each in parts])
+    rest = other_operations(operations[_SHOWN:], breakdown, parts)
+    rows = [_row(cost, step) for cost in ranked["ops"]]
+    rows += [(name, "", "", "-", "-", *_share(each, step)) for name, each in rest]
+    console.table(f"The costliest operations{of_stage}", _HEADER, rows)
+    sent = sum(cost.seconds for cost in collectives)
+    rows = [_row(cost, sent) for cost in ranked["collectives"]]
+    more = other_collectives(collectives[_SHOWN:])
+    rows += [(name, "", "", "-", "-", *_share(each, sent)) for name, each in more]
+    title = f"The costliest collectives{of_stage}: {seconds(sent)}, overlapped or exposed"
+    console.table(title, (*_HEADER[:-1], "of communication"), rows)
     tried = evaluate_changes(graph, candidate, cluster, plan.document.optimizer)
     rows = [
         (c.name, seconds(c.step_seconds), f"{c.step_seconds / step - 1:+.1%}", *_memory(c.peak_memory_bytes, c.fits))
@@ -61,8 +71,11 @@ def _explain(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Cons
         {
             "reasons": reasons,
             "step_seconds": step,
-            "parts": dict(parts_of_step(evaluation)),
+            "stage": evaluation.bottleneck,
+            "parts": dict(parts),
             **{name: [_json(cost, step) for cost in each] for name, each in ranked.items()},
+            "other_ops": dict(rest),
+            "other_collectives": dict(more),
             "changes": [
                 {"name": c.name, "step_seconds": c.step_seconds, "peak_memory_bytes": c.peak_memory_bytes, "fits": c.fits}
                 for c in tried
@@ -73,7 +86,7 @@ def _explain(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Cons
 
 
 def _formulas(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Console) -> None:
-    breakdown = cost_breakdown(plan.graph, plan.candidate, cluster, plan.document.optimizer)
+    breakdown = cost_breakdown(plan.graph, plan.candidate, cluster, plan.document.optimizer, evaluation.bottleneck)
     found = [*operation_rows(plan.graph, breakdown)[:_SHOWN], *collective_rows(plan.graph, breakdown)[:_SHOWN]]
     each = [(row, list(row_formulas(row, breakdown))) for row in found]
     for cost, lines in each:
@@ -86,7 +99,11 @@ def _formulas(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Con
 
 
 def _row(cost: CostRow, step: float) -> tuple[Any, ...]:
-    return cost.what, cost.where, cost.source, cost.axis or "-", cost.times, seconds(cost.seconds), percent(cost.seconds / step)
+    return cost.what, cost.where, cost.source, cost.axis or "-", cost.times, *_share(cost.seconds, step)
+
+
+def _share(value: float, whole: float) -> tuple[str, str]:
+    return seconds(value), percent(value / whole if whole else 0.0)
 
 
 def _memory(peak_bytes: int | None, fits: bool) -> tuple[str, str]:
@@ -125,12 +142,15 @@ def _what_if(plan: Plan, cluster: Cluster, before: Evaluation, arguments: argpar
         time_limit_seconds=arguments.time_limit,
     )
     changed, found = plan_what_if(without_stage_variants(plan.graph), cluster, options, question, console.progress)
-    rows = compare_plans((plan.candidate, before), (found.candidate, found.evaluation), (cluster.size, changed.size))
-    console.table(f"What if {arguments.what_if}", ("", "this plan", "then"), rows)
-    breakdown = cost_breakdown(found.graph, found.candidate, changed, options.optimizer)
-    top = collective_rows(found.graph, breakdown)[:5]
-    step = found.evaluation.step_seconds
-    console.table("Its costliest collectives", _HEADER, [_row(cost, step) for cost in top])
+    differences = compare_plans((plan.candidate, before), (found.candidate, found.evaluation), (cluster.size, changed.size))
+    console.table(f"What if {arguments.what_if}", ("", "this plan", "then"), differences)
+    breakdown = cost_breakdown(found.graph, found.candidate, changed, options.optimizer, found.evaluation.bottleneck)
+    collectives = collective_rows(found.graph, breakdown)
+    step, sent = found.evaluation.step_seconds, sum(cost.seconds for cost in collectives)
+    rows = [_row(cost, sent) for cost in collectives[:5]]
+    rows += [(name, "", "", "-", "-", *_share(each, sent)) for name, each in other_collectives(collectives[5:])]
+    title = f"Its costliest collectives{stage_words(found.evaluation)}: {seconds(sent)}, overlapped or exposed"
+    console.table(title, (*_HEADER[:-1], "of communication"), rows)
     console.document(
         {
             "what_if": arguments.what_if,
@@ -141,6 +161,6 @@ def _what_if(plan: Plan, cluster: Cluster, before: Evaluation, arguments: argpar
                 "mesh": str(found.candidate.mesh),
                 "status": str(found.status),
             },
-            "differences": [dict(zip(("what", "before", "after"), row, strict=True)) for row in rows],
+            "differences": [dict(zip(("what", "before", "after"), row, strict=True)) for row in differences],
         }
     )

@@ -91,6 +91,10 @@ def summary(plan: Plan, console: Console) -> None:
          f"{document.search.seconds:.1f} s"),
         ("replicated", ", ".join(f"{axis}: {percent(x)} of FLOPs" for axis, x in document.replicated_share.items()) or "-"),
     ]  # fmt: skip
+    if (fastest := document.search.fastest) is not None and predicted.step_seconds:
+        ahead = percent(1 - fastest.step_seconds / predicted.step_seconds)
+        rows.append(("fastest", f"by prediction {fastest.plan}, {ahead} ahead: too little to tell them apart, so the simpler one "
+                     "with more memory left is chosen"))  # fmt: skip
     if document.replicated_ops:
         rows.append(("no sharding rule", ", ".join(document.replicated_ops)))
     rows += expert_rows(plan)

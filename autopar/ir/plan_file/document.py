@@ -168,11 +168,17 @@ class MeshResult(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
+class FastestInfo(msgspec.Struct, frozen=True):
+    plan: str
+    step_seconds: float
+
+
 class SearchInfo(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     candidates: int = 0
     status: str = ""
     meshes: tuple[MeshResult, ...] = ()
+    fastest: FastestInfo | None = None
 
 
 class ValueDoc(msgspec.Struct, frozen=True):

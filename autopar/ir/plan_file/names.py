@@ -36,6 +36,8 @@ def check_names(document: PlanDocument) -> None:
     _all(_ACTIONS, "the text of a schedule", [document.schedule.actions], longest=10_000_000)
     _all(_NAME, "the name of a value", document.schedule.repeated)
     _all(_LINE, "one line", (document.model.name, document.model.source, document.cluster.name, document.optimizer))
+    if document.search.fastest is not None:
+        _all(_LINE, "one line", [document.search.fastest.plan])
     for block in document.blocks:
         _all(_NAME, "the name of a block or value", (block.block, *block.recompute_nodes, *(name for name, _ in block.offload)))
         conversions = (*block.conversions, *block.recompute_conversions)

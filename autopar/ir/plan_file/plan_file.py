@@ -14,6 +14,7 @@ from autopar.ir.describe import describe
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.split_blocks import split_like
+from autopar.ir.pipeline.stage_variants import with_variants_like, without_stage_variants
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.plan_file.codec import decode_candidate, decode_graph, encode_blocks, encode_graph, encode_mesh, encode_pipeline
 from autopar.ir.plan_file.document import (
@@ -58,9 +59,10 @@ class Plan:
         write_whole(path, self.to_json())
 
     def with_graph(self, graph: Graph) -> Plan:
-        """The decisions of this plan, among them where blocks are split, on a graph of the same fingerprint that was captured
-        here: what the file says of the graph is not used. PlanError where they do not fit."""
-        graph = split_like(replace(graph, batch=self.graph.batch), self.graph)
+        """The decisions of this plan, among them where blocks are split or have a plan for each stage, on a graph of the same
+        fingerprint that was captured here: what the file says of the graph is not used. PlanError where they do not fit."""
+        split = split_like(replace(graph, batch=self.graph.batch), without_stage_variants(self.graph))
+        graph = with_variants_like(split, self.graph)
         if graph == self.graph:
             return self
         verify_candidate(graph, self.candidate, self.document.cluster.devices)
@@ -182,7 +184,8 @@ def check_graph(plan: Plan, name: str) -> Plan:
     said = plan.document.graph
     if not said.checksum:
         raise PlanError(f"{name} has no graph.checksum, as the files of an older autopar: {PLAN_AGAIN}")
-    if (graph_fingerprint(plan.graph), checksum(said)) != (said.fingerprint, said.checksum):
+    restructured = plan.candidate.pipeline.stages > 1  # blocks are split, or have a plan for each stage
+    if checksum(said) != said.checksum or not restructured and graph_fingerprint(plan.graph) != said.fingerprint:
         raise PlanError(f"{name}: the graph is not the one of its fingerprint, so it was changed by hand; {PLAN_AGAIN}")
     return plan
 

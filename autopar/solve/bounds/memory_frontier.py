@@ -7,13 +7,13 @@ small ILP for all blocks together. Plans of different prices can follow each oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.solve.ilp.decode import decode
-from autopar.solve.ilp.formulate import formulate_flows
+from autopar.solve.ilp.formulate import add_redundancy_limits, formulate_flows
 from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.linear_model import add, total
 from autopar.solve.ilp.recompute import add_storages
@@ -40,9 +40,9 @@ class MemoryFrontier:
     options: BlockOptions
 
 
-def memory_frontier(problem: Problem, time_limit_seconds: float) -> MemoryFrontier | None:
-    """None where time ends, or the pins leave no placement."""
-    sharding = _sharding(problem, time_limit_seconds)
+def memory_frontier(problem: Problem, time_limit_seconds: float, sharded_axes: Sequence[int] = ()) -> MemoryFrontier | None:
+    """None where time ends, or the pins leave no placement. `sharded_axes` are forced, as in `formulate`."""
+    sharding = _sharding(problem, time_limit_seconds, sharded_axes)
     if sharding is None:
         return None
     fixed = _with_fixed_placements(problem, sharding)
@@ -61,12 +61,13 @@ def memory_frontier(problem: Problem, time_limit_seconds: float) -> MemoryFronti
     return MemoryFrontier(problem, sharding, tuple(options))
 
 
-def _sharding(problem: Problem, time_limit_seconds: float) -> Candidate | None:
+def _sharding(problem: Problem, time_limit_seconds: float, sharded_axes: Sequence[int]) -> Candidate | None:
     form = formulate_flows(problem)
     for name in problem.blocks:
         form.z[name] = {0: form.model.variable(1.0, lower=1.0)}
     form.model.minimise(_call_seconds(form))
     form.model.minimise(_parameter_cost(form))
+    add_redundancy_limits(form, sharded_axes)
     outcome = solve_large(form.model, time_limit_seconds=time_limit_seconds, relative_gap=1e-3)
     return decode(form, outcome.values) if outcome.values else None
 

@@ -14,11 +14,12 @@ from time import monotonic
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
 from autopar.ir.plan import Candidate
 from autopar.rules.registry import Registry
+from autopar.schedules.named_schedules import INTERLEAVED
 from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
@@ -30,6 +31,7 @@ from autopar.solve.space.grid import GROUP, GridPoint, devices_per_node, grid_po
 from autopar.solve.space.meshes import divisors
 from autopar.solve.space.micro_batching import why_one_micro_batch
 from autopar.solve.space.options import SearchOptions
+from autopar.solve.space.pipeline_grid import chunks_per_stage, pipeline_asked
 from autopar.solve.space.problem_tables import ProblemTables
 
 _MESHES = 4
@@ -49,7 +51,9 @@ class MemoryPlan:
         return max(0, self.evaluation.peak_memory_bytes - self.evaluation.memory_capacity_bytes)
 
     def __str__(self) -> str:
-        return str(GridPoint(self.candidate.mesh, self.candidate.micro_batches, self.candidate.zero_group))
+        plan, pipeline = self.candidate, self.candidate.pipeline
+        of_pipeline = (pipeline.stages, pipeline.virtual, pipeline.schedule) if pipeline.stages > 1 else ()
+        return str(GridPoint(plan.mesh, plan.micro_batches, plan.zero_group, *of_pipeline))
 
 
 class MinimumMemory:
@@ -80,18 +84,24 @@ class MinimumMemory:
             placed = self._place(graph, configuration)
             if placed is None:
                 continue
-            candidate = fixed_candidate(graph, cluster, configuration, placed, self.registry)
-            found = MemoryPlan(candidate, evaluate(graph, candidate, cluster, options.optimizer))
+            try:
+                candidate = fixed_candidate(graph, cluster, configuration, placed, self.registry)
+                found = MemoryPlan(candidate, evaluate(graph, candidate, cluster, options.optimizer))
+            except PlanError:  # too few layers or micro-batches for the pipeline
+                continue
             if best is None or found.evaluation.peak_memory_bytes < best.evaluation.peak_memory_bytes:
                 best = found
         return best
 
     def _configurations(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> Iterator[FixedConfiguration]:
         force, one_micro_batch = options.force, bool(why_one_micro_batch(graph, self.registry))
+        stages = forced_stages(options)
+        schedule = options.schedule if options.schedule not in ("", INTERLEAVED) else "1f1b"
+        virtual = chunks_per_stage(force, options.schedule) if stages > 1 else 1
         for width in divisors(min(devices_per_node(cluster), cluster.size)):
-            if cluster.size % width or width != force.get("tp", width):
+            if cluster.size % (width * stages) or width != force.get("tp", width):
                 continue
-            data = cluster.size // width
+            data = cluster.size // (width * stages)
             if data != force.get(DATA_AXIS, data) or graph.batch % data:
                 continue
             counts = micro_batch_counts(graph.batch, data, force, one_micro_batch)
@@ -99,7 +109,8 @@ class MinimumMemory:
             if counts and not (group and data % group):
                 yield FixedConfiguration(
                     tp=width, sequence_parallel=width > 1, zero=force.get("zero", 3), zero_group=group, micro_batches=max(counts),
-                    recompute="full", precision=options.precision, optimizer=options.optimizer,
+                    recompute="full", precision=options.precision, optimizer=options.optimizer, pp=stages, virtual=virtual,
+                    schedule=schedule,
                 )  # fmt: skip
 
     def _place(self, graph: Graph, configuration: FixedConfiguration) -> BlockPlacements | None:
@@ -112,7 +123,10 @@ class MinimumMemory:
         return self._placed[key]
 
     def solved_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> MemoryPlan | None:
-        """The least excess by the joint ILP, over the meshes until a plan fits or time ends. None where there is no mesh."""
+        """The least excess by the joint ILP, over the meshes until a plan fits or time ends. None where there is no mesh, and of
+        pipelines, whose stages are no one problem."""
+        if forced_stages(options) > 1:
+            return None
         try:
             points = grid_points(graph, cluster.size, devices_per_node(cluster), options.force, self.registry)
         except AutoparError:
@@ -153,5 +167,12 @@ def _least_memory_points(points: tuple[GridPoint, ...], options: SearchOptions) 
 
 
 def without_forced(options: SearchOptions, *names: str) -> SearchOptions:
-    """`options` with these degrees no longer forced."""
-    return replace(options, force={name: value for name, value in options.force.items() if name not in names})
+    """`options` with these degrees no longer forced; without the pipeline's, its chunks and its schedule are free too."""
+    gone = (*names, "virtual") if "pp" in names else names
+    schedule = "" if "pp" in names else options.schedule
+    return replace(options, force={name: value for name, value in options.force.items() if name not in gone}, schedule=schedule)
+
+
+def forced_stages(options: SearchOptions) -> int:
+    """Pipeline stages at least, by what is forced."""
+    return options.force.get("pp", 2 if pipeline_asked(options.force, options.schedule) else 1)

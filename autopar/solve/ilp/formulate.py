@@ -15,18 +15,16 @@ from autopar.solve.ilp.recompute import add_storages
 from autopar.solve.ilp.state_sharding import add_state_terms, add_zero_stages
 from autopar.solve.ilp.step_time import add_block_seconds, add_step_seconds
 from autopar.solve.problem.boundary import Slot
+from autopar.solve.problem.forced_axes import REDUNDANT_SHARE, forced_work
 from autopar.solve.problem.problem import BlockTable, Problem
 
-REDUNDANT_SHARE = 0.0199
-"""A forced axis repeats at most this share of FLOPs, where that is possible at all."""
-
 _PENALTY = 300.0
-"""Steps that an axis costs which repeats all FLOPs, where it is forced."""
+"""Steps that a forced axis costs which repeats all FLOPs that it could shard."""
 
 
 def formulate(problem: Problem, sharded_axes: Sequence[int] = (), recompute: bool = False) -> Formulation:
-    """Without the memory constraint, which `memory_events.add_memory_constraint` adds. `sharded_axes` must not repeat FLOPs. With
-    `recompute` every tensor that the backward needs is saved, recomputed or offloaded; else all of them are saved."""
+    """Without the memory constraint, which `memory_events.add_memory_constraint` adds. `sharded_axes` are forced: they must not
+    repeat FLOPs that they can shard. With `recompute` every tensor that the backward needs is saved, recomputed or offloaded; else all of them are saved."""
     form = formulate_flows(problem)
     if recompute:
         for name, table in problem.blocks.items():
@@ -37,8 +35,7 @@ def formulate(problem: Problem, sharded_axes: Sequence[int] = (), recompute: boo
     for name, table in problem.blocks.items():
         add_block_seconds(form, name, table)
     add_step_seconds(form)
-    for axis in sharded_axes:
-        add_redundancy_limit(form, axis)
+    add_redundancy_limits(form, sharded_axes, problem.micro_batches)
     return form
 
 
@@ -158,21 +155,17 @@ def add_conversion_trees(form: Formulation, table: BlockTable) -> None:
                 form.model.row(terms, -INFINITY, 1.0)
 
 
-def add_redundancy_limit(form: Formulation, axis: int) -> None:
-    """The share of FLOPs that an axis repeats stays small; where that is impossible, it is as small as can be."""
-    problem = form.problem
-    flops = sum(problem.graph.count(name) * table.flops for name, table in problem.blocks.items())
-    if not flops:
-        return
-    slack = form.model.variable(1.0)
-    form.penalties[slack] = 1000.0 * _PENALTY * problem.micro_batches
-    form.model.minimise({slack: form.penalties[slack]})
-    terms = {
-        x: problem.graph.count(name) * strategy.redundant_flops[axis] / flops
-        for name, table in problem.blocks.items()
-        for node, strategies in table.strategies.items()
-        for strategy, x in zip(strategies, form.x[name, node], strict=True)
-        if strategy.redundant_flops[axis]
-    }
-    # sum_s x * flops / all flops <= share + slack
-    form.model.row(total((1.0, terms), (-1.0, {slack: 1.0})), -INFINITY, REDUNDANT_SHARE)
+def add_redundancy_limits(form: Formulation, axes: Sequence[int], passes: int = 1) -> None:
+    """Of the FLOPs that a forced axis can shard, the share that it repeats stays small; where a memory constraint or pins do not
+    allow that, it is as small as can be (`forced_axes.why_disobeyed` says so then). `passes` of the model make the objective."""
+    for work in forced_work(form.problem, axes):
+        terms: Expression = {}
+        for key, repeated in work.whole.items():
+            add(terms, {x: flops / work.able for x, flops in zip(form.x[key], repeated, strict=True) if flops})
+        if not terms:
+            continue
+        slack = form.model.variable(1.0)
+        form.penalties[slack] = 1000.0 * _PENALTY * passes
+        form.model.minimise({slack: form.penalties[slack]})
+        # sum_s x * repeated flops / flops that can be sharded <= share + slack
+        form.model.row(total((1.0, terms), (-1.0, {slack: 1.0})), -INFINITY, REDUNDANT_SHARE)

@@ -17,6 +17,7 @@ from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solver import Outcome, Status, solve, solve_large
 from autopar.solve.ilp.trim_offload import trim_offload
+from autopar.solve.problem.forced_axes import why_disobeyed
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
 
@@ -30,7 +31,7 @@ _TRIES = 4
 @dataclass(slots=True)
 class MeshSolution:
     """What is known of one point of the grid. `bound_seconds` is below every plan on it; `shortage_bytes` is the least that an
-    infeasible one lacks on each device. `graph` is that of the candidate, where its blocks differ by pipeline stage."""
+    infeasible one lacks on each device, `refusal` why its plan does not obey a forced degree. `graph` is that of the candidate, where its blocks differ by pipeline stage."""
 
     mesh: Mesh
     status: Status = Status.TIMEOUT
@@ -43,6 +44,7 @@ class MeshSolution:
     seconds: float = 0.0
     shortage_bytes: float = 0.0
     warnings: list[str] = field(default_factory=list)
+    refusal: str = ""
     micro_batches: int = 1
     zero_group: int = 0
     stages: int = 1
@@ -115,7 +117,7 @@ class MeshSolver:
                 self.result.status = outcome.status
                 break
             self._accept(form, outcome)
-            if self.result.solved or left <= 0:
+            if self.result.solved or self.result.refusal or left <= 0:
                 break
             assert self.result.evaluation is not None
             margin += 1.02 * (self.result.evaluation.peak_memory_bytes - self.problem.cluster.device.memory_bytes)
@@ -176,6 +178,9 @@ class MeshSolver:
         if result.evaluation.fits:
             result.candidate, result.evaluation = trim_offload(result.candidate, result.evaluation, self._price)
         result.status = outcome.status if result.evaluation.fits else Status.TIMEOUT
+        result.refusal = why_disobeyed(self.problem, result.candidate, self.sharded_axes)
+        if result.refusal:
+            result.status = Status.INFEASIBLE
         # A solution within the gap may pay for conversions that decoding leaves out, but for no more than its gap.
         least = self._seconds(form, outcome, outcome.bound) * (1 - 1e-6)
         found = self._seconds(form, outcome, outcome.objective)

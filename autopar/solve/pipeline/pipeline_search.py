@@ -14,7 +14,7 @@ from math import inf
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.stage_devices import fastest_stage_cluster
-from autopar.errors import Infeasible
+from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, Axis
 from autopar.rules.registry import Registry
@@ -27,7 +27,7 @@ from autopar.solve.pipeline.stage_search import StageSearch
 from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
-from autopar.solve.space.pipeline_grid import pipeline_forced, pipeline_points
+from autopar.solve.space.pipeline_grid import chunks_per_stage, pipeline_asked, pipeline_points
 from autopar.solve.space.problem_tables import ProblemTables
 
 Axes = tuple[Axis, ...]
@@ -41,7 +41,8 @@ class PipelineSearch:
         self, graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry, tables: ProblemTables,
         left: Callable[[], float],
     ) -> None:  # fmt: skip
-        split_graph = with_split_blocks(graph, cluster, options.force)
+        chunks = chunks_per_stage(options.force, options.schedule)
+        split_graph = with_split_blocks(graph, cluster, {**options.force, "virtual": chunks} if chunks > 1 else options.force)
         tables = tables if split_graph is graph else ProblemTables(split_graph, cluster, options, registry)
         self.graph, self.cluster, self.options, self.registry, self.seconds_left = split_graph, cluster, options, registry, left
         self.tables = tables
@@ -59,12 +60,16 @@ class PipelineSearch:
 
     def list_points(self) -> None:
         """AutoparError where a pipeline is forced that cannot be."""
-        if self.cluster.size == 1 and not pipeline_forced(self.options.force):
+        asked = pipeline_asked(self.options.force, self.options.schedule)
+        if self.cluster.size == 1 and not asked:
             return
-        for point in pipeline_points(self.graph, self.cluster, self.options.force, self.registry):
+        for point in pipeline_points(self.graph, self.cluster, self.options.force, self.registry, self.options.schedule):
             self.points[point] = MeshSolution(
                 point.mesh, micro_batches=point.micro_batches, zero_group=point.zero_group, stages=point.stages
             )
+        if asked and not self.points:
+            said = f"schedule={self.options.schedule}" if self.options.schedule else f"virtual={self.options.force['virtual']}"
+            raise PlanError(f"{said} needs a pipeline, and {self.graph.name} has none on {self.cluster.name}: leave it open")
 
     def learn_bound(self, problem: Problem, step_seconds: float) -> None:
         """A bound on the step of all plans on the problem's mesh, memory and state left out."""
@@ -116,7 +121,7 @@ class PipelineSearch:
             if of == axes and examples >= self._examples(largest)
         ]
         if not known or self.mixed_devices:
-            problem = self._problem(largest)
+            problem = self.problem(largest)
             bound = operation_bound(problem) / largest.stages
             if bound < best_seconds():
                 bound = max(bound, FlowRelaxation(problem).bound(self.seconds_left()) / largest.stages)
@@ -140,12 +145,12 @@ class PipelineSearch:
             if bound == inf:
                 result.status = Status.INFEASIBLE
 
-    def _problem(self, point: GridPoint) -> Problem:
+    def problem(self, point: GridPoint) -> Problem:
         """Of one stage, on devices that are no slower than those of any stage."""
         return self.tables.problem(replace(point, zero_group=0), None, fastest_stage_cluster(self.cluster, point.stages))
 
     def _sharp_bound(self, point: GridPoint) -> float:
-        problem = self._problem(point)
+        problem = self.problem(point)
         key = point.mesh.axes[1:], self._examples(point)
         if key not in self._flows:
             self._flows[key] = FlowRelaxation(problem).bound(self.seconds_left()) / point.stages, relax_blocks(problem)
@@ -163,14 +168,6 @@ class PipelineSearch:
             if self.ran and result.status is Status.TIMEOUT:
                 result.status = Status.PRUNED
         return self.all_solutions
-
-    def raise_infeasible(self) -> None:
-        """Infeasible, where only pipelines were asked for and none fits."""
-        stages = self.options.force.get("pp")
-        raise Infeasible(
-            f"no pipeline of {stages} stages for {self.graph.name} fits on {self.cluster.name}: "
-            "force more stages, or leave pp open"
-        )
 
 
 def fill_seconds(problem: Problem, stages: int) -> float:

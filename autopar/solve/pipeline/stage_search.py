@@ -16,9 +16,10 @@ from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.cost_models.step.pipeline_clock import micro_batches_in_flight
 from autopar.cost_models.step.stage_devices import stage_cluster, stage_clusters
 from autopar.cost_models.step.stage_p2p import stage_link
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.verify import verify_candidate
 from autopar.schedules.placement import stage_of_chunks
@@ -37,7 +38,7 @@ from autopar.solve.pipeline.stage_tables import (
     best_ranges,
     with_sends,
 )
-from autopar.solve.pipeline.stage_variants import with_stage_variants
+from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes, why_disobeyed
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
@@ -67,7 +68,8 @@ class PlacedPoint:
 
 
 class StageSearch:
-    """Of one graph on one cluster. `seconds_left` says how long the search may still run."""
+    """Of one graph on one cluster. `seconds_left` says how long the search may still run, `refusal` why the last plan that did
+    not obey a forced degree was left out."""
 
     def __init__(
         self, graph: Graph, cluster: Cluster, options: SearchOptions, tables: ProblemTables, seconds_left: Callable[[], float]
@@ -76,12 +78,13 @@ class StageSearch:
         self._frontiers: dict[object, tuple[MemoryFrontier, TracedOptions] | None] = {}
         self._ranges: dict[tuple[GridPoint, Device], RangeOptions] = {}
         self._allowed: Matrix | None = None
+        self.refusal = ""
 
     def promising(self, points: Sequence[GridPoint], best_seconds: float) -> list[tuple[float, GridPoint, ScheduleOption]]:
         """The estimated step of each point with each of its schedules, the shortest first. Half of the time is left for
-        pricing."""
+        pricing. AutoparError where a forced schedule fits none of the points."""
         out, half = [], self.seconds_left() / 2
-        for point in points:
+        for point, schedules in self._with_schedules(points):
             if self.seconds_left() <= half:
                 break
             try:
@@ -92,11 +95,23 @@ class StageSearch:
                 continue
             if placed is None:
                 continue
-            for option in schedule_options(self.graph, point, self.options.force, self.options.schedule):
+            for option in schedules:
                 seconds = self._estimate(placed, option)
                 if seconds < best_seconds:
                     out.append((seconds, point, option))
         return sorted(out, key=lambda each: (each[0], each[1].stages, each[2].virtual))
+
+    def _with_schedules(self, points: Sequence[GridPoint]) -> list[tuple[GridPoint, tuple[ScheduleOption, ...]]]:
+        """The points with as many micro-batches as a forced schedule takes."""
+        out, refused = [], dict[int, PlanError]()
+        for point in points:
+            try:
+                out.append((point, schedule_options(self.graph, point, self.options.force, self.options.schedule)))
+            except PlanError as error:
+                refused[point.micro_batches] = error
+        if refused and not out:
+            raise refused[max(refused)]
+        return out
 
     def solutions(
         self, estimates: Sequence[tuple[float, GridPoint, ScheduleOption]], best_seconds: float
@@ -164,7 +179,11 @@ class StageSearch:
         key = point.mesh.axes[1:], self.graph.batch // point.micro_batches // data, data > 1
         if key not in self._frontiers:
             problem = self.tables.problem(replace(point, zero_group=0), (0,), stage_cluster(self.cluster, point.stages))
-            found = memory_frontier(problem, self.seconds_left())
+            axes = forced_axes(problem.mesh, self.options.force)
+            check_forced_axes(problem, axes)
+            found = memory_frontier(problem, self.seconds_left(), axes)
+            if found is not None and (refusal := why_disobeyed(problem, found.sharding, axes)):
+                self.refusal, found = refusal, None
             self._frontiers[key] = (
                 None if found is None else (found, TracedOptions.of(self.graph, found.options, problem.batch_costs))
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, MODEL_AXES
-from autopar.schedules.named_schedules import builder_named
+from autopar.schedules.named_schedules import INTERLEAVED, builder_named
 
 AXES = (DATA_AXIS, *MODEL_AXES, EXPERT_AXIS)
 DEGREES = (*AXES, "pp", "virtual", "zero", "zero_group", "micro")
@@ -31,8 +31,8 @@ _FROM_ZERO = ("zero", "zero_group", "sequence_parallel")
 
 @dataclass(frozen=True, slots=True)
 class Force:
-    """`degrees` by name. `schedule` is that of a builder; it is empty where the search decides, or where the user asks for a
-    synthesized one (`synthesize`). `recompute` is empty unless everything is fixed."""
+    """`degrees` by name. `schedule` is that of a builder, or `INTERLEAVED` where the search decides on the number of chunks; it
+    is empty where the search decides, or where the user asks for a synthesized one (`synthesize`). `recompute` is empty unless everything is fixed."""
 
     degrees: Mapping[str, int]
     schedule: str = ""
@@ -59,9 +59,18 @@ def parse_force(force: str | Mapping[str, int | str]) -> Force:
     degrees = {key: _degree(key, text) for key, text in given.items() if key not in ("schedule", "recompute")}
     schedule = given.get("schedule", "")
     synthesize = schedule == SYNTHESIZED and not fixed
-    if schedule and not synthesize:
-        builder_named(schedule, "give its actions" if fixed else f"write {SYNTHESIZED}")
+    if schedule == INTERLEAVED:
+        schedule = _interleaved(degrees, bool(fixed))
+    elif schedule and not synthesize:
+        builder_named(schedule, "give its actions" if fixed else f"write {SYNTHESIZED}", (INTERLEAVED,))
     return Force(degrees, "" if synthesize else schedule, synthesize, given.get("recompute", ""))
+
+
+def _interleaved(degrees: Mapping[str, int], fixed: bool) -> str:
+    """The schedule that ``interleaved`` stands for. AutoparError where there is but one chunk a stage."""
+    if degrees.get("virtual", 1 if fixed else 2) < 2:
+        raise AutoparError(f"force: schedule={INTERLEAVED} has several chunks a stage: write virtual=2 or more")
+    return "1f1b" if "virtual" in degrees else INTERLEAVED
 
 
 def _check_keys(given: Mapping[str, str]) -> None:

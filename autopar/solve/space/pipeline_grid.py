@@ -21,7 +21,7 @@ from autopar.ir.pipeline.chunk_calls import layer_calls
 from autopar.ir.verify import MOST_PASSES
 from autopar.rules.registry import Registry
 from autopar.schedules.builder import ScheduleBuilder
-from autopar.schedules.named_schedules import builder_named, schedule_builders
+from autopar.schedules.named_schedules import INTERLEAVED, builder_named, schedule_builders
 from autopar.solve.space.grid import (
     MICRO,
     GridPoint,
@@ -63,6 +63,11 @@ def pipeline_forced(force: Mapping[str, int]) -> bool:
     return force.get("pp", 1) > 1
 
 
+def pipeline_asked(force: Mapping[str, int], schedule: str) -> bool:
+    """Whether what is forced only pipelines have, whatever their number of stages."""
+    return pipeline_forced(force) or bool(schedule) or force.get("virtual", 1) > 1
+
+
 def pipeline_excluded(force: Mapping[str, int]) -> bool:
     """Whether no pipeline is allowed."""
     return force.get("pp", 2) == 1
@@ -73,7 +78,15 @@ def force_without_pipeline(force: Mapping[str, int]) -> dict[str, int]:
     return {name: value for name, value in force.items() if name not in PIPELINE_FORCES}
 
 
-def pipeline_points(graph: Graph, cluster: Cluster, force: Mapping[str, int], registry: Registry) -> Iterator[GridPoint]:
+def chunks_per_stage(force: Mapping[str, int], schedule: str = "") -> int:
+    """The fewest model chunks of a stage that what is forced allows."""
+    several = schedule == INTERLEAVED or (schedule and builder_named(schedule).v_shaped)
+    return force.get("virtual", 2 if several else 1)
+
+
+def pipeline_points(
+    graph: Graph, cluster: Cluster, force: Mapping[str, int], registry: Registry, schedule: str = ""
+) -> Iterator[GridPoint]:
     """Every point, those with few stages first. AutoparError where a pipeline is forced that is impossible."""
     if pipeline_excluded(force):
         return
@@ -88,7 +101,7 @@ def pipeline_points(graph: Graph, cluster: Cluster, force: Mapping[str, int], re
     degrees = [force["pp"]] if pipeline_forced(force) else divisors(cluster.size)[1:]
     for stages in degrees:
         if pipeline_forced(force):
-            _check(graph, cluster, stages * force.get("virtual", 1), stages)
+            _check(graph, cluster, stages * chunks_per_stage(force, schedule), stages)
         if stages > len(graph.calls) or cluster.size % stages:
             continue
         size, node = cluster.size // stages, devices_per_node(cluster)
@@ -139,12 +152,13 @@ def _check(graph: Graph, cluster: Cluster, chunks: int, stages: int) -> None:
 def schedule_options(graph: Graph, point: GridPoint, force: Mapping[str, int], schedule: str = "") -> tuple[ScheduleOption, ...]:
     """The schedules of a point: those that builders offer to the search, or the forced one. PlanError where that cannot be."""
     layers = max(len(layer_calls(graph)[1]), 1)
-    builders = [builder_named(schedule)] if schedule else [each for each in schedule_builders().values() if each.searched]
+    asked = "1f1b" if schedule == INTERLEAVED else schedule
+    builders = [builder_named(asked)] if asked else [each for each in schedule_builders().values() if each.searched]
     micro_batches = point.micro_batches
     out = []
     for builder in builders:
         for virtual in [force["virtual"]] if "virtual" in force else sorted({*_CHUNKS, max(1, layers // point.stages)}):
-            if "virtual" not in force and not _usual(builder, virtual, point.stages, layers, bool(schedule)):
+            if "virtual" not in force and not _usual(builder, virtual, point.stages, layers, schedule):
                 continue
             try:
                 builder.check(point.stages, virtual, micro_batches)
@@ -157,8 +171,10 @@ def schedule_options(graph: Graph, point: GridPoint, force: Mapping[str, int], s
     return tuple(out)
 
 
-def _usual(builder: ScheduleBuilder, virtual: int, stages: int, layers: int, asked: bool) -> bool:
+def _usual(builder: ScheduleBuilder, virtual: int, stages: int, layers: int, asked: str) -> bool:
     """Whether a schedule is looked at with so many chunks a stage, where nobody says how many."""
     if builder.v_shaped:
-        return virtual == 2 and (stages * 2 <= layers or asked)
+        return virtual == 2 and (stages * 2 <= layers or bool(asked))
+    if asked == INTERLEAVED:
+        return virtual == 2 or (virtual > 2 and virtual * stages <= layers)
     return virtual == 1 or (builder.interleaved and virtual * stages <= layers)

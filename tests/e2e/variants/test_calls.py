@@ -31,13 +31,13 @@ class Model(nn.Module):
         self.norm = nn.BatchNorm1d(16) if kind == "batch_norm" else nn.Identity()
         self.head = nn.Linear(16, WORDS)
 
-    def forward(self, x: Tensor, y: Tensor | None = None, scale: float = 1.0) -> Any:
+    def forward(self, x: Tensor, y: Tensor | None = None, scale: float | Scale = 1.0) -> Any:
         h = self.words(x)
         for layer in self.layers:
             h = h + layer(h)
         if self.kind == "branch" and not self.training:
             h = h * 2
-        logits = self.head(self.norm(h.transpose(1, 2)).transpose(1, 2)) * scale
+        logits = self.head(self.norm(h.transpose(1, 2)).transpose(1, 2)) * (scale.factor if isinstance(scale, Scale) else scale)
         if y is None:
             return logits
         return logits, nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
@@ -47,6 +47,13 @@ def batch(size: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * size + length + seed)
     made = torch.randint(0, WORDS, (2, size, length), generator=generator)
     return made[0], made[1]
+
+
+class Scale:
+    """An argument that is no plain constant and has no ``repr`` of its own."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
 
 
 class Pair:
@@ -113,6 +120,9 @@ def modes(force: str) -> None:
         pair.step(*batch(8, 12))
         pair.train(True)
         pair.step(*batch(8, 12), scale=2.0)
+    scale = Scale(2.0)
+    for scale.factor in (2.0, 3.0):
+        pair.step(*batch(8, 12), scale=scale)
     assert isinstance(pair.parallel.layers[0][1], nn.GELU) and len(pair.parallel.layers) == 3
 
 

@@ -69,7 +69,7 @@ def test_a_failed_allocation_is_answered(moment: str, on_device: bool, ranks: Ra
 
 
 def uncaught() -> list[str]:
-    """On a fresh rank, whose hook no other test has changed: what is written of an error of the optimizer's step, and of another."""
+    """On a fresh rank, whose hook no other test has changed: what is written of a failed allocation, and of another error."""
     import contextlib
     import io
 

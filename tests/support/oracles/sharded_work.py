@@ -31,11 +31,11 @@ class ShardedWork:
         return ", ".join(f"{name} {share:.1%}".replace("%", " %") for name, share in self.whole if share >= REPORTED)
 
 
-def never_sharded(graph: Graph, size: int) -> ShardedWork:
-    """What no strategy cuts on a model axis of this size."""
+def never_sharded(graph: Graph, size: int, any_size: bool = False) -> ShardedWork:
+    """What no strategy cuts on a model axis of this size; with `any_size`, on one that shards the batch too (``ep``)."""
     reasons: dict[tuple[str, str], str] = {}
     for block in graph.blocks:
-        reasons |= {(block.name, name): reason for name, reason in _why(graph, block, size).items()}
+        reasons |= {(block.name, name): reason for name, reason in _why(graph, block, size, any_size).items()}
     return _measure(graph, reasons)
 
 
@@ -51,10 +51,12 @@ def not_sharded(graph: Graph, candidate: Candidate, axis: str) -> ShardedWork:
     return _measure(graph, reasons)
 
 
-def _why(graph: Graph, block: Block, size: int) -> dict[str, str]:
+def _why(graph: Graph, block: Block, size: int, any_size: bool = False) -> dict[str, str]:
     """The nodes that nothing cuts on a model axis, and why."""
     registry, values = default_registry(), block.values()
-    made = block_strategies(block, size, batch_axis=False, batch_is_symbolic=graph.batch_is_symbolic, registry=registry)
+    made = block_strategies(
+        block, size, batch_axis=False, batch_is_symbolic=graph.batch_is_symbolic, registry=registry, any_size=any_size
+    )
     return {
         node.name: "no rule" if fit_node(node, values, registry) is None else "nothing divides"
         for node in block.nodes

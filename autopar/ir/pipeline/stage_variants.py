@@ -43,3 +43,17 @@ def without_stage_variants(graph: Graph) -> Graph:
     names = {block.name: first.setdefault(replace(block, name=""), block.name) for block in graph.blocks}
     blocks = tuple(block for block in graph.blocks if names[block.name] == block.name)
     return replace(graph, blocks=blocks, calls=tuple(replace(call, block=names[call.block]) for call in graph.calls))
+
+
+def with_variants_like(graph: Graph, other: Graph) -> Graph:
+    """`graph` with a block for each variant that `other` has, whose calls are the same ones in the same order. A graph that is
+    not so related is returned as it is."""
+    names = [call.block for call in other.calls]
+    if len(names) != len(graph.calls):
+        return graph
+    of: dict[str, str] = {}
+    for call, name in zip(graph.calls, names, strict=True):
+        if of.setdefault(name, call.block) != call.block:
+            return graph
+    blocks = tuple(replace(graph.block(of[block.name]), name=block.name) for block in other.blocks if block.name in of)
+    return replace(graph, blocks=blocks, calls=tuple(replace(c, block=name) for c, name in zip(graph.calls, names, strict=True)))

@@ -1,0 +1,121 @@
+"""What is ahead by less than the cost models can tell is not chosen: the simpler plan is, with more memory left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.models.solver_graphs import llama_graph
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.errors import PlanError
+from autopar.ir.plan import Candidate
+from autopar.solve.fixed.candidate import fixed_candidate
+from autopar.solve.fixed.configuration import FixedConfiguration
+from autopar.solve.ilp.solve_mesh import MeshSolution
+from autopar.solve.ilp.solver import Status
+from autopar.solve.result import PlanResult
+from autopar.solve.robust_choice import complexity, robust_choice
+
+GRAPH = llama_graph(layers=4, batch=32, seq=512, hidden=1024, heads=8, kv_heads=4)
+CLUSTER = Cluster.parse("dgx-h100:1")
+BLOCK = GRAPH.calls[1].block
+
+
+def priced(configuration: FixedConfiguration, seconds: float, used: float) -> tuple[Candidate, Evaluation]:
+    """A configuration as if its step took `seconds` and the share `used` of the memory."""
+    candidate = fixed_candidate(GRAPH, CLUSTER, configuration)
+    found = evaluate(GRAPH, candidate, CLUSTER)
+    stage = replace(found.fullest_stage, capacity_bytes=int(found.peak_memory_bytes / used))
+    return candidate, replace(found, step_seconds=seconds, stage_memory=(stage,))
+
+
+def with_offload(candidate: Candidate) -> Candidate:
+    """A saved tensor of each layer goes to the host."""
+    for node in candidate.block(BLOCK).nodes:
+        offload = ((node.node, node.results[0]),)
+        blocks = tuple(replace(plan, offload=offload) if plan.block == BLOCK else plan for plan in candidate.blocks)
+        changed = replace(candidate, blocks=blocks)
+        try:
+            evaluate(GRAPH, changed, CLUSTER)
+        except PlanError:  # it is not saved
+            continue
+        return changed
+    raise AssertionError
+
+
+def result(*plans: tuple[Candidate, Evaluation]) -> PlanResult:
+    """A search that found these, the fastest one first."""
+    solutions = tuple(
+        MeshSolution(candidate.mesh, Status.OPTIMAL, candidate=candidate, evaluation=evaluation)
+        for candidate, evaluation in plans
+    )
+    candidate, evaluation = plans[0]
+    return PlanResult(
+        graph=GRAPH,
+        candidate=candidate,
+        evaluation=evaluation,
+        status=Status.OPTIMAL,
+        lower_bound_seconds=0.9,
+        gap=0.1,
+        solutions=solutions,
+        seconds=0.0,
+        alternatives=solutions,
+    )
+
+
+def choose(*plans: tuple[Candidate, Evaluation]) -> PlanResult:
+    return robust_choice(GRAPH, CLUSTER, "adamw", result(*plans), 0.02)
+
+
+PLAIN = FixedConfiguration(zero=3)
+
+
+@pytest.mark.parametrize(("seconds", "is_chosen"), [(1.005, True), (1.03, False)])
+def test_offloading_must_earn_it(seconds: float, is_chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a plan half a percent slower, and against one that is 3 % slower."""
+    monkeypatch.setattr("autopar.solve.robust_choice._without_offload", lambda *_: ())
+    candidate, evaluation = priced(PLAIN, 1.0, 0.99)
+    plain = priced(replace(PLAIN, micro_batches=2), seconds, 0.7)
+    found = choose((with_offload(candidate), evaluation), plain)
+    assert (found.candidate == plain[0]) == is_chosen == (found.fastest is not None)
+    if found.fastest is not None:
+        assert found.fastest.step_seconds == 1.0 and found.gap == pytest.approx(1 - 0.9 / 1.005)
+
+
+def test_an_offloaded_tensor_that_brings_little_is_saved_or_recomputed() -> None:
+    candidate = with_offload(fixed_candidate(GRAPH, CLUSTER, PLAIN))
+    found = choose((candidate, evaluate(GRAPH, candidate, CLUSTER)))
+    assert not any(plan.offload for plan in found.candidate.blocks)
+    assert found.evaluation.fits and found.evaluation.step_seconds == evaluate(GRAPH, found.candidate, CLUSTER).step_seconds
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        FixedConfiguration(tp=2, sequence_parallel=True, zero=3),
+        FixedConfiguration(zero=3, zero_group=2),
+        FixedConfiguration(pp=2, zero=1, micro_batches=4),
+    ],
+    ids=["tensor axis", "state groups", "pipeline"],
+)
+def test_what_is_more_complex_must_earn_it(configuration: FixedConfiguration) -> None:
+    plain = priced(PLAIN, 1.005, 0.7)
+    assert choose(priced(configuration, 1.0, 0.7), plain).candidate == plain[0]
+    assert choose(priced(configuration, 1.0, 0.7), priced(PLAIN, 1.05, 0.7)).candidate != plain[0]
+
+
+def test_an_unusual_schedule_must_earn_it() -> None:
+    usual = priced(FixedConfiguration(pp=2, zero=1, micro_batches=4), 1.005, 0.7)
+    pipeline = replace(usual[0].pipeline, schedule="zb_h1")
+    unusual = replace(usual[0], pipeline=pipeline), replace(usual[1], step_seconds=1.0)
+    assert complexity(unusual[0]) == complexity(usual[0]) + 2
+    assert choose(unusual, usual).candidate == usual[0]
+
+
+def test_of_equally_simple_plans_the_one_with_more_memory_left() -> None:
+    full, empty = priced(PLAIN, 1.0, 0.97), priced(replace(PLAIN, micro_batches=2), 1.005, 0.7)
+    assert choose(full, empty).candidate == empty[0]
+    nearly = priced(PLAIN, 1.0, 0.71)
+    assert choose(nearly, empty).candidate == nearly[0] and choose(nearly, empty).fastest is None
