@@ -56,7 +56,7 @@ def plan_reasons(graph: Graph, candidate: Candidate, cluster: Cluster, evaluatio
     if candidate.pipeline.stages > 1:
         yield _stages(candidate, evaluation)
     yield _links(candidate, cluster, evaluation)
-    used, capacity = evaluation.peak_memory_bytes, evaluation.memory_capacity_bytes
+    used, capacity = evaluation.peak_memory_bytes, evaluation.memory_budget_bytes
     kind, size = max(evaluation.memory, key=lambda row: row[1])
     share = used / capacity
     binds = "memory binds" if share >= _TIGHT else "memory does not bind"

@@ -16,12 +16,14 @@ DIFFERENT = 0.10
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A measured row beside its predicted time and memory, or the reason why there is no prediction."""
+    """A measured row beside its predicted time and memory (`least_bytes`: what it cannot do without), or the reason why there is
+    no prediction."""
 
     row: Row
     predicted_seconds: float | None
     predicted_bytes: float | None = None
     skipped: str = ""
+    least_bytes: float | None = None
 
     @property
     def error(self) -> float | None:
@@ -172,9 +174,9 @@ def memory_errors(points: Sequence[Comparison], capacity: Callable[[Comparison],
     ran = [p for p in predicted if p.row.step_seconds is not None]
     out["out_of_memory"] = {
         "rows": len(failed),
-        "told": sum((p.predicted_bytes or 0.0) > capacity(p) for p in failed),
+        "told": sum((p.least_bytes or 0.0) > capacity(p) for p in failed),
         "ran": len(ran),
-        "ran_but_predicted_not_to_fit": sum((p.predicted_bytes or 0.0) > capacity(p) for p in ran),
+        "ran_but_predicted_not_to_fit": sum((p.least_bytes or 0.0) > capacity(p) for p in ran),
     }
     return out
 

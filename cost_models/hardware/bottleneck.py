@@ -22,7 +22,8 @@ def bottleneck_device(devices: list[Device]) -> Device:
         bandwidth_fraction=memory.bandwidth_fraction,
         launch_seconds=max(device.launch_seconds for device in devices),
         base_bytes=max(device.base_bytes for device in devices),
-        allocator_slack=max(device.allocator_slack for device in devices),
+        communicator_bytes=max(device.communicator_bytes for device in devices),
+        memory_margin=max(device.memory_margin for device in devices),
     )
 
 
@@ -40,7 +41,8 @@ def fastest_device(devices: list[Device]) -> Device:
         attention_fraction=max(device.attention_fraction for device in devices),
         launch_seconds=min(device.launch_seconds for device in devices),
         base_bytes=min(device.base_bytes for device in devices),
-        allocator_slack=min(device.allocator_slack for device in devices),
+        communicator_bytes=min(device.communicator_bytes for device in devices),
+        memory_margin=min(device.memory_margin for device in devices),
     )
 
 

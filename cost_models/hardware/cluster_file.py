@@ -93,7 +93,7 @@ def in_human_units(data: Any) -> Any:
     out: dict[str, Any] = {}
     for key, item in data.items():
         ending = _ending(key)
-        if not item and item is not False and key not in ("launch_seconds", "latency_seconds", "base_bytes"):
+        if not item and item is not False and key not in _KEPT:
             continue
         factor, spelling = _UNITS.get(ending, (1, ""))
         name = key.removesuffix(spelling) + ending if ending else key
@@ -103,6 +103,9 @@ def in_human_units(data: Any) -> Any:
             out[name] = float(f"{item / factor:.6g}") if ending else in_human_units(item)
     return out
 
+
+_KEPT = ("launch_seconds", "latency_seconds", "base_bytes", "communicator_bytes")
+"""Written even where they are 0."""
 
 _MOST_CHARACTERS = 30_000
 _DEEPEST = 30

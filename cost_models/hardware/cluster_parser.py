@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from math import prod
 from typing import Any
 
+from autopar.cost_models.hardware.allocator import COMMUNICATOR_BYTES
 from autopar.cost_models.hardware.cluster_file import human_key, nonnegative
 from autopar.cost_models.hardware.device_specs import ALGORITHMS, LINK_KINDS, Device, Link, NodeGroup, OffloadTarget
 from autopar.cost_models.hardware.overlap import Overlap
@@ -123,6 +124,8 @@ def parse_algorithm(value: Any, where: str) -> str:
 def parse_device(data: Any, where: str) -> Device:
     """One device."""
     found: Device = parse_dataclass(Device, data, where, {"peak": _rates})
+    if found.kind != "cpu" and "communicator_bytes" not in data:
+        found = replace(found, communicator_bytes=COMMUNICATOR_BYTES)
     return found
 
 
@@ -175,6 +178,8 @@ def check_cluster(given: Device, links: Sequence[Link], size: int, algorithms: S
             raise ClusterError(f"device.{name} is {getattr(given, name):g}: write the share of the peak that is reached, as 0.7")
     if "float32" not in dict(given.peak) or min(peak for _, peak in given.peak) < _LEAST:
         raise ClusterError("device.peak_tflops needs float32, and each rate above 0: such as {float32: 60, bfloat16: 900}")
+    if given.memory_margin >= 1:
+        raise ClusterError(f"device.memory_margin is {given.memory_margin:g}: write the share of memory to leave free, as 0.1")
     if size < 1:
         raise ClusterError(f"size is {size}: write how many devices there are, at least 1")
     if not algorithms:

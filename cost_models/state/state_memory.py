@@ -87,9 +87,11 @@ class StateMemory:
     persistent_reduce_buffer: bool = False
 
     def __add__(self, other: StateMemory) -> StateMemory:
-        """The groups of one block call (its own parameters, and its experts), which are live at the same time."""
+        """The groups of one block call (its own parameters, and its experts), which are live at the same time. An optimizer that
+        updates one parameter after the other has a temporary of the largest of both."""
         first, second = (tuple(getattr(each, field.name) for field in fields(self)) for each in (self, other))
-        return StateMemory(*(a or b if isinstance(a, bool) else a + b for a, b in zip(first, second, strict=True)))
+        both = StateMemory(*(a or b if isinstance(a, bool) else a + b for a, b in zip(first, second, strict=True)))
+        return replace(both, largest_tensor=max(self.largest_tensor, other.largest_tensor))
 
     @staticmethod
     def merged(groups: Sequence[StateMemory]) -> StateMemory:

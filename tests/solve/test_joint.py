@@ -28,7 +28,8 @@ from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.problem.problem import Problem, build_problem
 
 BF16 = Precision("bfloat16", "float32")
-NODE = Cluster.parse("dgx-h100:1")
+_WHOLE = Cluster.parse("dgx-h100:1")
+NODE = replace(_WHOLE, device=replace(_WHOLE.device, communicator_bytes=0))
 
 
 def problem_of(graph: Graph, mesh: Mesh, cluster: Cluster, micro_batches: int = 1) -> Problem:
@@ -97,7 +98,7 @@ def least(problem: Problem) -> tuple[float, Candidate]:
     form = formulate(with_memory(problem, device.base_bytes), recompute=True)
     add_memory_constraint(form, minimise_excess=True)
     outcome = ilp.solve(form.model, relative_gap=1e-7)
-    return outcome.objective * form.byte_unit * (1 + device.allocator_slack), decode(form, outcome.values)
+    return outcome.objective * form.byte_unit, decode(form, outcome.values)
 
 
 CASES = [(dict(dp=8), True), (dict(dp=8), False), (dict(dp=2, tp=4), False), (dict(dp=1, tp=8), True)]

@@ -97,7 +97,7 @@ def test_measures_of_memory(text: str, measure: str) -> None:
 def test_memory_by_measure_and_out_of_memory() -> None:
     def run(predicted: float, **changes: Any) -> Comparison:
         plain = {"memory_unit": "GB (1e9)", "memory_measure": "torch.cuda allocated peak", "peak_mem_gb": None}
-        return Comparison(row("lf-001", **(plain | changes)), 1.0, predicted)
+        return Comparison(row("lf-001", **(plain | changes)), 1.0, predicted, least_bytes=predicted)
 
     ran = [run(11e9, peak_mem_gb=10.0), run(9.5e9, peak_mem_gb=10.0), run(70e9)]
     failed = [run(90e9, notes="OOM", step_seconds=None), run(20e9, notes="OOM", step_seconds=None)]

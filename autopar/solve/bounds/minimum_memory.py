@@ -46,7 +46,7 @@ class MemoryPlan:
     @property
     def shortage_bytes(self) -> int:
         """What a device lacks for it, 0 where it fits."""
-        return max(0, self.evaluation.peak_memory_bytes - self.evaluation.memory_capacity_bytes)
+        return max(0, self.evaluation.peak_memory_bytes - self.evaluation.memory_budget_bytes)
 
     def __str__(self) -> str:
         return str(GridPoint(self.candidate.mesh, self.candidate.micro_batches, self.candidate.zero_group))
