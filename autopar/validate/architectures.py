@@ -115,6 +115,7 @@ _MPT = Implementation(fused_projections=True, float_logits=False, bias=False, ti
 """llm-foundry's MPT has neither biases nor dropout, ties its head, and takes flash-attention's cross entropy
 (llmfoundry/models/mpt/modeling_mpt.py: ``loss_fn: fused_crossentropy`` by default)."""
 _STACKS = {
+    "deepspeed-zero3-2021": _MEGATRON_SCRIPT,
     "megatron-lm-2021": _MEGATRON_SCRIPT,
     "megatron-lm-2022": _MEGATRON_SCRIPT,
     "megatron-core": replace(_MEGATRON_SCRIPT, tied=False),

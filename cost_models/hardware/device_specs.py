@@ -17,6 +17,7 @@ class Device:
     """One accelerator, or one process of a CPU machine.
 
     peak: dense FLOP/s per dtype as the data sheet prints it (``float8`` stands for both of its formats).
+    measured_peak: FLOP/s that the best matrix product of any shape was measured to reach, where known. No product is faster.
     matmul_fraction, attention_fraction: share of `peak` that matrix products and attention reach.
     bandwidth_fraction: share of the memory bandwidth that streaming kernels reach.
     launch_seconds: the floor below which no operation ends.
@@ -49,6 +50,7 @@ class Device:
     memory_margin: float = 0.0
     transcendental_seconds: float = 0.0
     update_seconds: float = 0.0
+    measured_peak: tuple[tuple[str, float], ...] = ()
 
     @property
     def budget_bytes(self) -> int:
@@ -59,6 +61,12 @@ class Device:
         """The data-sheet peak of dense matrix products in `dtype`; an unlisted dtype counts as float32."""
         known = dict(self.peak)
         return known.get("float8" if dtype.startswith("float8") else dtype, known["float32"])
+
+    def product_flops_per_second(self, dtype: str) -> float:
+        """What large matrix products in `dtype` reach: ``peak x fraction``, and no more than the measured peak."""
+        rate = self.peak_flops_per_second(dtype) * self.matmul_fraction
+        measured = dict(self.measured_peak)
+        return min(rate, measured.get("float8" if dtype.startswith("float8") else dtype, rate))
 
 
 @dataclass(frozen=True, slots=True)
