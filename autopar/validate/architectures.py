@@ -46,7 +46,6 @@ class Architecture:
     dense_layers: int = 0
     dense_ffn: int = 0
     latent: Latent | None = None
-    loss_fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +104,13 @@ class Implementation:
     bias: bool = True
     dropout: float = 0.0
     tied: bool | None = None
-    loss_fused: bool = False
 
 
 _MEGATRON = Implementation(fused_projections=True, float_logits=False, loss_in_place=True)
 _MEGATRON_SCRIPT = replace(_MEGATRON, dropout=0.1)
 """Runs of the training script as it is, which drops a tenth (Megatron-LM ``--hidden-dropout``)."""
-_MPT = Implementation(fused_projections=True, float_logits=False, bias=False, tied=True, loss_fused=True)
-"""llm-foundry's MPT has neither biases nor dropout, ties its head, and takes flash-attention's cross entropy
-(llmfoundry/models/mpt/modeling_mpt.py: ``loss_fn: fused_crossentropy`` by default)."""
+_MPT = Implementation(fused_projections=True, float_logits=False, bias=False, tied=True)
+"""llm-foundry's MPT has neither biases nor dropout, and ties its head."""
 _STACKS = {
     "deepspeed-zero3-2021": _MEGATRON_SCRIPT,
     "megatron-lm-2021": _MEGATRON_SCRIPT,
@@ -165,7 +162,6 @@ def architecture_of(row: Row) -> Architecture:
         dense_layers=family.dense_layers,
         dense_ffn=family.dense_ffn,
         latent=family.latent,
-        loss_fused=stack.loss_fused,
     )
 
 

@@ -58,8 +58,6 @@ def graph_of(architecture: Architecture, layers: int, dtype: str, options: RunOp
         graph = with_context(graph, options.context)
     if architecture.loss_in_place:
         graph = renamed(graph, {"ap.cross_entropy_sum": "ap.cross_entropy_in_place"})
-    if architecture.loss_fused:
-        graph = renamed(graph, {"ap.cross_entropy_sum": "ap.cross_entropy_fused"})
     return with_float8(graph, options.recompute_cast) if options.float8 else graph
 
 

@@ -121,7 +121,7 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
     same = [shape == out[0] for shape in a]
     back_operands, back_results = _backward_accesses(op, needed, same, saved, flops > 0)
     if op in LOSSES:  # the log-probabilities, written and read besides the logits; in place they are float32, twice as wide
-        reads[0] += {"ap.cross_entropy_in_place": 4.0, "ap.cross_entropy_fused": 0.0}.get(op, 2.0)
+        reads[0] += 4.0 if op == "ap.cross_entropy_in_place" else 2.0
     if op in LOOKUPS:
         writes = [2.0] * len(out)
     return Profile(

@@ -48,7 +48,7 @@ COMMUNICATOR_BYTES = _CHANNELS * _CONNECTIONS * _BUFFER_BYTES
 """0.65 GiB, where a cluster's file does not say otherwise (``communicator_mib``). Memory is linear in the number of communicators
 and in that of channels (NVIDIA/nccl issues 864 and 986)."""
 
-MEMORY_MARGIN = 0.1
+MEMORY_MARGIN = 0.09
 """Share of the memory that a plan leaves free by default: so much that of the runs whose memory was published at most one in
 fifty takes more than the rest (`autopar.validate.residuals` computes it, and a test compares)."""
 

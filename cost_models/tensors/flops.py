@@ -42,7 +42,7 @@ TRANSCENDENTAL = frozenset(
 EXPERTS = frozenset(["ap.moe_experts", "ap.experts", "ap.experts_float8"])
 """Routed experts."""
 
-LOSSES = frozenset(["ap.cross_entropy_sum", "ap.cross_entropy_in_place", "ap.cross_entropy_fused"])
+LOSSES = frozenset(["ap.cross_entropy_sum", "ap.cross_entropy_in_place"])
 """Cross entropy of logits."""
 
 FLOAT8 = frozenset(["ap.linear_float8", "ap.experts_float8"])

@@ -298,25 +298,6 @@ def _cross_entropy_in_place(logits: torch.Tensor, target: torch.Tensor, *_: Any)
     return _CrossEntropyInPlace.apply(logits, target)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _CrossEntropyFused(torch.autograd.Function):
-    """One kernel each way (flash-attention's losses/cross_entropy.py, Liger's, Apex'): it saves the logits as they are and the
-    logarithm of each row's sum, and computes in registers in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        rows = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
-        ctx.save_for_backward(logits, rows, target)
-        return torch.empty((), dtype=torch.float32, device=logits.device)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return torch.empty_like(ctx.saved_tensors[0]), None
-
-
-def _cross_entropy_fused(logits: torch.Tensor, target: torch.Tensor, *_: Any) -> torch.Tensor:
-    return _CrossEntropyFused.apply(logits, target)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def _cross_entropy_sum(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> torch.Tensor:
@@ -340,7 +321,6 @@ def _function(op: str) -> Any:
         "ap.linear_kn": _linear_kn,
         "ap.linear_float8": _linear_float8,
         "ap.cross_entropy_in_place": _cross_entropy_in_place,
-        "ap.cross_entropy_fused": _cross_entropy_fused,
         "ap.cross_entropy_sum": _cross_entropy_sum,
         "ap.dropout": _dropout,
         "ap.local_mean": _local_mean,

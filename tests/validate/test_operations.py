@@ -40,7 +40,6 @@ REFERENCE = {
     "ap.experts_float8": experts,
     "ap.context_attention": chunks,
     "ap.cross_entropy_in_place": simulate_ranks.AP["ap.cross_entropy_sum"],
-    "ap.cross_entropy_fused": simulate_ranks.AP["ap.cross_entropy_sum"],
 }
 CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("ap.linear_float8", (t(8, 4, 8), t(16, 8)), {}),

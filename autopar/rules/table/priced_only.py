@@ -61,7 +61,6 @@ def priced_table() -> dict[str, Rule]:
     return {
         "ap.linear_float8": Rule(LINES["aten.linear"]),
         "ap.cross_entropy_in_place": Rule(LINES["ap.cross_entropy_sum"], functions=(FUNCTIONS["ap.cross_entropy_sum"],)),
-        "ap.cross_entropy_fused": Rule(LINES["ap.cross_entropy_sum"], functions=(FUNCTIONS["ap.cross_entropy_sum"],)),
         "ap.context_attention": Rule(attention_rule, functions=(gathered,)),
         "ap.experts": Rule(experts_rule, functions=(dispatched,), addends=False),
         "ap.experts_float8": Rule(experts_rule, functions=(dispatched,), addends=False),
