@@ -13,8 +13,7 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.capture.tracing.trace import LossFunction
-from autopar.cost_models.hardware.allocator import with_memory_margin
-from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.hardware.expert_load import ExpertLoad
 from autopar.errors import AutoparError, BatchError, UnsupportedOp
 from autopar.ir.graph import Graph

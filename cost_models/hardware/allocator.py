@@ -18,15 +18,10 @@ run may go on, slower, with less than it would reserve: a run is sure not to fit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from autopar.cost_models.hardware.device_specs import Device, NodeGroup
-from autopar.errors import AutoparError
+from autopar.cost_models.hardware.device_specs import Device
 from autopar.ir.mesh import DATA_AXIS, Mesh
-
-if TYPE_CHECKING:
-    from autopar.cost_models.hardware.cluster import Cluster
 
 FRAGMENTATION = 0.25
 """Reserved beyond allocated, as a share of what a step allocates and frees. Eager FSDP2 without pressure reserves 1.25 to 1.26
@@ -102,18 +97,3 @@ def communicator_count(mesh: Mesh, zero_group: int = 0, stages: int = 1) -> int:
 def tensor_budget_bytes(device: Device, communicators: int = 0) -> float:
     """What reserved memory may take within the budget of the device: the margin, context and communicators are off."""
     return device.budget_bytes - process_bytes(device, communicators)
-
-
-def with_memory_margin(cluster: Cluster, margin: float | None = None) -> Cluster:
-    """The cluster on whose devices plans leave a share `margin` of the memory free; None: that of the cluster's file, else
-    `MEMORY_MARGIN`. AutoparError where it is no share."""
-    if margin is None:
-        margin = cluster.device.memory_margin or MEMORY_MARGIN
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
-        raise AutoparError(f"memory_margin {margin} is no share of memory: write 0 (none) or more, below 1, such as 0.1")
-
-    def changed(device: Device) -> Device:
-        return replace(device, memory_margin=float(margin))
-
-    groups = tuple(NodeGroup(changed(group.device), group.links, group.size) for group in cluster.groups)
-    return replace(cluster, device=changed(cluster.device), groups=groups)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost_models.hardware import cluster_parser as parser
+from autopar.cost_models.hardware.allocator import MEMORY_MARGIN
 from autopar.cost_models.hardware.bottleneck import bottleneck_device, bottleneck_note, bottleneck_of
 from autopar.cost_models.hardware.cluster_file import preset_path, presets, read_yaml, with_base
 from autopar.cost_models.hardware.device_specs import Device, Link, NodeGroup, OffloadTarget
@@ -192,3 +193,18 @@ def heterogeneous_cluster(clusters: tuple[Cluster, ...], name: str) -> Cluster:
     )
     parser.check_cluster(whole.device, whole.links, whole.size, whole.algorithms)
     return whole
+
+
+def with_memory_margin(cluster: Cluster, margin: float | None = None) -> Cluster:
+    """The cluster on whose devices plans leave a share `margin` of the memory free; None: that of the cluster's file, else
+    `allocator.MEMORY_MARGIN`. ClusterError where it is no share."""
+    if margin is None:
+        margin = cluster.device.memory_margin or MEMORY_MARGIN
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
+        raise ClusterError(f"memory_margin {margin} is no share of memory: write 0 (none) or more, below 1, such as 0.1")
+
+    def changed(device: Device) -> Device:
+        return replace(device, memory_margin=float(margin))
+
+    groups = tuple(NodeGroup(changed(group.device), group.links, group.size) for group in cluster.groups)
+    return replace(cluster, device=changed(cluster.device), groups=groups)

@@ -13,8 +13,8 @@ from support.models.handwritten_blocks import gpt2_graph
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost_models.hardware.allocator import MEMORY_MARGIN, with_memory_margin
-from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.allocator import MEMORY_MARGIN
+from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import Infeasible
 from autopar.ir.plan_file.plan_file import decode_plan

@@ -17,9 +17,8 @@ from autopar.cost_models.hardware.allocator import (
     device_memory,
     process_bytes,
     tensor_budget_bytes,
-    with_memory_margin,
 )
-from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.hardware.cluster_file import presets
 from autopar.cost_models.step.memory_events import KINDS, VARYING
 from autopar.errors import AutoparError
