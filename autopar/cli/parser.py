@@ -157,6 +157,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     validate = add("validate", "validate", "price published training runs with the cost models, and summarise the errors")
     validate.add_argument("file", metavar="FILE.csv", nargs="?", help="a table of measurements (default: the bundled one)")
+    validate.add_argument(
+        "--leave-one-source-out",
+        action="store_true",
+        help="price each source with constants fitted without it, beside those of its software (takes minutes)",
+    )
 
     export = add("export", "export", "write the program as a folder that needs nothing but torch")
     export.add_argument("plan", metavar="plan.json")

@@ -38,18 +38,21 @@ DEFAULT_STACK = "autopar"
 
 @dataclass(frozen=True, slots=True)
 class SoftwareStack:
-    """One software stack on one device generation; `how` tells where its constants come from."""
+    """One software stack on one device generation; `how` tells where its constants come from. `compiled`: those of compiled
+    programs, where they have an entry of their own."""
 
     name: str
     generation: str
     constants: tuple[tuple[str, float], ...]
     how: str
+    compiled: bool = False
 
     def applied(self, cluster: Cluster, compiled: bool = False) -> Cluster:
         """The cluster with these constants in place of its own. `compiled`: neighbouring streaming operations run as one
         kernel."""
         given = dict(self.constants)
-        device = replace(cluster.device, **{_FIELDS[name]: given[name] for name in given if name in _FIELDS}, fused=compiled)
+        fractions: dict[str, Any] = {_FIELDS[name]: given[name] for name in given if name in _FIELDS}
+        device = replace(cluster.device, **fractions, fused=compiled)
         links = tuple(link.scaled(given.get("network", 1.0)) for link in cluster.links)
         return replace(cluster, device=device, links=links)
 
@@ -80,13 +83,14 @@ def _stack(entry: Mapping[str, Any]) -> SoftwareStack:
         raise ClusterError(f"software_stacks.yaml: {name} has {len(constants)} constants; at most {MAX_CONSTANTS} are allowed")
     if not entry.get("how"):
         raise ClusterError(f"software_stacks.yaml: {name} does not say how its constants were obtained")
-    return SoftwareStack(str(entry["stack"]), str(entry["generation"]), constants, str(entry["how"]))
+    return SoftwareStack(str(entry["stack"]), str(entry["generation"]), constants, str(entry["how"]), entry.get("compiled", False))
 
 
-def stack_for(name: str, generation: str) -> SoftwareStack | None:
-    """The nearest entry: this stack on this generation, else what any stack reaches there."""
+def stack_for(name: str, generation: str, compiled: bool = False) -> SoftwareStack | None:
+    """The nearest entry: this stack on this generation, else our own programs there; of two, the one of programs that are compiled
+    or not."""
     fit = [stack for stack in software_stacks()[0] if stack.generation == generation and stack.name in (name, DEFAULT_STACK)]
-    return max(fit, key=lambda stack: stack.name == name, default=None)
+    return max(fit, key=lambda stack: (stack.name == name, stack.compiled == compiled), default=None)
 
 
 def planner_fractions(generation: str) -> dict[str, float]:
@@ -108,7 +112,7 @@ def with_stack(
     stack on this device generation. `async_tp` and `ep_overlap`: whether this run overlaps collectives of its tensor axis, or
     all-to-alls of its experts (None: the stack's default). `constants` replace those of the file. Contention is the
     cluster's."""
-    stack = stack_for(name, cluster.device.generation) if constants is None else None
+    stack = stack_for(name, cluster.device.generation, compiled) if constants is None else None
     stack = stack or SoftwareStack(name, "", tuple((constants or {}).items()), "")
     overlap = software_stacks()[1].get(name, cluster.overlap)
     overlap = replace(
