@@ -32,6 +32,7 @@ from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.force import Force, parse_force
 from autopar.solve.space.options import SearchOptions
+from autopar.validate.recipes.by_hand import with_expert_prices
 
 ExampleInputs = Mapping[str, Any] | tuple[Any, ...]
 Progress = Callable[[str], None]
@@ -98,6 +99,7 @@ def make_plan(
 
     def described(found: PlanResult) -> Plan:
         recipes = baselines(graph, cluster, options)
+        recipes = with_expert_prices(recipes, graph, cluster, options, found.evaluation.step_seconds)
         return plan_of_result(graph, cluster, found, recipes, optimizer=optimizer, replicated_ops=unruled, **said)
 
     if forced.is_configuration:

@@ -139,8 +139,11 @@ class Predicted(msgspec.Struct, frozen=True):
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """A usual hand-written configuration (`title`, as `configuration`) on the same cluster, priced by the same evaluator.
+    """A usual hand-written configuration (`title`, as `configuration`) on the same cluster, priced by the same evaluator with the
+    constants of `software` (empty: those of our own programs). `own_step_seconds` is the recipe on our own programs, where that fits.
     `shortfall_bytes` is the memory that a device lacks for it; `problem` says why it is impossible (then it has no price).
+    `measured` is a published run of it in words, `measured_seconds` its step where batch and precision are the plan's; `reason` says
+    by how much and why it is faster than the plan, where it is.
     """
 
     step_seconds: float | None = None
@@ -150,6 +153,11 @@ class Baseline(msgspec.Struct, frozen=True):
     configuration: str = ""
     shortfall_bytes: int = 0
     problem: str = ""
+    software: str = ""
+    own_step_seconds: float | None = None
+    measured: str = ""
+    measured_seconds: float | None = None
+    reason: str = ""
 
 
 class MeshResult(msgspec.Struct, frozen=True):
