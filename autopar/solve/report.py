@@ -69,6 +69,8 @@ def _predicted(cluster: Cluster, found: PlanResult, seq: int | None) -> Predicte
         gap=found.gap,
         memory={kind: int(value) for kind, value in evaluation.memory},
         bubble_share=evaluation.bubble_share,
+        memory_capacity_bytes=evaluation.memory_capacity_bytes,
+        memory_margin=cluster.device.memory_margin,
     )
 
 

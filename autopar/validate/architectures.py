@@ -112,6 +112,7 @@ _MEGATRON_SCRIPT = replace(_MEGATRON, dropout=0.1)
 _MPT = Implementation(fused_projections=True, float_logits=False, bias=False, tied=True)
 """llm-foundry's MPT has neither biases nor dropout, and ties its head."""
 _STACKS = {
+    "deepspeed-zero3-2021": _MEGATRON_SCRIPT,
     "megatron-lm-2021": _MEGATRON_SCRIPT,
     "megatron-lm-2022": _MEGATRON_SCRIPT,
     "megatron-core": replace(_MEGATRON_SCRIPT, tied=False),

@@ -22,8 +22,9 @@ _LOSS = "ap.cross_entropy_sum"
 """``ap.cross_entropy_in_place`` is Megatron's own: it saves the softmax in float32."""
 
 
-def with_fused_saves(block: Block, saved: Mapping[str, SavedTensors]) -> dict[str, SavedTensors]:
-    """`saved` by node, for kernels that are fused over neighbouring streaming operations."""
+def with_fused_saves(block: Block, saved: Mapping[str, SavedTensors], loss: bool = True) -> dict[str, SavedTensors]:
+    """`saved` by node, for kernels that are fused over neighbouring streaming operations; `loss`: the loss is one too. (A compiler
+    fuses layers so: torch.compile's min-cut partitioner recomputes streaming operations in the backward. The loss is outside.)"""
     found = dict(saved)
     values = block.values()
     inside = fusable_values(block).only
@@ -47,6 +48,8 @@ def with_fused_saves(block: Block, saved: Mapping[str, SavedTensors]) -> dict[st
 
     for node in block.nodes:
         what, op = saved[node.name], packet(node.op)
+        if op == _LOSS and not loss:
+            continue
         if op == _LOSS and what.extra_ratio:
             logits = tuple(index == 0 for index, _ in enumerate(what.operands))
             found[node.name] = replace(

@@ -262,7 +262,7 @@ def _computing(
     if not flops[0]:
         return 0.0, 0.0
     if known.matrix is None:
-        rate = device.peak_flops_per_second(known.dtype) * device.matmul_fraction
+        rate = device.product_flops_per_second(known.dtype)
         return flops[0] / rate, flops[1] / rate
     left = local_shape(known.matrix.left, plan.operands[known.matrix.index], axis_sizes)
     if known.attention:

@@ -16,17 +16,22 @@ class StateLayout:
     regathered_operands: a product saves the shard of an operand that it gathered over the tensor axis; its backward gathers it again
         under the product of the input gradient, in no time of its own (arXiv 2205.05198, section 4.2.2).
     gradient_bytes: bytes of a gradient element, in memory and in its reduction; 0: as the master weight's.
+    bfloat16_gradient_bytes: the same for runs in bfloat16, where these differ (DeepSpeed's optimizer for bfloat16 accumulates and
+        reduces in float32, the one for float16 in float16); 0: they do not.
     accesses: reads and writes of master-sized tensors in the optimizer update; 0: torch's foreach implementation. (A fused Adam
         reads gradient, weight and two moments, writes three of them and the compute copy: 7.5.)
     update_copies: the update makes a temporary of the master's size for its shard (foreach; DeepSpeed's float32 gradients).
     owners_broadcast: each rank owns whole tensors and broadcasts them after the update (InternEvo), instead of one all-gather of
         equal shards.
+    gathers_tensors: ZeRO-3 gathers and reduces each parameter by itself (DeepSpeed of 2021), instead of a whole group at once.
     """
 
     stored_compute: bool = False
     fused_saves: bool = False
     regathered_operands: bool = False
     gradient_bytes: int = 0
+    bfloat16_gradient_bytes: int = 0
     accesses: float = 0.0
     update_copies: bool = True
     owners_broadcast: bool = False
+    gathers_tensors: bool = False

@@ -78,7 +78,8 @@ class BlockCosts:
     def saved(self) -> dict[str, SavedTensors]:
         """What autograd saves, per node."""
         found = {node.name: saved_tensors(node, self.values, self.cluster.device.kind) for node in self.block.nodes}
-        return with_fused_saves(self.block, found) if self.cluster.state_layout.fused_saves else found
+        layout, compiled = self.cluster.state_layout, self.cluster.device.fused
+        return with_fused_saves(self.block, found, layout.fused_saves) if layout.fused_saves or compiled else found
 
     def profile(self, name: str) -> Profile:
         """Global FLOPs and bytes of a node."""

@@ -122,7 +122,8 @@ class BlockInfo(msgspec.Struct, frozen=True):
 
 class Predicted(msgspec.Struct, frozen=True):
     """The predicted cost of a step. `mfu` counts the model's FLOPs, without recomputation; `gap` is the relative distance to
-    `lower_bound_seconds`; `bubble_share` is the share of the step in which a pipeline stage is idle, on average."""
+    `lower_bound_seconds`; `bubble_share` is the share of the step in which a pipeline stage is idle, on average. The peak is at
+    most `memory_capacity_bytes` of the device without the share `memory_margin` (None in files of an older autopar)."""
 
     step_seconds: float | None = None
     tokens_per_second_per_device: float | None = None
@@ -133,6 +134,8 @@ class Predicted(msgspec.Struct, frozen=True):
     gap: float | None = None
     memory: dict[str, int] = {}
     bubble_share: float = 0.0
+    memory_capacity_bytes: int | None = None
+    memory_margin: float | None = None
 
 
 class Baseline(msgspec.Struct, frozen=True):

@@ -91,7 +91,7 @@ class PricedRecipe:
     def short_bytes(self) -> int:
         """What a device lacks; 0 where it fits."""
         found = self.evaluation
-        return max(0, found.peak_memory_bytes - found.memory_capacity_bytes) if found is not None else 0
+        return max(0, found.peak_memory_bytes - found.memory_budget_bytes) if found is not None else 0
 
     @property
     def description(self) -> str:
