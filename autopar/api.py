@@ -77,6 +77,7 @@ def parallelize(
     check_batch_every: int = 100,
     loss_fn: LossFunction | None = None,
     check_every: int = 0,
+    memory_margin: float | None = None,
 ) -> Parallel:
     """The model as a program for the cluster: an `nn.Module` whose call takes the global batch and returns what the model does.
 
@@ -94,6 +95,7 @@ def parallelize(
     others end within `patience_seconds` with an error that names it; one that never joins, within `join_seconds`. Ranks compare
     their batches in the first three calls and then in one of `check_batch_every` (0: never). In one of `check_every` steps (0:
     never) a loss that is not finite, and replicas of parameters that have drifted apart, are errors that name the place.
+    `memory_margin` is the share of each device's memory that the plan leaves free (see `make_plan`).
 
     A model that returns no loss returns what it returns, as full tensors that take gradients: ``criterion(parallel(x), y)`` is
     the loss of one process. Plans of such calls have no pipeline and no micro-batches; `loss_fn` (from the model's result and a
@@ -109,6 +111,7 @@ def parallelize(
     options: dict[str, Any] = dict(
         precision=precision, force=force, optimizer=optimizer, strict=strict, time_limit_seconds=time_limit_seconds,
         outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,
+        memory_margin=memory_margin,
     )  # fmt: skip
     if example_inputs is None:
         rest: dict[str, Any] = dict(

@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.capture.tracing.trace import LossFunction
-from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.hardware.expert_load import ExpertLoad
 from autopar.errors import AutoparError, BatchError, UnsupportedOp
 from autopar.ir.graph import Graph
@@ -33,6 +33,7 @@ from autopar.solve.robust_choice import robust_choice
 from autopar.solve.search import search
 from autopar.solve.space.force import Force, parse_force
 from autopar.solve.space.options import SearchOptions
+from autopar.validate.recipes.by_hand import with_expert_prices
 
 ExampleInputs = Mapping[str, Any] | tuple[Any, ...]
 Progress = Callable[[str], None]
@@ -60,19 +61,22 @@ def make_plan(
     batch_norm: str = "global",
     expert_load: float | str = 1.0,
     loss_fn: LossFunction | None = None,
+    memory_margin: float | None = None,
 ) -> Plan:
     """Plans without running: needs no process group, and the model may be on the meta device. `autopar.plan` is this function.
 
     Arguments are those of `parallelize`. `batch` is the global batch, where it is not that of `example_inputs`; `seq`,
     `name` and `source` only go into the plan's description; `progress` gets a line per candidate that is solved; `cache` is a
     folder of plans that were found before. `expert_load` is what the busiest rank of dealt-out experts is expected to get over
-    the mean, or the path of a JSON list of tokens per expert. A `force` that spells out a whole configuration
+    the mean, or the path of a JSON list of tokens per expert. `memory_margin` is the share of each device's memory that the plan
+    leaves free (None: that of the cluster's file, else `MEMORY_MARGIN`). A `force` that spells out a whole configuration
     (`solve.space.force`) is priced as it is.
     """
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster, cache=cache_folder())
     if expert_load != 1.0:
         cluster = replace(cluster, expert_load=ExpertLoad.parse(str(expert_load)))
+    cluster = with_memory_margin(cluster, memory_margin)
     _check_texts(optimizer=optimizer, name=name, source=source)
     chosen = _precision(precision, model)
     forced = parse_force(force)
@@ -96,6 +100,7 @@ def make_plan(
 
     def described(found: PlanResult) -> Plan:
         recipes = baselines(graph, cluster, options)
+        recipes = with_expert_prices(recipes, graph, cluster, options, found.evaluation.step_seconds)
         return plan_of_result(graph, cluster, found, recipes, optimizer=optimizer, replicated_ops=unruled, **said)
 
     if forced.is_configuration:

@@ -58,6 +58,17 @@ def seconds(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """A share, from 0 to below 1."""
+    try:
+        value = float(text) if text.isascii() else -1.0
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a share from 0 to below 1")
+    return value
+
+
 def _lazy(module: str) -> Callable[[argparse.Namespace, Any], int]:
     """The command's `run`, imported when it is called."""
 
@@ -77,6 +88,9 @@ def _planning(parser: argparse.ArgumentParser) -> None:
         "or a fixed configuration without search: all of tp, pp, zero, micro_batches, recompute, zero_group, sequence_parallel"
     )
     parser.add_argument("--force", default="", metavar="tp=4,zero=3", help=f"{degrees} {fixed}")
+    parser.add_argument(
+        "--memory-margin", type=share, metavar="0.1", help="share of each device's memory that the plan leaves free"
+    )
     parser.add_argument("--strict", action="store_true", help="an operation without a sharding rule is an error")
     parser.add_argument(
         "--no-cache", action="store_true", help="search without reading or writing the cache, ~/.cache/autopar/plans"
@@ -143,6 +157,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     validate = add("validate", "validate", "price published training runs with the cost models, and summarise the errors")
     validate.add_argument("file", metavar="FILE.csv", nargs="?", help="a table of measurements (default: the bundled one)")
+    validate.add_argument(
+        "--leave-one-source-out",
+        action="store_true",
+        help="price each source with constants fitted without it, beside those of its software (takes minutes)",
+    )
 
     export = add("export", "export", "write the program as a folder that needs nothing but torch")
     export.add_argument("plan", metavar="plan.json")

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.tensor import DTensor
 
+from autopar.cost_models.hardware.allocator import communicator_count, device_memory
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.dryrun.compat import FakeMode, LiveStorage, MemoryWatch, fake_group
 from autopar.dryrun.host_memory import FakeHostMemory
 from autopar.errors import AutoparError
@@ -43,7 +46,8 @@ class TensorGroup:
 @dataclass(frozen=True, slots=True)
 class DryRun:
     """`peak_bytes` are live after `function` in `module` (at `line` of the program if it is in a forward); `memory` has them by
-    kind, `tensors` by place, largest first. `host_bytes`: the peak of offloaded bytes."""
+    kind, `tensors` by place, largest first. `host_bytes`: the peak of offloaded bytes. `reserved_bytes`, `shown_bytes`: what the
+    allocator would reserve on the plan's devices, and the device show (0 where the plan does not describe them)."""
 
     rank: int
     coordinates: tuple[tuple[str, int], ...]
@@ -55,6 +59,8 @@ class DryRun:
     tensors: tuple[TensorGroup, ...]
     collectives: tuple[CollectiveTotal, ...]
     host_bytes: int = 0
+    reserved_bytes: int = 0
+    shown_bytes: int = 0
 
 
 def dry_run(plan: Plan, rank: int = 0) -> DryRun:
@@ -79,7 +85,18 @@ def dry_run(plan: Plan, rank: int = 0) -> DryRun:
                 for value in plan.graph.inputs
             }
             found = watch_steps(parallel, batch, make_optimizer(plan.document.optimizer, parallel, foreach), rank)
-            return replace(found, host_bytes=host.peak_bytes)
+            return replace(_on_device(plan, found), host_bytes=host.peak_bytes)
+
+
+def _on_device(plan: Plan, found: DryRun) -> DryRun:
+    """With what the tensors take on a device of the plan's cluster, by the planner's allocator model."""
+    description, candidate = plan.document.cluster.description, plan.candidate
+    if not description:
+        return found
+    cluster = stage_clusters(Cluster.from_dict(description), candidate.pipeline.stages)[found.rank // candidate.mesh.size]
+    communicators = communicator_count(candidate.mesh, candidate.zero_group, candidate.pipeline.stages)
+    taken = device_memory(found.memory, cluster.device, communicators)
+    return replace(found, reserved_bytes=round(taken.reserved), shown_bytes=round(taken.shown))
 
 
 def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, rank: int) -> DryRun:

@@ -64,12 +64,12 @@ def plan_reasons(graph: Graph, candidate: Candidate, cluster: Cluster, evaluatio
     if candidate.pipeline.stages > 1:
         yield _stages(candidate, evaluation)
     yield _links(candidate, cluster, evaluation)
-    used, capacity = evaluation.peak_memory_bytes, evaluation.memory_capacity_bytes
+    used, capacity = evaluation.peak_memory_bytes, evaluation.memory_budget_bytes
     kind, size = max(evaluation.memory, key=lambda row: row[1])
     share = used / capacity
     binds = "memory binds" if share >= _TIGHT else "memory does not bind"
     yield (
-        f"The peak takes {used / _GIB:.1f} of {capacity / _GIB:.1f} GiB ({share:.0%}), most of it {kind} "
+        f"The peak takes {used / _GIB:.1f} of {capacity / _GIB:.1f} GiB that a plan may take ({share:.0%}), most of it {kind} "
         f"({size / _GIB:.1f} GiB): {binds}{_memory_savings(candidate)}."
     )
     for axis, redundant in evaluation.redundant_share:

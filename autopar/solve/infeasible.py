@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 from time import monotonic
 
+from autopar.cost_models.hardware.allocator import tensor_budget_bytes
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import OffloadTarget
 from autopar.ir.graph import Graph
@@ -52,10 +53,22 @@ def explanation(
     found = [str(each) for each in relaxations(graph, cluster, options, search)]
     if nearest is not None and nearest.shortage_bytes:
         unit = _GIB if nearest.evaluation.peak_memory_bytes >= _GIB else 2.0**20
-        need = ceil(nearest.evaluation.peak_memory_bytes / unit)
+        need = ceil(nearest.evaluation.peak_memory_bytes / (1 - cluster.device.memory_margin) / unit)
+        found = [*_smaller_margin(nearest), *found]
         found.append(f"devices of {need} {'GiB' if unit == _GIB else 'MiB'}: then {nearest} fits")
     lines += [f"  {'use' if index == 0 else 'or'} {each}" for index, each in enumerate(found)]
     return "\n".join(lines)
+
+
+def _smaller_margin(nearest: MemoryPlan) -> Iterator[str]:
+    """The margin under which the nearest plan fits, where the devices have the memory for it."""
+    peak, capacity = nearest.evaluation.peak_memory_bytes, nearest.evaluation.memory_capacity_bytes
+    left = int(1000 * (1 - peak / capacity)) / 1000
+    if nearest.shortage_bytes and left >= 0:
+        yield (
+            f"a memory margin of {100 * left:.3g} % (`--memory-margin {left:g}`): then {nearest} takes {_gib(peak)} and "
+            f"{nearest.evaluation.step_seconds:.3g} s a step, and is likelier to run out of memory"
+        )
 
 
 def minimum_memory_plan(graph: Graph, cluster: Cluster, options: SearchOptions, search: MinimumMemory) -> MemoryPlan | None:
@@ -68,7 +81,9 @@ def _short(
     graph: Graph, cluster: Cluster, options: SearchOptions, nearest: MemoryPlan | None, least_bytes: float
 ) -> str:  # fmt: skip
     memory = _gib(cluster.device.memory_bytes)
-    text = f"{graph.name} at batch {graph.batch} does not fit on {cluster.name} with {memory} a device"
+    margin = cluster.device.memory_margin
+    free = f", of which a margin of {100 * margin:.3g} % stays free" if margin else ""
+    text = f"{graph.name} at batch {graph.batch} does not fit on {cluster.name} with {memory} a device{free}"
     if nearest is None:
         forced = ", ".join(f"{name}={value}" for name, value in options.force.items())
         return f"{text}: no plan under what is forced was found" + (f"; leave some of {forced} open" if forced else "")
@@ -168,7 +183,7 @@ def fewest_nodes(graph: Graph, cluster: Cluster, options: SearchOptions, search:
     options = without_forced(options, DATA_AXIS)
     each = node_size(cluster)
     sizes = _sizes(graph, cluster, options)
-    if cluster.device.usable_bytes <= 0:
+    if tensor_budget_bytes(cluster.device) <= 0:
         return None
     best: tuple[int, MemoryPlan] | None = None
     for exact in (False, True):

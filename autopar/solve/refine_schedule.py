@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from autopar.cost_models.hardware.allocator import fragmentation
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.step.block_memory import call_saved_bytes
@@ -98,6 +99,5 @@ def _synthesis(
 
 def _left(stage: StageMemory, cluster: Cluster) -> float:
     """What activations in flight may take, beside what else is there at the peak."""
-    capacity = stage.capacity_bytes or cluster.device.memory_bytes
-    free = (capacity - stage.peak_bytes) / (1 + cluster.device.allocator_slack)
+    free = (stage.budget_bytes - stage.peak_bytes) / (1 + fragmentation(cluster.device))
     return stage.table["activations"] + max(0.0, free)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
+
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import Evaluation
 from autopar.ir import dims
 from autopar.ir.describe import parallelism
 from autopar.ir.graph import Graph
@@ -66,20 +69,38 @@ def _predicted(cluster: Cluster, found: PlanResult, seq: int | None) -> Predicte
         gap=found.gap,
         memory={kind: int(value) for kind, value in evaluation.memory},
         bubble_share=evaluation.bubble_share,
+        memory_capacity_bytes=evaluation.memory_capacity_bytes,
+        memory_margin=cluster.device.memory_margin,
     )
 
 
 def as_baseline(priced: PricedRecipe) -> Baseline:
-    """For the file."""
-    found = priced.evaluation
+    """For the file: what experts get of the recipe, where that is known, beside what our own programs would."""
+    own, expert = priced.evaluation, priced.expert
+    own_seconds = own.step_seconds if own is not None and own.fits else None
+    if expert is None:
+        return _baseline(priced.recipe.title, own, priced.description, priced.problem, "", own_seconds)
+    baseline = _baseline(
+        priced.recipe.title, expert.evaluation, expert.configuration, expert.problem, expert.software, own_seconds
+    )
+    return msgspec.structs.replace(
+        baseline, measured=expert.measured, measured_seconds=expert.measured_seconds, reason=expert.reason
+    )
+
+
+def _baseline(
+    title: str, found: Evaluation | None, configuration: str, problem: str, software: str, own_seconds: float | None
+) -> Baseline:
     return Baseline(
-        found.step_seconds if found else None,
-        int(found.peak_memory_bytes) if found else None,
-        priced.fits,
-        priced.recipe.title,
-        priced.description,
-        priced.short_bytes,
-        priced.problem,
+        step_seconds=found.step_seconds if found else None,
+        peak_memory_bytes=int(found.peak_memory_bytes) if found else None,
+        fits=found is not None and found.fits,
+        title=title,
+        configuration=configuration,
+        shortfall_bytes=max(0, found.peak_memory_bytes - found.memory_capacity_bytes) if found else 0,
+        problem=problem,
+        software=software,
+        own_step_seconds=own_seconds,
     )
 
 

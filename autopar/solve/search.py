@@ -16,7 +16,7 @@ from autopar.rules.expand import missing_rules
 from autopar.solve.bounds.memory_bound import memory_bound
 from autopar.solve.bounds.minimum_memory import MinimumMemory
 from autopar.solve.bounds.warm_start import WarmStart
-from autopar.solve.ilp.block_memory import unavoidable_saved_bytes
+from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.result import PlanResult
@@ -177,7 +177,7 @@ class _Search:
         """Without the memory constraint, unless bounds show that such a plan does not fit."""
         state = self.state
         problem = state.tables.problem(each.point)
-        if unavoidable_saved_bytes(problem) > state.cluster.device.usable_bytes:
+        if unavoidable_shortage_bytes(problem) > 0:
             return
         if memory_bound(replace(problem, zeros=(min(problem.zeros),)), (), each.point.micro_batches, {1.0: 0.0}) == inf:
             return  # it would replicate what does not fit

@@ -112,6 +112,7 @@ _MEGATRON_SCRIPT = replace(_MEGATRON, dropout=0.1)
 _MPT = Implementation(fused_projections=True, float_logits=False, bias=False, tied=True)
 """llm-foundry's MPT has neither biases nor dropout, and ties its head."""
 _STACKS = {
+    "deepspeed-zero3-2021": _MEGATRON_SCRIPT,
     "megatron-lm-2021": _MEGATRON_SCRIPT,
     "megatron-lm-2022": _MEGATRON_SCRIPT,
     "megatron-core": replace(_MEGATRON_SCRIPT, tied=False),
@@ -130,7 +131,7 @@ def architecture_of(row: Row) -> Architecture:
     A gate makes it a Llama: RMS norms, rotary positions, no biases, a head of its own. Without a gate it is a GPT: layer norms,
     learned positions, biases, a tied head; unless its family or its stack says otherwise.
     """
-    family, stack, gated = _family(row), _implementation(row), row.gated_mlp == 1
+    family, stack, gated = _family(row), implementation_of(row.software_stack), row.gated_mlp == 1
     _check_sizes(row, family)
     heads, ffn = stated(row, "heads"), stated(row, "ffn_hidden")
     rope = gated or family.rope
@@ -169,8 +170,8 @@ def _family(row: Row) -> Family:
     return next((family for word, family in _FAMILIES.items() if word in name), Family())
 
 
-def _implementation(row: Row) -> Implementation:
-    name = row.software_stack
+def implementation_of(name: str) -> Implementation:
+    """What the name of a software stack says."""
     by_prefix = (stack for prefix, stack in _STACK_PREFIXES.items() if name.startswith(prefix))
     return _STACKS.get(name) or next(by_prefix, Implementation())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.cluster import Cluster, with_devices
 from autopar.cost_models.hardware.cluster_file import GIB
 from autopar.ir.plan import Precision
 from autopar.solve.fixed.configuration import FixedConfiguration
@@ -16,12 +16,16 @@ PRESETS = {
     "V100": ("dgx-v100", 100.0),
     "A100-40GB": ("dgx-a100-40", 200.0),
     "A100-80GB": ("dgx-a100", 200.0),
+    "A100": ("dgx-a100", 200.0),
     "H100": ("dgx-h100", 400.0),
     "H200": ("dgx-h200", 400.0),
     "B200": ("dgx-b200", 400.0),
+    "B300": ("dgx-b300", 800.0),
+    "GB200": ("gb200-nvl72", 400.0),
     "MI300X": ("mi300x", 400.0),
 }
-"""By device name: the bundled cluster, and the Gbit/s per device of the network in its data sheet."""
+"""By device name: the bundled cluster, and the Gbit/s per device of the network in its data sheet. An A100 whose memory is not stated is
+the one of 80 GB, of which most published runs are (`assumed_of`)."""
 
 VARIANTS = {"h100-96gb-2.4TBps-500W": (94.5 * GIB, 2.4e12)}
 """Memory bytes and bandwidth of devices that differ from the preset (torchtitan benchmarks/llama3_h100_202412_torchtitan.md)."""
@@ -49,8 +53,7 @@ def cluster_of(row: Row) -> Cluster:
             raise NotExpressed(f"no device {row.device_variant}: known are {', '.join(VARIANTS)}")
         memory, bandwidth = VARIANTS[row.device_variant]
         device = replace(device, memory_bytes=int(memory), bandwidth_bytes_per_second=bandwidth)
-    last = replace(links[-1], devices=max(size, links[-1].devices))
-    return replace(one, name=f"{preset}, {size} devices", size=size, links=(*links[:-1], last), device=device)
+    return with_devices(replace(one, links=links, device=device), f"{preset}, {size} devices", size)
 
 
 ZERO = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
@@ -144,6 +147,8 @@ def assumed_of(row: Row) -> tuple[str, ...]:
         out.append("no recomputation")
     if row.vocab is None:
         out.append("a vocabulary of 51200")
+    if row.gpu == "A100":
+        out.append("80 GB of memory")
     return tuple(out)
 
 

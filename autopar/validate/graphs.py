@@ -21,6 +21,7 @@ from autopar.ir import dims
 from autopar.ir.graph import Arg, Block, Call, Graph, Node, Parameter, Symbol, Value
 from autopar.validate.architectures import Architecture
 from autopar.validate.modules import Decoder
+from autopar.validate.stored_graphs import stored_graph
 
 _PRIMES = {
     **{"hidden": 1019, "ffn": 1021, "kv_heads": 1031, "head_dim": 1033, "vocab": 1013, "seq": 1009},
@@ -51,7 +52,7 @@ def graph_of(architecture: Architecture, layers: int, dtype: str, options: RunOp
     reaches over them. Context parallelism then shards rows, as data parallelism does.
     """
     architecture = replace(architecture, seq=architecture.seq // options.context)
-    graph = deepen(sized(_kind(architecture), architecture, dtype), layers)
+    graph = deepen(sized(kind_of(architecture), architecture, dtype), layers)
     if architecture.experts:
         graph = with_experts(graph, options.ep, options.once)
     if options.context > 1:
@@ -149,7 +150,7 @@ def captured(architecture: Architecture, layers: int, dtype: str) -> Graph:
     return capture(model, (tokens, tokens), compute_dtype=dtype)
 
 
-def _kind(architecture: Architecture) -> Architecture:
+def kind_of(architecture: Architecture) -> Architecture:
     """The architecture with primes as sizes. One with latent attention has too many sizes and is its own kind."""
     if architecture.latent is not None:
         return architecture
@@ -161,6 +162,12 @@ def _kind(architecture: Architecture) -> Architecture:
 
 @lru_cache(maxsize=64)
 def _traced(kind: Architecture, dtype: str) -> Graph:
+    stored = stored_graph(kind, dtype)
+    return stored if stored is not None else traced(kind, dtype)
+
+
+def traced(kind: Architecture, dtype: str) -> Graph:
+    """The capture of a kind, few layers deep: what `stored_graphs` stores."""
     return captured(kind, kind.dense_layers + _TRACED_LAYERS, dtype)
 
 

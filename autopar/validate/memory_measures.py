@@ -1,47 +1,45 @@
-"""What a way of measuring memory (allocated, reserved, nvidia-smi) adds to the bytes of tensors that the cost model predicts."""
+"""The memory of a published run in the way that it was measured: by the allocator model of the planner
+(`cost_models.hardware.allocator`), without factors of its own. Only the communicators of other software differ."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from autopar.cost_models.hardware.cluster_file import GIB
+from autopar.cost_models.hardware.allocator import COMMUNICATOR_BYTES, DeviceMemory
 from autopar.cost_models.step.evaluate import Evaluation
+from autopar.cost_models.step.stage_memory import StageMemory
 from autopar.validate.rows import Row
 from autopar.validate.summary import measure_of
 
-
-@dataclass(frozen=True, slots=True)
-class MemoryMeasure:
-    """``measured = slack x tensors + base_bytes``."""
-
-    slack: float
-    base_bytes: float
-    source: str
+MORE_COMMUNICATORS = {"megatron-deepspeed": 8}
+"""By software: communicators beside one for each axis and that of all ranks. Megatron-DeepSpeed has those of Megatron's
+parallel_state (data, tensor, pipeline; also tensor and pipeline together, and the embeddings of the first and last stage) and
+again those of DeepSpeed's PipelineParallelGrid (data, pipeline, slice, model) with one for tied weights, which its engine uses in
+their place; megatron/mpu/initialize.py, deepspeed/runtime/pipe/topology.py."""
 
 
-def memory_measures() -> Mapping[str, MemoryMeasure]:
-    """The constants of each way of measuring; the same for all rows, devices and stacks."""
-    return {
-        "allocated": MemoryMeasure(1.0, 0.0, "tensors are what the caching allocator calls allocated"),
-        "reserved": MemoryMeasure(1.2, 0.0, "segments of the caching allocator that are not full; fitted on 64 rows"),
-        "nvidia_smi": MemoryMeasure(
-            1.2, 6.0 * GIB, "as reserved, and CUDA context, cuBLAS, NCCL channels, buckets; fitted on 59 rows"
-        ),
-        "unstated": MemoryMeasure(1.0, 0.0, "as allocated"),
-    }
-
-
-def predicted_bytes(row: Row, evaluation: Evaluation, measure: str = "") -> float:
-    """The memory that the row's way of measuring would show, on the ranks that were measured."""
-    chosen = memory_measures()[measure or measure_of(row)]
-    return chosen.slack * _tensors(row, evaluation) + chosen.base_bytes
-
-
-def _tensors(row: Row, evaluation: Evaluation) -> float:
-    stages = [stage.tensor_bytes for stage in evaluation.stage_memory]
+def measured_stage(row: Row, evaluation: Evaluation) -> StageMemory:
+    """The fullest stage of those that were measured."""
+    stages = evaluation.stage_memory
     if "last rank" in row.memory_measure:
         return stages[-1]
     if "first/last" in row.memory_measure:
-        return max(stages[0], stages[-1])
-    return max(stages)
+        return max(stages[0], stages[-1], key=lambda each: each.tensor_bytes)
+    return max(stages, key=lambda each: each.tensor_bytes)
+
+
+def run_memory(row: Row, stage: StageMemory) -> DeviceMemory:
+    """Of one stage of a run, under its software."""
+    more = MORE_COMMUNICATORS.get(row.software_stack, 0) * COMMUNICATOR_BYTES
+    return DeviceMemory(stage.tensor_bytes, stage.reserved_bytes, stage.peak_bytes + more)
+
+
+def predicted_bytes(row: Row, evaluation: Evaluation, measure: str = "") -> float:
+    """The memory that the row's way of measuring would show, on the ranks that were measured; allocated where the source does not
+    say what it measured."""
+    found = run_memory(row, measured_stage(row, evaluation))
+    sizes = {"nvidia_smi": found.shown, "reserved": found.reserved}
+    return sizes.get(measure or measure_of(row), found.allocated)
+
+
+def least_bytes(row: Row, evaluation: Evaluation) -> float:
+    """What the run cannot do without, on its fullest stage: with less it is sure to run out of memory."""
+    return max(run_memory(row, stage).least for stage in evaluation.stage_memory)

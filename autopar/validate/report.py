@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.validate.configuration import FLOAT8
-from autopar.validate.memory_measures import predicted_bytes
+from autopar.validate.memory_measures import least_bytes, predicted_bytes
 from autopar.validate.price import PricedRow
 from autopar.validate.summary import Comparison, TimeErrors, memory_errors, null_model, time_errors
 
@@ -63,7 +63,10 @@ def report(priced: Sequence[PricedRow]) -> Report:
 def _point(each: PricedRow) -> Comparison:
     if each.evaluation is None:
         return Comparison(each.row, None, None, each.skipped)
-    return Comparison(each.row, each.evaluation.step_seconds, predicted_bytes(each.row, each.evaluation))
+    found = each.evaluation
+    return Comparison(
+        each.row, found.step_seconds, predicted_bytes(each.row, found), least_bytes=least_bytes(each.row, found)
+    )
 
 
 def _ideal_seconds(each: PricedRow) -> float | None:

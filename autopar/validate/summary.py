@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from autopar.validate.rows import Row
@@ -16,12 +16,14 @@ DIFFERENT = 0.10
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A measured row beside its predicted time and memory, or the reason why there is no prediction."""
+    """A measured row beside its predicted time and memory (`least_bytes`: what it cannot do without), or the reason why there is
+    no prediction."""
 
     row: Row
     predicted_seconds: float | None
     predicted_bytes: float | None = None
     skipped: str = ""
+    least_bytes: float | None = None
 
     @property
     def error(self) -> float | None:
@@ -61,26 +63,30 @@ class TimeErrors:
 def time_errors(points: Sequence[Comparison]) -> TimeErrors:
     """The errors of time of all rows.
 
-    `dense_median` is the median over sources of the median error of a source's dense rows; `dense_p90` is over all dense rows.
+    `dense_median` is the median over sources of the median error of a source's dense rows; `dense_p90` is over all dense rows;
+    `order_accuracy` is the mean over sources; regret is of sweeps of at least two distinct configurations.
     """
     dense = [point for point in points if point.error is not None and not point.is_moe]
     moe = [abs(point.error) for point in points if point.error is not None and point.is_moe]
     sources: dict[str, list[float]] = {}
     for point in dense:
         sources.setdefault(point.row.source, []).append(abs(point.error or 0.0))
-    right = [pair for sweep in sweeps(points) for pair in ordered_pairs(sweep)]
-    regrets = [regret(sweep) for sweep in sweeps(points) if len(sweep) >= 3]
+    right: dict[str, list[float]] = {}
+    for sweep in sweeps(points):
+        if found := ordered_pairs(sweep):
+            right.setdefault(sweep[0].row.source, []).extend(found)
+    regrets = [regret(sweep) for sweep in map(distinct, sweeps(points)) if len(sweep) >= 2]
     return TimeErrors(
         dense_median=median(map(median, sources.values())) if sources else None,
         dense_p90=percentile([abs(point.error or 0.0) for point in dense], 0.9),
         moe_median=median(moe) if moe else None,
-        order_accuracy=sum(right) / len(right) if right else None,
+        order_accuracy=sum(map(mean, right.values())) / len(right) if right else None,
         regret_mean=sum(regrets) / len(regrets) if regrets else None,
         regret_max=max(regrets, default=None),
         dense_rows=len(dense),
         dense_sources=len(sources),
         moe_rows=len(moe),
-        pairs=len(right),
+        pairs=sum(map(len, right.values())),
         sweeps=len(regrets),
     )
 
@@ -105,6 +111,34 @@ def sweeps(points: Iterable[Comparison]) -> list[list[Comparison]]:
             key = row.source, row.model_family, row.gpu, row.seq_len, row.precision, row.n_gpus
             found.setdefault(key, []).append(point)
     return [sweep for sweep in found.values() if len(sweep) > 1]
+
+
+_CHOSEN = (
+    *("dp", "tp", "pp", "virtual_pp", "cp", "ep", "zero_stage_or_fsdp", "zero_group_size", "sequence_parallel", "act_ckpt"),
+    *("micro_batch", "global_batch", "compiled", "async_tp", "ep_overlap"),
+)
+"""The columns that tell how a model was trained; rows of a sweep that agree in them are one configuration, measured again. (What a model
+is made of, heads say, is no choice either: it differs in rows of one sweep only where a source compares models.)"""
+
+
+def distinct(sweep: Sequence[Comparison]) -> list[Comparison]:
+    """The sweep with one point for each configuration and shape of the model: the means of what was measured and predicted."""
+    found: dict[object, list[Comparison]] = {}
+    for point in sweep:
+        row = point.row
+        shape = (row.layers, row.hidden, row.heads, row.kv_heads, row.ffn_hidden, row.vocab)
+        found.setdefault((shape, *(getattr(row, name) for name in _CHOSEN)), []).append(point)
+    out = []
+    for same in found.values():
+        seconds = mean(point.row.step_seconds or 0.0 for point in same)
+        out.append(
+            replace(
+                same[0],
+                row=replace(same[0].row, step_seconds=seconds),
+                predicted_seconds=mean(point.predicted_seconds or 0.0 for point in same),
+            )
+        )
+    return out
 
 
 def _costs(point: Comparison) -> tuple[float, float]:
@@ -172,9 +206,9 @@ def memory_errors(points: Sequence[Comparison], capacity: Callable[[Comparison],
     ran = [p for p in predicted if p.row.step_seconds is not None]
     out["out_of_memory"] = {
         "rows": len(failed),
-        "told": sum((p.predicted_bytes or 0.0) > capacity(p) for p in failed),
+        "told": sum((p.least_bytes or 0.0) > capacity(p) for p in failed),
         "ran": len(ran),
-        "ran_but_predicted_not_to_fit": sum((p.predicted_bytes or 0.0) > capacity(p) for p in ran),
+        "ran_but_predicted_not_to_fit": sum((p.least_bytes or 0.0) > capacity(p) for p in ran),
     }
     return out
 

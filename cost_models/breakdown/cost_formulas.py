@@ -83,7 +83,8 @@ def _arithmetic(
         rows = result[-2] if matrix.batched else prod(result[:-1])
         count, n, k = prod(result[:-1]) // max(1, rows), result[-1], left[-1]
         dtype = product_dtype(device, dtype, n, k) if matrix.batched else dtype
-        values = {"count": float(count), "m": float(rows), "n": float(n), "k": float(k), "fraction": device.matmul_fraction}
+        values = {"count": float(count), "m": float(rows), "n": float(n), "k": float(k)}
+        values["fraction"] = device.product_flops_per_second(dtype) / device.peak_flops_per_second(dtype)
         values["efficiency"] = product_efficiency(count, rows, n, k, device.multiprocessors)
         found = formula("compute.product")
     values["peak"] = device.peak_flops_per_second(dtype)

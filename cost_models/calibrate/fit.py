@@ -12,6 +12,7 @@ from typing import Any
 from autopar.cost_models.calibrate.measure import CalibrationRun, Timing
 from autopar.cost_models.comm.collectives import algorithm_cost, collective_seconds
 from autopar.cost_models.compute.kernels import TRANSCENDENTAL_BACKWARD
+from autopar.cost_models.hardware.allocator import COMMUNICATOR_BYTES
 from autopar.cost_models.hardware.cluster import Cluster, read_cluster
 from autopar.cost_models.hardware.cluster_file import in_human_units, preset_path, presets
 from autopar.cost_models.hardware.device_specs import AxisLink, Device, Level, Link, OffloadTarget
@@ -96,7 +97,7 @@ def fit_device(run: CalibrationRun) -> Device:
         multiprocessors=int(facts.get("multiprocessors", 0)),
         transcendental_seconds=_transcendental_seconds(special, stream.rate) if facts["kind"] == "cpu" else 0.0,
         update_seconds=update[0].seconds / update[0].work if update else 0.0,
-        allocator_slack=sheet.allocator_slack if sheet else 0.05 if facts["kind"] == "cuda" else 0.0,
+        communicator_bytes=0 if facts["kind"] == "cpu" else COMMUNICATOR_BYTES,
     )
 
 

@@ -67,7 +67,7 @@ def product_dtype(device: Device, dtype: str, n: int, k: int) -> str:
 
 def product_seconds(device: Device, dtype: str, count: int, m: int, n: int, k: int) -> float:
     """``2 count m n k / (peak x fraction x efficiency)``."""
-    rate = device.peak_flops_per_second(dtype) * device.matmul_fraction
+    rate = device.product_flops_per_second(dtype)
     return 2.0 * count * m * n * k / (rate * product_efficiency(count, m, n, k, device.multiprocessors))
 
 

@@ -236,10 +236,23 @@ def expert_shards(plan: NodePlan, axis_sizes: Sequence[int]) -> tuple[int, int, 
 def token_copy_share(node: Node, plan: NodePlan, known: Profile, axis_sizes: Sequence[int], cluster: Cluster) -> float:
     """Share of the token copies that the busiest rank holds, over its share of the tokens: less than 1 where experts or their
     inner dimension are sharded."""
+    if packet(node.op) in EXPERTS and packet(node.op) != "ap.moe_experts":
+        return _sliced_share(node, plan, known, axis_sizes)
     if packet(node.op) != "ap.moe_experts":
         return 1.0
     copies, inside, _ = expert_shards(plan, axis_sizes)
     return expert_imbalance(known, plan, axis_sizes, cluster) * shard_count(plan.operands[0], axis_sizes) / (copies * inside)
+
+
+def _sliced_share(node: Node, plan: NodePlan, known: Profile, axis_sizes: Sequence[int]) -> float:
+    """Of ``ap.experts``, whose tokens are whole where an axis slices the experts: of what is saved of a copy, its input stays whole and
+    the activations inside the expert are sliced."""
+    if known.experts is None:
+        return 1.0
+    inside = prod(size for place, size in zip(plan.operands[2], axis_sizes, strict=True) if place == Shard(1) or place == Shard(1, 2))
+    shapes, product = known.experts.shapes, 0.5 if packet(node.op) in FLOAT8 else 1.0
+    inner = product * shapes.down + shapes.up
+    return (product * shapes.hidden + inner / inside) / (product * shapes.hidden + inner)
 
 
 def _computing(
@@ -249,7 +262,7 @@ def _computing(
     if not flops[0]:
         return 0.0, 0.0
     if known.matrix is None:
-        rate = device.peak_flops_per_second(known.dtype) * device.matmul_fraction
+        rate = device.product_flops_per_second(known.dtype)
         return flops[0] / rate, flops[1] / rate
     left = local_shape(known.matrix.left, plan.operands[known.matrix.index], axis_sizes)
     if known.attention:

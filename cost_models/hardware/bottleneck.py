@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,28 +12,37 @@ from autopar.cost_models.hardware.device_specs import Device
 def bottleneck_device(devices: list[Device]) -> Device:
     """The device with the slowest matrix products, the smallest memory, the slowest memory system, and the dtypes of all."""
     dtypes = [dtype for dtype, _ in devices[0].peak if all(dtype in dict(device.peak) for device in devices)]
-    compute = min(devices, key=lambda device: device.peak_flops_per_second("bfloat16") * device.matmul_fraction)
+    compute = min(devices, key=lambda device: device.product_flops_per_second("bfloat16"))
     memory = min(devices, key=lambda device: device.bandwidth_bytes_per_second * device.bandwidth_fraction)
     return replace(
         compute,
         name="+".join(dict.fromkeys(device.name for device in devices)),
         peak=tuple((dtype, min(dict(device.peak)[dtype] for device in devices)) for dtype in dtypes),
+        measured_peak=_of_all(devices, min),
         memory_bytes=min(device.memory_bytes for device in devices),
         bandwidth_bytes_per_second=memory.bandwidth_bytes_per_second,
         bandwidth_fraction=memory.bandwidth_fraction,
         launch_seconds=max(device.launch_seconds for device in devices),
         base_bytes=max(device.base_bytes for device in devices),
-        allocator_slack=max(device.allocator_slack for device in devices),
+        communicator_bytes=max(device.communicator_bytes for device in devices),
+        memory_margin=max(device.memory_margin for device in devices),
     )
+
+
+def _of_all(devices: list[Device], which: Callable[[list[float]], float]) -> tuple[tuple[str, float], ...]:
+    """The measured peaks of the dtypes that were measured on all of them."""
+    known = [dict(device.measured_peak) for device in devices]
+    return tuple((dtype, which([each[dtype] for each in known])) for dtype in known[0] if all(dtype in each for each in known))
 
 
 def fastest_device(devices: list[Device]) -> Device:
     """At least as good as each of them in every figure: for lower bounds."""
-    compute = max(devices, key=lambda device: device.peak_flops_per_second("bfloat16") * device.matmul_fraction)
+    compute = max(devices, key=lambda device: device.product_flops_per_second("bfloat16"))
     dtypes = [dtype for dtype, _ in compute.peak]
     return replace(
         compute,
         peak=tuple((dtype, max(device.peak_flops_per_second(dtype) for device in devices)) for dtype in dtypes),
+        measured_peak=_of_all(devices, max),
         memory_bytes=max(device.memory_bytes for device in devices),
         bandwidth_bytes_per_second=max(device.bandwidth_bytes_per_second for device in devices),
         bandwidth_fraction=max(device.bandwidth_fraction for device in devices),
@@ -40,7 +50,8 @@ def fastest_device(devices: list[Device]) -> Device:
         attention_fraction=max(device.attention_fraction for device in devices),
         launch_seconds=min(device.launch_seconds for device in devices),
         base_bytes=min(device.base_bytes for device in devices),
-        allocator_slack=min(device.allocator_slack for device in devices),
+        communicator_bytes=min(device.communicator_bytes for device in devices),
+        memory_margin=min(device.memory_margin for device in devices),
     )
 
 
@@ -49,7 +60,7 @@ def bottleneck_note(devices: list[tuple[int, Device]]) -> str:
     names = list(dict.fromkeys(device.name for _, device in devices))
     if len(names) == 1:
         return ""
-    compute = min(devices, key=lambda each: each[1].peak_flops_per_second("bfloat16") * each[1].matmul_fraction)[1]
+    compute = min(devices, key=lambda each: each[1].product_flops_per_second("bfloat16"))[1]
     memory = min(devices, key=lambda each: each[1].memory_bytes)[1]
     counted = " and ".join(f"{sum(size for size, device in devices if device.name == name)} x {name}" for name in names)
     return (

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost_models.hardware import cluster_parser as parser
+from autopar.cost_models.hardware.allocator import MEMORY_MARGIN
 from autopar.cost_models.hardware.bottleneck import bottleneck_device, bottleneck_note, bottleneck_of
-from autopar.cost_models.hardware.cluster_file import preset_path, presets, read_yaml
+from autopar.cost_models.hardware.cluster_file import preset_path, presets, read_yaml, with_base
 from autopar.cost_models.hardware.device_specs import Device, Link, NodeGroup, OffloadTarget
 from autopar.cost_models.hardware.expert_load import ExpertLoad, parse_expert_load
 from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.software_stacks import planner_fractions
 from autopar.cost_models.hardware.state_layouts import StateLayout
 from autopar.errors import ClusterError
 
@@ -87,7 +89,8 @@ class Cluster:
         """Plain data, the inverse of `from_dict`."""
         data = asdict(self)
         for each in (data, *data["groups"]):
-            each["device"]["peak"] = dict(each["device"]["peak"])
+            for name in ("peak", "measured_peak"):
+                each["device"][name] = dict(each["device"][name])
             for link in each["links"]:
                 link["factors"] = {kind: list(pair) for kind, *pair in link["factors"]}
         plain: dict[str, Any] = _lists(data)
@@ -126,18 +129,24 @@ def _local(processes: int, cache: Path | None) -> Cluster:
 def read_cluster(path: Path, name: str) -> Cluster:
     """A cluster from a YAML file; units may be in the keys (``memory_gib``). Instead of a device it may have `groups`, each with
     a `cluster` as `Cluster.parse` takes it; the other keys of the file (links, host, nvme) then replace those of the bottleneck.
-    ClusterError names file and fault."""
+    With ``like: dgx-h100`` it tells only what differs from that preset. A device of a known `generation` needs no fractions: they
+    are those of our own programs (`planner_fractions`). ClusterError names file and fault."""
     data = read_yaml(path)
     try:
+        data = with_base(data)
         if "groups" in data and "device" not in data:
             names = [str(group["cluster"]) for group in data.pop("groups")]
             if len(names) > _MOST_PARTS or not names or any(name.endswith((".yaml", ".yml")) for name in names):
                 raise ClusterError(f"groups: write 1 to {_MOST_PARTS} clusters by their names, each of preset:nodes")
             clusters = tuple(map(Cluster.parse, names))
             return Cluster.from_dict({**heterogeneous_cluster(clusters, name).to_dict(), **data})
+        if isinstance(device := data.get("device"), dict):
+            data["device"] = planner_fractions(str(device.get("generation", ""))) | device
         alone: dict[str, Any] = {"links": []} if data.get("size", 1) == 1 else {}
         return Cluster.from_dict({"name": name, "size": 1, **alone, **data})
     except ClusterError as error:
+        raise ClusterError(f"{path.name}: {error}") from None
+    except ValueError as error:
         raise ClusterError(f"{path.name}: {error}") from None
     except (KeyError, TypeError) as error:
         raise ClusterError(f"{path.name}: each of groups needs a cluster ({error})") from None
@@ -145,9 +154,19 @@ def read_cluster(path: Path, name: str) -> Cluster:
 
 def with_nodes(one: Cluster, name: str, nodes: int) -> Cluster:
     """`nodes` copies of a one-node description: the last link joins them all."""
-    size = one.size * nodes
-    last = replace(one.links[-1], devices=max(size, one.links[-1].devices))
-    return replace(one, name=name, size=size, links=(*one.links[:-1], last))
+    return with_devices(one, name, one.size * nodes)
+
+
+def with_devices(one: Cluster, name: str, size: int) -> Cluster:
+    """`size` devices of this kind: the last link joins them all. A level that joins several nodes (a rack of trays) is filled
+    evenly: it joins the most devices that divide `size`."""
+    inner = [_evenly_filled(link, size) if link.devices > one.size else link for link in one.links[:-1]]
+    last = replace(one.links[-1], devices=max(size, inner[-1].devices if inner else one.links[-1].devices))
+    return replace(one, name=name, size=size, links=(*inner, last))
+
+
+def _evenly_filled(link: Link, size: int) -> Link:
+    return replace(link, devices=next(count for count in range(min(link.devices, size), 0, -1) if size % count == 0))
 
 
 def heterogeneous_cluster(clusters: tuple[Cluster, ...], name: str) -> Cluster:
@@ -169,7 +188,23 @@ def heterogeneous_cluster(clusters: tuple[Cluster, ...], name: str) -> Cluster:
         **offload_targets,
         algorithms=tuple(name for name in clusters[0].algorithms if all(name in each.algorithms for each in clusters)),
         groups=tuple(NodeGroup(each.device, each.links, each.size) for each in clusters),
+        overlap=replace(clusters[0].overlap, contention=max(each.overlap.contention for each in clusters)),
         note=bottleneck_note([(each.size, each.device) for each in clusters]),
     )
     parser.check_cluster(whole.device, whole.links, whole.size, whole.algorithms)
     return whole
+
+
+def with_memory_margin(cluster: Cluster, margin: float | None = None) -> Cluster:
+    """The cluster on whose devices plans leave a share `margin` of the memory free; None: that of the cluster's file, else
+    `allocator.MEMORY_MARGIN`. ClusterError where it is no share."""
+    if margin is None:
+        margin = cluster.device.memory_margin or MEMORY_MARGIN
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
+        raise ClusterError(f"memory_margin {margin} is no share of memory: write 0 (none) or more, below 1, such as 0.1")
+
+    def changed(device: Device) -> Device:
+        return replace(device, memory_margin=float(margin))
+
+    groups = tuple(NodeGroup(changed(group.device), group.links, group.size) for group in cluster.groups)
+    return replace(cluster, device=changed(cluster.device), groups=groups)

@@ -69,7 +69,7 @@ def in_code_units(data: Any, path: str = "") -> Any:
     return out
 
 
-_HUMAN = {"peak": "_tflops", "memory_bytes": "_gib", "base_bytes": "_gib", "capacity_bytes": "_gib"}
+_HUMAN = {"peak": "_tflops", "measured_peak": "_tflops", "memory_bytes": "_gib", "base_bytes": "_gib", "capacity_bytes": "_gib"}
 
 
 def _ending(key: str) -> str:
@@ -93,7 +93,7 @@ def in_human_units(data: Any) -> Any:
     out: dict[str, Any] = {}
     for key, item in data.items():
         ending = _ending(key)
-        if not item and item is not False and key not in ("launch_seconds", "latency_seconds", "base_bytes"):
+        if not item and item is not False and key not in _KEPT:
             continue
         factor, spelling = _UNITS.get(ending, (1, ""))
         name = key.removesuffix(spelling) + ending if ending else key
@@ -102,6 +102,31 @@ def in_human_units(data: Any) -> Any:
         else:
             out[name] = float(f"{item / factor:.6g}") if ending else in_human_units(item)
     return out
+
+
+_KEPT = ("launch_seconds", "latency_seconds", "base_bytes", "communicator_bytes")
+"""Written even where they are 0."""
+
+
+def with_base(data: dict[str, Any]) -> dict[str, Any]:
+    """A file's content laid over that of the preset that it names as `like`: keys of a device, host or NVMe one by one, links as a
+    whole, in which a name stands for the preset's link. ValueError where a name is unknown."""
+    if "like" not in data:
+        return data
+    base = data.pop("like")
+    if base not in presets() or base == "local":
+        raise ValueError(f"like is {base!r}: write one of {', '.join(name for name in presets() if name != 'local')}")
+    found = with_base(read_yaml(preset_path(str(base))))
+    known = {link["name"]: link for link in found["links"]}
+    for key, value in data.items():
+        if key == "links" and isinstance(value, list):
+            if unknown := [link for link in value if isinstance(link, str) and link not in known]:
+                raise ValueError(f"links has {unknown[0]!r}: write a link, or the name of one of {base}: {', '.join(known)}")
+            value = [known[link] if isinstance(link, str) else link for link in value]
+        elif isinstance(value, dict) and isinstance(found.get(key), dict):
+            value = found[key] | value
+        found[key] = value
+    return found
 
 
 _MOST_CHARACTERS = 30_000

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from math import prod
 from typing import Any
 
+from autopar.cost_models.hardware.allocator import COMMUNICATOR_BYTES
 from autopar.cost_models.hardware.cluster_file import human_key, nonnegative
 from autopar.cost_models.hardware.device_specs import ALGORITHMS, LINK_KINDS, Device, Link, NodeGroup, OffloadTarget
 from autopar.cost_models.hardware.overlap import Overlap
@@ -122,7 +123,9 @@ def parse_algorithm(value: Any, where: str) -> str:
 
 def parse_device(data: Any, where: str) -> Device:
     """One device."""
-    found: Device = parse_dataclass(Device, data, where, {"peak": _rates})
+    found: Device = parse_dataclass(Device, data, where, {"peak": _rates, "measured_peak": _rates})
+    if found.kind != "cpu" and "communicator_bytes" not in data:
+        found = replace(found, communicator_bytes=COMMUNICATOR_BYTES)
     return found
 
 
@@ -149,7 +152,7 @@ def parse_overlap(data: Any, where: str) -> Overlap:
 def parse_state_layout(data: Any, where: str) -> StateLayout:
     """Optimizer state layout."""
     found: StateLayout = parse_dataclass(StateLayout, data, where, {})
-    if found.gradient_bytes not in (0, 2, 4) or found.accesses < 0:
+    if {found.gradient_bytes, found.bfloat16_gradient_bytes} - {0, 2, 4} or found.accesses < 0:
         raise ClusterError(f"{where}: write gradient_bytes 0, 2 or 4, and accesses of at least 0")
     return found
 
@@ -173,8 +176,11 @@ def check_cluster(given: Device, links: Sequence[Link], size: int, algorithms: S
     for name in ("matmul_fraction", "attention_fraction", "bandwidth_fraction"):
         if getattr(given, name) > 1.5:
             raise ClusterError(f"device.{name} is {getattr(given, name):g}: write the share of the peak that is reached, as 0.7")
+    _check_measured_peak(given)
     if "float32" not in dict(given.peak) or min(peak for _, peak in given.peak) < _LEAST:
         raise ClusterError("device.peak_tflops needs float32, and each rate above 0: such as {float32: 60, bfloat16: 900}")
+    if given.memory_margin >= 1:
+        raise ClusterError(f"device.memory_margin is {given.memory_margin:g}: write the share of memory to leave free, as 0.1")
     if size < 1:
         raise ClusterError(f"size is {size}: write how many devices there are, at least 1")
     if not algorithms:
@@ -182,6 +188,20 @@ def check_cluster(given: Device, links: Sequence[Link], size: int, algorithms: S
     if size > 1 and not links:
         raise ClusterError(f"links is empty, but size is {size}: add the level that joins the devices, or write size: 1")
     _check_links(links, size)
+
+
+def _check_measured_peak(given: Device) -> None:
+    """No matrix product is faster than the fastest that was measured, in no dtype."""
+    shares = {dtype: rate / given.peak_flops_per_second(dtype) for dtype, rate in given.measured_peak}
+    if shares and given.matmul_fraction > max(shares.values()) * (1 + _ROUNDED):
+        dtype = max(shares, key=lambda name: shares[name])
+        raise ClusterError(
+            f"device.matmul_fraction is {given.matmul_fraction:g}, but the fastest product measured on it reaches {shares[dtype]:.3f} of "
+            f"its peak ({dtype}): write at most that, or correct measured_peak_tflops"
+        )
+
+
+_ROUNDED = 1e-3
 
 
 def _check_links(links: Sequence[Link], size: int) -> None:

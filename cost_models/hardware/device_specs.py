@@ -17,14 +17,17 @@ class Device:
     """One accelerator, or one process of a CPU machine.
 
     peak: dense FLOP/s per dtype as the data sheet prints it (``float8`` stands for both of its formats).
+    measured_peak: FLOP/s that the best matrix product of any shape was measured to reach, where known. No product is faster.
     matmul_fraction, attention_fraction: share of `peak` that matrix products and attention reach.
     bandwidth_fraction: share of the memory bandwidth that streaming kernels reach.
     launch_seconds: the floor below which no operation ends.
-    base_bytes: what context, allocator and communicator take before the model.
+    base_bytes: what the process takes before the model and its communicators: context, kernels of libraries (see `allocator`).
     generation: name of the architecture (``hopper``); empty where unknown.
     multiprocessors: what a kernel's tiles are distributed over; 0 where unknown, and on a CPU.
-    fused: neighbouring streaming operations run as one kernel, as a compiler makes them.
-    allocator_slack: what a caching allocator reserves beyond the tensors in it, as a share of these.
+    fused: neighbouring streaming operations run as one kernel, as a compiler makes them, which also recomputes them in the backward.
+    communicator_bytes: buffers of one communicator of the collective library (where a GPU's file does not say:
+        `allocator.COMMUNICATOR_BYTES`).
+    memory_margin: share of the memory that plans leave free.
     transcendental_seconds: seconds per element of a transcendental function (gelu, softmax) besides its memory traffic; 0 on a
         GPU.
     update_seconds: one pass of an optimizer over a small distributed tensor on a CPU (0: as a launch).
@@ -43,19 +46,27 @@ class Device:
     generation: str = ""
     multiprocessors: int = 0
     fused: bool = False
-    allocator_slack: float = 0.0
+    communicator_bytes: int = 0
+    memory_margin: float = 0.0
     transcendental_seconds: float = 0.0
     update_seconds: float = 0.0
+    measured_peak: tuple[tuple[str, float], ...] = ()
 
     @property
-    def usable_bytes(self) -> float:
-        """The memory budget of tensors: ``(memory - base) / (1 + slack)``."""
-        return (self.memory_bytes - self.base_bytes) / (1 + self.allocator_slack)
+    def budget_bytes(self) -> int:
+        """What a plan may take of the memory: all but the margin."""
+        return int(self.memory_bytes * (1 - self.memory_margin))
 
     def peak_flops_per_second(self, dtype: str) -> float:
         """The data-sheet peak of dense matrix products in `dtype`; an unlisted dtype counts as float32."""
         known = dict(self.peak)
         return known.get("float8" if dtype.startswith("float8") else dtype, known["float32"])
+
+    def product_flops_per_second(self, dtype: str) -> float:
+        """What large matrix products in `dtype` reach: ``peak x fraction``, and no more than the measured peak."""
+        rate = self.peak_flops_per_second(dtype) * self.matmul_fraction
+        measured = dict(self.measured_peak)
+        return min(rate, measured.get("float8" if dtype.startswith("float8") else dtype, rate))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,20 +12,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.cluster_parser import parse_overlap, parse_state_layout
 from autopar.cost_models.hardware.overlap import Overlap
 from autopar.cost_models.hardware.state_layouts import StateLayout
 from autopar.errors import ClusterError
 
+if TYPE_CHECKING:
+    from autopar.cost_models.hardware.cluster import Cluster
+
 CONSTANTS = ("matmul", "memory", "attention", "network")
 """Share of the peak FLOP/s that large matrix products reach, share of the memory bandwidth that streaming kernels reach, share of
 the peak that long attention reaches, and the factor on every link's bandwidth. A stack may have three of them; the rest is the
 cluster's."""
+
+_FIELDS = {"matmul": "matmul_fraction", "memory": "bandwidth_fraction", "attention": "attention_fraction"}
+"""The field of a device that each of them replaces."""
 
 MAX_CONSTANTS = 3
 DEFAULT_STACK = "autopar"
@@ -33,25 +38,21 @@ DEFAULT_STACK = "autopar"
 
 @dataclass(frozen=True, slots=True)
 class SoftwareStack:
-    """One software stack on one device generation; `how` tells where its constants come from."""
+    """One software stack on one device generation; `how` tells where its constants come from. `compiled`: those of compiled
+    programs, where they have an entry of their own."""
 
     name: str
     generation: str
     constants: tuple[tuple[str, float], ...]
     how: str
+    compiled: bool = False
 
     def applied(self, cluster: Cluster, compiled: bool = False) -> Cluster:
         """The cluster with these constants in place of its own. `compiled`: neighbouring streaming operations run as one
         kernel."""
         given = dict(self.constants)
-        device = cluster.device
-        device = replace(
-            device,
-            matmul_fraction=given.get("matmul", device.matmul_fraction),
-            bandwidth_fraction=given.get("memory", device.bandwidth_fraction),
-            attention_fraction=given.get("attention", device.attention_fraction),
-            fused=compiled,
-        )
+        fractions: dict[str, Any] = {_FIELDS[name]: given[name] for name in given if name in _FIELDS}
+        device = replace(cluster.device, **fractions, fused=compiled)
         links = tuple(link.scaled(given.get("network", 1.0)) for link in cluster.links)
         return replace(cluster, device=device, links=links)
 
@@ -82,13 +83,20 @@ def _stack(entry: Mapping[str, Any]) -> SoftwareStack:
         raise ClusterError(f"software_stacks.yaml: {name} has {len(constants)} constants; at most {MAX_CONSTANTS} are allowed")
     if not entry.get("how"):
         raise ClusterError(f"software_stacks.yaml: {name} does not say how its constants were obtained")
-    return SoftwareStack(str(entry["stack"]), str(entry["generation"]), constants, str(entry["how"]))
+    return SoftwareStack(str(entry["stack"]), str(entry["generation"]), constants, str(entry["how"]), entry.get("compiled", False))
 
 
-def stack_for(name: str, generation: str) -> SoftwareStack | None:
-    """The nearest entry: this stack on this generation, else what any stack reaches there."""
+def stack_for(name: str, generation: str, compiled: bool = False) -> SoftwareStack | None:
+    """The nearest entry: this stack on this generation, else our own programs there; of two, the one of programs that are compiled
+    or not."""
     fit = [stack for stack in software_stacks()[0] if stack.generation == generation and stack.name in (name, DEFAULT_STACK)]
-    return max(fit, key=lambda stack: stack.name == name, default=None)
+    return max(fit, key=lambda stack: (stack.name == name, stack.compiled == compiled), default=None)
+
+
+def planner_fractions(generation: str) -> dict[str, float]:
+    """What our own programs reach on a device generation, as fields of a device; empty where nothing is known of it."""
+    known = stack_for(DEFAULT_STACK, generation)
+    return {_FIELDS[name]: share for name, share in known.constants if name in _FIELDS} if known is not None else {}
 
 
 def with_stack(
@@ -102,12 +110,14 @@ def with_stack(
 ) -> Cluster:
     """The cluster as software `name` uses it, in eager mode or compiled; with its own fractions where nothing is known of the
     stack on this device generation. `async_tp` and `ep_overlap`: whether this run overlaps collectives of its tensor axis, or
-    all-to-alls of its experts (None: the stack's default). `constants` replace those of the file."""
-    stack = stack_for(name, cluster.device.generation) if constants is None else None
+    all-to-alls of its experts (None: the stack's default). `constants` replace those of the file. Contention is the
+    cluster's."""
+    stack = stack_for(name, cluster.device.generation, compiled) if constants is None else None
     stack = stack or SoftwareStack(name, "", tuple((constants or {}).items()), "")
     overlap = software_stacks()[1].get(name, cluster.overlap)
     overlap = replace(
         overlap,
+        contention=cluster.overlap.contention,
         model_parallel=overlap.model_parallel if async_tp is None else async_tp,
         expert_dispatch=overlap.expert_dispatch if ep_overlap is None else ep_overlap,
     )

@@ -56,11 +56,14 @@ def state_cost(
     policy = policy or StatePolicy.of(precision, optimizer)
     gather_bytes, reduce_bytes = group.elements * policy.compute_bytes, group.trainable * policy.gradient_bytes
     gather = 0.0
+    parts = group.gathered_tensors if zero == 3 and policy.gathers_tensors else 1
     if zero and gather_bytes and policy.owners_broadcast:
         gather = group.tensors * collective_seconds("broadcast", gather_bytes / group.tensors, data)
     elif zero and gather_bytes:
-        gather = collective_seconds("all_gather", gather_bytes, data)
-    reduce = collective_seconds("reduce_scatter" if zero else "all_reduce", reduce_bytes, data) if reduce_bytes else 0.0
+        gather = parts * collective_seconds("all_gather", gather_bytes / parts, data)
+    reduce = 0.0
+    if reduce_bytes:
+        reduce = parts * collective_seconds("reduce_scatter" if zero else "all_reduce", reduce_bytes / parts, data)
     if across is not None and reduce_bytes:
         reduce += collective_seconds("all_reduce", reduce_bytes / (data.size if zero else 1), across)
     return StateCost(

@@ -21,6 +21,7 @@ class StateGroup:
     tensors: number of parameters.
     buffer_bytes: buffers of the model, which ZeRO never shards.
     largest: elements of the largest parameter.
+    small: how many parameters are of at most `PERSISTENT` elements.
     """
 
     elements: float
@@ -28,12 +29,22 @@ class StateGroup:
     tensors: int
     buffer_bytes: float = 0.0
     largest: float = 0.0
+    small: int = 0
+
+    @property
+    def gathered_tensors(self) -> int:
+        """Parameters of which each is gathered by itself, where a software does that: the small ones stay with all ranks."""
+        return max(1, self.tensors - self.small)
+
+
+PERSISTENT = 100_000
+"""Elements up to which DeepSpeed keeps a parameter whole on every rank (``stage3_param_persistence_threshold``: 1e5)."""
 
 
 def state_group(parameters: Iterable[tuple[Parameter, Placements]], mesh: Mesh) -> StateGroup:
     """The group of these parameters, each with the placements that it is stored in."""
     elements = trainable = buffers = largest = 0.0
-    tensors = 0
+    tensors = small = 0
     for parameter, placements in parameters:
         count = prod(size for size in parameter.value.shape if isinstance(size, int)) / shard_count(placements, mesh.sizes)
         if parameter.buffer:
@@ -41,6 +52,7 @@ def state_group(parameters: Iterable[tuple[Parameter, Placements]], mesh: Mesh) 
             continue
         elements += count
         tensors += 1
+        small += count <= PERSISTENT
         trainable += count if parameter.trainable else 0.0
         largest = max(largest, count)
-    return StateGroup(elements, trainable, tensors, buffers, largest)
+    return StateGroup(elements, trainable, tensors, buffers, largest, small)

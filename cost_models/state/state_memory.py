@@ -20,7 +20,7 @@ class StatePolicy:
     stored_compute: a copy of the weights in the compute dtype lives through the step beside the master weights (Megatron, the
         ZeRO paper); else it is made for the forward and freed after the backward (FSDP2), and is not needed where the dtypes
         agree.
-    memory_accesses, update_copies, owners_broadcast: see `StateLayout`.
+    memory_accesses, update_copies, owners_broadcast, gathers_tensors: see `StateLayout`.
     """
 
     compute_bytes: int
@@ -31,20 +31,23 @@ class StatePolicy:
     memory_accesses: float = 0.0
     update_copies: bool = True
     owners_broadcast: bool = False
+    gathers_tensors: bool = False
 
     @staticmethod
     def of(precision: Precision, optimizer: Optimizer, layout: StateLayout | None = None) -> StatePolicy:
         """Under `layout`; without it, that of autopar's own programs."""
         compute, master, layout = itemsize(precision.compute), itemsize(precision.master), layout or StateLayout()
+        in_bfloat16 = layout.bfloat16_gradient_bytes if precision.compute == "bfloat16" else 0
         return StatePolicy(
             compute_bytes=compute,
             master_bytes=master,
-            gradient_bytes=min(master, layout.gradient_bytes or master),
+            gradient_bytes=min(master, in_bfloat16 or layout.gradient_bytes or master),
             optimizer_bytes=master * optimizer.state_tensors,
             stored_compute=layout.stored_compute and compute != master,
             memory_accesses=layout.accesses,
             update_copies=layout.update_copies,
             owners_broadcast=layout.owners_broadcast,
+            gathers_tensors=layout.gathers_tensors,
         )
 
     @staticmethod
@@ -87,9 +90,11 @@ class StateMemory:
     persistent_reduce_buffer: bool = False
 
     def __add__(self, other: StateMemory) -> StateMemory:
-        """The groups of one block call (its own parameters, and its experts), which are live at the same time."""
+        """The groups of one block call (its own parameters, and its experts), which are live at the same time. An optimizer that
+        updates one parameter after the other has a temporary of the largest of both."""
         first, second = (tuple(getattr(each, field.name) for field in fields(self)) for each in (self, other))
-        return StateMemory(*(a or b if isinstance(a, bool) else a + b for a, b in zip(first, second, strict=True)))
+        both = StateMemory(*(a or b if isinstance(a, bool) else a + b for a, b in zip(first, second, strict=True)))
+        return replace(both, largest_tensor=max(self.largest_tensor, other.largest_tensor))
 
     @staticmethod
     def merged(groups: Sequence[StateMemory]) -> StateMemory:

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from autopar.cost_models.comm.conversion_costs import ConversionCost, conversion_cost
 from autopar.cost_models.comm.shard_groups import expert_links, state_links
+from autopar.cost_models.compute.fused_saves import with_fused_saves
 from autopar.cost_models.compute.fusion import FusableValues, fusable_values, fused_profile
 from autopar.cost_models.compute.operations import NodeCost, Profile, expert_imbalance, node_cost, profile, token_copy_share
 from autopar.cost_models.hardware.cluster import Cluster
@@ -76,7 +77,9 @@ class BlockCosts:
     @cached_property
     def saved(self) -> dict[str, SavedTensors]:
         """What autograd saves, per node."""
-        return {node.name: saved_tensors(node, self.values, self.cluster.device.kind) for node in self.block.nodes}
+        found = {node.name: saved_tensors(node, self.values, self.cluster.device.kind) for node in self.block.nodes}
+        layout, compiled = self.cluster.state_layout, self.cluster.device.fused
+        return with_fused_saves(self.block, found, layout.fused_saves) if layout.fused_saves or compiled else found
 
     def profile(self, name: str) -> Profile:
         """Global FLOPs and bytes of a node."""

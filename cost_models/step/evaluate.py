@@ -71,8 +71,8 @@ class Evaluation:
 
     @property
     def fullest_stage(self) -> StageMemory:
-        """The memory of the stage that exceeds its devices' capacity by most, or leaves least of it."""
-        return max(self.stage_memory, key=lambda each: each.peak_bytes - each.capacity_bytes)
+        """The memory of the stage that exceeds its devices' budget by most, or leaves least of it."""
+        return max(self.stage_memory, key=lambda each: each.peak_bytes - each.budget_bytes)
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -85,15 +85,26 @@ class Evaluation:
         return self.fullest_stage.capacity_bytes
 
     @property
+    def memory_budget_bytes(self) -> int:
+        """What a plan may take on the devices of the fullest stage: their capacity without the margin."""
+        return self.fullest_stage.budget_bytes
+
+    @property
     def memory(self) -> tuple[tuple[str, int], ...]:
         """(kind, bytes) of the fullest stage at its peak."""
         return tuple(self.fullest_stage.table.items())
 
     @property
     def fits(self) -> bool:
-        """No stage exceeds the memory of its devices."""
+        """No stage exceeds the memory budget of its devices."""
         fullest = self.fullest_stage
-        return fullest.peak_bytes <= fullest.capacity_bytes
+        return fullest.peak_bytes <= fullest.budget_bytes
+
+    @property
+    def can_run(self) -> bool:
+        """No stage is sure to run out of memory: its tensors, the context and the communicators are within the capacity. A plan
+        that does not fit may run, where the allocator gives back what it does not need."""
+        return all(each.least_bytes <= each.capacity_bytes for each in self.stage_memory)
 
 
 def evaluate(

@@ -18,9 +18,10 @@ KINDS = (
 """`gathered`: unsharded weights; `activations`: saved for the backward, of all micro-batches in flight; `temporaries`: the
 working set of the operation at the peak, and gradients before they are reduced; `collectives`: buffers of all-gathers and
 gradient reductions; `buffers`: the model's; `inputs`: the batch; `slack`: what the allocator reserves beyond that; `base`:
-context and communicators."""
+context and communicators (`hardware.allocator` has both)."""
 
-_VARYING = ("gradients", "gathered", "activations", "temporaries", "collectives")
+VARYING = ("gradients", "gathered", "activations", "temporaries", "collectives")
+"""Kinds that a step allocates and frees; the fields of a `MemoryEvent`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def peak_memory(
     foreach: the optimizer updates all parameters at once, with a temporary of the master's size for each; else one by one, with
         two.
     inputs_bytes: the batch as the user passes it, unsharded on every device.
-    slack: the allocator's share of all tensors.
+    slack: what the allocator reserves beyond tensors, as a share of what the step allocates.
     """
     states = [call.state for call in calls] + [root]
     fixed = {
@@ -118,8 +119,8 @@ def peak_memory(
     )
     events = [*_forward_events(calls, root, micro_batches), *_backward_events(calls, root, micro_batches), update]
     peak = max(events, key=lambda event: event.total_bytes)
-    table = fixed | {kind: getattr(peak, kind) for kind in _VARYING}
-    table["slack"] = slack * (sum(table.values()) - base_bytes)
+    table = fixed | {kind: getattr(peak, kind) for kind in VARYING}
+    table["slack"] = slack * peak.total_bytes
     return PeakMemory(peak, {kind: table[kind] for kind in KINDS})
 
 

@@ -15,8 +15,9 @@ from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
 from autopar.cost_models.tensors.flops import VIEWS, packet
 from autopar.errors import PlanError
 from autopar.ir.graph import Block
-from autopar.ir.placement import format_placements
+from autopar.ir.placement import Shard, format_placements
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
+from autopar.rules.conversions import changed_axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +93,28 @@ class _BackwardNeeds:
         self.producers: dict[PlacedValue, str | Conversion] = {(each.value, each.target): each for each in plan.conversions}
         self.sizes: dict[PlacedValue, float] = {}
         self.used: list[PlacedValue] = []
+        held: list[PlacedValue] = []
         for node in block.nodes:
             each = self.plans[node.name]
             for value, at in zip(node.outputs, each.results, strict=True):
                 self.producers[value.name, at] = node.name
             for saved in costs.saved_tensors(each):
                 placed = saved.value, saved.placements
-                self.used.append(placed)
+                self.used.append(self._before_gather(placed))
+                held.append(placed)
                 self.sizes[placed] = saved.bytes
                 if saved.value == f"{node.name}+":
                     self.producers[placed] = node.name
         self.overwritten = overwritten_values(block)
-        self.backward = {self.same.find(placed): self.bytes_of(self.same.find(placed)) for placed in self.used}
+        self.backward = {self.same.find(placed): self.bytes_of(self.same.find(placed)) for placed in held}
+
+    def _before_gather(self, placed: PlacedValue) -> PlacedValue:
+        """What is saved in place of `placed`: where the software gathers again, the shard that it was gathered from."""
+        producer = self.producers.get(placed)
+        if not self.costs.cluster.state_layout.regathered_operands or not isinstance(producer, Conversion):
+            return placed
+        axis = changed_axis(producer.source, producer.target)
+        return (producer.value, producer.source) if isinstance(producer.source[axis], Shard) else placed
 
     def bytes_of(self, placed: PlacedValue) -> float:
         return self.sizes[placed] if placed[0].endswith("+") else self.costs.value_bytes(*placed)

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.cost_models.hardware.allocator import NOT_TENSORS, communicator_count, fragmentation, process_bytes
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.state_memory import StateMemory
 from autopar.cost_models.step.block_memory import call_saved_bytes
 from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.chunk_costs import OwnedState
-from autopar.cost_models.step.memory_events import CallMemory, MemoryEvent, PeakMemory, peak_memory, update_temporaries
+from autopar.cost_models.step.memory_events import (
+    VARYING,
+    CallMemory,
+    MemoryEvent,
+    PeakMemory,
+    peak_memory,
+    update_temporaries,
+)
 from autopar.cost_models.step.pipeline_clock import chunks_in_flight
 from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.cost_models.tensors.sizes import user_held_bytes
@@ -27,6 +35,7 @@ class StageMemory:
     phase, call, prefix: the event: ``backward`` of this call (its index and its place in the model), ...
     node, source: the operation, and its line in the user's code.
     capacity_bytes: memory of the stage's devices.
+    budget_bytes: the part of it that the plan may take; the rest is the margin.
     """
 
     table: dict[str, int]
@@ -36,15 +45,27 @@ class StageMemory:
     node: str
     source: str
     capacity_bytes: int = 0
+    budget_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
+        """What the device shows at the peak: reserved memory, context and communicators."""
         return sum(self.table.values())
 
     @property
+    def reserved_bytes(self) -> int:
+        """What the allocator reserves."""
+        return self.peak_bytes - self.table["base"]
+
+    @property
     def tensor_bytes(self) -> int:
-        """Bytes of tensors alone: without the allocator's slack and the base."""
-        return self.peak_bytes - self.table["slack"] - self.table["base"]
+        """Bytes of tensors alone (allocated): without the allocator's slack and the base."""
+        return sum(size for kind, size in self.table.items() if kind not in NOT_TENSORS)
+
+    @property
+    def least_bytes(self) -> int:
+        """What the stage cannot do without: where there is less, it runs out of memory whatever the allocator gives back."""
+        return self.peak_bytes - self.table["slack"]
 
     @property
     def place(self) -> str:
@@ -69,17 +90,21 @@ def stage_memories(
     pipeline = candidate.pipeline
     devices = [each.device for each in stage_clusters(cluster, pipeline.stages)]
     inputs_bytes = user_held_bytes(graph, candidate.batch, candidate.mesh)
+    communicators = communicator_count(candidate.mesh, candidate.zero_group, pipeline.stages)
     out = []
     for stage, chunks in enumerate(chunks_of_stages(pipeline)):
         mine, traces, device = [owned[chunk] for chunk in chunks], traces_of[stage], devices[stage]
         calls = _call_memories(graph, candidate, stage, traces, mine, saved)
         root = StateMemory.merged([each.root.memory for each in mine])
         foreach = device.kind != "cpu"
-        peak = peak_memory(calls, root, device.base_bytes, foreach, candidate.micro_batches, inputs_bytes, device.allocator_slack)
+        base, slack = process_bytes(device, communicators), fragmentation(device)
+        peak = peak_memory(calls, root, base, foreach, candidate.micro_batches, inputs_bytes, slack)
         if pipeline.weight_versions > 1:
             peak = _with_second_weight_version(peak, calls, root, stage + 1 < pipeline.stages, foreach)
+            peak.table["slack"] = slack * sum(peak.table[kind] for kind in VARYING)
         indices = [index for each in mine for index in each.calls]
-        out.append(replace(_stage_memory(graph, traces, peak, indices), capacity_bytes=device.memory_bytes))
+        found = _stage_memory(graph, traces, peak, indices)
+        out.append(replace(found, capacity_bytes=device.memory_bytes, budget_bytes=device.budget_bytes))
     return tuple(out)
 
 

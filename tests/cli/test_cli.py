@@ -16,6 +16,7 @@ import autopar
 from autopar.capture.models import load_model
 from autopar.cli import main
 from autopar.cli.commands.verify import tolerances
+from autopar.cli.console import size
 from autopar.ir.plan import Pipeline
 from autopar.ir.plan_file.document import ClusterInfo
 from autopar.ir.plan_file.plan_file import assemble_plan
@@ -117,6 +118,30 @@ def test_inspect_memory_of_a_pipeline_shows_every_stage(run: Run, tmp_path: Path
         found = json.loads(run("inspect", path, "--memory", "--json")[1])
         assert ("stage 1" in out) == bool(described.description) == (len(found["stages"]) == 2)
         assert found["memory"] == document.predicted.memory
+
+
+def test_inspect_comm_counts_the_dtypes_of_state(run: Run, tmp_path: Path) -> None:
+    """Parameters are gathered in the compute dtype, gradients reduced in the masters': bfloat16 halves the first only."""
+    found = {}
+    for dtype in ("float32", "bf16"):
+        path = tmp_path / f"{dtype}.json"
+        run("plan", "mlp", "--cluster", "local:4", "--batch", 32, "--force", "dp=2,tp=2,zero=3", "--dtype", dtype, "-o", path)
+        found[dtype] = json.loads(run("inspect", path, "--comm", "--json")[1])["state"]
+    assert found["bf16"] and len(found["bf16"]) == len(found["float32"])
+    for half, whole in zip(found["bf16"], found["float32"], strict=True):
+        assert half["gradient_bytes"] == whole["gradient_bytes"] == whole["parameter_bytes"] == 2 * half["parameter_bytes"] > 0
+
+
+def test_the_table_says_what_of_the_memory_may_be_taken(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    _, out, _ = run("plan", "mlp", "--cluster", "local:2", "--batch", 8, "--force", "pp=1", "--memory-margin", 0.25, "-o", path)
+    capacity = json.loads(path.read_text())["predicted"]["memory_capacity_bytes"]
+    (line,) = [line for line in out.splitlines() if line.strip().startswith("memory")]
+    assert f"of {size(capacity)} per device at the peak, margin 25 %: {size(int(0.75 * capacity))} may be taken" in line
+    assert "of which a margin of 25 % stays free" in run("inspect", path, "--memory")[1]
+    for wrong in ("1", "-0.1", "x"):
+        status, _, err = run("plan", "mlp", "--cluster", "local:2", "--memory-margin", wrong)
+        assert status == 2 and "is not a share from 0 to below 1" in err and err.count("\n") == 1
 
 
 def test_inspect_comm_compares_with_parameter_servers(run: Run, plan_file: Path) -> None:

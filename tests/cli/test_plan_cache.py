@@ -71,6 +71,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "precision": dict(precision="float64"),
     "optimizer": dict(optimizer="sgd"),
     "force": dict(force="tp=2"),
+    "margin": dict(memory_margin=0.5),
     "name": dict(name="another"),
     "size": dict(cluster=autopar.Cluster.parse("local:4")),
     "memory": dict(cluster=replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=CLUSTER.device.memory_bytes // 2))),

@@ -21,6 +21,7 @@ import autopar
 from autopar import planning
 from autopar.capture import capture
 from autopar.capture.models import LoadedModel, load_model
+from autopar.cost_models.hardware.allocator import communicator_count, device_memory
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import OFFLOAD_WINDOW, block_memory
@@ -159,6 +160,21 @@ def test_prediction_is_what_the_program_holds(case: Case, small: dict[Case, dict
     found = small[case]
     assert sum(found["memory"].values()) == found["peak_bytes"]
     assert predicted(planned(case)[1]) == pytest.approx(found["peak_bytes"], rel=0.05)
+
+
+def test_the_device_shows_what_the_planner_says(small: dict[Case, dict[str, Any]]) -> None:
+    """Both put their tensors into the same allocator model; on equal tensors it gives equal figures, with the same base."""
+    for case in SMALL:
+        found, (plan, evaluation) = small[case], planned(case)
+        device = Cluster.from_dict(plan.document.cluster.description).device
+        (stage,) = evaluation.stage_memory
+        count = communicator_count(plan.candidate.mesh)
+        same = device_memory(stage.table, device, count)
+        assert (stage.reserved_bytes, stage.peak_bytes) == pytest.approx((same.reserved, same.shown), abs=16)
+        again = device_memory(found["memory"], device, count)
+        assert (found["reserved_bytes"], found["shown_bytes"]) == (round(again.reserved), round(again.shown))
+        assert found["shown_bytes"] - found["reserved_bytes"] == pytest.approx(stage.table["base"], abs=1)
+        assert stage.reserved_bytes == pytest.approx(found["reserved_bytes"], rel=0.06)
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def test_parts_add_up_to_the_step(planned) -> None:
 def test_memory_is_said_to_bind_only_where_it_does(planned) -> None:
     graph, cluster, found = planned
     assert "does not bind" in " ".join(plan_reasons(graph, found.candidate, cluster, found.evaluation))
-    stage = replace(found.evaluation.fullest_stage, capacity_bytes=found.evaluation.peak_memory_bytes + 1)
+    stage = replace(found.evaluation.fullest_stage, budget_bytes=found.evaluation.peak_memory_bytes + 1)
     tight = replace(found.evaluation, stage_memory=(stage,))
     assert "memory binds" in " ".join(plan_reasons(graph, found.candidate, cluster, tight))
 

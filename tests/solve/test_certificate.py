@@ -35,7 +35,7 @@ def cluster_of(text: str, memory_bytes: int = 0) -> Cluster:
     cluster = replace(Cluster.parse(text), size=4)
     if not memory_bytes:
         return cluster
-    device = replace(cluster.device, memory_bytes=cluster.device.base_bytes + memory_bytes)
+    device = replace(cluster.device, memory_bytes=cluster.device.base_bytes + memory_bytes, communicator_bytes=0)
     return replace(cluster, device=device, host=None)
 
 

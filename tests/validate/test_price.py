@@ -9,8 +9,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.oracles.published_rows import row, session, table
 
-from autopar.cost_models.hardware.software_stacks import with_stack
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.mesh_links import links_of_axis
+from autopar.cost_models.hardware.software_stacks import state_layouts, with_stack
+from autopar.cost_models.state.optimizers import optimizer_named
+from autopar.cost_models.state.state_cost import state_cost
+from autopar.cost_models.state.state_group import StateGroup
+from autopar.cost_models.state.state_memory import StatePolicy
 from autopar.cost_models.step.evaluate import evaluate
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.plan import Precision
 from autopar.validate.architectures import NotExpressed, architecture_of
 from autopar.validate.configuration import cluster_of, configuration_of, layer_share, recompute_of
 from autopar.validate.graphs import RECOMPUTED, RunOptions, captured, graph_of
@@ -83,6 +91,38 @@ def test_what_cannot_be_expressed_is_listed_with_the_reason(changes: dict[str, A
     assert "\n" not in priced.skipped
     (line,) = report([priced]).document()["rows"]
     assert line["skipped"] == priced.skipped and line["predicted_step_seconds"] is None
+
+
+def test_devices_without_a_size_and_new_nodes() -> None:
+    """An A100 of unknown memory is the one of 80 GB, and the report says so; GB200 and B300 are known."""
+    stated, plain, gb200, b300 = price_rows(
+        [row("lf-001", gpu="A100-80GB"), *(row("lf-001", id=gpu, gpu=gpu) for gpu in ("A100", "GB200", "B300"))], session=session()
+    )
+    assert plain.evaluation is not None and stated.evaluation is not None
+    assert plain.evaluation.step_seconds == stated.evaluation.step_seconds
+    assert "80 GB of memory" in plain.assumed and "80 GB of memory" not in stated.assumed
+    for each in (gb200, b300):
+        assert each.evaluation is not None and each.evaluation.step_seconds < plain.evaluation.step_seconds
+
+
+def test_facts_of_the_software() -> None:
+    """The bytes of gradients that are reduced: two with NeMo, four with DeepSpeed in bfloat16 (two in float16) and with Megatron; each
+    parameter by itself in DeepSpeed's ZeRO-3 of 2021."""
+    adamw, layouts = optimizer_named("adamw"), state_layouts()
+    half, bfloat = (Precision(name, "float32") for name in ("float16", "bfloat16"))
+    assert StatePolicy.of(bfloat, adamw, layouts["nemo-megatron-core"]).gradient_bytes == 2
+    assert StatePolicy.of(bfloat, adamw, layouts["megatron-core"]).gradient_bytes == 4
+    assert StatePolicy.of(bfloat, adamw, layouts["megatron-deepspeed"]).gradient_bytes == 4
+    assert StatePolicy.of(half, adamw, layouts["megatron-deepspeed"]).gradient_bytes == 2
+    group, device = StateGroup(8e6, 8e6, 10, small=6), Cluster.parse("dgx-a100").device
+    link = links_of_axis(Cluster.parse("dgx-a100:8"), Mesh((Axis("dp", 64),)), 0)
+    old = StatePolicy.of(half, adamw, layouts["deepspeed-zero3-2021"])
+    alone = state_cost(group, 3, link, device, half, adamw, old)
+    quarter = state_cost(StateGroup(2e6, 2e6, 1), 3, link, device, half, adamw, old)
+    assert alone.gather_forward_seconds == pytest.approx(4 * quarter.gather_forward_seconds)
+    assert alone.reduce_seconds == pytest.approx(4 * quarter.reduce_seconds)
+    together = state_cost(group, 3, link, device, half, adamw, StatePolicy.of(half, adamw, layouts["megatron-deepspeed"]))
+    assert together.gather_forward_seconds < alone.gather_forward_seconds
 
 
 def test_unknown_models_and_stacks_are_priced() -> None:

@@ -76,8 +76,23 @@ def test_sweeps_are_runs_that_differ_in_how_only() -> None:
     others = [point(1.0, 1.0, **{name: value}) for name, value in (("n_gpus", 16), ("seq_len", 7), ("gpu", "x"))]
     others += [point(1.0, 1.0, "b"), point(1.0, 1.0, precision="fp8"), point(1.0, 1.0, model_family="x"), point(1.0, None)]
     assert sweeps([*same, *others]) == [same]
-    assert time_errors([*same, *others]).sweeps == 0  # two are no choice
+    assert time_errors([*same, *others]).sweeps == 1  # two configurations are the least choice
     assert time_errors([*same, point(4.0, 0.5, tp=4)]).regret_max == pytest.approx(3.0)
+
+
+def test_a_configuration_that_was_measured_twice_is_one() -> None:
+    """No choice, and no regret, between a run and its repetition; the mean of both stands beside another configuration."""
+    twice = [point(1.0, 1.0, id="a"), point(1.4, 1.0, id="b", notes="again")]
+    assert time_errors(twice).sweeps == 0 and time_errors(twice).regret_mean is None
+    found = time_errors([*twice, point(1.8, 0.9, tp=2)])
+    assert found.sweeps == 1 and found.regret_mean == pytest.approx(0.5)  # 1.8 over (1.0 + 1.4) / 2
+
+
+def test_every_source_weighs_the_same_in_the_order() -> None:
+    """Source a has three pairs, all wrong, b has one, right."""
+    wrong = [point(1.0, 3.0), point(2.0, 2.0, tp=2), point(4.0, 1.0, tp=4)]
+    found = time_errors([*wrong, point(1.0, 1.0, "b"), point(2.0, 2.0, "b", tp=2)])
+    assert found.pairs == 4 and found.order_accuracy == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +112,7 @@ def test_measures_of_memory(text: str, measure: str) -> None:
 def test_memory_by_measure_and_out_of_memory() -> None:
     def run(predicted: float, **changes: Any) -> Comparison:
         plain = {"memory_unit": "GB (1e9)", "memory_measure": "torch.cuda allocated peak", "peak_mem_gb": None}
-        return Comparison(row("lf-001", **(plain | changes)), 1.0, predicted)
+        return Comparison(row("lf-001", **(plain | changes)), 1.0, predicted, least_bytes=predicted)
 
     ran = [run(11e9, peak_mem_gb=10.0), run(9.5e9, peak_mem_gb=10.0), run(70e9)]
     failed = [run(90e9, notes="OOM", step_seconds=None), run(20e9, notes="OOM", step_seconds=None)]

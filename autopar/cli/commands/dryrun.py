@@ -32,6 +32,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     where = " ".join(f"{axis}={at}" for axis, at in found.coordinates)
     console.table(f"Rank {found.rank} ({where}) at the peak", ("kind", "bytes"), [*rows, ("peak", size(found.peak_bytes))])
     console.text(f"the peak is at {found.function} in the {found.module}" + (f"\n  {found.line}" if found.line else ""))
+    if found.shown_bytes:
+        console.text(f"the allocator would reserve {size(found.reserved_bytes)}, and the device show {size(found.shown_bytes)}")
     if peak:
         console.text(
             f"predicted {size(expected)} ({percent(expected / found.peak_bytes - 1)}), "

@@ -21,6 +21,7 @@ from autopar.ir.plan_file.plan_file import Plan
 from autopar.solve.fixed.baselines import baselines
 from autopar.solve.report import as_baseline
 from autopar.solve.space.options import SearchOptions
+from autopar.validate.recipes.by_hand import with_expert_prices
 
 _SHOWN = 10
 _HEADER = ("what", "where", "source", "axis", "times", "a step", "share")
@@ -125,7 +126,9 @@ def _json(cost: CostRow, step: float) -> dict[str, Any]:
 def _baselines(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Console) -> dict[str, Any]:
     """The baselines, priced now: those in plan.json were priced when the plan was made."""
     options = SearchOptions(batch=plan.candidate.batch, precision=plan.candidate.precision, optimizer=plan.document.optimizer)
-    found = {each.recipe.key: as_baseline(each) for each in baselines(without_stage_variants(plan.graph), cluster, options)}
+    graph = without_stage_variants(plan.graph)
+    recipes = with_expert_prices(baselines(graph, cluster, options), graph, cluster, options, evaluation.step_seconds)
+    found = {each.recipe.key: as_baseline(each) for each in recipes}
     baseline_table(found, evaluation.step_seconds, evaluation.peak_memory_bytes, console)
     return {key: msgspec.to_builtins(each) for key, each in found.items()}
 

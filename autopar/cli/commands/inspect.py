@@ -12,7 +12,6 @@ from autopar.cli.evaluation import read_plan
 from autopar.cli.tables.gradients import gradient_table
 from autopar.cli.tables.memory import memory_table
 from autopar.cli.tables.timeline import timeline
-from autopar.ir import dims
 from autopar.ir.placement import Shard
 from autopar.ir.plan import Conversion
 from autopar.ir.plan_file.plan_file import Plan
@@ -88,10 +87,17 @@ def _comm(plan: Plan, console: Console) -> None:
         ("block", "times", "value", "axis", "conversion", "forward", "backward", "full tensor"),
         cells,
     )
+    state = list(state_rows(plan))
+    sent = [
+        (r["block"], r["count"], r["kind"], size(r["parameter_bytes"]) if r["zero"] else "-", size(r["gradient_bytes"]))
+        for r in state
+    ]
     console.table(
-        "State communication on the data axis (parameters and gradients)", ("block", "times", "kind", "bytes"), _state_rows(plan)
+        "State communication on the data axis, unsharded on it",
+        ("block", "times", "kind", "parameters", "gradients"),
+        sent,
     )
-    console.document({"collectives": rows, "gradients": gradient_table(plan, console)})
+    console.document({"collectives": rows, "state": state, "gradients": gradient_table(plan, console)})
 
 
 def conversion_rows(plan: Plan) -> Iterator[dict[str, Any]]:
@@ -127,20 +133,33 @@ def _shards_of_other_axes(plan: Plan, conversion: Conversion, axis: int) -> int:
     return shards
 
 
-def _state_rows(plan: Plan) -> list[tuple[Any, ...]]:
+def state_rows(plan: Plan) -> Iterator[dict[str, Any]]:
+    """One entry per block with parameters that are trained, where there are data ranks. `parameter_bytes` are gathered (in the
+    compute dtype), `gradient_bytes` reduced (in the dtype of the gradients), by one device and call."""
+    from autopar.cost_models.state.optimizers import optimizer_named
+    from autopar.cost_models.state.state_group import state_group
+    from autopar.cost_models.state.state_memory import StatePolicy
+
     kinds = {
         0: "all-reduce of gradients",
         1: "reduce-scatter of gradients, all-gather of parameters after the step",
         2: "reduce-scatter of gradients, all-gather of parameters once a step",
         3: "all-gather of parameters in forward and backward, reduce-scatter of gradients",
     }
-    rows: list[tuple[Any, ...]] = []
+    mesh = plan.candidate.mesh
+    policy = StatePolicy.of(plan.candidate.precision, optimizer_named(plan.document.optimizer))
     for block in plan.graph.blocks:
-        elements = sum(dims.numel(p.value.shape, 1) for p in block.parameters if p.trainable and not p.buffer)
-        if elements and plan.candidate.mesh.size_of("dp") > 1:
-            zero = plan.candidate.block(block.name).zero
-            rows.append((block.name, plan.graph.count(block.name), kinds[zero], size(elements * 4)))
-    return rows
+        chosen = plan.candidate.block(block.name)
+        group = state_group(zip(block.parameters, chosen.parameters, strict=True), mesh)
+        if group.trainable and mesh.size_of("dp") > 1:
+            yield {
+                "block": block.name,
+                "count": plan.graph.count(block.name),
+                "zero": chosen.zero,
+                "kind": kinds[chosen.zero],
+                "parameter_bytes": round(group.elements * policy.compute_bytes),
+                "gradient_bytes": round(group.trainable * policy.gradient_bytes),
+            }
 
 
 def _program(plan: Plan, console: Console) -> None:

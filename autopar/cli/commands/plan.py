@@ -62,6 +62,7 @@ def make(
         cache=None if arguments.no_cache else plan_folder(),
         batch_norm=getattr(arguments, "batch_norm", "global"),
         expert_load=getattr(arguments, "expert_load", 1.0),
+        memory_margin=arguments.memory_margin,
         outputs=tuple(filter(None, getattr(arguments, "outputs", "").split(","))),
     )
     return plan, loaded.model, loaded.example_inputs
@@ -86,7 +87,7 @@ def summary(plan: Plan, console: Console) -> None:
          + _parts(document.batch.num_microbatches) + _seq(document.batch.seq)),
         ("precision", f"{document.precision.compute} compute, {document.precision.master} parameters, {document.optimizer}"),
         ("step", _step(plan)),
-        ("memory", f"{size(predicted.peak_memory_bytes)} per device at the peak"),
+        ("memory", _memory(plan)),
         ("search", f"{document.search.status}, gap {percent(predicted.gap)}, {document.search.candidates} candidates, "
          f"{document.search.seconds:.1f} s"),
         ("replicated", ", ".join(f"{axis}: {percent(x)} of FLOPs" for axis, x in document.replicated_share.items()) or "-"),
@@ -104,6 +105,17 @@ def summary(plan: Plan, console: Console) -> None:
     baseline_table(document.baselines, predicted.step_seconds, predicted.peak_memory_bytes, console)
     if document.search.meshes:
         console.table("Candidates", ("mesh", "status", "lower bound", "step", "peak memory"), _candidates(document.search.meshes))
+
+
+def _memory(plan: Plan) -> str:
+    """``71.2 GiB of 79.6 GiB per device at the peak, margin 8 %: 73.2 GiB may be taken``."""
+    predicted = plan.document.predicted
+    peak, capacity, margin = predicted.peak_memory_bytes, predicted.memory_capacity_bytes, predicted.memory_margin
+    if peak is None or not capacity or margin is None:
+        return f"{size(peak)} per device at the peak"
+    budget = int(capacity * (1 - margin))
+    over = "" if peak <= budget else f", which is {size(peak - budget)} too much"
+    return f"{size(peak)} of {size(capacity)} per device at the peak, margin {percent(margin)}: {size(budget)} may be taken{over}"
 
 
 def _candidates(every: Sequence[MeshResult]) -> list[tuple[str, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.cli.console import Console, size
+from autopar.cli.console import Console, percent, size
 from autopar.cli.evaluation import evaluation_of
 from autopar.ir.plan_file.plan_file import Plan
 
@@ -38,7 +38,9 @@ def memory_table(plan: Plan, console: Console) -> None:
         console.text(f"the peak{of} is in the {each['place']}")
     capacity = plan.document.cluster.description.get("device", {}).get("memory_bytes")
     if capacity:
-        console.text(f"a device has {size(capacity)}")
+        margin = plan.document.cluster.description["device"].get("memory_margin", 0.0)
+        free = f", of which a margin of {percent(margin)} stays free" if margin else ""
+        console.text(f"a device has {size(capacity)}{free}")
     document = {"peak_memory_bytes": predicted.peak_memory_bytes, "memory": predicted.memory}
     console.document({**document, "memory_bytes": capacity, "stages": stages})
 

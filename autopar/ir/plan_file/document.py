@@ -122,7 +122,8 @@ class BlockInfo(msgspec.Struct, frozen=True):
 
 class Predicted(msgspec.Struct, frozen=True):
     """The predicted cost of a step. `mfu` counts the model's FLOPs, without recomputation; `gap` is the relative distance to
-    `lower_bound_seconds`; `bubble_share` is the share of the step in which a pipeline stage is idle, on average."""
+    `lower_bound_seconds`; `bubble_share` is the share of the step in which a pipeline stage is idle, on average. The peak is at
+    most `memory_capacity_bytes` of the device without the share `memory_margin` (None in files of an older autopar)."""
 
     step_seconds: float | None = None
     tokens_per_second_per_device: float | None = None
@@ -133,11 +134,16 @@ class Predicted(msgspec.Struct, frozen=True):
     gap: float | None = None
     memory: dict[str, int] = {}
     bubble_share: float = 0.0
+    memory_capacity_bytes: int | None = None
+    memory_margin: float | None = None
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """A usual hand-written configuration (`title`, as `configuration`) on the same cluster, priced by the same evaluator.
+    """A usual hand-written configuration (`title`, as `configuration`) on the same cluster, priced by the same evaluator with the
+    constants of `software` (empty: those of our own programs). `own_step_seconds` is the recipe on our own programs, where that fits.
     `shortfall_bytes` is the memory that a device lacks for it; `problem` says why it is impossible (then it has no price).
+    `measured` is a published run of it in words, `measured_seconds` its step where batch and precision are the plan's; `reason` says
+    by how much and why it is faster than the plan, where it is.
     """
 
     step_seconds: float | None = None
@@ -147,6 +153,11 @@ class Baseline(msgspec.Struct, frozen=True):
     configuration: str = ""
     shortfall_bytes: int = 0
     problem: str = ""
+    software: str = ""
+    own_step_seconds: float | None = None
+    measured: str = ""
+    measured_seconds: float | None = None
+    reason: str = ""
 
 
 class MeshResult(msgspec.Struct, frozen=True):

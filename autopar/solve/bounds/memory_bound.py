@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_communication import StateCommunication
 from autopar.cost_models.state.state_group import StateGroup
@@ -155,7 +156,8 @@ def memory_bound(
     ``minimise t + optimizer``, where ``t >= main + recomputation`` and ``t >= state communication + shared``, so for every weight
     ``t >= flow[weight] + weight x recomputation + (1 - weight) x state communication``.
     """
-    budget_bytes = problem.cluster.device.usable_bytes * stages
+    device = problem.cluster.device
+    budget_bytes = tensor_budget_bytes(device, communicator_count(problem.mesh, problem.zero_group, stages)) * stages
     if budget_bytes <= 0:
         return INFINITY
     flow = {weight: seconds * stages for weight, seconds in flow.items()}
@@ -178,6 +180,7 @@ class _MemoryRelaxation:
 
     def __init__(self, problem: Problem, micro_batches: int, budget_bytes: float, unit: float) -> None:
         self.problem, self.micro_batches, self.budget_bytes, self.unit = problem, micro_batches, budget_bytes, unit
+        self.held = 1 + fragmentation(problem.cluster.device)
         self.model = LinearModel()
         self.t = self.model.variable()
         self.model.cost[self.t] = 1.0
@@ -215,14 +218,14 @@ class _MemoryRelaxation:
             self.communication[z] = count * communication.data_axis_seconds(self.micro_batches) / self.unit
             model.cost[z] = count * communication.optimizer_seconds / self.unit
             state_bytes = cost.memory.parameters + cost.memory.optimizer
-            state_bytes += 0.0 if cost.memory.gathered_is_transient else cost.memory.gathered
-            state_bytes += cost.memory.accumulated if self.micro_batches > 1 else 0.0
+            state_bytes += 0.0 if cost.memory.gathered_is_transient else self.held * cost.memory.gathered
+            state_bytes += self.held * cost.memory.accumulated if self.micro_batches > 1 else 0.0
             self.memory[z] = count * state_bytes / self.budget_bytes
 
     def add_block(self, block: BlockRelaxation) -> None:
         """S, O, A and r of one block. The tables' micro-batches are `repeats` in a step; memory is that of the smaller ones."""
         model, repeats = self.model, self.problem.micro_batches
-        byte = repeats / self.micro_batches / self.budget_bytes
+        byte = self.held * repeats / self.micro_batches / self.budget_bytes
         r = {name: model.variable(1.0) for name in block.recompute}
         available: dict[str, int] = {}
         offload: dict[int, float] = {}
@@ -256,5 +259,5 @@ class _MemoryRelaxation:
 
     def add_memory(self) -> None:
         """The memory budget."""
-        # state + sum S * bytes <= budget
+        # state + (1 + fragmentation) * sum S * bytes <= budget
         self.model.row(self.memory, -INFINITY, 1.0)

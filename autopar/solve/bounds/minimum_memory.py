@@ -48,7 +48,7 @@ class MemoryPlan:
     @property
     def shortage_bytes(self) -> int:
         """What a device lacks for it, 0 where it fits."""
-        return max(0, self.evaluation.peak_memory_bytes - self.evaluation.memory_capacity_bytes)
+        return max(0, self.evaluation.peak_memory_bytes - self.evaluation.memory_budget_bytes)
 
     def __str__(self) -> str:
         plan, pipeline = self.candidate, self.candidate.pipeline

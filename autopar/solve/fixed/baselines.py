@@ -1,4 +1,6 @@
-"""What people write by hand, on the same cluster: each a complete configuration, forced, and priced by the evaluator.
+"""What people write by hand, on the same cluster, as our own programs would run it: each a complete configuration, forced, and priced
+by the evaluator with the cluster's own constants. A plan is never predicted to be slower than these. What experts get of a recipe on
+their own software is `validate.recipes`.
 
 Within a recipe the micro-batches and the recomputation that fit and take least time are taken, as somebody would who tries
 them. DDP: Li et al., arXiv 2006.15704; FSDP (ZeRO-3): Zhao et al., arXiv 2304.11277; with tensor and sequence parallelism in the
@@ -55,15 +57,31 @@ RECIPES = (
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertPrice:
+    """The recipe on the software that people run it on, the best of its usual knobs (`validate.recipes`): a comparison, and no bound
+    of the search. `measured` is a published run in words, `measured_seconds` its time where batch and precision are the same too;
+    `reason` says by how much and why it is faster than the plan, where it is."""
+
+    software: str
+    configuration: str = ""
+    evaluation: Evaluation | None = None
+    problem: str = ""
+    measured: str = ""
+    measured_seconds: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PricedRecipe:
-    """A recipe on a cluster: the fastest of its variants that fit, or, where none does, the nearest. `problem` says why there is
-    none at all."""
+    """A recipe on a cluster, as our own programs would run it: the fastest of its variants that fit, or, where none does, the nearest.
+    `problem` says why there is none at all. `expert` is what people get of it on other software."""
 
     recipe: Recipe
     configuration: FixedConfiguration | None = None
     candidate: Candidate | None = None
     evaluation: Evaluation | None = None
     problem: str = ""
+    expert: ExpertPrice | None = None
 
     @property
     def fits(self) -> bool:
@@ -73,7 +91,7 @@ class PricedRecipe:
     def short_bytes(self) -> int:
         """What a device lacks; 0 where it fits."""
         found = self.evaluation
-        return max(0, found.peak_memory_bytes - found.memory_capacity_bytes) if found is not None else 0
+        return max(0, found.peak_memory_bytes - found.memory_budget_bytes) if found is not None else 0
 
     @property
     def description(self) -> str:
@@ -129,12 +147,21 @@ class _Pricer:
             if nearest is None or last.short_bytes < nearest.short_bytes:
                 nearest = last
             if last.fits:
-                priced = (*(self._one(recipe, one) for one in variants[:-1]), last)
-                return min((each for each in priced if each.fits), key=_seconds)
+                return min((each for each in (*self._priced(recipe, variants[:-1]), last) if each.fits), key=_seconds)
         if nearest is None:
             ranks = self.cluster.size // tensor
             return PricedRecipe(recipe, problem=f"a batch of {self.graph.batch} does not divide by {ranks} data ranks")
         return nearest
+
+    def _priced(self, recipe: Recipe, variants: Sequence[FixedConfiguration]) -> Iterator[PricedRecipe]:
+        """Without those that only recompute more than one that fits: they are never faster. `variants` recompute more and more."""
+        fitting: set[int] = set()
+        for each in variants:
+            if each.micro_batches not in fitting:
+                found = self._one(recipe, each)
+                if found.fits:
+                    fitting.add(each.micro_batches)
+                yield found
 
     def _variants(self, recipe: Recipe, tensor: int, stages: int) -> Iterator[FixedConfiguration]:
         """The one that takes least memory last: everything recomputed, the smallest micro-batches."""

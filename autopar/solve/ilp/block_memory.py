@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
 from autopar.cost_models.step.block_memory import (
     OFFLOAD_WINDOW,
     backward_working_bytes,
@@ -136,3 +137,10 @@ def unavoidable_saved_bytes(problem: Problem) -> float:
                 ]
                 least += problem.graph.count(name) * min(extras, default=0.0)
     return least
+
+
+def unavoidable_shortage_bytes(problem: Problem) -> float:
+    """By how much `unavoidable_saved_bytes` alone exceed the memory budget; negative where they do not."""
+    device = problem.cluster.device
+    reserved = (1 + fragmentation(device)) * unavoidable_saved_bytes(problem)
+    return reserved - tensor_budget_bytes(device, communicator_count(problem.mesh, problem.zero_group))

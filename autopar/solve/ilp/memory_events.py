@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
 from autopar.cost_models.tensors.sizes import user_held_bytes
 from autopar.solve.ilp.block_memory import BlockMemoryTerms, add_block_memory
 from autopar.solve.ilp.formulation import Expression, Formulation, StateTerms
@@ -17,10 +18,13 @@ from autopar.solve.problem.boundary import BlockBoundaries, Slot
 
 
 def add_memory_constraint(form: Formulation, margin_bytes: float = 0.0, minimise_excess: bool = False) -> None:
-    """Every memory event <= capacity - margin: tensors and base, without the allocator's slack. With `minimise_excess` the
-    objective becomes by how much that fails instead."""
-    device = form.problem.cluster.device
-    capacity = (device.base_bytes + device.usable_bytes - margin_bytes) / form.byte_unit
+    """Every memory event <= budget - margin: what tensors reserve. With `minimise_excess` the objective becomes by how much that
+    fails instead."""
+    problem = form.problem
+    device = problem.cluster.device
+    share = 1 / (1 + fragmentation(device))
+    budget = tensor_budget_bytes(device, communicator_count(problem.mesh, problem.zero_group))
+    capacity = (budget - margin_bytes) / form.byte_unit
     excess = form.model.variable()
     if minimise_excess:
         form.model.cost = [0.0] * form.model.variables
@@ -33,8 +37,8 @@ def add_memory_constraint(form: Formulation, margin_bytes: float = 0.0, minimise
             add_storages(form, name, table, decide=False)
         add_block_memory(form, name, table, memory)
     for terms, constant in _memory_events(form, memory):
-        # state + saved + gathered + working set + gradients <= capacity + excess
-        form.model.row(total((1.0, terms), (-1.0, {excess: 1.0})), -INFINITY, capacity - constant)
+        # share * state + saved + gathered + working set + gradients <= share * (budget + excess), share = 1 / (1 + fragmentation)
+        form.model.row(total((1.0, terms), (-share, {excess: 1.0})), -INFINITY, share * capacity - constant)
     _add_host_constraint(form)
 
 
@@ -49,8 +53,9 @@ def _add_host_constraint(form: Formulation) -> None:
 
 
 def _memory_events(form: Formulation, memory: BlockMemoryTerms) -> Iterator[tuple[Expression, float]]:
-    """(expression, constant) of each event that no other one dominates, in units of bytes. Left out, since they are rarely the
-    largest: weights that are gathered for a backward, and the sum of a shared weight's gradients."""
+    """(expression, constant) of each event that no other one dominates, in units of bytes; what lives from step to step counts
+    as its share (it is not fragmented). Left out, since they are rarely the largest: weights that are gathered for a backward,
+    and the sum of a shared weight's gradients."""
     boundary, states, byte = form.problem.boundary, form.states, form.byte_unit
     device = form.problem.cluster.device
     counts = {key: float(boundary.kind_counts[key]) if key is not None else 1.0 for key in states}
@@ -60,8 +65,9 @@ def _memory_events(form: Formulation, memory: BlockMemoryTerms) -> Iterator[tupl
 
     parameters = every(lambda state: state.parameters)
     inputs = user_held_bytes(form.problem.graph, form.problem.micro_batches * form.problem.batch, form.problem.mesh)
-    constant = (device.base_bytes + inputs) / byte + sum(counts[key] * state.buffer_bytes for key, state in states.items())
-    fixed = total((1.0, parameters), (1.0, every(lambda state: state.optimizer)))
+    share = 1 / (1 + fragmentation(device))
+    constant = share * (inputs / byte + sum(counts[key] * state.buffer_bytes for key, state in states.items()))
+    fixed = total((share, parameters), (share, every(lambda state: state.optimizer)))
     # optimizer step: parameters + optimizer + gradients + temporaries of foreach
     gradients = every(lambda state: state.gradients)
     yield total((1.0, fixed), (1.0, gradients), (float(device.kind != "cpu"), parameters)), constant

@@ -10,7 +10,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.plan import Candidate
-from autopar.solve.ilp.block_memory import unavoidable_saved_bytes
+from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
 from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.formulation import Formulation
@@ -121,7 +121,7 @@ class MeshSolver:
             if self.result.solved or self.result.refusal or left <= 0:
                 break
             assert self.result.evaluation is not None
-            margin += 1.02 * (self.result.evaluation.peak_memory_bytes - self.problem.cluster.device.memory_bytes)
+            margin += 1.02 * (self.result.evaluation.peak_memory_bytes - self.problem.cluster.device.budget_bytes)
         self.result.seconds += monotonic() - began
 
     def relax_with_memory(self, time_limit_seconds: float) -> float | None:
@@ -147,8 +147,7 @@ class MeshSolver:
         """Bytes that each device lacks at least (linear relaxation), whatever is recomputed or offloaded; 0 where a plan may
         fit."""
         began = monotonic()
-        device = self.problem.cluster.device
-        unavoidable = unavoidable_saved_bytes(self.problem) - device.usable_bytes
+        unavoidable = unavoidable_shortage_bytes(self.problem)
         if unavoidable > 0:
             self.result.seconds += monotonic() - began
             return unavoidable

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from autopar.cost_models.comm.collectives import collective_seconds
+from autopar.cost_models.hardware.allocator import communicator_count, tensor_budget_bytes
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.step.block_costs import BlockCosts
@@ -208,7 +209,12 @@ class StageSearch:
         transfer = collective_seconds("point_to_point", median, link) if median else 0.0
         return min(
             tables.least_seconds(
-                stages, option.virtual, option.in_flight, device.usable_bytes, option.bubble_passes, option.transfers * transfer
+                stages,
+                option.virtual,
+                option.in_flight,
+                self._usable_bytes(placed.point, device),
+                option.bubble_passes,
+                option.transfers * transfer,
             )
             for device, tables in placed.tables.items()
         )
@@ -228,7 +234,7 @@ class StageSearch:
             found = self._price(graph, candidate, placed, originals)
             if found.fits:
                 return self._solution(point, option, graph, candidate, found)
-            margin += 1.02 * (found.peak_memory_bytes - found.memory_capacity_bytes)
+            margin += 1.02 * (found.peak_memory_bytes - found.memory_budget_bytes)
         return None
 
     def _solution(
@@ -268,7 +274,11 @@ class StageSearch:
         keys = [(parts[rank].device, count) for rank, count in zip(ranks, self._in_flight(point, option), strict=True)]
         made = {
             (device, count): best_ranges(
-                self._ranges[point, device], count, device.usable_bytes - margin_bytes, self._allowed_ranges(), option.virtual
+                self._ranges[point, device],
+                count,
+                self._usable_bytes(point, device) - margin_bytes,
+                self._allowed_ranges(),
+                option.virtual,
             )
             for device, count in set(keys)
         }
@@ -312,6 +322,11 @@ class StageSearch:
         link = stage_link(self.cluster, placed.point.mesh.size, before, rank)
         seconds = [collective_seconds("point_to_point", size, link) if size else 0.0 for size in tables.sent_bytes]
         return with_sends(ranges, seconds, placed.point.micro_batches)
+
+    @staticmethod
+    def _usable_bytes(point: GridPoint, device: Device) -> float:
+        """What the tensors of a stage may reserve."""
+        return tensor_budget_bytes(device, communicator_count(point.mesh, point.zero_group, point.stages))
 
     def _allowed_ranges(self) -> Matrix:
         if self._allowed is None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
+from autopar.cost_models.hardware.allocator import fragmentation
 from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.hardware.overlap import Overlap
 from autopar.cost_models.state.optimizers import optimizer_named
@@ -33,7 +34,8 @@ from autopar.solve.pipeline.stage_partition import Matrix
 class CallCost(NamedTuple):
     """One call. Of each micro-batch: `pass_seconds` and its share `backward_seconds`. Once a step: `reduce_seconds` (of
     gradients, where they are reduced after the last micro-batch) and `update_seconds` (optimizer). Of a chunk's calls only the
-    largest counts for `running_bytes` (what it needs while it runs) and `exposed_seconds` (a reduction that nothing overlaps)."""
+    largest counts for `running_bytes` (what it needs while it runs) and `exposed_seconds` (a reduction that nothing overlaps).
+    Bytes are those that the allocator reserves."""
 
     pass_seconds: float
     backward_seconds: float
@@ -106,6 +108,7 @@ class StageTables:
     ) -> None:
         self.graph, self.setting, self.saved, self.sent_bytes = graph, setting, traced.saved_bytes, traced.sent_bytes
         self.names = tuple((number, zero) for number in range(len(traced.traces)) for zero in zeros)
+        self.held = 1 + fragmentation(setting.device)
         self.inputs = user_held_bytes(graph, setting.batch, next(iter(costs.values())).mesh)
         states = {
             (name, zero): block_state(costs[name], trace, zero, setting)
@@ -128,7 +131,8 @@ class StageTables:
         for (number, _), calls in zip(self.names, self.calls, strict=True):
             state = sum(counts[name] * call.state_bytes for name, call in calls.items())
             running = min(call.running_bytes for call in calls.values())
-            if (state + in_flight * sum(self.saved[number])) / stages + self.inputs + running > usable_bytes:
+            saved = self.held * in_flight * sum(self.saved[number])
+            if (state + saved) / stages + self.inputs + running > usable_bytes:
                 continue
             pass_seconds = sum(counts[name] * call.pass_seconds for name, call in calls.items())
             update = sum(counts[name] * call.update_seconds for name, call in calls.items())
@@ -160,7 +164,7 @@ class StageTables:
         running, exposed = (_largest(column) for column in columns[5:])
         with numpy.errstate(invalid="ignore"):
             load = self.setting.micro_batches * pass_seconds + update + numpy.fmax(0.0, reduced - backward) + exposed
-        return load, pass_seconds, state, running + self.inputs, _ranges(self.saved[number])
+        return load, pass_seconds, state, running + self.inputs, _ranges([self.held * size for size in self.saved[number]])
 
 
 def block_state(costs: BlockCosts, trace: CallTrace, zero: int, setting: StageSetting) -> StateCost:
@@ -179,11 +183,12 @@ def call_cost(trace: CallTrace, cost: StateCost, zero: int, setting: StageSettin
     forward_pass = max(forward + contention * communication.gather_each, communication.gather_each)
     backward_pass = max(backward + contention * hidden, hidden)
     memory = cost.memory
+    held = 1 + fragmentation(setting.device)
     state = memory.parameters + memory.optimizer + memory.buffers
-    state += memory.accumulated if many > 1 else memory.gradients
-    state += 0.0 if memory.gathered_is_transient else memory.gathered
+    state += held * (memory.accumulated if many > 1 else memory.gradients)
+    state += 0.0 if memory.gathered_is_transient else held * memory.gathered
     passing = memory.gathered if memory.gathered_is_transient else 0.0
-    running = max(
+    running = held * max(
         trace.memory.forward_bytes + 2 * passing,
         trace.memory.backward_bytes + 2 * passing + memory.reduce_buffer,
         trace.memory.input_gradient_bytes + memory.unsharded_gradients + memory.gradients + memory.reduce_buffer + passing,

@@ -18,6 +18,8 @@ SHEETS = {
     "dgx-h100": ("H100 SXM 80GB", "DGX H100 NDR"),
     "dgx-h200": ("H200 SXM", "DGX H100 NDR"),
     "dgx-b200": ("B200 SXM", "DGX H100 NDR"),
+    "dgx-b300": ("B300 SXM", "DGX B300 XDR"),
+    "gb200-nvl72": ("GB200 SXM", "DGX H100 NDR"),
     "aws-p5en": ("H200 SXM", "AWS P5en EFA v3"),
     "aws-p6-b200": ("B200 SXM", "AWS P6-B200 EFA v4"),
     "mi300x": ("MI300X", ""),
@@ -40,8 +42,12 @@ def test_devices(preset: str) -> None:
     printed = {dtype: float(row[column]) * 1e12 for dtype, column in sheet.items() if row[column]}
     ours = {dtype: peak for dtype, peak in device.peak if dtype in sheet}
     assert ours == pytest.approx(printed)
+    columns = {"bfloat16": "measured_max_matmul_bf16_tflops", "float8": "measured_max_matmul_fp8_tflops"}
+    measured = {dtype: float(row[column]) * 1e12 for dtype, column in columns.items() if row[column]}
+    assert dict(device.measured_peak) == pytest.approx(measured)
     if preset != "dgx-v100":
-        assert device.memory_bytes == pytest.approx(float(row["mem_gb"]) * 2**30, rel=0.02)  # what the driver leaves
+        unit = 1e9 if preset == "dgx-b300" else 2**30  # of the figure that is printed
+        assert device.memory_bytes == pytest.approx(float(row["mem_gb"]) * unit, rel=0.02)  # what the driver leaves
         assert device.bandwidth_bytes_per_second == pytest.approx(
             float(row["mem_bw_tbps"]) * 1e12, rel=0.02
         )  # printed to a digit

@@ -14,6 +14,7 @@ from autopar.cost_models.state.optimizers import optimizer_named, optimizer_seco
 from autopar.cost_models.state.state_cost import state_cost
 from autopar.cost_models.state.state_group import StateGroup
 from autopar.cost_models.state.state_memory import StateMemory, StatePolicy, state_memory
+from autopar.cost_models.step.memory_events import update_temporaries
 from autopar.ir.plan import Precision
 
 DATA = Path(__file__).parents[2] / "data" / "zero_memory.csv"
@@ -92,6 +93,17 @@ def test_frozen_parameters_have_no_gradient_nor_optimizer_state() -> None:
         memory.parameters == 4000
         and memory.gradients == memory.optimizer == memory.unsharded_gradients == memory.reduce_buffer == 0
     )
+
+
+def test_two_groups_of_a_call_have_one_largest_tensor() -> None:
+    """An optimizer that updates one parameter after the other has temporaries of the largest of both groups, as of several chunks;
+    all else is there at the same time."""
+    policy = StatePolicy.of(Precision(), optimizer_named("adamw"))
+    own, experts = (state_memory(StateGroup(n, n, 2, largest=n / 2), 0, 1, policy) for n in (1000, 3000))
+    both = own + experts
+    assert both.largest_tensor == experts.largest_tensor == StateMemory.merged([own, experts]).largest_tensor == 6000
+    assert both.parameters == 16000 and both.update_temporaries == own.update_temporaries + experts.update_temporaries
+    assert update_temporaries([both], foreach=False) == 2 * experts.largest_tensor
 
 
 LINK = AxisLink(8, (Level(Link("nv", 8, 1e9, 0.0), 8),))

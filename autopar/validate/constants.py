@@ -1,0 +1,178 @@
+"""Fits the constants of a software stack on one device generation (``software_stacks.yaml``) to published runs.
+
+A step is near to linear in the reciprocals of the constants (work over rate, and what of it is hidden), so each run is replaced by its
+tangent: four evaluations. The fit on the tangents is repeated near where it ends. Tangents are taken at points of a coarse grid, which
+the fits with and without a source share for the most part.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import exp, log
+
+from autopar.cost_models.hardware.device_specs import Device
+from autopar.cost_models.step.evaluate import evaluate
+from autopar.validate.price import RowSetup, stack_of
+from autopar.validate.rows import Row
+
+Item = tuple[Row, RowSetup]
+Constants = Mapping[str, float]
+
+USUAL = {"matmul": 0.62, "memory": 0.6, "attention": 0.4, "network": 0.9}
+"""Where each fit begins, and towards which a stack with few runs is pulled."""
+
+PULL = 0.01
+MAX_ERROR = 0.4
+"""Largest absolute logarithm that one run contributes: a run that is off by more has another cause than a constant."""
+
+MOST = {"memory": 0.95, "attention": 0.75, "network": 1.0}
+"""Streaming kernels reach about 0.92 of the sheet's bandwidth (babelstream on A100 and H100), FlashAttention-3 0.75 of the peak (arXiv
+2407.08608, abstract). Products: `Device.measured_peak`."""
+
+KERNELS = {"ampere": 0.62, "hopper": 0.34}
+"""Share of the peak of attention's kernels in torch, FlashAttention-2, causal and with heads of 128: 0.50 to 0.73 on A100 (arXiv
+2307.08691, abstract); forward 335 of 989 TFLOP/s on H100, backward 322 without mask (arXiv 2407.08608, figures 5 and 6; cuDNN 539 and 516,
+FlashAttention-3 616 and 561)."""
+
+FAMILIES = {"megatron-core-moe": "megatron-core", "megatron-lm-2021": "megatron-lm", "megatron-lm-2022": "megatron-lm"}
+"""Stacks of one code, which have few runs each and are fitted together."""
+
+FEWEST = 4
+"""Runs of a fit: more than it has constants."""
+
+ROWS_OF_SOURCE = 24
+"""So many runs of a source are used, evenly picked: every source weighs the same anyway."""
+
+_LEAST = 0.05
+_REACH = 1.6
+_GRID = 1.3
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Tangent:
+    """``seconds = base + sum(slope / constant)`` near the constants where it was taken; `source` and measured seconds of the run."""
+
+    source: str
+    measured: float
+    base: float
+    slopes: tuple[float, ...]
+
+    def error(self, reciprocals: Sequence[float]) -> float:
+        """Logarithm of predicted over measured."""
+        found = self.base + sum(slope * each for slope, each in zip(self.slopes, reciprocals, strict=True))
+        return log(max(found, 1e-3 * self.measured) / self.measured)
+
+
+def constant_names(items: Iterable[Item]) -> tuple[str, ...]:
+    """The constants of a stack: attention has one where it is one kernel (flash attention), else the network has one."""
+    flash = any(row.attention != "naive" for row, _ in items)
+    return ("matmul", "memory", "attention") if flash else ("matmul", "memory", "network")
+
+
+def largest(name: str, device: Device) -> float:
+    """The physical limit of a constant."""
+    if name != "matmul":
+        return MOST[name]
+    shares = [rate / device.peak_flops_per_second(dtype) for dtype, rate in device.measured_peak]
+    return max(shares, default=1.0)
+
+
+def step_seconds(item: Item, constants: Constants) -> float:
+    """The predicted step."""
+    row, setup = item
+    return evaluate(setup.graph, setup.candidate, stack_of(setup.cluster, row, constants), "adamw").step_seconds
+
+
+def tangent(item: Item, at: Constants) -> Tangent:
+    """The run near the constants `at`."""
+    whole = step_seconds(item, at)
+    slopes = []
+    for name, value in at.items():
+        lower = value / 1.1
+        slopes.append((step_seconds(item, {**at, name: lower}) - whole) / (1 / lower - 1 / value))
+    base = whole - sum(slope / value for slope, value in zip(slopes, at.values(), strict=True))
+    return Tangent(item[0].source, item[0].step_seconds or 1.0, base, tuple(slopes))
+
+
+def loss(runs: Sequence[Tangent], constants: Constants) -> float:
+    """Mean over sources of the mean absolute logarithm of predicted over measured, and the pull."""
+    many = Counter(run.source for run in runs)
+    reciprocals = [1 / value for value in constants.values()]
+    off = sum(min(abs(run.error(reciprocals)), MAX_ERROR) / many[run.source] for run in runs) / max(1, len(many))
+    return off + PULL * sum(log(value / USUAL[name]) ** 2 for name, value in constants.items())
+
+
+def _descend(score: Callable[[Constants], float], start: Constants, bounds: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Coordinate descent in logarithms, also along pairs of constants that move against each other."""
+    best, least, step = dict(start), score(start), 0.2
+    names = list(start)
+    moves = [{name: sign} for name in names for sign in (1, -1)]
+    moves += [{one: 1, two: -1} for one in names for two in names if one != two]
+    while step > 0.005:
+        for move in moves:
+            tried = dict(best)
+            for name, sign in move.items():
+                low, high = bounds[name]
+                tried[name] = min(high, max(low, best[name] * exp(sign * step)))
+            value = score(tried)
+            if value < least - 1e-6:
+                best, least = tried, value
+                break
+        else:
+            step /= 2
+    return best
+
+
+def picked(items: Iterable[Item]) -> list[Item]:
+    """At most `ROWS_OF_SOURCE` runs of each source."""
+    sources: dict[str, list[Item]] = defaultdict(list)
+    for item in items:
+        sources[item[0].source].append(item)
+    return [item for each in sources.values() for item in each[:: -(-len(each) // ROWS_OF_SOURCE)]]
+
+
+@dataclass(slots=True)
+class Fitter:
+    """Fits constants to `items`, which are runs on one device generation, or to those of some sources. `given` constants are held."""
+
+    items: Sequence[Item]
+    names: Sequence[str] = ()
+    given: Constants = field(default_factory=dict)
+    _known: dict[tuple[int, tuple[float, ...]], Tangent] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = self.names or constant_names(self.items)
+        self.items = picked(self.items)
+
+    @property
+    def device(self) -> Device:
+        return self.items[0][1].cluster.device
+
+    def fit(self, without: Container[str] = ()) -> dict[str, float] | None:
+        """The constants, of nothing but the sources that are not left out. None where these have too few runs."""
+        chosen = [index for index, (row, _) in enumerate(self.items) if row.source not in without]
+        if len(chosen) < FEWEST:
+            return None
+        at = {name: min(self.given.get(name, USUAL[name]), largest(name, self.device)) for name in self.names}
+        for _ in range(_ROUNDS):
+            near = {name: at[name] if name in self.given else self._on_grid(name, at[name]) for name in at}
+            runs = [self._tangent(index, near) for index in chosen]
+            at = _descend(lambda tried, runs=runs: loss(runs, tried), near, self._bounds(near))  # type: ignore[misc]
+        return at
+
+    def _on_grid(self, name: str, value: float) -> float:
+        nearest = USUAL[name] * _GRID ** round(log(value / USUAL[name]) / log(_GRID))
+        return min(nearest, largest(name, self.device))
+
+    def _bounds(self, near: Constants) -> dict[str, tuple[float, float]]:
+        most = {name: min(largest(name, self.device), value * _REACH) for name, value in near.items()}
+        return {n: (v, v) if n in self.given else (max(_LEAST, v / _REACH), most[n]) for n, v in near.items()}
+
+    def _tangent(self, index: int, near: Constants) -> Tangent:
+        key = index, tuple(near.values())
+        if key not in self._known:
+            self._known[key] = tangent(self.items[index], near)
+        return self._known[key]

@@ -1,0 +1,169 @@
+"""Recipes as experts run them, beside a plan: on which software, with which knobs, at which price, and what was measured.
+
+The price has the constants, the overlap, the state layout and the saved tensors of that software (`hardware.software_stacks`), and the
+decoder in the form in which it writes it. It is a comparison only: what bounds the search is `solve.fixed.baselines`, with the constants
+of our own programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.software_stacks import stack_for, with_stack
+from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.errors import AutoparError
+from autopar.ir.graph import Graph
+from autopar.solve.fixed.baselines import ExpertPrice, PricedRecipe
+from autopar.solve.space.options import SearchOptions
+from autopar.validate.configuration import WHOLE_EXPERTS
+from autopar.validate.recipes.knobs import Knobs, Workload
+from autopar.validate.recipes.published import MeasuredRun, recipe_of, runs_of
+from autopar.validate.recipes.recipe_price import PricedKnobs, RecipePricer
+from autopar.validate.recipes.recognize import RecognizedDecoder, recognize, same_model
+
+_PYTORCH = ("torchtitan-fsdp2", "fms-fsdp1", "llm-foundry-fsdp1")
+_MEGATRON = ("nemo-megatron-core", "megatron-bridge", "megatron-core")
+_NEWEST_MEGATRON = ("megatron-bridge", "megatron-core-moe", "nemo-megatron-core")
+_NEAREST = {"blackwell": "hopper", "hopper": "ampere", "volta": "ampere", "cdna3": "hopper", "ampere": "hopper"}
+"""The generation whose constants of a software stand for another that it was not measured on."""
+_SENDS_ONCE = ("megatron-bridge",)
+
+
+def software_of(recipe: str, generation: str, mixture: bool) -> tuple[str, str] | None:
+    """(software, generation of its constants) that a recipe is run on; None where nothing is known of any, as on CPUs."""
+    names = _PYTORCH if recipe != "megatron" else _NEWEST_MEGATRON if mixture or generation == "blackwell" else _MEGATRON
+    for known in (generation, _NEAREST.get(generation, "")):
+        for name in names:
+            stack = stack_for(name, known)
+            if stack is not None and stack.name == name:
+                return name, known
+    return None
+
+
+def cluster_with(software: str, known: str, cluster: Cluster) -> Cluster:
+    """The cluster as `software` uses it, with its constants on the generation `known`. PyTorch's recipes are compiled."""
+    stack = stack_for(software, known)
+    constants = dict(stack.constants) if stack is not None else None
+    return with_stack(cluster, software, compiled=software in _PYTORCH, constants=constants)
+
+
+def with_expert_prices(
+    recipes: Sequence[PricedRecipe], graph: Graph, cluster: Cluster, options: SearchOptions, plan_seconds: float
+) -> tuple[PricedRecipe, ...]:
+    """The recipes with the prices that experts get. Unchanged where the model is no decoder that is known, or the devices are none
+    that software was measured on. `plan_seconds` is the step of the plan that they are compared with."""
+    decoder = recognize(graph)
+    if decoder is None or len({group.device.name for group in cluster.groups}) > 1:
+        return tuple(recipes)
+    batch = options.batch or graph.batch
+    pricers: dict[str, RecipePricer | None] = {}
+    out = []
+    for each in recipes:
+        key = each.recipe.key
+        found = software_of(key, cluster.device.generation, bool(decoder.sizes.experts))
+        if found is None:
+            out.append(each)
+            continue
+        name, known = found
+        if name not in pricers:
+            pricers[name] = _pricer(decoder, graph, cluster_with(name, known, cluster), name, batch, options)
+        pricer = pricers[name]
+        price = _expert_price(key, name, pricer, cluster, plan_seconds) if pricer is not None else None
+        out.append(replace(each, expert=price))
+    return tuple(out)
+
+
+def _pricer(
+    decoder: RecognizedDecoder, graph: Graph, cluster: Cluster, software: str, batch: int, options: SearchOptions
+) -> RecipePricer | None:
+    work = Workload(
+        decoder=decoder.written_by(software),
+        layers=decoder.layers,
+        batch=batch,
+        cluster=cluster,
+        precision=options.precision,
+        optimizer=options.optimizer,
+        once=software in _SENDS_ONCE,
+        whole_experts=software.startswith(WHOLE_EXPERTS),
+    )
+    pricer = RecipePricer(work)
+    try:
+        return pricer if same_model(pricer.graph(Knobs()), graph) else None
+    except AutoparError:
+        return None
+
+
+def _expert_price(
+    recipe: str, software: str, pricer: RecipePricer, cluster: Cluster, plan_seconds: float
+) -> ExpertPrice | None:
+    work = pricer.work
+    try:
+        found = pricer.best(recipe)
+    except AutoparError as error:
+        return ExpertPrice(software, problem=str(error))
+    runs = [run for run in runs_of(work.decoder, work.layers, cluster, work.batch) if recipe_of(run.row) == recipe]
+    runs.sort(key=lambda run: (not run.same_batch, run.row.precision not in ("bf16", "fp16")))
+    measured = _said(runs[0]) if runs else ""
+    exact = runs[0] if runs and runs[0].same_batch and runs[0].row.precision in ("bf16", "fp16") else None
+    seconds = exact.row.step_seconds if exact is not None else None
+    if found is None:
+        return ExpertPrice(software, problem=f"a batch of {work.batch} divides by no such degrees", measured=measured)
+    reason = _reason(found, software, pricer, cluster, plan_seconds) if found.fits else ""
+    return ExpertPrice(software, described(found, work), found.evaluation, "", measured, seconds, reason)
+
+
+def described(found: PricedKnobs, work: Workload) -> str:
+    """``tp=4 pp=4 x 5 chunks cp=2 dp=2, ZeRO-1, sequence parallel, 64 micro-batches of 1``."""
+    knobs = found.knobs
+    pipeline = f"pp={knobs.stages}" + f" x {knobs.virtual} chunks" * (knobs.virtual > 1)
+    degrees = [f"tp={knobs.tensor}"] * (knobs.tensor > 1) + [pipeline] * (knobs.stages > 1) + [f"cp={knobs.context}"] * (knobs.context > 1)
+    degrees += [f"ep={knobs.experts}"] * (knobs.experts > 1) + [f"dp={knobs.data(work.cluster.size)}"]
+    count = knobs.micro_batches(work.batch, work.cluster.size)
+    parts = [" ".join(degrees), *([f"ZeRO-{knobs.zero}"] * (knobs.zero > 0)), *([f"state in groups of {knobs.group}"] * bool(knobs.group))]
+    parts += ["sequence parallel"] * (knobs.tensor > 1) + [f"{count} micro-batches of {knobs.micro}"] * (count > 1)
+    again = {"everything": "full", "products": "selective"}.get(knobs.recompute, knobs.recompute)
+    return ", ".join([*parts, *([f"{again} recomputation"] * (again != "none"))])
+
+
+def _said(run: MeasuredRun) -> str:
+    row = run.row
+    precision = f" in {row.precision}" if row.precision != "bf16" else ""
+    if run.same_batch:
+        return f"{row.step_seconds:.4g} s ({row.software_stack}{precision}, {row.id})"
+    rate = f"{run.tokens_per_second_per_device:.0f} tokens/s a device"
+    return f"{rate} at batch {row.global_batch} ({row.software_stack}{precision}, {row.id})"
+
+
+def _reason(found: PricedKnobs, software: str, pricer: RecipePricer, cluster: Cluster, plan_seconds: float) -> str:
+    """By how much an expert is faster than the plan, and why; empty where he is not."""
+    seconds = found.evaluation.step_seconds
+    if seconds >= plan_seconds:
+        return ""
+    ours = _on_our_kernels(found, pricer, cluster)
+    text = f"{software} is {plan_seconds / seconds - 1:.0%} faster than this plan"
+    if ours is None:
+        return text
+    before, after = cluster.device, pricer.work.cluster.device
+    pairs = (
+        ("matrix products", before.matmul_fraction, after.matmul_fraction, "the peak"),
+        ("attention", before.attention_fraction, after.attention_fraction, "the peak"),
+        ("streaming kernels", before.bandwidth_fraction, after.bandwidth_fraction, "the memory bandwidth"),
+    )
+    better = [f"{what} at {then:.2f} of {of}, ours at {now:.2f}" for what, now, then, of in pairs if then > now * 1.02]
+    overlap = ["collectives of the tensor axis overlapped"] * (
+        pricer.work.cluster.overlap.model_parallel and not cluster.overlap.model_parallel and found.knobs.tensor > 1
+    )
+    kernels = f"its kernels and overlap give {ours.step_seconds - seconds:.3g} s ({'; '.join([*better, *overlap]) or 'together'})"
+    if ours.step_seconds < plan_seconds:
+        return f"{text}: {kernels}, its configuration {plan_seconds - ours.step_seconds:.3g} s"
+    return f"{text}: {kernels}; the same configuration on our programs' kernels would take {ours.step_seconds:.3g} s"
+
+
+def _on_our_kernels(found: PricedKnobs, pricer: RecipePricer, cluster: Cluster) -> Evaluation | None:
+    try:
+        graph, candidate = pricer.candidate(found.knobs)
+        return evaluate(graph, candidate, cluster, pricer.work.optimizer)
+    except AutoparError:
+        return None

@@ -1,0 +1,47 @@
+"""The default of the memory margin (`hardware.allocator.MEMORY_MARGIN`): from what published runs took beside what is predicted.
+
+A run that takes ``1 + r`` times its prediction fits where the prediction is at most ``1 / (1 + r)`` of the memory. So a plan that
+leaves ``r / (1 + r)`` of it free, where ``r`` is exceeded by one run in fifty, runs out of memory in one case of fifty at most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from autopar.validate.rows import Row
+from autopar.validate.summary import Comparison, measure_of
+
+RUNS_OUT = 0.02
+"""The share of plans that may run out of memory."""
+
+
+def source_of(row: Row) -> str:
+    """The repository or paper of a row, without commit and place in it."""
+    return row.source.partition("@")[0].partition(":")[0]
+
+
+def memory_residuals(points: Iterable[Comparison]) -> list[tuple[str, float]]:
+    """(source, ``measured / predicted - 1``) of the runs of which the source says what it measured."""
+    return [
+        (source_of(point.row), measured / point.predicted_bytes - 1)
+        for point in points
+        if point.predicted_bytes and (measured := point.row.measured_memory_bytes) and measure_of(point.row) != "unstated"
+    ]
+
+
+def weighted_quantile(residuals: Sequence[tuple[str, float]], share: float) -> float:
+    """The least residual that at most `share` of the weight exceeds; every source has the same weight, whatever its rows."""
+    rows = Counter(source for source, _ in residuals)
+    above = 0.0
+    for source, residual in sorted(residuals, key=lambda pair: -pair[1]):
+        above += 1 / (rows[source] * len(rows))
+        if above > share:
+            return residual
+    return 0.0
+
+
+def margin_of(points: Iterable[Comparison]) -> float:
+    """The memory margin under which at most `RUNS_OUT` of the runs would take more than the memory."""
+    exceeded = max(0.0, weighted_quantile(memory_residuals(points), RUNS_OUT))
+    return exceeded / (1 + exceeded)

@@ -1,0 +1,70 @@
+"""What software with fused kernels saves for the backward (`StateLayout.fused_saves`): a norm its input, a gated activation the
+operands of its kernel, a loss its logits. What autograd would save of the single operations is recomputed inside the backward's kernel.
+
+Transformer Engine, apex and Megatron's ``bias_swiglu_fusion``; flash-attention's cross entropy. Times do not change: the constants
+of a stack say what its kernels reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.cost_models.compute.fusion import fusable_values, is_streaming
+from autopar.cost_models.tensors.flops import ATTENTION, VIEWS, packet
+from autopar.cost_models.tensors.saved_tensors import SavedTensors
+from autopar.ir.graph import Block, Node
+
+_RANDOM = frozenset(["aten.dropout", "aten.native_dropout", "aten.bernoulli", "aten.rand_like"])
+"""What these save cannot be recomputed from their operands."""
+
+_LOSS = "ap.cross_entropy_sum"
+"""``ap.cross_entropy_in_place`` is Megatron's own: it saves the softmax in float32."""
+
+
+def with_fused_saves(block: Block, saved: Mapping[str, SavedTensors], loss: bool = True) -> dict[str, SavedTensors]:
+    """`saved` by node, for kernels that are fused over neighbouring streaming operations; `loss`: the loss is one too. (A compiler
+    fuses layers so: torch.compile's min-cut partitioner recomputes streaming operations in the backward. The loss is outside.)"""
+    found = dict(saved)
+    values = block.values()
+    inside = fusable_values(block).only
+    makers = {value.name: node for node in block.nodes for value in node.outputs}
+
+    def keep_operands(node: Node) -> None:
+        """The inputs of the kernel that `node` is part of are saved: operands that the kernel makes itself lead further up."""
+        if packet(node.op) in VIEWS and node.operands():
+            keep_operands_of(node.operands()[0], node, 0)
+            return
+        for index, name in enumerate(node.operands()):
+            if values[name].differentiable:
+                keep_operands_of(name, node, index)
+
+    def keep_operands_of(name: str, node: Node, index: int) -> None:
+        if name in inside:
+            keep_operands(makers[name])
+        else:
+            flags = found[node.name].operands
+            found[node.name] = replace(found[node.name], operands=(*flags[:index], True, *flags[index + 1 :]))
+
+    for node in block.nodes:
+        what, op = saved[node.name], packet(node.op)
+        if op == _LOSS and not loss:
+            continue
+        if op == _LOSS and what.extra_ratio:
+            logits = tuple(index == 0 for index, _ in enumerate(what.operands))
+            found[node.name] = replace(
+                what, operands=logits, extra_ratio=0.0, forward_workspace_ratio=0.0, backward_workspace_ratio=0.0
+            )
+        elif is_streaming(node) and op not in VIEWS | ATTENTION | _RANDOM:
+            found[node.name] = _without_inner(node, what, inside)
+            if what.extra_ratio or found[node.name] != what:
+                found[node.name] = replace(found[node.name], extra_ratio=0.0)
+                keep_operands(node)
+    return found
+
+
+def _without_inner(node: Node, what: SavedTensors, inside: frozenset[str]) -> SavedTensors:
+    """Without tensors that only the kernel itself sees."""
+    operands = tuple(flag and name not in inside for name, flag in zip(node.operands(), what.operands, strict=True))
+    results = tuple(flag and value.name not in inside for value, flag in zip(node.outputs, what.results, strict=True))
+    return replace(what, operands=operands, results=results)
