@@ -19,6 +19,7 @@ from autopar.solve.bounds.warm_start import WarmStart
 from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
+from autopar.solve.problem.forced_axes import forced_axes, why_disobeyed
 from autopar.solve.result import PlanResult
 from autopar.solve.search_bounds import SearchBounds
 from autopar.solve.search_report import raise_infeasible, report_grid, report_solution, result_of
@@ -34,6 +35,9 @@ _RELAXATION_SECONDS = 2.0
 
 _LEAST_MEMORY_SECONDS = 5.0
 """For a pipeline that saves all the memory that it can, where no other fits."""
+
+_LATE_SECONDS = 10.0
+"""For a plan where the time limit left none."""
 
 _WHOLE = 0.02
 """The share of FLOPs that such a plan may repeat on a forced axis."""
@@ -75,6 +79,8 @@ class _Search:
             state.progress("interrupted: the best plan so far")
         if state.best is None and pipeline_asked(state.options.force, state.options.schedule):
             self._take_least_memory()
+        elif state.best is None and state.forced:
+            self._take_warm_start()
         if state.best is None:
             raise_infeasible(state)
         assert state.best is not None
@@ -155,6 +161,22 @@ class _Search:
         )  # fmt: skip
         state.pipelines.solutions.append(solution)
         self._take(solution)
+
+    def _take_warm_start(self) -> None:
+        """Of forced degrees whose problems were too large for the time: one sharding, which obeys them too."""
+        state = self.state
+        until = monotonic() + _LATE_SECONDS
+        plans = WarmStart(state.graph, state.cluster, state.options, state.tables, lambda: until - monotonic())
+        for each in state.points:
+            if each.solution.status is not Status.TIMEOUT or monotonic() > until or state.best is not None:
+                continue
+            found = plans.fastest_fitting(each.point)
+            axes = forced_axes(each.point.mesh, state.options.force)
+            if found is None or found.candidate is None or why_disobeyed(state.tables.problem(each.point), found.candidate, axes):
+                continue
+            found.bound_seconds = each.bound_seconds
+            each.solution = found
+            self._take(found)
 
     def _warm_start(self, members: Sequence[SearchPoint]) -> None:
         """Plans that fit, for large problems before they are solved under memory. Not for a forced axis: what it may leave

@@ -19,7 +19,10 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, Infeasible, PlanError
 from autopar.ir.describe import describe
 from autopar.ir.graph import Graph
+from autopar.solve.ilp.solver import Status
+from autopar.solve.search import search
 from autopar.solve.space.force import parse_force
+from autopar.solve.space.options import SearchOptions
 
 TENSOR = ("tp=4", "dp=2,tp=2", "pp=2,tp=2", "pp=2,dp=2,tp=2")
 TWO_AXES = ("tp=2,tp2=2", "dp=2,tp=2,tp2=2", "pp=2,tp=2,tp2=2", "pp=2,dp=2,tp=2,tp2=2")
@@ -196,6 +199,12 @@ def test_a_forced_pipeline_that_does_not_fit_is_explained() -> None:
     need = int(others[-1].split("devices of ")[1].split(" MiB")[0])
     roomy = replace(tight, device=replace(tight.device, memory_bytes=need * 2**20))
     assert forced_search(graph, "pp=2,dp=2", cluster=roomy).evaluation.fits
+
+
+def test_where_time_is_short_one_sharding_obeys_too() -> None:
+    options = SearchOptions(batch=16, force={"pp": 1, "dp": 2, "tp": 2, "tp2": 2}, time_limit_seconds=0.0)
+    found = search(small_pipeline(), Cluster.parse("local:8"), options)
+    assert found.status is Status.FEASIBLE and all(whole_of_able(found, axis) <= 0.02 for axis in ("tp", "tp2"))
 
 
 def test_the_world_is_what_degrees_multiply_to() -> None:

@@ -18,6 +18,7 @@ from autopar.ir.plan import Candidate
 from autopar.solve.bounds.memory_frontier import MemoryFrontier, memory_frontier
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
+from autopar.solve.problem.forced_axes import forced_axes
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
@@ -71,7 +72,8 @@ class WarmStart:
         data = point.mesh.size_of(DATA_AXIS)
         key = point.mesh.axes[1:], problem.batch // data, data > 1
         if key not in self._frontiers:
-            self._frontiers[key] = memory_frontier(self.tables.problem(replace(point, zero_group=0), (0,)), self.left())
+            axes = forced_axes(point.mesh, self.options.force)
+            self._frontiers[key] = memory_frontier(self.tables.problem(replace(point, zero_group=0), (0,)), self.left(), axes)
         return self._frontiers[key]
 
     def _candidate(self, point: GridPoint, frontier: MemoryFrontier, number: int, zero: int) -> Candidate:

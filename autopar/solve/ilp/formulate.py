@@ -24,8 +24,8 @@ _PENALTY = 300.0
 
 def formulate(problem: Problem, sharded_axes: Sequence[int] = (), recompute: bool = False) -> Formulation:
     """Without the memory constraint, which `memory_events.add_memory_constraint` adds. `sharded_axes` are forced: they must not
-    repeat FLOPs that they can shard. With `recompute` every tensor that the backward needs is saved, recomputed or offloaded; else
-    all of them are saved."""
+    repeat FLOPs that they can shard. With `recompute` every tensor that the backward needs is saved, recomputed or offloaded;
+    else all of them are saved."""
     form = formulate_flows(problem)
     if recompute:
         for name, table in problem.blocks.items():
