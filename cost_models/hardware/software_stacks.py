@@ -83,12 +83,13 @@ def _stack(entry: Mapping[str, Any]) -> SoftwareStack:
         raise ClusterError(f"software_stacks.yaml: {name} has {len(constants)} constants; at most {MAX_CONSTANTS} are allowed")
     if not entry.get("how"):
         raise ClusterError(f"software_stacks.yaml: {name} does not say how its constants were obtained")
-    return SoftwareStack(str(entry["stack"]), str(entry["generation"]), constants, str(entry["how"]), entry.get("compiled", False))
+    compiled = bool(entry.get("compiled", False))
+    return SoftwareStack(str(entry["stack"]), str(entry["generation"]), constants, str(entry["how"]), compiled)
 
 
 def stack_for(name: str, generation: str, compiled: bool = False) -> SoftwareStack | None:
-    """The nearest entry: this stack on this generation, else our own programs there; of two, the one of programs that are compiled
-    or not."""
+    """The nearest entry: this stack on this generation, else our own programs there; of two, the one of programs that are
+    compiled or not."""
     fit = [stack for stack in software_stacks()[0] if stack.generation == generation and stack.name in (name, DEFAULT_STACK)]
     return max(fit, key=lambda stack: (stack.name == name, stack.compiled == compiled), default=None)
 
