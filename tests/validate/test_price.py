@@ -11,7 +11,8 @@ from support.oracles.published_rows import row, session, table
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
-from autopar.cost_models.hardware.software_stacks import state_layouts, with_stack
+from autopar.cost_models.hardware.software_stacks import with_stack
+from autopar.cost_models.hardware.stack_entries import state_layouts
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_cost import state_cost
 from autopar.cost_models.state.state_group import StateGroup
