@@ -24,8 +24,8 @@ PRESETS = {
     "GB200": ("gb200-nvl72", 400.0),
     "MI300X": ("mi300x", 400.0),
 }
-"""By device name: the bundled cluster, and the Gbit/s per device of the network in its data sheet. An A100 whose memory is not stated is
-the one of 80 GB, of which most published runs are (`assumed_of`)."""
+"""By device name: the bundled cluster, and the Gbit/s per device of the network in its data sheet. An A100 whose memory is not
+stated is the one of 80 GB, of which most published runs are (`assumed_of`)."""
 
 VARIANTS = {"h100-96gb-2.4TBps-500W": (94.5 * GIB, 2.4e12)}
 """Memory bytes and bandwidth of devices that differ from the preset (torchtitan benchmarks/llama3_h100_202412_torchtitan.md)."""

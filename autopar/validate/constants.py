@@ -1,8 +1,8 @@
 """Fits the constants of a software stack on one device generation (``software_stacks.yaml``) to published runs.
 
-A step is near to linear in the reciprocals of the constants (work over rate, and what of it is hidden), so each run is replaced by its
-tangent: four evaluations. The fit on the tangents is repeated near where it ends. Tangents are taken at points of a coarse grid, which
-the fits with and without a source share for the most part.
+A step is near to linear in the reciprocals of the constants (work over rate, and what of it is hidden), so each run is replaced
+by its tangent: four evaluations. The fit on the tangents is repeated near where it ends. Tangents are taken at points of a
+coarse grid, which the fits with and without a source share for the most part.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MAX_ERROR = 0.4
 """Largest absolute logarithm that one run contributes: a run that is off by more has another cause than a constant."""
 
 MOST = {"memory": 0.95, "attention": 0.75, "network": 1.0}
-"""Streaming kernels reach about 0.92 of the sheet's bandwidth (babelstream on A100 and H100), FlashAttention-3 0.75 of the peak (arXiv
-2407.08608, abstract). Products: `Device.measured_peak`."""
+"""Streaming kernels reach about 0.92 of the sheet's bandwidth (babelstream on A100 and H100), FlashAttention-3 0.75 of the peak
+(arXiv 2407.08608, abstract). Products: `Device.measured_peak`."""
 
 KERNELS = {"ampere": 0.62, "hopper": 0.34}
 """Share of the peak of attention's kernels in torch, FlashAttention-2, causal and with heads of 128: 0.50 to 0.73 on A100 (arXiv
-2307.08691, abstract); forward 335 of 989 TFLOP/s on H100, backward 322 without mask (arXiv 2407.08608, figures 5 and 6; cuDNN 539 and 516,
-FlashAttention-3 616 and 561)."""
+2307.08691, abstract); forward 335 of 989 TFLOP/s on H100, backward 322 without mask (arXiv 2407.08608, figures 5 and 6; cuDNN
+539 and 516, FlashAttention-3 616 and 561)."""
 
 FAMILIES = {"megatron-core-moe": "megatron-core", "megatron-lm-2021": "megatron-lm", "megatron-lm-2022": "megatron-lm"}
 """Stacks of one code, which have few runs each and are fitted together."""
@@ -42,7 +42,7 @@ FAMILIES = {"megatron-core-moe": "megatron-core", "megatron-lm-2021": "megatron-
 FEWEST = 4
 """Runs of a fit: more than it has constants."""
 
-ROWS_OF_SOURCE = 24
+ROWS_OF_SOURCE = 12
 """So many runs of a source are used, evenly picked: every source weighs the same anyway."""
 
 _LEAST = 0.05
@@ -53,7 +53,8 @@ _ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Tangent:
-    """``seconds = base + sum(slope / constant)`` near the constants where it was taken; `source` and measured seconds of the run."""
+    """``seconds = base + sum(slope / constant)`` near the constants where it was taken; `source` and measured seconds of the
+    run."""
 
     source: str
     measured: float
@@ -105,7 +106,9 @@ def loss(runs: Sequence[Tangent], constants: Constants) -> float:
     return off + PULL * sum(log(value / USUAL[name]) ** 2 for name, value in constants.items())
 
 
-def _descend(score: Callable[[Constants], float], start: Constants, bounds: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+def _descend(
+    score: Callable[[Constants], float], start: Constants, bounds: Mapping[str, tuple[float, float]]
+) -> dict[str, float]:
     """Coordinate descent in logarithms, also along pairs of constants that move against each other."""
     best, least, step = dict(start), score(start), 0.2
     names = list(start)
@@ -136,7 +139,8 @@ def picked(items: Iterable[Item]) -> list[Item]:
 
 @dataclass(slots=True)
 class Fitter:
-    """Fits constants to `items`, which are runs on one device generation, or to those of some sources. `given` constants are held."""
+    """Fits constants to `items`, which are runs on one device generation, or to those of some sources. `given` constants are
+    held."""
 
     items: Sequence[Item]
     names: Sequence[str] = ()

@@ -32,9 +32,9 @@ def grouped(session: Session, rows: Sequence[Row]) -> dict[Group, list[Item]]:
 def leave_one_source_out(
     rows: Sequence[Row], session: Session | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[PricedRow, ...]:
-    """The rows, each priced with the constants of its stack as fitted on the other sources of that stack and generation. Where these have
-    too few runs, all other stacks of the generation (with attention of the same kind) are the nearest; where there is none of these
-    either, what ``software_stacks.yaml`` says. Memory does not depend on constants."""
+    """The rows, each priced with the constants of its stack as fitted on the other sources of that stack and generation. Where
+    these have too few runs, all other stacks of the generation (with attention of the same kind) are the nearest; where there
+    is none of these either, what ``software_stacks.yaml`` says. Memory does not depend on constants."""
     session = session or Session()
     groups = grouped(session, rows)
     pools: dict[object, Fitter] = {}

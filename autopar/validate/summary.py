@@ -117,8 +117,8 @@ _CHOSEN = (
     *("dp", "tp", "pp", "virtual_pp", "cp", "ep", "zero_stage_or_fsdp", "zero_group_size", "sequence_parallel", "act_ckpt"),
     *("micro_batch", "global_batch", "compiled", "async_tp", "ep_overlap"),
 )
-"""The columns that tell how a model was trained; rows of a sweep that agree in them are one configuration, measured again. (What a model
-is made of, heads say, is no choice either: it differs in rows of one sweep only where a source compares models.)"""
+"""The columns that tell how a model was trained; rows of a sweep that agree in them are one configuration, measured again.
+(What a model is made of, heads say, is no choice either: it differs in rows of one sweep only where a source compares models.)"""
 
 
 def distinct(sweep: Sequence[Comparison]) -> list[Comparison]:

@@ -15,7 +15,7 @@ from autopar.cost_models.hardware.cluster_file import preset_path, presets, read
 from autopar.cost_models.hardware.device_specs import Device, Link, NodeGroup, OffloadTarget
 from autopar.cost_models.hardware.expert_load import ExpertLoad, parse_expert_load
 from autopar.cost_models.hardware.overlap import Overlap
-from autopar.cost_models.hardware.software_stacks import planner_fractions
+from autopar.cost_models.hardware.stack_entries import planner_fractions
 from autopar.cost_models.hardware.state_layouts import StateLayout
 from autopar.errors import ClusterError
 

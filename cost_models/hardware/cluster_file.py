@@ -109,8 +109,8 @@ _KEPT = ("launch_seconds", "latency_seconds", "base_bytes", "communicator_bytes"
 
 
 def with_base(data: dict[str, Any]) -> dict[str, Any]:
-    """A file's content laid over that of the preset that it names as `like`: keys of a device, host or NVMe one by one, links as a
-    whole, in which a name stands for the preset's link. ValueError where a name is unknown."""
+    """A file's content laid over that of the preset that it names as `like`: keys of a device, host or NVMe one by one, links
+    as a whole, in which a name stands for the preset's link. ValueError where a name is unknown."""
     if "like" not in data:
         return data
     base = data.pop("like")

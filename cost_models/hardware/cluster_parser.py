@@ -196,8 +196,8 @@ def _check_measured_peak(given: Device) -> None:
     if shares and given.matmul_fraction > max(shares.values()) * (1 + _ROUNDED):
         dtype = max(shares, key=lambda name: shares[name])
         raise ClusterError(
-            f"device.matmul_fraction is {given.matmul_fraction:g}, but the fastest product measured on it reaches {shares[dtype]:.3f} of "
-            f"its peak ({dtype}): write at most that, or correct measured_peak_tflops"
+            f"device.matmul_fraction is {given.matmul_fraction:g}, but the fastest product measured on it "
+            f"reaches {shares[dtype]:.3f} of its peak ({dtype}): write at most that, or correct measured_peak_tflops"
         )
 
 

@@ -1,102 +1,30 @@
-"""What a training framework reaches on a device generation: at most three constants each, from ``software_stacks.yaml``; and
-which communication it overlaps and how it lays out optimizer state, which are facts of its code (`overlap`,
-``state_layouts.yaml``).
-
-The physics is in the other files; the constants say which share of it a framework's kernels and launches reach. They were fitted
-(``tests/benchmarks/fit_stacks.py``) on published runs, never on a single row or source; the YAML says on how many.
-"""
+"""A cluster as a training framework uses it: what its kernels reach, what it overlaps, how it lays out state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
-import yaml
-
-from autopar.cost_models.hardware.cluster_parser import parse_overlap, parse_state_layout
-from autopar.cost_models.hardware.overlap import Overlap
-from autopar.cost_models.hardware.state_layouts import StateLayout
-from autopar.errors import ClusterError
-
-if TYPE_CHECKING:
-    from autopar.cost_models.hardware.cluster import Cluster
-
-CONSTANTS = ("matmul", "memory", "attention", "network")
-"""Share of the peak FLOP/s that large matrix products reach, share of the memory bandwidth that streaming kernels reach, share of
-the peak that long attention reaches, and the factor on every link's bandwidth. A stack may have three of them; the rest is the
-cluster's."""
-
-_FIELDS = {"matmul": "matmul_fraction", "memory": "bandwidth_fraction", "attention": "attention_fraction"}
-"""The field of a device that each of them replaces."""
-
-MAX_CONSTANTS = 3
-DEFAULT_STACK = "autopar"
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.stack_entries import (
+    DEFAULT_STACK,
+    FIELDS,
+    SoftwareStack,
+    software_stacks,
+    stack_for,
+    state_layouts,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class SoftwareStack:
-    """One software stack on one device generation; `how` tells where its constants come from. `compiled`: those of compiled
-    programs, where they have an entry of their own."""
-
-    name: str
-    generation: str
-    constants: tuple[tuple[str, float], ...]
-    how: str
-    compiled: bool = False
-
-    def applied(self, cluster: Cluster, compiled: bool = False) -> Cluster:
-        """The cluster with these constants in place of its own. `compiled`: neighbouring streaming operations run as one
-        kernel."""
-        given = dict(self.constants)
-        fractions: dict[str, Any] = {_FIELDS[name]: given[name] for name in given if name in _FIELDS}
-        device = replace(cluster.device, **fractions, fused=compiled)
-        links = tuple(link.scaled(given.get("network", 1.0)) for link in cluster.links)
-        return replace(cluster, device=device, links=links)
-
-
-def _read(file: str) -> Any:
-    return yaml.safe_load((Path(__file__).parent / file).read_text())
-
-
-@lru_cache(maxsize=1)
-def software_stacks() -> tuple[tuple[SoftwareStack, ...], Mapping[str, Overlap]]:
-    """All entries, and what each stack overlaps (a fact of the software, not fitted). ClusterError where an entry has more than
-    three constants."""
-    data = _read("software_stacks.yaml")
-    entries = tuple(_stack(entry) for entry in data["stacks"])
-    return entries, {name: parse_overlap(given, f"overlap.{name}") for name, given in data["overlap"].items()}
-
-
-@lru_cache(maxsize=1)
-def state_layouts() -> Mapping[str, StateLayout]:
-    """Optimizer state layout per stack, from ``state_layouts.yaml``: facts of its code, nothing of it is fitted."""
-    return {name: parse_state_layout(given, name) for name, given in _read("state_layouts.yaml").items()}
-
-
-def _stack(entry: Mapping[str, Any]) -> SoftwareStack:
-    constants = tuple((name, float(entry[name])) for name in CONSTANTS if name in entry)
-    name = f"{entry['stack']} on {entry['generation']}"
-    if len(constants) > MAX_CONSTANTS:
-        raise ClusterError(f"software_stacks.yaml: {name} has {len(constants)} constants; at most {MAX_CONSTANTS} are allowed")
-    if not entry.get("how"):
-        raise ClusterError(f"software_stacks.yaml: {name} does not say how its constants were obtained")
-    return SoftwareStack(str(entry["stack"]), str(entry["generation"]), constants, str(entry["how"]), entry.get("compiled", False))
-
-
-def stack_for(name: str, generation: str, compiled: bool = False) -> SoftwareStack | None:
-    """The nearest entry: this stack on this generation, else our own programs there; of two, the one of programs that are compiled
-    or not."""
-    fit = [stack for stack in software_stacks()[0] if stack.generation == generation and stack.name in (name, DEFAULT_STACK)]
-    return max(fit, key=lambda stack: (stack.name == name, stack.compiled == compiled), default=None)
-
-
-def planner_fractions(generation: str) -> dict[str, float]:
-    """What our own programs reach on a device generation, as fields of a device; empty where nothing is known of it."""
-    known = stack_for(DEFAULT_STACK, generation)
-    return {_FIELDS[name]: share for name, share in known.constants if name in _FIELDS} if known is not None else {}
+def _applied(stack: SoftwareStack, cluster: Cluster, compiled: bool) -> Cluster:
+    """The cluster with these constants in place of its own. `compiled`: neighbouring streaming operations run as one
+    kernel."""
+    given = dict(stack.constants)
+    fractions: dict[str, Any] = {FIELDS[name]: given[name] for name in given if name in FIELDS}
+    device = replace(cluster.device, **fractions, fused=compiled)
+    links = tuple(link.scaled(given.get("network", 1.0)) for link in cluster.links)
+    return replace(cluster, device=device, links=links)
 
 
 def with_stack(
@@ -122,4 +50,4 @@ def with_stack(
         expert_dispatch=overlap.expert_dispatch if ep_overlap is None else ep_overlap,
     )
     layout = state_layouts().get(name, cluster.state_layout)
-    return replace(stack.applied(cluster, compiled), overlap=overlap, state_layout=layout)
+    return replace(_applied(stack, cluster, compiled), overlap=overlap, state_layout=layout)

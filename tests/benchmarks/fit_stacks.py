@@ -1,9 +1,10 @@
 """Prints the entries of cost_models/hardware/software_stacks.yaml, fitted to published runs (autopar/validate/constants.py):
 `python tests/benchmarks/fit_stacks.py [FILE.csv] [--stack PARTS] [--own]`.
 
-Every source weighs the same. A stack with no more runs than constants has no entry (those of one family are fitted together). `--own`:
-the constants of our own programs, from the runs of FSDP1 and FSDP2 of all stacks, with the rate of attention that its kernels reach.
-What the errors are on sources that the constants have not seen is said by `autopar validate --leave-one-source-out`.
+Every source weighs the same. A stack with no more runs than constants has no entry (those of one family are fitted together).
+`--own`: the constants of our own programs, from the runs of FSDP1 and FSDP2 of all stacks, with the rate of attention that its
+kernels reach. What the errors are on sources that the constants have not seen is said by `autopar validate
+--leave-one-source-out`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def main() -> None:
         left = [error for each in found.values() for error in each]
         text = ", ".join(f"{key}: {value:.3f}" for key, value in constants.items())
         said = f"fitted on {len(items)} rows of {len(found)} sources" + (", attention by its kernels" if given else "")
-        errors = f"median of sources {statistics.median(map(statistics.median, found.values())):.1%}, p90 {sorted(left)[int(0.9 * len(left))]:.1%}"
+        middle, most = statistics.median(map(statistics.median, found.values())), sorted(left)[int(0.9 * len(left))]
+        errors = f"median of sources {middle:.1%}, p90 {most:.1%}"
         for stack in sorted(Counter(row.software_stack for row, _ in items)):
             print(f'  - {{stack: {stack}, generation: {generation}, {text}, how: "{said}"}}  # {errors}', flush=True)
 

@@ -133,9 +133,9 @@ def test_the_plans_of_mixtures(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_whole_table() -> None:
-    """The aims of the README's table, over all rows."""
+    """The README's table, over all rows; regret is of sweeps of two configurations and more, whose largest has no aim."""
     done = subprocess.run(["autopar", "validate", "--json"], env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)["summary"]
-    assert found["dense_median"] <= 0.08 and found["dense_p90"] <= 0.25 and found["moe_median"] <= 0.20
-    assert found["order_accuracy"] >= 0.84 and found["regret_mean"] <= 0.05 and found["regret_max"] <= 0.15
+    assert found["dense_median"] <= 0.06 and found["dense_p90"] <= 0.15 and found["moe_median"] <= 0.15
+    assert found["order_accuracy"] >= 0.84 and found["regret_mean"] <= 0.05 and found["sweeps"] >= 20

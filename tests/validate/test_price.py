@@ -11,7 +11,8 @@ from support.oracles.published_rows import row, session, table
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
-from autopar.cost_models.hardware.software_stacks import state_layouts, with_stack
+from autopar.cost_models.hardware.software_stacks import with_stack
+from autopar.cost_models.hardware.stack_entries import state_layouts
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_cost import state_cost
 from autopar.cost_models.state.state_group import StateGroup
@@ -96,7 +97,7 @@ def test_what_cannot_be_expressed_is_listed_with_the_reason(changes: dict[str, A
 def test_devices_without_a_size_and_new_nodes() -> None:
     """An A100 of unknown memory is the one of 80 GB, and the report says so; GB200 and B300 are known."""
     stated, plain, gb200, b300 = price_rows(
-        [row("lf-001", gpu="A100-80GB"), *(row("lf-001", id=gpu, gpu=gpu) for gpu in ("A100", "GB200", "B300"))], session=session()
+        [row("lf-001", id=gpu, gpu=gpu) for gpu in ("A100-80GB", "A100", "GB200", "B300")], session=session()
     )
     assert plain.evaluation is not None and stated.evaluation is not None
     assert plain.evaluation.step_seconds == stated.evaluation.step_seconds
@@ -106,8 +107,8 @@ def test_devices_without_a_size_and_new_nodes() -> None:
 
 
 def test_facts_of_the_software() -> None:
-    """The bytes of gradients that are reduced: two with NeMo, four with DeepSpeed in bfloat16 (two in float16) and with Megatron; each
-    parameter by itself in DeepSpeed's ZeRO-3 of 2021."""
+    """The bytes of gradients that are reduced: two with NeMo, four with DeepSpeed in bfloat16 (two in float16) and with
+    Megatron; each parameter by itself in DeepSpeed's ZeRO-3 of 2021."""
     adamw, layouts = optimizer_named("adamw"), state_layouts()
     half, bfloat = (Precision(name, "float32") for name in ("float16", "bfloat16"))
     assert StatePolicy.of(bfloat, adamw, layouts["nemo-megatron-core"]).gradient_bytes == 2

@@ -12,6 +12,7 @@ from support.plans.handwritten_candidates import candidate
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
+from autopar.cost_models.hardware.overlap import Overlap
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_memory import StateMemory
 from autopar.cost_models.step.block_costs import BlockCosts
@@ -26,7 +27,8 @@ from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan import Candidate, Pipeline, Precision
 
 BF16 = Precision("bfloat16", "float32")
-CLUSTER = Cluster.parse("dgx-h100:4")
+CLUSTER = replace(Cluster.parse("dgx-h100:4"), overlap=Overlap())
+"""Without contention, whose loss is no busy time."""
 ADAMW = optimizer_named("adamw")
 
 

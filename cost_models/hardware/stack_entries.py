@@ -1,0 +1,88 @@
+"""What a training framework reaches on a device generation: at most three constants each, from ``software_stacks.yaml``; and
+which communication it overlaps and how it lays out optimizer state, which are facts of its code (`overlap`,
+``state_layouts.yaml``).
+
+The physics is in the other files; the constants say which share of it a framework's kernels and launches reach. They were fitted
+(``tests/benchmarks/fit_stacks.py``) on published runs, never on a single row or source; the YAML says on how many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autopar.cost_models.hardware.cluster_parser import parse_overlap, parse_state_layout
+from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.state_layouts import StateLayout
+from autopar.errors import ClusterError
+
+CONSTANTS = ("matmul", "memory", "attention", "network")
+"""Share of the peak FLOP/s that large matrix products reach, share of the memory bandwidth that streaming kernels reach, share of
+the peak that long attention reaches, and the factor on every link's bandwidth. A stack may have three of them; the rest is the
+cluster's."""
+
+FIELDS = {"matmul": "matmul_fraction", "memory": "bandwidth_fraction", "attention": "attention_fraction"}
+"""The field of a device that each of them replaces."""
+
+MAX_CONSTANTS = 3
+DEFAULT_STACK = "autopar"
+
+
+@dataclass(frozen=True, slots=True)
+class SoftwareStack:
+    """One software stack on one device generation; `how` tells where its constants come from. `compiled`: those of compiled
+    programs, where they have an entry of their own."""
+
+    name: str
+    generation: str
+    constants: tuple[tuple[str, float], ...]
+    how: str
+    compiled: bool = False
+
+
+def _read(file: str) -> Any:
+    return yaml.safe_load((Path(__file__).parent / file).read_text())
+
+
+@lru_cache(maxsize=1)
+def software_stacks() -> tuple[tuple[SoftwareStack, ...], Mapping[str, Overlap]]:
+    """All entries, and what each stack overlaps (a fact of the software, not fitted). ClusterError where an entry has more than
+    three constants."""
+    data = _read("software_stacks.yaml")
+    entries = tuple(_stack(entry) for entry in data["stacks"])
+    return entries, {name: parse_overlap(given, f"overlap.{name}") for name, given in data["overlap"].items()}
+
+
+@lru_cache(maxsize=1)
+def state_layouts() -> Mapping[str, StateLayout]:
+    """Optimizer state layout per stack, from ``state_layouts.yaml``: facts of its code, nothing of it is fitted."""
+    return {name: parse_state_layout(given, name) for name, given in _read("state_layouts.yaml").items()}
+
+
+def _stack(entry: Mapping[str, Any]) -> SoftwareStack:
+    constants = tuple((name, float(entry[name])) for name in CONSTANTS if name in entry)
+    name = f"{entry['stack']} on {entry['generation']}"
+    if len(constants) > MAX_CONSTANTS:
+        raise ClusterError(f"software_stacks.yaml: {name} has {len(constants)} constants; at most {MAX_CONSTANTS} are allowed")
+    if not entry.get("how"):
+        raise ClusterError(f"software_stacks.yaml: {name} does not say how its constants were obtained")
+    compiled = bool(entry.get("compiled", False))
+    return SoftwareStack(str(entry["stack"]), str(entry["generation"]), constants, str(entry["how"]), compiled)
+
+
+def stack_for(name: str, generation: str, compiled: bool = False) -> SoftwareStack | None:
+    """The nearest entry: this stack on this generation, else our own programs there; of two, the one of programs that are
+    compiled or not."""
+    fit = [stack for stack in software_stacks()[0] if stack.generation == generation and stack.name in (name, DEFAULT_STACK)]
+    return max(fit, key=lambda stack: (stack.name == name, stack.compiled == compiled), default=None)
+
+
+def planner_fractions(generation: str) -> dict[str, float]:
+    """What our own programs reach on a device generation, as fields of a device; empty where nothing is known of it."""
+    known = stack_for(DEFAULT_STACK, generation)
+    return {FIELDS[name]: share for name, share in known.constants if name in FIELDS} if known is not None else {}
