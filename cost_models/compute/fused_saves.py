@@ -23,8 +23,8 @@ _LOSS = "ap.cross_entropy_sum"
 
 
 def with_fused_saves(block: Block, saved: Mapping[str, SavedTensors], loss: bool = True) -> dict[str, SavedTensors]:
-    """`saved` by node, for kernels that are fused over neighbouring streaming operations; `loss`: the loss is one too. (A compiler
-    fuses layers so: torch.compile's min-cut partitioner recomputes streaming operations in the backward. The loss is outside.)"""
+    """`saved` by node, for kernels that are fused over neighbouring streaming operations; `loss`: the loss is one too. (Compiled
+    layers are so: torch.compile's min-cut partitioner recomputes streaming operations in the backward. The loss is outside.)"""
     found = dict(saved)
     values = block.values()
     inside = fusable_values(block).only

@@ -24,7 +24,7 @@ class Device:
     base_bytes: what the process takes before the model and its communicators: context, kernels of libraries (see `allocator`).
     generation: name of the architecture (``hopper``); empty where unknown.
     multiprocessors: what a kernel's tiles are distributed over; 0 where unknown, and on a CPU.
-    fused: neighbouring streaming operations run as one kernel, as a compiler makes them, which also recomputes them in the backward.
+    fused: neighbouring streaming operations run as one kernel, as a compiler makes them, and the backward recomputes them.
     communicator_bytes: buffers of one communicator of the collective library (where a GPU's file does not say:
         `allocator.COMMUNICATOR_BYTES`).
     memory_margin: share of the memory that plans leave free.

@@ -39,7 +39,7 @@ def every_zero(graph: Graph, candidate: Candidate, cluster: Cluster) -> Iterator
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.1])
 def test_zero_per_block_is_the_best_of_all(name: str, share: float) -> None:
     graph = gpt2_graph(layers=6, batch=16, hidden=512, heads=8)
-    roomy = Cluster.parse(name)
+    roomy = replace(Cluster.parse(name), host=None)  # what waits on the host is not sharded
     roomy = with_memory(roomy, 200 * 2**30)
     start = search(graph, roomy, SearchOptions(force={"dp": roomy.size, "zero": 0}, relative_gap=1e-9)).candidate
     every = list(every_zero(graph, start, roomy))
@@ -50,7 +50,9 @@ def test_zero_per_block_is_the_best_of_all(name: str, share: float) -> None:
     result = search(graph, tight, SearchOptions(force={"dp": roomy.size}, relative_gap=1e-9))
     assert result.warnings == ()
     assert result.evaluation.fits
-    assert result.evaluation.step_seconds == pytest.approx(expected, rel=2e-4)
+    recomputed = any(plan.recompute or plan.recompute_nodes or plan.recompute_conversions for plan in result.candidate.blocks)
+    least = 0.0 if recomputed else expected * (1 - 2e-4)  # what `every` cannot do may be faster still
+    assert least <= result.evaluation.step_seconds <= expected * (1 + 2e-4)
 
 
 def test_parts_of_blocks_are_recomputed_where_nothing_else_fits() -> None:

@@ -96,8 +96,8 @@ def test_frozen_parameters_have_no_gradient_nor_optimizer_state() -> None:
 
 
 def test_two_groups_of_a_call_have_one_largest_tensor() -> None:
-    """An optimizer that updates one parameter after the other has temporaries of the largest of both groups, as of several chunks;
-    all else is there at the same time."""
+    """An optimizer that updates one parameter after the other has temporaries of the largest of both groups, as of several
+    chunks; all else is there at the same time."""
     policy = StatePolicy.of(Precision(), optimizer_named("adamw"))
     own, experts = (state_memory(StateGroup(n, n, 2, largest=n / 2), 0, 1, policy) for n in (1000, 3000))
     both = own + experts
