@@ -70,6 +70,17 @@ class ExpertPrice:
     measured_seconds: float | None = None
     reason: str = ""
 
+    @property
+    def fits(self) -> bool:
+        """Whether it may run: experts leave no margin, and the allocator gives back what it does not need."""
+        return self.evaluation is not None and self.evaluation.can_run
+
+    @property
+    def short_bytes(self) -> int:
+        """What a device lacks to run it at all."""
+        stages = self.evaluation.stage_memory if self.evaluation is not None else ()
+        return int(max((each.least_bytes - each.capacity_bytes for each in stages), default=0)) if not self.fits else 0
+
 
 @dataclass(frozen=True, slots=True)
 class PricedRecipe:

@@ -198,14 +198,25 @@ def estimated_seconds(knobs: Knobs, work: Workload, costs: LayerCosts) -> float:
     near, far = cluster.links[0].bandwidth_bytes_per_second, cluster.links[-1].bandwidth_bytes_per_second
     split = knobs.tensor * knobs.context
     tokens = knobs.micro * decoder.seq / knobs.context
-    again = {"none": 0.0, "selective": layer.attention_seconds, "products": layer.seconds / 6}.get(knobs.recompute, layer.seconds / 3)
+    again = {"none": 0.0, "selective": layer.attention_seconds, "products": layer.seconds / 6}.get(
+        knobs.recompute, layer.seconds / 3
+    )
     one = knobs.micro * (layer.seconds - layer.expert_seconds + again) / split
     cut = knobs.experts * (1 if work.whole_experts else knobs.tensor)
     one += costs.experts_seconds(knobs.micro / split, 1 / cut)
     moved = 8 * tokens * decoder.hidden * 2 * (knobs.tensor - 1) / knobs.tensor
     one += moved / near * (_OVERLAPPED if cluster.overlap.model_parallel else 1.0)
     if knobs.context > 1 and not cluster.overlap.model_parallel:
-        one += 6 * knobs.micro * decoder.seq * decoder.kv_heads * decoder.head_dim * 2 / knobs.tensor / (near if split <= node else far)
+        one += (
+            6
+            * knobs.micro
+            * decoder.seq
+            * decoder.kv_heads
+            * decoder.head_dim
+            * 2
+            / knobs.tensor
+            / (near if split <= node else far)
+        )
     if knobs.experts > 1:
         span = knobs.experts * (1 if work.whole_experts else knobs.tensor)
         copies = min(decoder.top_k, span / node) if work.once and span > node else decoder.top_k
@@ -216,10 +227,14 @@ def estimated_seconds(knobs: Knobs, work: Workload, costs: LayerCosts) -> float:
     kept = _stage_parameters(knobs, work, layer)
     ranks = knobs.data(cluster.size) * knobs.context
     reach = knobs.group * knobs.tensor if knobs.group else ranks * knobs.tensor
-    rate = near if reach <= node else min(near, far * max(1, node // knobs.tensor))  # every card of a node carries its ring's part
+    rate = (
+        near if reach <= node else min(near, far * max(1, node // knobs.tensor))
+    )  # every card of a node carries its ring's part
     device = cluster.device
     gradient = cluster.state_layout.gradient_bytes or 4
-    accumulated = kept * (2 + 2 * gradient) / (device.bandwidth_bytes_per_second * device.bandwidth_fraction) if count > 1 else 0.0
+    accumulated = (
+        kept * (2 + 2 * gradient) / (device.bandwidth_bytes_per_second * device.bandwidth_fraction) if count > 1 else 0.0
+    )
     busy = max(stage, last) + accumulated
     exposed = 0.0
     if ranks > 1 and knobs.zero >= 3:
@@ -256,4 +271,4 @@ def estimated_bytes(knobs: Knobs, work: Workload, layer: LayerCost) -> float:
     chunks = min(count * knobs.virtual, (knobs.virtual - 1) * knobs.stages + 2 * knobs.stages - 1)
     layers = work.layers / knobs.stages * (min(count, knobs.stages) if knobs.virtual == 1 else chunks / knobs.virtual)
     head = tokens * decoder.vocab * 6 / knobs.tensor if knobs.stages == 1 else 0.0
-    return 1.05 * (state + saved * layers + head + knobs.micro * layer.saved_bytes / (knobs.tensor * knobs.context)) + 2**31
+    return (state + saved * layers + head + knobs.micro * layer.saved_bytes / (knobs.tensor * knobs.context)) + 2**31

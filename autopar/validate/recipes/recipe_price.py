@@ -28,7 +28,7 @@ _WORTH_A_LOOK = 1.15
 
 @dataclass(frozen=True, slots=True)
 class PricedKnobs:
-    """One configuration with its cost. `fits` is the evaluator's."""
+    """One configuration with its cost."""
 
     knobs: Knobs
     candidate: Candidate
@@ -36,7 +36,14 @@ class PricedKnobs:
 
     @property
     def fits(self) -> bool:
-        return self.evaluation.fits
+        """Whether it may run. Experts try, and leave no margin: a configuration that would reserve more than there is runs all the same
+        while its tensors fit (`hardware.allocator`)."""
+        return self.evaluation.can_run
+
+    @property
+    def least_bytes(self) -> float:
+        """What the fullest stage cannot do without."""
+        return max(stage.least_bytes for stage in self.evaluation.stage_memory)
 
 
 @dataclass(slots=True)
@@ -51,7 +58,9 @@ class RecipePricer:
     def best(self, recipe: str) -> PricedKnobs | None:
         """The fastest configuration that fits, or the one that lacks least memory; None where batch and cluster allow none."""
         work, costs = self.work, self.costs
-        every = [_Estimate(estimated_seconds(k, work, costs), estimated_bytes(k, work, costs.one), k) for k in knobs_of(recipe, work)]
+        every = [
+            _Estimate(estimated_seconds(k, work, costs), estimated_bytes(k, work, costs.one), k) for k in knobs_of(recipe, work)
+        ]
         if not every:
             return None
         corrections = _Corrections(work.cluster.device.memory_bytes)
@@ -66,14 +75,14 @@ class RecipePricer:
             priced = self.price(chosen.knobs)
             if priced is not None:
                 found.append(priced)
-                corrections.learn(chosen, priced.evaluation)
+                corrections.learn(chosen, priced)
         if not any(each.fits for each in found):
             least = sorted(every, key=lambda each: each.peak_bytes)[:_LEAST]
             found += filter(None, (self.price(each.knobs) for each in least))
         fitting = [each for each in found if each.fits]
         if fitting:
             return min(fitting, key=lambda each: each.evaluation.step_seconds)
-        return min(found, key=lambda each: each.evaluation.peak_memory_bytes, default=None)
+        return min(found, key=lambda each: each.least_bytes, default=None)
 
     def price(self, knobs: Knobs) -> PricedKnobs | None:
         """One configuration; None where it cannot be placed."""
@@ -149,10 +158,10 @@ class _Corrections:
     _seconds: dict[object, float] = field(default_factory=dict)
     _bytes: dict[object, float] = field(default_factory=dict)
 
-    def learn(self, estimate: _Estimate, evaluation: Evaluation) -> None:
+    def learn(self, estimate: _Estimate, priced: PricedKnobs) -> None:
         kind = estimate.kind
-        self._seconds[kind] = min(evaluation.step_seconds / estimate.seconds, self._seconds.get(kind, inf))
-        self._bytes[kind] = min(evaluation.peak_memory_bytes / estimate.peak_bytes, self._bytes.get(kind, inf))
+        self._seconds[kind] = min(priced.evaluation.step_seconds / estimate.seconds, self._seconds.get(kind, inf))
+        self._bytes[kind] = min(priced.least_bytes / estimate.peak_bytes, self._bytes.get(kind, inf))
 
     def seconds(self, estimate: _Estimate) -> float:
         """Of a kind that nothing was evaluated of yet, hopefully."""
