@@ -85,7 +85,8 @@ def _pipelines(work: Workload, ranks: int) -> Iterator[tuple[int, int]]:
     for stages in divisors(ranks):
         if not 1 < stages <= min(work.layers, 64):
             continue
-        for each in divisors(-(-(work.layers + 2) // stages)):
+        deep = {-(-work.layers // stages), -(-(work.layers + 2) // stages)}
+        for each in sorted({size for layers in deep for size in divisors(layers)}):
             virtual = -(-work.layers // (stages * each))
             chunks = stages * virtual
             if work.layers % chunks == 0 or (work.layers + 2) % chunks == 0 or (virtual == 1 and chunks <= work.layers):

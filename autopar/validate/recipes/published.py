@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -73,13 +73,19 @@ class MeasuredRun:
 
 def runs_of(decoder: Architecture, layers: int, cluster: Cluster, batch: int) -> tuple[MeasuredRun, ...]:
     """The published runs of a model on a cluster, of every software and precision, those of the same batch first."""
-    preset = next((gpu for gpu, (name, _) in PRESETS.items() if Cluster.parse(name).device.name == cluster.device.name), None)
+    preset = _device_names().get(cluster.device.name)
     found = [
         MeasuredRun(row, row.global_batch == batch)
         for row in _measured()
         if row.gpu == preset and row.n_gpus == cluster.size and row.layers == layers and _same_sizes(row, decoder)
     ]
     return tuple(sorted(found, key=lambda each: (not each.same_batch, each.row.step_seconds or 0.0)))
+
+
+@lru_cache(maxsize=1)
+def _device_names() -> Mapping[str, str]:
+    """How the table calls a device of the presets."""
+    return {Cluster.parse(name).device.name: gpu for gpu, (name, _) in PRESETS.items()}
 
 
 @lru_cache(maxsize=1)

@@ -18,10 +18,11 @@ from autopar.validate.recipes.knobs import Knobs, LayerCost, LayerCosts, Workloa
 
 MOST_EVALUATED = 7
 """So many configurations of a recipe are evaluated at most; then, if none of them fits, `_LEAST` that need least memory."""
-_LEAST = 2
+_LEAST = 1
 _HOPE = 0.93
 """What a class of configurations that none was evaluated of may turn out to take, beside the others."""
 _SEVERAL = 8
+_MORE_ROOM = 0.93
 _WORTH_A_LOOK = 1.15
 """What is estimated to need more than this share of a device's memory is not evaluated while others are left."""
 
@@ -66,36 +67,42 @@ class RecipePricer:
         corrections = _Corrections(work.cluster.device.memory_bytes)
         left, found = list(every), list[PricedKnobs]()
         for number in range(2 * MOST_EVALUATED):
-            best = min((each.evaluation.step_seconds for each in found if each.fits), default=inf)
+            reached = min((each.evaluation.step_seconds for each in found if each.fits), default=inf)
             left = [each for each in left if corrections.may_fit(each)]
             chosen = min(left, key=corrections.seconds, default=None)
-            if chosen is None or corrections.seconds(chosen) >= best or (number >= MOST_EVALUATED and best < inf):
+            if chosen is None or corrections.seconds(chosen) >= reached or (number >= MOST_EVALUATED and reached < inf):
                 break
             left.remove(chosen)
-            priced = self.price(chosen.knobs)
+            priced = self.price(chosen.knobs, exactly=False)
             if priced is not None:
                 found.append(priced)
                 corrections.learn(chosen, priced)
         if not any(each.fits for each in found):
             least = sorted(every, key=lambda each: each.peak_bytes)[:_LEAST]
-            found += filter(None, (self.price(each.knobs) for each in least))
+            found += filter(None, (self.price(each.knobs, exactly=False) for each in least))
         fitting = [each for each in found if each.fits]
         if fitting:
-            return min(fitting, key=lambda each: each.evaluation.step_seconds)
-        return min(found, key=lambda each: each.least_bytes, default=None)
+            best = min(fitting, key=lambda each: each.evaluation.step_seconds)
+        elif found:
+            best = min(found, key=lambda each: each.least_bytes)
+        else:
+            return None
+        known = (best.knobs.tensor > 1, best.knobs.context > 1, best.knobs.experts > 1, best.knobs.tensor) in self._placed
+        return best if known else self.price(best.knobs) or best
 
-    def price(self, knobs: Knobs) -> PricedKnobs | None:
+    def price(self, knobs: Knobs, exactly: bool = True) -> PricedKnobs | None:
         """One configuration; None where it cannot be placed."""
         self.evaluated += 1
         try:
-            graph, candidate = self.candidate(knobs)
+            graph, candidate = self.candidate(knobs, exactly)
             found = evaluate(graph, candidate, self.work.cluster, self.work.optimizer)
         except AutoparError:
             return None
         return PricedKnobs(knobs, candidate, found)
 
-    def candidate(self, knobs: Knobs) -> tuple[Graph, Candidate]:
-        """The graph of a configuration at its batch, and its candidate."""
+    def candidate(self, knobs: Knobs, exactly: bool = True) -> tuple[Graph, Candidate]:
+        """The graph of a configuration at its batch, and its candidate. Placements hardly depend on the degree of an axis that there is:
+        unless `exactly`, those of another degree will do."""
         work = self.work
         graph = self.graph(knobs)
         fixed = FixedConfiguration(
@@ -111,9 +118,12 @@ class RecipePricer:
             precision=work.precision,
             optimizer=work.optimizer,
         )
-        key = knobs.tensor, knobs.context > 1, knobs.experts > 1
+        alike = knobs.tensor > 1, knobs.context > 1, knobs.experts > 1
+        key = (*alike, knobs.tensor) if exactly or alike not in self._placed else alike
         if key not in self._placed:
-            self._placed[key] = place_blocks(graph, fixed, priced_registry())
+            placed = place_blocks(graph, fixed, priced_registry())
+            self._placed[key] = placed
+            self._placed.setdefault(alike, placed)
         return graph, fixed_candidate(graph, work.cluster, fixed, self._placed[key])
 
     def graph(self, knobs: Knobs) -> Graph:
@@ -157,10 +167,12 @@ class _Corrections:
     capacity_bytes: float
     _seconds: dict[object, float] = field(default_factory=dict)
     _bytes: dict[object, float] = field(default_factory=dict)
+    _too_large: int = 0
 
     def learn(self, estimate: _Estimate, priced: PricedKnobs) -> None:
         kind = estimate.kind
         self._seconds[kind] = min(priced.evaluation.step_seconds / estimate.seconds, self._seconds.get(kind, inf))
+        self._too_large += not priced.fits
         self._bytes[kind] = min(priced.least_bytes / estimate.peak_bytes, self._bytes.get(kind, inf))
 
     def seconds(self, estimate: _Estimate) -> float:
@@ -168,5 +180,8 @@ class _Corrections:
         return estimate.seconds * self._seconds.get(estimate.kind, _HOPE * min(self._seconds.values(), default=1.0))
 
     def may_fit(self, estimate: _Estimate) -> bool:
-        allowed = 1.0 if estimate.kind in self._bytes else _WORTH_A_LOOK
-        return estimate.peak_bytes * self._bytes.get(estimate.kind, 1.0) <= allowed * self.capacity_bytes
+        """Of a kind that nothing was evaluated of yet, as the others err; the more were too large, the more room is asked for."""
+        known = self._bytes.get(estimate.kind)
+        ratio = known if known is not None else max(1.0, min(self._bytes.values(), default=1.0))
+        allowed = 1.0 if known is not None else _WORTH_A_LOOK * _MORE_ROOM**self._too_large
+        return estimate.peak_bytes * ratio <= allowed * self.capacity_bytes
