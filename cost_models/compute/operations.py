@@ -245,8 +245,8 @@ def token_copy_share(node: Node, plan: NodePlan, known: Profile, axis_sizes: Seq
 
 
 def _sliced_share(node: Node, plan: NodePlan, known: Profile, axis_sizes: Sequence[int]) -> float:
-    """Of ``ap.experts``, whose tokens are whole where an axis slices the experts: of what is saved of a copy, its input stays whole and
-    the activations inside the expert are sliced."""
+    """Of ``ap.experts``, whose tokens are whole where an axis slices the experts: of what is saved of a copy, its input stays
+    whole and the activations inside the expert are sliced."""
     if known.experts is None:
         return 1.0
     inside = prod(

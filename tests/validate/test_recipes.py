@@ -82,7 +82,7 @@ def test_the_search_of_knobs_is_cheap_and_finds_the_best() -> None:
     work = workload_of(each)
     pricer = RecipePricer(work)
     best = pricer.best("megatron")
-    assert best is not None and pricer.evaluated <= MOST_EVALUATED
+    assert best is not None and pricer.evaluated <= MOST_EVALUATED + 2
     every = [pricer.price(knobs) for knobs in knobs_of("megatron", work) if knobs.stages <= 2 and knobs.recompute == "none"]
     least = min(one.evaluation.step_seconds for one in every if one is not None and one.fits)
     assert best.evaluation.step_seconds <= 1.1 * least

@@ -1,8 +1,8 @@
 """Recipes as experts run them, beside a plan: on which software, with which knobs, at which price, and what was measured.
 
-The price has the constants, the overlap, the state layout and the saved tensors of that software (`hardware.software_stacks`), and the
-decoder in the form in which it writes it. It is a comparison only: what bounds the search is `solve.fixed.baselines`, with the constants
-of our own programs.
+The price has the constants, the overlap, the state layout and the saved tensors of that software (`hardware.software_stacks`),
+and the decoder in the form in which it writes it. It is a comparison only: what bounds the search is `solve.fixed.baselines`,
+with the constants of our own programs.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def cluster_with(software: str, known: str, cluster: Cluster) -> Cluster:
 def with_expert_prices(
     recipes: Sequence[PricedRecipe], graph: Graph, cluster: Cluster, options: SearchOptions, plan_seconds: float
 ) -> tuple[PricedRecipe, ...]:
-    """The recipes with the prices that experts get. Unchanged where the model is no decoder that is known, or the devices are none
-    that software was measured on. `plan_seconds` is the step of the plan that they are compared with."""
+    """The recipes with the prices that experts get. Unchanged where the model is no decoder that is known, or the devices are
+    none that software was measured on. `plan_seconds` is the step of the plan that they are compared with."""
     decoder = recognize(graph)
     if decoder is None or len({group.device.name for group in cluster.groups}) > 1:
         return tuple(recipes)

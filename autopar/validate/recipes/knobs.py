@@ -1,5 +1,5 @@
-"""The knobs of a recipe, and a closed-form estimate that orders them: arithmetic and traffic of one layer, scaled. The few that look best
-are priced exactly afterwards, so an estimate decides only what is looked at.
+"""The knobs of a recipe, and a closed-form estimate that orders them: arithmetic and traffic of one layer, scaled. The few that
+look best are priced exactly afterwards, so an estimate decides only what is looked at.
 
 Sizes are in bytes and seconds of one device. Sources of the forms: arXiv 2104.04473, section 2.2 (bubbles), 2205.05198, section 4
 (saved tensors under sequence parallelism), 1910.02054 (state).
@@ -27,8 +27,8 @@ _OVERLAPPED = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A decoder as a software writes it, a batch of sequences, and a cluster with that software's constants. `once`: a token is sent
-    to each node once; `whole_experts`: the tensor axis does not cut inside experts."""
+    """A decoder as a software writes it, a batch of sequences, and a cluster with that software's constants. `once`: a token is
+    sent to each node once; `whole_experts`: the tensor axis does not cut inside experts."""
 
     decoder: Architecture
     layers: int
@@ -128,8 +128,8 @@ def _recomputations(recipe: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Of a layer (the mean of them) on one device without any parallelism, of `sequences` sequences: seconds, bytes saved; seconds of
-    head and loss; and numbers of parameters."""
+    """Of a layer (the mean of them) on one device without any parallelism, of `sequences` sequences: seconds, bytes saved;
+    seconds of head and loss; and numbers of parameters."""
 
     sequences: int
     seconds: float

@@ -19,8 +19,8 @@ _VOCABULARY = 0.02
 
 
 def recipe_of(row: Row) -> str:
-    """The recipe that a run is an instance of: ``ddp``, ``fsdp``, ``fsdp_tp`` or ``megatron``; empty where it is of none (a pipeline
-    of ZeRO-3, state that is not stated)."""
+    """The recipe that a run is an instance of: ``ddp``, ``fsdp``, ``fsdp_tp`` or ``megatron``; empty where it is of none (a
+    pipeline of ZeRO-3, state that is not stated)."""
     model, state = (row.tp or 1, row.pp or 1), row.zero_stage_or_fsdp
     if state in ("zero3", "hsdp", "zero2") and model[1] == 1 and not row.n_experts and (row.cp or 1) == 1:
         return "fsdp" if model[0] == 1 else "fsdp_tp"
@@ -45,7 +45,8 @@ def workload_of(row: Row) -> Workload:
 
 
 def comparable_runs(rows: Iterable[Row]) -> list[list[Row]]:
-    """Measured runs that a recipe stands for, in groups: of one group only the knobs differ, and its fastest is what people get."""
+    """Measured runs that a recipe stands for, in groups: of one group only the knobs differ, and its fastest is what people
+    get."""
     found: dict[object, list[Row]] = {}
     for row in rows:
         if not row.step_seconds or not recipe_of(row):

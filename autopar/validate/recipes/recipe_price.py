@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -18,7 +19,7 @@ from autopar.validate.recipes.knobs import Knobs, LayerCost, LayerCosts, Workloa
 
 MOST_EVALUATED = 7
 """So many configurations of a recipe are evaluated at most; then, if none of them fits, `_LEAST` that need least memory."""
-_LEAST = 1
+_LEAST = 2
 _HOPE = 0.93
 """What a class of configurations that none was evaluated of may turn out to take, beside the others."""
 _SEVERAL = 8
@@ -37,8 +38,8 @@ class PricedKnobs:
 
     @property
     def fits(self) -> bool:
-        """Whether it may run. Experts try, and leave no margin: a configuration that would reserve more than there is runs all the same
-        while its tensors fit (`hardware.allocator`)."""
+        """Whether it may run. Experts try, and leave no margin: a configuration that would reserve more than there is runs all
+        the same while its tensors fit (`hardware.allocator`)."""
         return self.evaluation.can_run
 
     @property
@@ -80,15 +81,19 @@ class RecipePricer:
         if not any(each.fits for each in found):
             least = sorted(every, key=lambda each: each.peak_bytes)[:_LEAST]
             found += filter(None, (self.price(each.knobs, exactly=False) for each in least))
-        fitting = [each for each in found if each.fits]
-        if fitting:
-            best = min(fitting, key=lambda each: each.evaluation.step_seconds)
-        elif found:
-            best = min(found, key=lambda each: each.least_bytes)
-        else:
-            return None
-        known = (best.knobs.tensor > 1, best.knobs.context > 1, best.knobs.experts > 1, best.knobs.tensor) in self._placed
-        return best if known else self.price(best.knobs) or best
+        return self._exactly(found)
+
+    def _exactly(self, found: Sequence[PricedKnobs]) -> PricedKnobs | None:
+        """The best of `found` with placements of its own."""
+        ordered = sorted(found, key=lambda each: (not each.fits, each.evaluation.step_seconds if each.fits else each.least_bytes))
+        nearest: PricedKnobs | None = None
+        for each in ordered:
+            degrees = each.knobs.tensor > 1, each.knobs.context > 1, each.knobs.experts > 1, each.knobs.tensor
+            exact = each if degrees in self._placed else self.price(each.knobs) or each
+            if exact.fits:
+                return exact
+            nearest = nearest or exact
+        return nearest
 
     def price(self, knobs: Knobs, exactly: bool = True) -> PricedKnobs | None:
         """One configuration; None where it cannot be placed."""
@@ -101,8 +106,8 @@ class RecipePricer:
         return PricedKnobs(knobs, candidate, found)
 
     def candidate(self, knobs: Knobs, exactly: bool = True) -> tuple[Graph, Candidate]:
-        """The graph of a configuration at its batch, and its candidate. Placements hardly depend on the degree of an axis that there is:
-        unless `exactly`, those of another degree will do."""
+        """The graph of a configuration at its batch, and its candidate. Placements hardly depend on the degree of an axis that
+        there is: unless `exactly`, those of another degree will do."""
         work = self.work
         graph = self.graph(knobs)
         fixed = FixedConfiguration(
