@@ -144,7 +144,7 @@ class LayerCost:
     @staticmethod
     def of(graph: Graph, traces: Mapping[str, CallTrace], sequences: int) -> LayerCost:
         """`traces` are those of the blocks of `graph` on one device."""
-        inner = [block for block in graph.blocks if any("attention" in node.op for node in block.nodes)]
+        inner = [block for block in graph.blocks if graph.count(block.name) > 1 or any("attention" in n.op for n in block.nodes)]
         layers = sum(graph.count(block.name) for block in inner)
         found = dict.fromkeys(("seconds", "attention", "routed", "saved", "parameters", "experts"), 0.0)
         for block in inner:
