@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
-
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.step.evaluate import Evaluation
 from autopar.ir import dims
 from autopar.ir.describe import parallelism
 from autopar.ir.graph import Graph
 from autopar.ir.plan_file.document import Baseline, ClusterInfo, FastestInfo, MeshResult, ModelInfo, Predicted, SearchInfo
 from autopar.ir.plan_file.plan_file import Plan, assemble_plan
 from autopar.schedules.placement import chunks_of_stages
-from autopar.solve.fixed.baselines import PricedRecipe
+from autopar.solve.fixed.baselines import ExpertPrice, PricedRecipe
 from autopar.solve.ilp.solver import Status
 from autopar.solve.result import PlanResult
 
@@ -77,30 +74,21 @@ def _predicted(cluster: Cluster, found: PlanResult, seq: int | None) -> Predicte
 def as_baseline(priced: PricedRecipe) -> Baseline:
     """For the file: what experts get of the recipe, where that is known, beside what our own programs would."""
     own, expert = priced.evaluation, priced.expert
-    own_seconds = own.step_seconds if own is not None and own.fits else None
-    if expert is None:
-        return _baseline(priced.recipe.title, own, priced.description, priced.problem, "", own_seconds)
-    baseline = _baseline(
-        priced.recipe.title, expert.evaluation, expert.configuration, expert.problem, expert.software, own_seconds
-    )
-    return msgspec.structs.replace(
-        baseline, measured=expert.measured, measured_seconds=expert.measured_seconds, reason=expert.reason
-    )
-
-
-def _baseline(
-    title: str, found: Evaluation | None, configuration: str, problem: str, software: str, own_seconds: float | None
-) -> Baseline:
+    shown: PricedRecipe | ExpertPrice = priced if expert is None else expert
+    found = shown.evaluation
     return Baseline(
         step_seconds=found.step_seconds if found else None,
         peak_memory_bytes=int(found.peak_memory_bytes) if found else None,
-        fits=found is not None and found.fits,
-        title=title,
-        configuration=configuration,
-        shortfall_bytes=max(0, found.peak_memory_bytes - found.memory_capacity_bytes) if found else 0,
-        problem=problem,
-        software=software,
-        own_step_seconds=own_seconds,
+        fits=shown.fits,
+        title=priced.recipe.title,
+        configuration=priced.description if expert is None else expert.configuration,
+        shortfall_bytes=shown.short_bytes,
+        problem=shown.problem,
+        software=expert.software if expert is not None else "",
+        own_step_seconds=own.step_seconds if own is not None and own.fits else None,
+        measured=expert.measured if expert is not None else "",
+        measured_seconds=expert.measured_seconds if expert is not None else None,
+        reason=expert.reason if expert is not None else "",
     )
 
 

@@ -1,8 +1,9 @@
 """What software with fused kernels saves for the backward (`StateLayout.fused_saves`): a norm its input, a gated activation the
-operands of its kernel, a loss its logits. What autograd would save of the single operations is recomputed inside the backward's kernel.
+operands of its kernel, a loss its logits. What autograd would save of the single operations is recomputed inside the backward's
+kernel.
 
-Transformer Engine, apex and Megatron's ``bias_swiglu_fusion``; flash-attention's cross entropy. Times do not change: the constants
-of a stack say what its kernels reach.
+Transformer Engine, apex and Megatron's ``bias_swiglu_fusion``; flash-attention's cross entropy. Times do not change: the
+constants of a stack say what its kernels reach.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ _LOSS = "ap.cross_entropy_sum"
 
 
 def with_fused_saves(block: Block, saved: Mapping[str, SavedTensors], loss: bool = True) -> dict[str, SavedTensors]:
-    """`saved` by node, for kernels that are fused over neighbouring streaming operations; `loss`: the loss is one too. (Compiled
-    layers are so: torch.compile's min-cut partitioner recomputes streaming operations in the backward. The loss is outside.)"""
+    """`saved` by node, for kernels that are fused over neighbouring streaming operations; `loss`: the loss is one too. (A
+    compiler fuses layers so: torch.compile's min-cut partitioner recomputes streaming operations in the backward. The loss is
+    outside.)"""
     found = dict(saved)
     values = block.values()
     inside = fusable_values(block).only

@@ -245,11 +245,13 @@ def token_copy_share(node: Node, plan: NodePlan, known: Profile, axis_sizes: Seq
 
 
 def _sliced_share(node: Node, plan: NodePlan, known: Profile, axis_sizes: Sequence[int]) -> float:
-    """Of ``ap.experts``, whose tokens are whole where an axis slices the experts: of what is saved of a copy, its input stays whole and
-    the activations inside the expert are sliced."""
+    """Of ``ap.experts``, whose tokens are whole where an axis slices the experts: of what is saved of a copy, its input stays
+    whole and the activations inside the expert are sliced."""
     if known.experts is None:
         return 1.0
-    inside = prod(size for place, size in zip(plan.operands[2], axis_sizes, strict=True) if place == Shard(1) or place == Shard(1, 2))
+    inside = prod(
+        size for place, size in zip(plan.operands[2], axis_sizes, strict=True) if place == Shard(1) or place == Shard(1, 2)
+    )
     shapes, product = known.experts.shapes, 0.5 if packet(node.op) in FLOAT8 else 1.0
     inner = product * shapes.down + shapes.up
     return (product * shapes.hidden + inner / inside) / (product * shapes.hidden + inner)

@@ -11,10 +11,10 @@ class StateLayout:
 
     stored_compute: weights in the compute dtype live through the step beside the master weights (Megatron, DeepSpeed; ZeRO, arXiv
         1910.02054, section 3.1); else they are cast for the forward and freed after the backward.
-    fused_saves: fused kernels save their own inputs for the backward, a loss its logits (`compute.fused_saves`); else what autograd
-        saves of every single operation.
-    regathered_operands: a product saves the shard of an operand that it gathered over the tensor axis; its backward gathers it again
-        under the product of the input gradient, in no time of its own (arXiv 2205.05198, section 4.2.2).
+    fused_saves: fused kernels save their own inputs for the backward, a loss its logits (`compute.fused_saves`); else what
+        autograd saves of every single operation.
+    regathered_operands: a product saves the shard of an operand that it gathered over the tensor axis; its backward gathers it
+        again under the product of the input gradient, in no time of its own (arXiv 2205.05198, section 4.2.2).
     gradient_bytes: bytes of a gradient element, in memory and in its reduction; 0: as the master weight's.
     bfloat16_gradient_bytes: the same for runs in bfloat16, where these differ (DeepSpeed's optimizer for bfloat16 accumulates and
         reduces in float32, the one for float16 in float16); 0: they do not.

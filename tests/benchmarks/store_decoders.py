@@ -1,5 +1,5 @@
-"""Writes ``autopar/validate/data/decoders.json.gz``: a graph for each kind of decoder that the public table and the bundled models
-need. ``python tests/benchmarks/store_decoders.py``; takes two minutes.
+"""Writes ``autopar/validate/data/decoders.json.gz``: a graph for each kind of decoder that the public table and the bundled
+models need. ``python tests/benchmarks/store_decoders.py``; takes two minutes.
 """
 
 from __future__ import annotations

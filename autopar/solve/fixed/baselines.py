@@ -1,6 +1,6 @@
-"""What people write by hand, on the same cluster, as our own programs would run it: each a complete configuration, forced, and priced
-by the evaluator with the cluster's own constants. A plan is never predicted to be slower than these. What experts get of a recipe on
-their own software is `validate.recipes`.
+"""What people write by hand, on the same cluster, as our own programs would run it: each a complete configuration, forced, and
+priced by the evaluator with the cluster's own constants. A plan is never predicted to be slower than these. What experts get of
+a recipe on their own software is `validate.recipes`.
 
 Within a recipe the micro-batches and the recomputation that fit and take least time are taken, as somebody would who tries
 them. DDP: Li et al., arXiv 2006.15704; FSDP (ZeRO-3): Zhao et al., arXiv 2304.11277; with tensor and sequence parallelism in the
@@ -58,9 +58,9 @@ RECIPES = (
 
 @dataclass(frozen=True, slots=True)
 class ExpertPrice:
-    """The recipe on the software that people run it on, the best of its usual knobs (`validate.recipes`): a comparison, and no bound
-    of the search. `measured` is a published run in words, `measured_seconds` its time where batch and precision are the same too;
-    `reason` says by how much and why it is faster than the plan, where it is."""
+    """The recipe on the software that people run it on, the best of its usual knobs (`validate.recipes`): a comparison, and no
+    bound of the search. `measured` is a published run in words, `measured_seconds` its time where batch and precision are the
+    same too; `reason` says by how much and why it is faster than the plan, where it is."""
 
     software: str
     configuration: str = ""
@@ -70,11 +70,22 @@ class ExpertPrice:
     measured_seconds: float | None = None
     reason: str = ""
 
+    @property
+    def fits(self) -> bool:
+        """Whether it may run: experts leave no margin, and the allocator gives back what it does not need."""
+        return self.evaluation is not None and self.evaluation.can_run
+
+    @property
+    def short_bytes(self) -> int:
+        """What a device lacks to run it at all."""
+        stages = self.evaluation.stage_memory if self.evaluation is not None else ()
+        return int(max((each.least_bytes - each.capacity_bytes for each in stages), default=0)) if not self.fits else 0
+
 
 @dataclass(frozen=True, slots=True)
 class PricedRecipe:
-    """A recipe on a cluster, as our own programs would run it: the fastest of its variants that fit, or, where none does, the nearest.
-    `problem` says why there is none at all. `expert` is what people get of it on other software."""
+    """A recipe on a cluster, as our own programs would run it: the fastest of its variants that fit, or, where none does, the
+    nearest. `problem` says why there is none at all. `expert` is what people get of it on other software."""
 
     recipe: Recipe
     configuration: FixedConfiguration | None = None
@@ -154,7 +165,8 @@ class _Pricer:
         return nearest
 
     def _priced(self, recipe: Recipe, variants: Sequence[FixedConfiguration]) -> Iterator[PricedRecipe]:
-        """Without those that only recompute more than one that fits: they are never faster. `variants` recompute more and more."""
+        """Without those that only recompute more than one that fits: they are never faster. `variants` recompute more and
+        more."""
         fitting: set[int] = set()
         for each in variants:
             if each.micro_batches not in fitting:

@@ -1,8 +1,8 @@
 """Recipes as experts run them, beside a plan: on which software, with which knobs, at which price, and what was measured.
 
-The price has the constants, the overlap, the state layout and the saved tensors of that software (`hardware.software_stacks`), and the
-decoder in the form in which it writes it. It is a comparison only: what bounds the search is `solve.fixed.baselines`, with the constants
-of our own programs.
+The price has the constants, the overlap, the state layout and the saved tensors of that software (`hardware.software_stacks`),
+and the decoder in the form in which it writes it. It is a comparison only: what bounds the search is `solve.fixed.baselines`,
+with the constants of our own programs.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ def software_of(recipe: str, generation: str, mixture: bool) -> tuple[str, str] 
 
 def cluster_with(software: str, known: str, cluster: Cluster) -> Cluster:
     """The cluster as `software` uses it, with its constants on the generation `known`. PyTorch's recipes are compiled."""
-    stack = stack_for(software, known)
+    compiled = software in _PYTORCH
+    stack = stack_for(software, known, compiled)
     constants = dict(stack.constants) if stack is not None else None
-    return with_stack(cluster, software, compiled=software in _PYTORCH, constants=constants)
+    return with_stack(cluster, software, compiled=compiled, constants=constants)
 
 
 def with_expert_prices(
     recipes: Sequence[PricedRecipe], graph: Graph, cluster: Cluster, options: SearchOptions, plan_seconds: float
 ) -> tuple[PricedRecipe, ...]:
-    """The recipes with the prices that experts get. Unchanged where the model is no decoder that is known, or the devices are none
-    that software was measured on. `plan_seconds` is the step of the plan that they are compared with."""
+    """The recipes with the prices that experts get. Unchanged where the model is no decoder that is known, or the devices are
+    none that software was measured on. `plan_seconds` is the step of the plan that they are compared with."""
     decoder = recognize(graph)
     if decoder is None or len({group.device.name for group in cluster.groups}) > 1:
         return tuple(recipes)
@@ -95,9 +96,7 @@ def _pricer(
         return None
 
 
-def _expert_price(
-    recipe: str, software: str, pricer: RecipePricer, cluster: Cluster, plan_seconds: float
-) -> ExpertPrice | None:
+def _expert_price(recipe: str, software: str, pricer: RecipePricer, cluster: Cluster, plan_seconds: float) -> ExpertPrice | None:
     work = pricer.work
     try:
         found = pricer.best(recipe)
@@ -118,10 +117,18 @@ def described(found: PricedKnobs, work: Workload) -> str:
     """``tp=4 pp=4 x 5 chunks cp=2 dp=2, ZeRO-1, sequence parallel, 64 micro-batches of 1``."""
     knobs = found.knobs
     pipeline = f"pp={knobs.stages}" + f" x {knobs.virtual} chunks" * (knobs.virtual > 1)
-    degrees = [f"tp={knobs.tensor}"] * (knobs.tensor > 1) + [pipeline] * (knobs.stages > 1) + [f"cp={knobs.context}"] * (knobs.context > 1)
+    degrees = (
+        [f"tp={knobs.tensor}"] * (knobs.tensor > 1)
+        + [pipeline] * (knobs.stages > 1)
+        + [f"cp={knobs.context}"] * (knobs.context > 1)
+    )
     degrees += [f"ep={knobs.experts}"] * (knobs.experts > 1) + [f"dp={knobs.data(work.cluster.size)}"]
     count = knobs.micro_batches(work.batch, work.cluster.size)
-    parts = [" ".join(degrees), *([f"ZeRO-{knobs.zero}"] * (knobs.zero > 0)), *([f"state in groups of {knobs.group}"] * bool(knobs.group))]
+    parts = [
+        " ".join(degrees),
+        *([f"ZeRO-{knobs.zero}"] * (knobs.zero > 0)),
+        *([f"state in groups of {knobs.group}"] * bool(knobs.group)),
+    ]
     parts += ["sequence parallel"] * (knobs.tensor > 1) + [f"{count} micro-batches of {knobs.micro}"] * (count > 1)
     again = {"everything": "full", "products": "selective"}.get(knobs.recompute, knobs.recompute)
     return ", ".join([*parts, *([f"{again} recomputation"] * (again != "none"))])

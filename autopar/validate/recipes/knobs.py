@@ -1,5 +1,5 @@
-"""The knobs of a recipe, and a closed-form estimate that orders them: arithmetic and traffic of one layer, scaled. The few that look best
-are priced exactly afterwards, so an estimate decides only what is looked at.
+"""The knobs of a recipe, and a closed-form estimate that orders them: arithmetic and traffic of one layer, scaled. The few that
+look best are priced exactly afterwards, so an estimate decides only what is looked at.
 
 Sizes are in bytes and seconds of one device. Sources of the forms: arXiv 2104.04473, section 2.2 (bubbles), 2205.05198, section 4
 (saved tensors under sequence parallelism), 1910.02054 (state).
@@ -27,8 +27,8 @@ _OVERLAPPED = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A decoder as a software writes it, a batch of sequences, and a cluster with that software's constants. `once`: a token is sent
-    to each node once; `whole_experts`: the tensor axis does not cut inside experts."""
+    """A decoder as a software writes it, a batch of sequences, and a cluster with that software's constants. `once`: a token is
+    sent to each node once; `whole_experts`: the tensor axis does not cut inside experts."""
 
     decoder: Architecture
     layers: int
@@ -85,7 +85,8 @@ def _pipelines(work: Workload, ranks: int) -> Iterator[tuple[int, int]]:
     for stages in divisors(ranks):
         if not 1 < stages <= min(work.layers, 64):
             continue
-        for each in divisors(-(-(work.layers + 2) // stages)):
+        deep = {-(-work.layers // stages), -(-(work.layers + 2) // stages)}
+        for each in sorted({size for layers in deep for size in divisors(layers)}):
             virtual = -(-work.layers // (stages * each))
             chunks = stages * virtual
             if work.layers % chunks == 0 or (work.layers + 2) % chunks == 0 or (virtual == 1 and chunks <= work.layers):
@@ -127,8 +128,8 @@ def _recomputations(recipe: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Of a layer (the mean of them) on one device without any parallelism, of `sequences` sequences: seconds, bytes saved; seconds of
-    head and loss; and numbers of parameters."""
+    """Of a layer (the mean of them) on one device without any parallelism, of `sequences` sequences: seconds, bytes saved;
+    seconds of head and loss; and numbers of parameters."""
 
     sequences: int
     seconds: float
@@ -143,7 +144,7 @@ class LayerCost:
     @staticmethod
     def of(graph: Graph, traces: Mapping[str, CallTrace], sequences: int) -> LayerCost:
         """`traces` are those of the blocks of `graph` on one device."""
-        inner = [block for block in graph.blocks if any("attention" in node.op for node in block.nodes)]
+        inner = [block for block in graph.blocks if graph.count(block.name) > 1 or any("attention" in n.op for n in block.nodes)]
         layers = sum(graph.count(block.name) for block in inner)
         found = dict.fromkeys(("seconds", "attention", "routed", "saved", "parameters", "experts"), 0.0)
         for block in inner:
@@ -198,14 +199,25 @@ def estimated_seconds(knobs: Knobs, work: Workload, costs: LayerCosts) -> float:
     near, far = cluster.links[0].bandwidth_bytes_per_second, cluster.links[-1].bandwidth_bytes_per_second
     split = knobs.tensor * knobs.context
     tokens = knobs.micro * decoder.seq / knobs.context
-    again = {"none": 0.0, "selective": layer.attention_seconds, "products": layer.seconds / 6}.get(knobs.recompute, layer.seconds / 3)
+    again = {"none": 0.0, "selective": layer.attention_seconds, "products": layer.seconds / 6}.get(
+        knobs.recompute, layer.seconds / 3
+    )
     one = knobs.micro * (layer.seconds - layer.expert_seconds + again) / split
     cut = knobs.experts * (1 if work.whole_experts else knobs.tensor)
     one += costs.experts_seconds(knobs.micro / split, 1 / cut)
     moved = 8 * tokens * decoder.hidden * 2 * (knobs.tensor - 1) / knobs.tensor
     one += moved / near * (_OVERLAPPED if cluster.overlap.model_parallel else 1.0)
     if knobs.context > 1 and not cluster.overlap.model_parallel:
-        one += 6 * knobs.micro * decoder.seq * decoder.kv_heads * decoder.head_dim * 2 / knobs.tensor / (near if split <= node else far)
+        one += (
+            6
+            * knobs.micro
+            * decoder.seq
+            * decoder.kv_heads
+            * decoder.head_dim
+            * 2
+            / knobs.tensor
+            / (near if split <= node else far)
+        )
     if knobs.experts > 1:
         span = knobs.experts * (1 if work.whole_experts else knobs.tensor)
         copies = min(decoder.top_k, span / node) if work.once and span > node else decoder.top_k
@@ -216,10 +228,14 @@ def estimated_seconds(knobs: Knobs, work: Workload, costs: LayerCosts) -> float:
     kept = _stage_parameters(knobs, work, layer)
     ranks = knobs.data(cluster.size) * knobs.context
     reach = knobs.group * knobs.tensor if knobs.group else ranks * knobs.tensor
-    rate = near if reach <= node else min(near, far * max(1, node // knobs.tensor))  # every card of a node carries its ring's part
+    rate = (
+        near if reach <= node else min(near, far * max(1, node // knobs.tensor))
+    )  # every card of a node carries its ring's part
     device = cluster.device
     gradient = cluster.state_layout.gradient_bytes or 4
-    accumulated = kept * (2 + 2 * gradient) / (device.bandwidth_bytes_per_second * device.bandwidth_fraction) if count > 1 else 0.0
+    accumulated = (
+        kept * (2 + 2 * gradient) / (device.bandwidth_bytes_per_second * device.bandwidth_fraction) if count > 1 else 0.0
+    )
     busy = max(stage, last) + accumulated
     exposed = 0.0
     if ranks > 1 and knobs.zero >= 3:
@@ -256,4 +272,4 @@ def estimated_bytes(knobs: Knobs, work: Workload, layer: LayerCost) -> float:
     chunks = min(count * knobs.virtual, (knobs.virtual - 1) * knobs.stages + 2 * knobs.stages - 1)
     layers = work.layers / knobs.stages * (min(count, knobs.stages) if knobs.virtual == 1 else chunks / knobs.virtual)
     head = tokens * decoder.vocab * 6 / knobs.tensor if knobs.stages == 1 else 0.0
-    return 1.05 * (state + saved * layers + head + knobs.micro * layer.saved_bytes / (knobs.tensor * knobs.context)) + 2**31
+    return (state + saved * layers + head + knobs.micro * layer.saved_bytes / (knobs.tensor * knobs.context)) + 2**31

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,8 +19,8 @@ _VOCABULARY = 0.02
 
 
 def recipe_of(row: Row) -> str:
-    """The recipe that a run is an instance of: ``ddp``, ``fsdp``, ``fsdp_tp`` or ``megatron``; empty where it is of none (a pipeline
-    of ZeRO-3, state that is not stated)."""
+    """The recipe that a run is an instance of: ``ddp``, ``fsdp``, ``fsdp_tp`` or ``megatron``; empty where it is of none (a
+    pipeline of ZeRO-3, state that is not stated)."""
     model, state = (row.tp or 1, row.pp or 1), row.zero_stage_or_fsdp
     if state in ("zero3", "hsdp", "zero2") and model[1] == 1 and not row.n_experts and (row.cp or 1) == 1:
         return "fsdp" if model[0] == 1 else "fsdp_tp"
@@ -45,7 +45,8 @@ def workload_of(row: Row) -> Workload:
 
 
 def comparable_runs(rows: Iterable[Row]) -> list[list[Row]]:
-    """Measured runs that a recipe stands for, in groups: of one group only the knobs differ, and its fastest is what people get."""
+    """Measured runs that a recipe stands for, in groups: of one group only the knobs differ, and its fastest is what people
+    get."""
     found: dict[object, list[Row]] = {}
     for row in rows:
         if not row.step_seconds or not recipe_of(row):
@@ -73,13 +74,19 @@ class MeasuredRun:
 
 def runs_of(decoder: Architecture, layers: int, cluster: Cluster, batch: int) -> tuple[MeasuredRun, ...]:
     """The published runs of a model on a cluster, of every software and precision, those of the same batch first."""
-    preset = next((gpu for gpu, (name, _) in PRESETS.items() if Cluster.parse(name).device.name == cluster.device.name), None)
+    preset = _device_names().get(cluster.device.name)
     found = [
         MeasuredRun(row, row.global_batch == batch)
         for row in _measured()
         if row.gpu == preset and row.n_gpus == cluster.size and row.layers == layers and _same_sizes(row, decoder)
     ]
     return tuple(sorted(found, key=lambda each: (not each.same_batch, each.row.step_seconds or 0.0)))
+
+
+@lru_cache(maxsize=1)
+def _device_names() -> Mapping[str, str]:
+    """How the table calls a device of the presets."""
+    return {Cluster.parse(name).device.name: gpu for gpu, (name, _) in PRESETS.items()}
 
 
 @lru_cache(maxsize=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -22,13 +23,14 @@ _LEAST = 2
 _HOPE = 0.93
 """What a class of configurations that none was evaluated of may turn out to take, beside the others."""
 _SEVERAL = 8
+_MORE_ROOM = 0.93
 _WORTH_A_LOOK = 1.15
 """What is estimated to need more than this share of a device's memory is not evaluated while others are left."""
 
 
 @dataclass(frozen=True, slots=True)
 class PricedKnobs:
-    """One configuration with its cost. `fits` is the evaluator's."""
+    """One configuration with its cost."""
 
     knobs: Knobs
     candidate: Candidate
@@ -36,7 +38,14 @@ class PricedKnobs:
 
     @property
     def fits(self) -> bool:
-        return self.evaluation.fits
+        """Whether it may run. Experts try, and leave no margin: a configuration that would reserve more than there is runs all
+        the same while its tensors fit (`hardware.allocator`)."""
+        return self.evaluation.can_run
+
+    @property
+    def least_bytes(self) -> float:
+        """What the fullest stage cannot do without."""
+        return max(stage.least_bytes for stage in self.evaluation.stage_memory)
 
 
 @dataclass(slots=True)
@@ -51,42 +60,54 @@ class RecipePricer:
     def best(self, recipe: str) -> PricedKnobs | None:
         """The fastest configuration that fits, or the one that lacks least memory; None where batch and cluster allow none."""
         work, costs = self.work, self.costs
-        every = [_Estimate(estimated_seconds(k, work, costs), estimated_bytes(k, work, costs.one), k) for k in knobs_of(recipe, work)]
+        every = [
+            _Estimate(estimated_seconds(k, work, costs), estimated_bytes(k, work, costs.one), k) for k in knobs_of(recipe, work)
+        ]
         if not every:
             return None
         corrections = _Corrections(work.cluster.device.memory_bytes)
         left, found = list(every), list[PricedKnobs]()
         for number in range(2 * MOST_EVALUATED):
-            best = min((each.evaluation.step_seconds for each in found if each.fits), default=inf)
+            reached = min((each.evaluation.step_seconds for each in found if each.fits), default=inf)
             left = [each for each in left if corrections.may_fit(each)]
             chosen = min(left, key=corrections.seconds, default=None)
-            if chosen is None or corrections.seconds(chosen) >= best or (number >= MOST_EVALUATED and best < inf):
+            if chosen is None or corrections.seconds(chosen) >= reached or (number >= MOST_EVALUATED and reached < inf):
                 break
             left.remove(chosen)
-            priced = self.price(chosen.knobs)
+            priced = self.price(chosen.knobs, exactly=False)
             if priced is not None:
                 found.append(priced)
-                corrections.learn(chosen, priced.evaluation)
+                corrections.learn(chosen, priced)
         if not any(each.fits for each in found):
             least = sorted(every, key=lambda each: each.peak_bytes)[:_LEAST]
-            found += filter(None, (self.price(each.knobs) for each in least))
-        fitting = [each for each in found if each.fits]
-        if fitting:
-            return min(fitting, key=lambda each: each.evaluation.step_seconds)
-        return min(found, key=lambda each: each.evaluation.peak_memory_bytes, default=None)
+            found += filter(None, (self.price(each.knobs, exactly=False) for each in least))
+        return self._exactly(found)
 
-    def price(self, knobs: Knobs) -> PricedKnobs | None:
+    def _exactly(self, found: Sequence[PricedKnobs]) -> PricedKnobs | None:
+        """The best of `found` with placements of its own."""
+        ordered = sorted(found, key=lambda each: (not each.fits, each.evaluation.step_seconds if each.fits else each.least_bytes))
+        nearest: PricedKnobs | None = None
+        for each in ordered:
+            degrees = each.knobs.tensor > 1, each.knobs.context > 1, each.knobs.experts > 1, each.knobs.tensor
+            exact = each if degrees in self._placed else self.price(each.knobs) or each
+            if exact.fits:
+                return exact
+            nearest = nearest or exact
+        return nearest
+
+    def price(self, knobs: Knobs, exactly: bool = True) -> PricedKnobs | None:
         """One configuration; None where it cannot be placed."""
         self.evaluated += 1
         try:
-            graph, candidate = self.candidate(knobs)
+            graph, candidate = self.candidate(knobs, exactly)
             found = evaluate(graph, candidate, self.work.cluster, self.work.optimizer)
         except AutoparError:
             return None
         return PricedKnobs(knobs, candidate, found)
 
-    def candidate(self, knobs: Knobs) -> tuple[Graph, Candidate]:
-        """The graph of a configuration at its batch, and its candidate."""
+    def candidate(self, knobs: Knobs, exactly: bool = True) -> tuple[Graph, Candidate]:
+        """The graph of a configuration at its batch, and its candidate. Placements hardly depend on the degree of an axis that
+        there is: unless `exactly`, those of another degree will do."""
         work = self.work
         graph = self.graph(knobs)
         fixed = FixedConfiguration(
@@ -102,9 +123,12 @@ class RecipePricer:
             precision=work.precision,
             optimizer=work.optimizer,
         )
-        key = knobs.tensor, knobs.context > 1, knobs.experts > 1
+        alike = knobs.tensor > 1, knobs.context > 1, knobs.experts > 1
+        key = (*alike, knobs.tensor) if exactly or alike not in self._placed else alike
         if key not in self._placed:
-            self._placed[key] = place_blocks(graph, fixed, priced_registry())
+            placed = place_blocks(graph, fixed, priced_registry())
+            self._placed[key] = placed
+            self._placed.setdefault(alike, placed)
         return graph, fixed_candidate(graph, work.cluster, fixed, self._placed[key])
 
     def graph(self, knobs: Knobs) -> Graph:
@@ -148,16 +172,21 @@ class _Corrections:
     capacity_bytes: float
     _seconds: dict[object, float] = field(default_factory=dict)
     _bytes: dict[object, float] = field(default_factory=dict)
+    _too_large: int = 0
 
-    def learn(self, estimate: _Estimate, evaluation: Evaluation) -> None:
+    def learn(self, estimate: _Estimate, priced: PricedKnobs) -> None:
         kind = estimate.kind
-        self._seconds[kind] = min(evaluation.step_seconds / estimate.seconds, self._seconds.get(kind, inf))
-        self._bytes[kind] = min(evaluation.peak_memory_bytes / estimate.peak_bytes, self._bytes.get(kind, inf))
+        self._seconds[kind] = min(priced.evaluation.step_seconds / estimate.seconds, self._seconds.get(kind, inf))
+        self._too_large += not priced.fits
+        self._bytes[kind] = min(priced.least_bytes / estimate.peak_bytes, self._bytes.get(kind, inf))
 
     def seconds(self, estimate: _Estimate) -> float:
         """Of a kind that nothing was evaluated of yet, hopefully."""
         return estimate.seconds * self._seconds.get(estimate.kind, _HOPE * min(self._seconds.values(), default=1.0))
 
     def may_fit(self, estimate: _Estimate) -> bool:
-        allowed = 1.0 if estimate.kind in self._bytes else _WORTH_A_LOOK
-        return estimate.peak_bytes * self._bytes.get(estimate.kind, 1.0) <= allowed * self.capacity_bytes
+        """Of a kind that nothing was evaluated of yet, as the others err; the more were too large, the more room is asked for."""
+        known = self._bytes.get(estimate.kind)
+        ratio = known if known is not None else max(1.0, min(self._bytes.values(), default=1.0))
+        allowed = 1.0 if known is not None else _WORTH_A_LOOK * _MORE_ROOM**self._too_large
+        return estimate.peak_bytes * ratio <= allowed * self.capacity_bytes

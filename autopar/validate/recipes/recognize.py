@@ -1,7 +1,7 @@
 """The decoder that a captured graph is: its sizes, read off its parameters and attention, whoever wrote its module.
 
-So what people run by hand can be priced in the form in which their software writes the model (one fused projection, a loss in place,
-...), which is the form that published runs are priced in. A graph that is no decoder of this kind gives None.
+So what people run by hand can be priced in the form in which their software writes the model (one fused projection, a loss in
+place, ...), which is the form that published runs are priced in. A graph that is no decoder of this kind gives None.
 """
 
 from __future__ import annotations
