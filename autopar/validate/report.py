@@ -64,9 +64,7 @@ def _point(each: PricedRow) -> Comparison:
     if each.evaluation is None:
         return Comparison(each.row, None, None, each.skipped)
     found = each.evaluation
-    return Comparison(
-        each.row, found.step_seconds, predicted_bytes(each.row, found), least_bytes=least_bytes(each.row, found)
-    )
+    return Comparison(each.row, found.step_seconds, predicted_bytes(each.row, found), least_bytes=least_bytes(each.row, found))
 
 
 def _ideal_seconds(each: PricedRow) -> float | None:

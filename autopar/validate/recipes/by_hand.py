@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.software_stacks import stack_for, with_stack
+from autopar.cost_models.hardware.software_stacks import with_stack
+from autopar.cost_models.hardware.stack_entries import stack_for
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
