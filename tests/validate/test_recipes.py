@@ -64,7 +64,6 @@ def test_the_price_of_every_recipe_in_the_table() -> None:
 SHARE_OF_DENSE = 0.8
 
 
-
 @pytest.mark.parametrize("name", ["dg-006", "dg-023"])
 def test_the_decoder_of_a_graph_is_recognized(name: str) -> None:
     each = row(name)
