@@ -28,7 +28,8 @@ _OVERLAPPED = 0.3
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A decoder as a software writes it, a batch of sequences, and a cluster with that software's constants. `once`: a token is
-    sent to each node once; `whole_experts`: the tensor axis does not cut inside experts."""
+    sent to each node once; `whole_experts`: the tensor axis does not cut inside experts; `sequence_parallel`: the software has
+    it, and selective recomputation, which came with it (arXiv 2205.05198)."""
 
     decoder: Architecture
     layers: int
@@ -39,6 +40,7 @@ class Workload:
     float8: bool = False
     once: bool = False
     whole_experts: bool = False
+    sequence_parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +120,13 @@ def _batching(recipe: str, work: Workload, knobs: Knobs, data: int, node: int) -
         if micro > _LARGEST_MICRO_BATCH or (knobs.virtual > 1 and count % knobs.stages) or count < knobs.stages:
             continue
         for zero, group in sharding:
-            for recompute in _recomputations(recipe):
+            for recompute in _recomputations(recipe, work):
                 yield replace(knobs, micro=micro, zero=zero if ranks > 1 else 0, group=group, recompute=recompute)
 
 
-def _recomputations(recipe: str) -> tuple[str, ...]:
+def _recomputations(recipe: str, work: Workload) -> tuple[str, ...]:
+    if recipe == "megatron" and not work.sequence_parallel:
+        return "none", "everything"
     return ("none", "selective", "everything") if recipe == "megatron" else ("none", "products", "full")
 
 
@@ -263,10 +267,10 @@ def estimated_bytes(knobs: Knobs, work: Workload, layer: LayerCost) -> float:
     sharded = 12 * (knobs.zero > 0) + gradient * (knobs.zero >= 2)
     state = kept * (whole + sharded / owners + (2 if not layout.stored_compute and knobs.zero < 3 else 0))
     tokens = knobs.micro * decoder.seq / knobs.context
-    boundary = tokens * decoder.hidden * 2 / knobs.tensor
+    boundary = tokens * decoder.hidden * 2 / (knobs.tensor if work.sequence_parallel else 1)
     saved = knobs.micro * layer.saved_bytes / (knobs.tensor * knobs.context)
     if not layout.regathered_operands:
-        saved += 2 * tokens * decoder.hidden * 2 * (1 - 1 / knobs.tensor)
+        saved += (2 if work.sequence_parallel else 4) * tokens * decoder.hidden * 2 * (1 - 1 / knobs.tensor)
     saved = boundary if knobs.recompute in ("full", "everything") else saved * (0.5 if knobs.recompute == "products" else 1)
     count = knobs.micro_batches(work.batch, work.cluster.size)
     chunks = min(count * knobs.virtual, (knobs.virtual - 1) * knobs.stages + 2 * knobs.stages - 1)

@@ -14,6 +14,7 @@ from autopar.validate.price import stack_of
 from autopar.validate.recipes.knobs import Workload
 from autopar.validate.rows import Row, bundled_table, read_table
 
+_WITHOUT_SEQUENCE_PARALLELISM = ("megatron-lm-2021", "megatron-deepspeed")
 _VOCABULARY = 0.02
 """Vocabularies are padded: they are equal to this share."""
 
@@ -41,6 +42,7 @@ def workload_of(row: Row) -> Workload:
         float8=row.precision in FLOAT8,
         once=sends_once(row),
         whole_experts=row.software_stack.startswith(WHOLE_EXPERTS),
+        sequence_parallel=row.software_stack not in _WITHOUT_SEQUENCE_PARALLELISM,
     )
 
 

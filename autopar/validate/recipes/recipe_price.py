@@ -112,7 +112,7 @@ class RecipePricer:
         graph = self.graph(knobs)
         fixed = FixedConfiguration(
             tp=knobs.tensor,
-            sequence_parallel=knobs.tensor > 1,
+            sequence_parallel=knobs.tensor > 1 and work.sequence_parallel,
             sliced_experts=not work.whole_experts,
             pp=knobs.stages,
             virtual=knobs.virtual,
