@@ -29,7 +29,9 @@ from autopar.solve.problem.problem import Problem, build_problem
 
 BF16 = Precision("bfloat16", "float32")
 _WHOLE = Cluster.parse("dgx-h100:1")
-NODE = replace(_WHOLE, device=replace(_WHOLE.device, communicator_bytes=0))
+_DEVICE = replace(_WHOLE.device, communicator_bytes=0, matmul_fraction=0.575, attention_fraction=0.204, bandwidth_fraction=0.53)
+NODE = replace(_WHOLE, device=_DEVICE)
+"""One node, with fractions of its own: what is said of toy graphs is of these."""
 
 
 def problem_of(graph: Graph, mesh: Mesh, cluster: Cluster, micro_batches: int = 1) -> Problem:

@@ -153,8 +153,11 @@ def memory_bound(
     do on average, all stages together have so many times the memory, and each has at least one micro-batch in flight. `flow` is
     of one pipeline stage then.
 
-    ``minimise t + optimizer``, where ``t >= main + recomputation`` and ``t >= state communication + shared``, so for every weight
-    ``t >= flow[weight] + weight x recomputation + (1 - weight) x state communication``.
+    ``minimise t + optimizer``, where ``t >= main + recomputation + contention x overlappable`` (communication that overlaps compute
+    slows it by its share, and what does not overlap adds all of itself) and ``t >= state communication + shared``, so for every
+    weight ``t >= flow[weight] + weight x (recomputation + contention x overlappable) + (1 - weight) x state communication``.
+    Overlappable are the transfers of `micro_batch_clock`: neither the last call gathers between a forward and its backward, nor
+    the first one between a backward and the next forward.
     """
     device = problem.cluster.device
     budget_bytes = tensor_budget_bytes(device, communicator_count(problem.mesh, problem.zero_group, stages)) * stages
@@ -186,6 +189,7 @@ class _MemoryRelaxation:
         self.model.cost[self.t] = 1.0
         self.recompute: dict[int, float] = {}
         self.communication: dict[int, float] = {}
+        self.overlappable: dict[int, float] = {}
         self.memory: dict[int, float] = {}
 
     def add_states(self) -> None:
@@ -197,11 +201,12 @@ class _MemoryRelaxation:
                 for parameter, alone in zip(table.block.parameters, kind.own, strict=True)
                 if alone and not parameter.buffer and parameter.expert_parallel == 1
             ]
-            self._add_state(table, own, count)
+            kinds = self.problem.boundary.call_kinds
+            self._add_state(table, own, count, is_first=kind == kinds[0], is_last=kind == kinds[-1])
         # t >= state communication
         self.model.at_least(self.t, self.communication)
 
-    def _add_state(self, table: BlockTable, parameters: Sequence[Parameter], count: int) -> None:
+    def _add_state(self, table: BlockTable, parameters: Sequence[Parameter], count: int, is_first: bool, is_last: bool) -> None:
         problem, model = self.problem, self.model
         cut = problem.mesh.size // problem.mesh.size_of(DATA_AXIS)
         sizes = [prod(size for size in each.value.shape if isinstance(size, int)) for each in parameters]
@@ -215,7 +220,11 @@ class _MemoryRelaxation:
             shards = table.costs.state_links[0].size
             device = problem.cluster.device
             communication = StateCommunication.of(cost, zero, shards, device, problem.precision, self.micro_batches)
-            self.communication[z] = count * communication.data_axis_seconds(self.micro_batches) / self.unit
+            sent = count * communication.data_axis_seconds(self.micro_batches)
+            kept = self.micro_batches * communication.gather_backward * is_last
+            kept += (self.micro_batches - 1) * communication.gather_each * is_first
+            self.communication[z] = sent / self.unit
+            self.overlappable[z] = (sent - kept) / self.unit
             model.cost[z] = count * communication.optimizer_seconds / self.unit
             state_bytes = cost.memory.parameters + cost.memory.optimizer
             state_bytes += 0.0 if cost.memory.gathered_is_transient else self.held * cost.memory.gathered
@@ -253,8 +262,9 @@ class _MemoryRelaxation:
     def add_flow_bounds(self, flow: Mapping[float, float]) -> None:
         """The seconds of the calls, by weight of their main stream."""
         for weight, seconds in flow.items():
-            # t >= flow[weight] + weight x sum r * seconds + (1 - weight) x state communication
-            terms: Terms = total((weight, self.recompute), (1 - weight, self.communication))
+            # t >= flow[weight] + weight x (sum r * seconds + contention x overlappable) + (1 - weight) x state communication
+            slowed = weight * self.problem.cluster.overlap.contention
+            terms: Terms = total((weight, self.recompute), (slowed, self.overlappable), (1 - weight, self.communication))
             self.model.at_least(self.t, terms, seconds / self.unit)
 
     def add_memory(self) -> None:
