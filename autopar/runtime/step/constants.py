@@ -8,6 +8,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
@@ -15,6 +16,8 @@ _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 def constant_text(value: object) -> str:
     """``repr`` of a plain value; else the type's name and a digest of what the object holds, so that an object that was changed
     is another constant."""
+    if isinstance(value, torch.Tensor):
+        return "a tensor"  # which is no constant
     if _is_plain(value):
         return repr(value)
     return f"{type(value).__name__}_{hashlib.blake2b(_held(value, ()).encode(), digest_size=4).hexdigest()}"
@@ -32,7 +35,8 @@ def _held(value: Any, around: tuple[int, ...]) -> str:
         return f"<{around[::-1].index(id(value))}>"
     inside = (*around, id(value))
     if isinstance(value, torch.Tensor):
-        return f"tensor {value.dtype} {tuple(value.shape)} {'' if value.is_meta else value.tolist()}"
+        local = value.to_local() if isinstance(value, DTensor) else value
+        return f"tensor {value.dtype} {tuple(value.shape)} {'' if value.is_meta else local.tolist()}"
     if isinstance(value, Mapping):
         parts = [f"{_held(key, inside)}: {_held(each, inside)}" for key, each in value.items()]
     elif isinstance(value, Set):

@@ -153,9 +153,9 @@ def memory_bound(
     do on average, all stages together have so many times the memory, and each has at least one micro-batch in flight. `flow` is
     of one pipeline stage then.
 
-    ``minimise t + optimizer``, where ``t >= main + recomputation + contention x overlappable`` (communication that overlaps compute
-    slows it by its share, and what does not overlap adds all of itself) and ``t >= state communication + shared``, so for every
-    weight ``t >= flow[weight] + weight x (recomputation + contention x overlappable) + (1 - weight) x state communication``.
+    ``minimise t + optimizer``, where ``t >= main + recomputation + contention x overlappable`` (what overlaps compute slows it by
+    its share, and what does not adds all of itself) and ``t >= state communication + shared``, so for every weight
+    ``t >= flow[weight] + weight x (recomputation + contention x overlappable) + (1 - weight) x state communication``.
     Overlappable are the transfers of `micro_batch_clock`: neither the last call gathers between a forward and its backward, nor
     the first one between a backward and the next forward.
     """

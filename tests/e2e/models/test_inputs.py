@@ -143,11 +143,3 @@ def test_complex_numbers_are_refused() -> None:
         capture(Wave(4, 4, dtype=torch.complex64), (torch.randn(8, 4),))
     with pytest.raises(CaptureError, match=r"test_inputs.py.*complex numbers"):
         capture(Wave(4, 4), (torch.randn(8, 4),))
-
-
-def test_the_two_rules_for_constants_agree() -> None:
-    from autopar.ir.interface import constant_text as planned
-    from autopar.runtime.step.inputs import constant_text as running
-
-    for value in (None, True, 3, 0.5, "text", torch.float32, torch.device("cpu"), object(), {}, torch.ones(2).numpy()):
-        assert planned(value) == running(value)
