@@ -22,7 +22,7 @@ from autopar.ir.plan_file.names import LONGEST
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry, default_registry
-from autopar.solve.fixed.baselines import baselines
+from autopar.solve.fixed.baselines import PricedRecipe, baselines
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
 from autopar.solve.plan_cache import PlanCache, cache_key
@@ -98,14 +98,15 @@ def make_plan(
     )
     said: dict[str, Any] = dict(name=name, source=source, seq=seq)
 
-    def described(found: PlanResult) -> Plan:
-        recipes = baselines(graph, cluster, options)
+    batched = replace(graph, batch=options.batch)
+
+    def described(found: PlanResult, recipes: Sequence[PricedRecipe]) -> Plan:
         recipes = with_expert_prices(recipes, graph, cluster, options, found.evaluation.step_seconds)
         return plan_of_result(graph, cluster, found, recipes, optimizer=optimizer, replicated_ops=unruled, **said)
 
     if forced.is_configuration:
         fixed = configuration_of(forced, chosen, optimizer)
-        return described(price_configuration(replace(graph, batch=options.batch), cluster, fixed, rules))
+        return described(price_configuration(batched, cluster, fixed, rules), baselines(graph, cluster, options))
     plans = PlanCache(cache) if cache is not None else None
     key = cache_key(graph, cluster, options, _USER_RULES, dict(said, synthesized=forced.synthesize)) if plans else ""
     known = plans.load(key, graph, cluster, options) if plans else None
@@ -113,16 +114,19 @@ def make_plan(
         if progress is not None:
             progress(f"the search was done before: plan from {cache}")
         return known
-    made = described(_searched(graph, cluster, options, forced, progress))
+    found = search(graph, cluster, options, progress)
+    recipes = baselines(graph, cluster, options)
+    found = robust_choice(batched, cluster, options, found, recipes)
+    made = described(_scheduled(cluster, options, forced, found, progress), recipes)
     if plans:
         plans.store(key, made)
     return made
 
 
-def _searched(graph: Graph, cluster: Cluster, options: SearchOptions, forced: Force, progress: Progress | None) -> PlanResult:
-    """The best plan, with a schedule of its own where that is faster and no named one is forced."""
-    batched = replace(graph, batch=options.batch)
-    found = robust_choice(batched, cluster, options.optimizer, search(graph, cluster, options, progress), options.indifference)
+def _scheduled(
+    cluster: Cluster, options: SearchOptions, forced: Force, found: PlanResult, progress: Progress | None
+) -> PlanResult:
+    """With a schedule of its own where that is faster and no named one is forced."""
     if options.schedule:
         return found
     least = 0.0 if forced.synthesize else options.indifference

@@ -7,7 +7,7 @@ So what is less than `SearchOptions.indifference` ahead is no reason for offload
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster
@@ -16,7 +16,9 @@ from autopar.errors import AutoparError
 from autopar.ir.describe import describe
 from autopar.ir.graph import Graph
 from autopar.ir.plan import BlockPlan, Candidate
+from autopar.solve.fixed.baselines import PricedRecipe
 from autopar.solve.result import Fastest, PlanResult
+from autopar.solve.space.options import SearchOptions
 
 Alternative = tuple[Graph, Candidate, Evaluation]
 
@@ -43,15 +45,20 @@ def complexity(candidate: Candidate) -> int:
     return _HEAVY * sum(heavy) + sum(light)
 
 
-def robust_choice(graph: Graph, cluster: Cluster, optimizer: str, found: PlanResult, indifference: float) -> PlanResult:
-    """`found` with the plan that is chosen among those whose predicted step is at most `indifference` (relative) longer."""
-    most_seconds = found.evaluation.step_seconds * (1 + indifference)
+def robust_choice(
+    graph: Graph, cluster: Cluster, options: SearchOptions, found: PlanResult, recipes: Sequence[PricedRecipe] = ()
+) -> PlanResult:
+    """`found` with the plan that is chosen among those whose predicted step is at most `options.indifference` (relative) longer:
+    those of the search, and plain data parallelism (DDP, FSDP) of `recipes` where nothing is forced."""
+    most_seconds = found.evaluation.step_seconds * (1 + options.indifference)
     alternatives: list[Alternative] = [(found.graph, found.candidate, found.evaluation)]
     for each in found.alternatives:
         if each.candidate is not None and each.evaluation is not None and each.evaluation.step_seconds <= most_seconds:
             alternatives.append((each.graph or graph, each.candidate, each.evaluation))
+    alternatives += (one for one in _plain(graph, options, recipes) if one[2].step_seconds <= most_seconds)
     for alternative in tuple(alternatives):
-        alternatives += (one for one in _without_offload(alternative, cluster, optimizer) if one[2].step_seconds <= most_seconds)
+        changed = _without_offload(alternative, cluster, options.optimizer)
+        alternatives += (one for one in changed if one[2].step_seconds <= most_seconds)
     chosen = min(alternatives, key=_rank)
     if chosen[1] == found.candidate:
         return found
@@ -67,6 +74,17 @@ def _rank(alternative: Alternative) -> tuple[int, int, float]:
     _, candidate, evaluation = alternative
     used = evaluation.peak_memory_bytes / max(1, evaluation.memory_capacity_bytes)
     return complexity(candidate), int(used / _MEMORY_STEP), evaluation.step_seconds
+
+
+def _plain(graph: Graph, options: SearchOptions, recipes: Sequence[PricedRecipe]) -> Iterator[Alternative]:
+    """Data parallelism as people write it, with nothing or all of the layers recomputed."""
+    if options.force or options.schedule or options.pins or options.stored or options.placed:
+        return
+    for each in recipes:
+        wanted = each.configuration
+        plain = wanted is not None and wanted.tp == wanted.pp == 1 and wanted.recompute in ("none", "full")
+        if plain and each.fits and each.candidate is not None and each.evaluation is not None:
+            yield graph, each.candidate, each.evaluation
 
 
 def _without_offload(alternative: Alternative, cluster: Cluster, optimizer: str) -> Iterator[Alternative]:

@@ -11,12 +11,14 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.errors import PlanError
 from autopar.ir.plan import Candidate
+from autopar.solve.fixed.baselines import baselines
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.result import PlanResult
 from autopar.solve.robust_choice import complexity, robust_choice
+from autopar.solve.space.options import SearchOptions
 
 GRAPH = llama_graph(layers=4, batch=32, seq=512, hidden=1024, heads=8, kv_heads=4)
 CLUSTER = Cluster.parse("dgx-h100:1")
@@ -66,7 +68,7 @@ def result(*plans: tuple[Candidate, Evaluation]) -> PlanResult:
 
 
 def choose(*plans: tuple[Candidate, Evaluation]) -> PlanResult:
-    return robust_choice(GRAPH, CLUSTER, "adamw", result(*plans), 0.02)
+    return robust_choice(GRAPH, CLUSTER, SearchOptions(indifference=0.02), result(*plans))
 
 
 PLAIN = FixedConfiguration(zero=3)
@@ -119,3 +121,14 @@ def test_of_equally_simple_plans_the_one_with_more_memory_left() -> None:
     assert choose(full, empty).candidate == empty[0]
     nearly = priced(PLAIN, 1.0, 0.71)
     assert choose(nearly, empty).candidate == nearly[0] and choose(nearly, empty).fastest is None
+
+
+def test_plain_data_parallelism_is_an_alternative_where_nothing_is_forced() -> None:
+    (recipe,) = (each for each in baselines(GRAPH, CLUSTER, SearchOptions()) if each.recipe.key == "fsdp")
+    assert recipe.evaluation is not None and recipe.configuration is not None
+    complex_plan = priced(FixedConfiguration(tp=2, sequence_parallel=True, zero=3), recipe.evaluation.step_seconds / 1.01, 0.5)
+    found = result(complex_plan)
+    chosen = robust_choice(GRAPH, CLUSTER, SearchOptions(), found, [recipe])
+    assert chosen.candidate == recipe.candidate and chosen.fastest is not None
+    forced = SearchOptions(force={"tp": 2})
+    assert robust_choice(GRAPH, CLUSTER, forced, found, [recipe]).candidate == complex_plan[0]
