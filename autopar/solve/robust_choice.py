@@ -2,7 +2,8 @@
 
 In the sweeps of ``validate/data/published_train.csv`` two configurations whose predictions are less than 2 % apart are in the
 order of the measurements in 61 of 100 pairs (99 pairs), those that are 3 to 5 % apart in 81 of 100, and beyond 10 % in 95 of 100.
-So what is less than `SearchOptions.indifference` ahead is no reason for offloading, an unusual schedule, or one more mesh axis.
+(The constants have seen the sweeps, and most pairs are BLOOM's.) So what is less than `SearchOptions.indifference` ahead is no
+reason for offloading, an unusual schedule, or one more mesh axis.
 """
 
 from __future__ import annotations

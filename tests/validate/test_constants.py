@@ -26,7 +26,7 @@ def runs(*names: str, **changes: object) -> list[Item]:
     return [(each, session().setup(each)) for each in rows]
 
 
-def test_known_constants_are_found_again() -> None:
+def test_known_constants_are_recovered() -> None:
     """Runs whose times are those of given constants; the pull towards usual figures is all that is left."""
     true = {"matmul": 0.55, "memory": 0.45, "attention": 0.5}
     names = ("lf-001", "lf-019", "lf-030", "lf-045", "lf-060", "lf-070")
