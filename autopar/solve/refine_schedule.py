@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from autopar.cost_models.hardware.allocator import fragmentation
 from autopar.cost_models.hardware.cluster import Cluster
@@ -18,9 +19,11 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.schedules.placement import stage_of_chunks
 from autopar.schedules.synthesis.task import MemoryLimits
-from autopar.solve.pipeline.synthesize import Synthesis, synthesize
 from autopar.solve.result import PlanResult
 from autopar.solve.space.force import SYNTHESIZED
+
+if TYPE_CHECKING:
+    from autopar.solve.pipeline.synthesize import Synthesis
 
 ASKED_SECONDS = 20.0
 """How long a schedule is looked for that the user asked for."""
@@ -68,6 +71,8 @@ def with_synthesized_schedule(
 def _synthesis(
     graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: Evaluation, optimizer: str, seconds: float
 ) -> Synthesis | None:
+    from autopar.solve.pipeline.synthesize import synthesize  # CP-SAT's package imports pandas: 0.4 s
+
     runs_of = stage_traces(graph, candidate, cluster)
     made = chunk_costs(graph, candidate, cluster, runs_of, optimizer_named(optimizer))
     rank_of = stage_of_chunks(candidate.pipeline)

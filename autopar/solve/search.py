@@ -12,6 +12,7 @@ from time import monotonic
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import UnsupportedOp
 from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
 from autopar.rules.expand import missing_rules
 from autopar.solve.bounds.memory_bound import memory_bound
 from autopar.solve.bounds.minimum_memory import MinimumMemory
@@ -32,6 +33,12 @@ from autopar.solve.space.problem_tables import ProblemTables
 
 _RELAXATION_SECONDS = 2.0
 """For the linear relaxation of a large problem under memory: one that takes longer is left, with the bound that it has."""
+
+_NEARLY = 0.8
+"""Problems of so many times the variables of a slow one are as slow."""
+
+_MOST_OVER_BEST = 1.12
+"""The joint optimum of a large problem is seldom faster than its warm start by more (DeepSeek-V3 on 256 H100: by 1.11)."""
 
 _LEAST_MEMORY_SECONDS = 5.0
 """For a pipeline that saves all the memory that it can, where no other fits."""
@@ -57,12 +64,14 @@ def search(graph: Graph, cluster: Cluster, options: SearchOptions, progress: Pro
 
 
 class _Search:
-    """`memory_binds` once a plan that ignores memory turned out too large: from then on problems are solved under memory only."""
+    """`memory_binds` once a plan that ignores memory turned out too large: from then on problems are solved under memory only.
+    `slow_variables`: the least size of a problem whose relaxation under memory took too long."""
 
     def __init__(self, state: SearchState) -> None:
         self.state = state
         self.bounds = SearchBounds(state)
         self.memory_binds = False
+        self.slow_variables = inf
 
     def run(self) -> PlanResult:
         state = self.state
@@ -87,7 +96,8 @@ class _Search:
         return result_of(state, state.best, interrupted)
 
     def _solve(self) -> None:
-        """At most one model axis first: such problems are small, and what they give prunes most of the others."""
+        """At most one model axis first: such problems are small, and what they give prunes most of the others. Before the
+        pipelines one point of each mesh: without a plan none of them is pruned."""
         state = self.state
         self._solve_data_parallel()
         for wide in (False, True):
@@ -95,13 +105,27 @@ class _Search:
             self.bounds.bound(members)
             self._warm_start(members)
             if not wide:
+                self._solve_points(self._one_of_each_mesh(members))
                 self._solve_pipelines()
-            for each in state.promising(members):
-                if not self.memory_binds and not state.is_pruned(each.bound_seconds):
-                    self._solve_without_memory(each)
-            for each in state.promising(members):
-                if not state.is_pruned(each.bound_seconds):
-                    self._solve_with_memory(each)
+            self._solve_points(members)
+        self.bounds.tighten()
+
+    def _one_of_each_mesh(self, members: Sequence[SearchPoint]) -> list[SearchPoint]:
+        """The point with the least bound of every mesh whose problem is not large."""
+        found: dict[Mesh, SearchPoint] = {}
+        for each in self.state.promising(members):
+            if not self.state.is_large(each):
+                found.setdefault(each.point.mesh, each)
+        return list(found.values())
+
+    def _solve_points(self, members: Sequence[SearchPoint]) -> None:
+        state = self.state
+        for each in state.promising(members):
+            if not self.memory_binds and not state.is_pruned(each):
+                self._solve_without_memory(each)
+        for each in state.promising(members):
+            if not state.is_pruned(each):
+                self._solve_with_memory(each)
 
     def _check_rules(self) -> None:
         if not self.state.options.strict:
@@ -186,13 +210,14 @@ class _Search:
             return
         plans = WarmStart(state.graph, state.cluster, state.options, state.tables, state.seconds_left)
         for each in state.promising(members):
-            if not state.is_large(each) or state.is_pruned(each.bound_seconds):
+            if not state.is_large(each) or state.is_pruned(each):
                 continue
             began = monotonic()
             found = plans.fastest_fitting(each.point)
             if found is not None:
                 found.bound_seconds, found.seconds = each.bound_seconds, monotonic() - began
-                if found.step_seconds is not None and found.step_seconds < state.best_seconds():
+                each.warm_start_seconds = found.step_seconds or 0.0
+                if 0 < each.warm_start_seconds < state.best_seconds():
                     self._take(found)
 
     def _solve_without_memory(self, each: SearchPoint) -> None:
@@ -230,21 +255,25 @@ class _Search:
         if each.point.micro_batches > 1:
             self.bounds.bound_by_flow(each, problem)
         solver = state.solver(problem, each.solution)
-        large = state.is_large(each)
-        min_improvement = state.options.min_improvement_large if large else 0.0
-        if large and not state.is_pruned(each.bound_seconds, min_improvement):
+        if state.is_large(each) and not state.is_pruned(each):
+            variables = state.variables[each.point.mesh]
+            hopeless = each.warm_start_seconds > _MOST_OVER_BEST * state.best_seconds()
+            if hopeless or variables >= self.slow_variables:
+                return  # it stays with the bound that it has
             left = state.seconds_left()
             found = solver.relax_with_memory(left if state.forced else min(left, _RELAXATION_SECONDS))
             if found is None and state.best is not None:
-                return  # it stays with the bound that it has
+                self.slow_variables = _NEARLY * variables
+                return
             each.solution.bound_seconds = found or each.bound_seconds
         if each.bound_seconds == inf:
             each.settle(Status.INFEASIBLE)
-        if state.is_pruned(each.bound_seconds, min_improvement):
+        if state.is_pruned(each):
             return
         bound = each.bound_seconds
         hurry = state.best is not None and not state.forced
-        solver.solve_with_memory(min(state.seconds_left(), _MEMORY_SECONDS) if hurry else state.seconds_left())
+        left = min(state.seconds_left(), _MEMORY_SECONDS) if hurry else state.seconds_left()
+        solver.solve_with_memory(left, state.cutoff_seconds())
         if each.solution.status is not Status.INFEASIBLE:
             each.raise_bound(bound)
         each.done = True

@@ -3,8 +3,9 @@ memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from math import inf
 from time import monotonic
 
@@ -19,12 +20,25 @@ from autopar.solve.search_state import SearchPoint, SearchState
 _THREADS = 2
 
 
+@dataclass(slots=True)
+class _RoughBound:
+    """What is known of the bounds of one mesh: those of `FlowRelaxation` by weight. `sharp` once nothing is left out."""
+
+    members: tuple[SearchPoint, ...]
+    problem: Problem
+    bounds: dict[float, float]
+    flow: FlowRelaxation | None = None
+    blocks: tuple[BlockRelaxation, ...] | None = None
+    sharp: bool = False
+
+
 class SearchBounds:
     """`ideal_seconds` is the least step of any plan on any mesh, by data sheet; 0 before the first problem is there."""
 
     def __init__(self, state: SearchState) -> None:
         self.state = state
         self.ideal_seconds = 0.0
+        self._rough: dict[Mesh, _RoughBound] = {}
 
     def bound(self, points: Sequence[SearchPoint]) -> None:
         """A bound for every point; of a mesh, at its least number of micro-batches, with what memory and state add for each. The
@@ -56,45 +70,65 @@ class SearchBounds:
         state.pipelines.learn_bound(problem, least)
         for each in members:
             each.solution.bound_seconds = least
+        rough = _RoughBound(tuple(members), problem, {1.0: least})
         if state.any_open(members):
-            blocks = relax_blocks(problem)
-            self._bound_by_memory(members, problem, blocks, {1.0: least})
-            self._bound_by_flow(members, problem, blocks)
+            self._bound_by_flow(rough)
+        if not rough.sharp:
+            self._rough[problem.mesh] = rough
         members[0].solution.seconds += monotonic() - began
 
     def bound_by_flow(self, each: SearchPoint, problem: Problem) -> None:
         """The linear relaxation of one point, by its own tables."""
-        self._bound_by_flow([each], problem, relax_blocks(problem))
+        if self.state.any_open([each]):
+            self._bound_by_flow(_RoughBound((each,), problem, {1.0: each.bound_seconds}))
 
-    def _bound_by_flow(self, members: Sequence[SearchPoint], problem: Problem, blocks: tuple[BlockRelaxation, ...]) -> None:
-        """With the linear relaxation of placements, and then with what its collectives and state send over one link."""
+    def tighten(self) -> None:
+        """The least bounds, as long as they are what the certificate is short of, and something was left out."""
         state = self.state
-        if not state.any_open(members):
-            return
-        flow = FlowRelaxation(problem)
-        state.variables[problem.mesh] = flow.form.model.variables
-        bounds: dict[float, float] = {}
-        for weight in (1.0, 0.5):
-            if state.any_open(members) and (weight == 1.0 or flow.shared):
-                bounds[weight] = flow.bound(state.seconds_left(), weight)
-                if weight == 1.0:
-                    state.pipelines.learn_bound(problem, bounds[1.0])
-                self._bound_by_memory(members, problem, blocks, bounds)
+        while state.seconds_left() > 0:
+            able = [each for each in state.points if each.solution.status is not Status.INFEASIBLE]
+            least = min(able, key=lambda each: each.bound_seconds, default=None)
+            if least is None or least.bound_seconds > state.lower_bound_seconds() or least.bound_seconds >= state.best_seconds():
+                return
+            rough = self._rough.pop(least.point.mesh, None)
+            if rough is None:
+                return
+            self._bound_by_flow(rough, fully=True)
 
-    def _bound_by_memory(
-        self,
-        members: Sequence[SearchPoint],
-        problem: Problem,
-        blocks: tuple[BlockRelaxation, ...],
-        flow_bounds: Mapping[float, float],
-    ) -> None:
+    def _bound_by_flow(self, rough: _RoughBound, fully: bool = False) -> None:
+        """With the linear relaxation of placements, then with memory; and with what collectives and state send over one link,
+        which seldom says more. Unless `fully`, as long as that may prune some of the points, and of a large problem without the
+        last."""
+        state, members, problem = self.state, rough.members, rough.problem
+        if rough.flow is None:
+            rough.flow = flow = FlowRelaxation(problem)
+            state.variables[problem.mesh] = flow.form.model.variables
+            rough.bounds[1.0] = flow.bound(state.seconds_left())
+            state.pipelines.learn_bound(problem, rough.bounds[1.0])
+            for each in members:
+                each.raise_bound(rough.bounds[1.0])
+        flow = rough.flow
+        if not fully and not state.any_open(members):
+            return
+        if rough.blocks is None:
+            rough.blocks = relax_blocks(problem)
+            self._bound_by_memory(rough, rough.blocks, fully)
+        if fully or (state.any_open(members) and not state.is_large(members[0])):
+            rough.sharp = True
+            if flow.shared:
+                rough.bounds[0.5] = flow.bound(state.seconds_left(), 0.5)
+                self._bound_by_memory(rough, rough.blocks, fully)
+
+    def _bound_by_memory(self, rough: _RoughBound, blocks: tuple[BlockRelaxation, ...], fully: bool) -> None:
         """`memory_bound` of each point by the tables of its mesh."""
-        for each in members:
-            if each.done or self.state.is_pruned(max(each.bound_seconds, flow_bounds[1.0])):
-                each.raise_bound(flow_bounds[1.0])
+        state, flow = self.state, rough.bounds[1.0]
+        for each in rough.members:
+            each.raise_bound(flow)
+            above = each.bound_seconds >= state.best_seconds() if fully else state.is_pruned(each)
+            if each.done or above:
                 continue
-            grouped = with_zero_group(problem, each.point.zero_group)
-            bound = memory_bound(grouped, blocks, each.point.micro_batches, flow_bounds)
+            grouped = with_zero_group(rough.problem, each.point.zero_group)
+            bound = memory_bound(grouped, blocks, each.point.micro_batches, rough.bounds)
             each.raise_bound(bound)
             if bound == inf:
                 each.settle(Status.INFEASIBLE)

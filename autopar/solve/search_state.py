@@ -32,11 +32,13 @@ _PIPELINES_SHARE, _LARGE_SHARE = 0.4, 0.1
 
 @dataclass(slots=True)
 class SearchPoint:
-    """One point of the grid: its solution so far, and whether nothing remains to be done for it."""
+    """One point of the grid: its solution so far, whether nothing remains to be done for it, and the step of its warm start (0:
+    it has none)."""
 
     point: GridPoint
     solution: MeshSolution
     done: bool = False
+    warm_start_seconds: float = 0.0
 
     @property
     def bound_seconds(self) -> float:
@@ -106,6 +108,10 @@ class SearchState:
     def best_seconds(self) -> float:
         return self.best.evaluation.step_seconds if self.best is not None and self.best.evaluation is not None else inf
 
+    def cutoff_seconds(self) -> float:
+        """Plans that are slower are not looked for: they are not among those that count as equally fast."""
+        return self.best_seconds() * (1 + self.options.indifference)
+
     def offer(self, solution: MeshSolution) -> None:
         """Takes it as the best plan where it is."""
         if not solution.solved or solution.evaluation is None:
@@ -116,17 +122,30 @@ class SearchState:
 
     # -- pruning
 
-    def is_pruned(self, bound_seconds: float, min_improvement: float = 0.0) -> bool:
-        """Whether a bound says that no plan is better than the best one by enough. Also where time is over: the bound stays."""
-        enough = max(min_improvement, self.options.min_improvement)
+    def is_pruned(self, each: SearchPoint, bound_seconds: float = 0.0) -> bool:
+        """Whether its bound, or this one, says that no plan of it is better than the best one by enough: one more model axis has
+        to be worth more than `indifference`, a large problem `min_improvement_large`. Also where time is over: the bound
+        stays."""
+        mesh, options = each.point.mesh, self.options
+        enough = max(options.min_improvement, options.indifference if len(mesh.axes) > 2 else 0.0)
+        if self._is_large(mesh):
+            enough = max(enough, options.min_improvement_large)
+        bound_seconds = max(bound_seconds, each.bound_seconds)
         return bound_seconds > self.best_seconds() * (1 - enough) or self.seconds_left() <= 0
 
     def any_open(self, points: Sequence[SearchPoint]) -> bool:
         """Whether some of the points may still have a better plan."""
-        return any(not each.done and not self.is_pruned(each.bound_seconds) for each in points)
+        return any(not each.done and not self.is_pruned(each) for each in points)
 
     def is_large(self, each: SearchPoint) -> bool:
-        return self.variables.get(each.point.mesh, 0) > LARGE
+        return self._is_large(each.point.mesh)
+
+    def _is_large(self, mesh: Mesh) -> bool:
+        """Its problem, or where its size is not known, those of as many axes."""
+        known = self.variables.get(mesh)
+        if known is None:
+            known = max((size for other, size in tuple(self.variables.items()) if len(other.axes) == len(mesh.axes)), default=0)
+        return known > LARGE
 
     def promising(self, points: Sequence[SearchPoint]) -> list[SearchPoint]:
         """What is not done, the lowest bounds first, few micro-batches before many; of large problems those with one ZeRO group

@@ -60,7 +60,7 @@ def test_llama_on_four_nodes_in_bf16(contention: float, gap: float) -> None:
     result = search(graph, cluster, SearchOptions(precision=BF16), lines.append)
     assert result.warnings == ()
     assert result.gap <= gap
-    assert {each.mesh for each in result.solutions if each.stages == 1} == set(meshes(32, 32, {}))
+    assert {each.mesh for each in result.solutions if each.stages == 1} == set(meshes(32, 32, {}, 8))
     solved = [each for each in result.solutions if each.solved]
     assert all(any(text.startswith(f"{each!s:36}") for text in lines) for each in solved)
     pruned = [each for each in result.solutions if each.status is Status.PRUNED]

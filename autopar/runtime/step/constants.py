@@ -8,7 +8,6 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
@@ -35,7 +34,7 @@ def _held(value: Any, around: tuple[int, ...]) -> str:
         return f"<{around[::-1].index(id(value))}>"
     inside = (*around, id(value))
     if isinstance(value, torch.Tensor):
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = value.to_local() if hasattr(value, "to_local") else value  # a DTensor
         return f"tensor {value.dtype} {tuple(value.shape)} {'' if value.is_meta else local.tolist()}"
     if isinstance(value, Mapping):
         parts = [f"{_held(key, inside)}: {_held(each, inside)}" for key, each in value.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic
 
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
@@ -37,7 +38,7 @@ class MeshSolution:
     mesh: Mesh
     status: Status = Status.TIMEOUT
     bound_seconds: float = 0.0
-    objective_seconds: float = float("inf")
+    objective_seconds: float = inf
     candidate: Candidate | None = None
     evaluation: Evaluation | None = None
     variables: int = 0
@@ -102,16 +103,18 @@ class MeshSolver:
             self.result.status = outcome.status
         self.result.seconds += monotonic() - began
 
-    def solve_with_memory(self, time_limit_seconds: float) -> None:
+    def solve_with_memory(self, time_limit_seconds: float, cutoff_seconds: float = inf) -> None:
         """With the memory constraint: placements, state sharding, what is saved, recomputed and offloaded, jointly. With a
-        smaller capacity again where the solution does not fit by the evaluator."""
+        smaller capacity again where the solution does not fit by the evaluator. PRUNED where every plan of a large problem takes
+        longer than `cutoff_seconds`."""
         began = monotonic()
         margin = 0.0
         for attempt in range(_TRIES):
             form = self._formulate_with_memory(margin)
             self.result.variables, self.result.constraints = form.model.variables, form.model.constraints
             left = time_limit_seconds - (monotonic() - began)
-            outcome = solve_large(form.model, time_limit_seconds=left, relative_gap=self.relative_gap)
+            cutoff = inf if form.penalties else cutoff_seconds / form.second_unit
+            outcome = solve_large(form.model, time_limit_seconds=left, relative_gap=self.relative_gap, cutoff=cutoff)
             if attempt == 0:
                 self.result.bound_seconds = max(self.result.bound_seconds, self._seconds(form, outcome, outcome.bound))
             if not outcome.values:
@@ -132,7 +135,7 @@ class MeshSolver:
         outcome = solve(form.model, relaxed=True, time_limit_seconds=time_limit_seconds)
         self.result.seconds += monotonic() - began
         if outcome.status is Status.INFEASIBLE:
-            return float("inf")
+            return inf
         if outcome.status is not Status.OPTIMAL:
             return None
         self.result.bound_seconds = max(self.result.bound_seconds, self._seconds(form, outcome, outcome.bound))
@@ -198,5 +201,5 @@ class MeshSolver:
         if outcome.values:
             objective -= sum(outcome.values[variable] * price for variable, price in form.penalties.items())
         elif form.penalties:
-            return 0.0 if objective < float("inf") else objective
+            return 0.0 if objective < inf else objective
         return objective * form.second_unit

@@ -124,15 +124,16 @@ def _interruptible(call: Callable[[], mathopt.SolveResult], size: int) -> mathop
     return found
 
 
-def solve_large(model: LinearModel, *, time_limit_seconds: float, relative_gap: float) -> Outcome:
+def solve_large(model: LinearModel, *, time_limit_seconds: float, relative_gap: float, cutoff: float = float("inf")) -> Outcome:
     """As `solve`. Where the model is large, by branching on its `branching_groups` alone: at each node the linear relaxation,
     which is a lower bound, and where it mixes none of these groups, the integer problem without the binaries that are zero in the
-    relaxation, which takes a tenth of the time. The bound remains that of the relaxations. The model is unchanged afterwards."""
+    relaxation, which takes a tenth of the time. The bound remains that of the relaxations. Nodes whose relaxation is above
+    `cutoff` are not looked into: PRUNED where that leaves nothing. The model is unchanged afterwards."""
     if model.variables < _LARGE_MODEL:
         return solve(model, time_limit_seconds=time_limit_seconds, relative_gap=relative_gap)
     upper = model.upper
     try:
-        return _Branching(model, monotonic() + time_limit_seconds, max(relative_gap, _LARGE_GAP)).run()
+        return _Branching(model, monotonic() + time_limit_seconds, max(relative_gap, _LARGE_GAP), cutoff).run()
     finally:
         model.upper = upper
 
@@ -140,8 +141,8 @@ def solve_large(model: LinearModel, *, time_limit_seconds: float, relative_gap: 
 class _Branching:
     """Branch and bound, best bound first. A node is the set of columns that are fixed at zero (`out`)."""
 
-    def __init__(self, model: LinearModel, end: float, gap: float) -> None:
-        self.model, self.end, self.gap = model, end, gap
+    def __init__(self, model: LinearModel, end: float, gap: float, cutoff: float) -> None:
+        self.model, self.end, self.gap, self.cutoff = model, end, gap, cutoff
         self.upper = list(model.upper)
         self.best = Outcome(Status.INFEASIBLE, (), float("inf"), float("inf"))
         self.open: list[tuple[float, int, frozenset[int]]] = []
@@ -159,6 +160,8 @@ class _Branching:
             self._node(out, rounds)
         bound = min([self.best.objective, *self.closed, *(bound for bound, _, _ in self.open)])
         if not self.best.values:
+            if bound > self.cutoff and not self.open:
+                return Outcome(Status.PRUNED, (), float("inf"), bound)
             return Outcome(Status.TIMEOUT if self.open or self.closed else Status.INFEASIBLE, (), float("inf"), bound)
         near = self.best.objective - bound <= self.gap * abs(self.best.objective)
         return Outcome(Status.OPTIMAL if near else Status.FEASIBLE, self.best.values, self.best.objective, bound)
@@ -180,7 +183,7 @@ class _Branching:
         if root.status is not Status.OPTIMAL:
             self.closed.append(-float("inf"))
             return
-        if self._within_gap(root.objective):
+        if self._within_gap(root.objective) or root.objective > self.cutoff:
             self.closed.append(root.objective)
             return
         if not self.best.values or not self._mixed(root.values):

@@ -85,9 +85,9 @@ class PipelineSearch:
             return
         for axes, members in self._families().items():
             self._bound_family(axes, members, best_seconds)
-        open_points = [point for point in self.points if self._is_open(point, best_seconds())]
-        open_points.sort(key=lambda point: self.points[point].bound_seconds)
-        order = self.stage_search.promising(open_points, best_seconds() * (1 - self.options.min_improvement))
+        bounds = {point: each.bound_seconds for point, each in self.points.items() if self._is_open(point, best_seconds())}
+        bounds = dict(sorted(bounds.items(), key=lambda each: each[1]))
+        order = self.stage_search.promising(bounds, best_seconds() * (1 - self.options.min_improvement))
         for result in self.stage_search.solutions(order, best_seconds()):
             result.bound_seconds = self.points[self._point_of(result)].bound_seconds
             self.solutions.append(result)

@@ -4,7 +4,7 @@ the calls into model chunks, and the evaluator prices the most promising pipelin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -58,6 +58,11 @@ _TRIES = 3
 """How often a pipeline that does not fit by the evaluator is partitioned with a smaller memory budget."""
 
 
+def _bubble_factor(point: GridPoint, option: ScheduleOption) -> float:
+    """The step with its bubble over that of the fullest stage."""
+    return 1 + option.bubble_passes * (point.stages - 1) / point.micro_batches
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedPoint:
     """A point whose blocks are placed, and priced on the devices of each stage."""
@@ -81,13 +86,16 @@ class StageSearch:
         self._allowed: Matrix | None = None
         self.refusal = ""
 
-    def promising(self, points: Sequence[GridPoint], best_seconds: float) -> list[tuple[float, GridPoint, ScheduleOption]]:
-        """The estimated step of each point with each of its schedules, the shortest first. Half of the time is left for
-        pricing. AutoparError where a forced schedule fits none of the points."""
+    def promising(self, points: Mapping[GridPoint, float], best_seconds: float) -> list[tuple[float, GridPoint, ScheduleOption]]:
+        """The estimated step of each point (with its lower bound) with each of its schedules, the shortest first. Half of the
+        time is left for pricing. AutoparError where a forced schedule fits none of the points."""
         out, half = [], self.seconds_left() / 2
-        for point, schedules in self._with_schedules(points):
+        for point, every in self._with_schedules(tuple(points)):
             if self.seconds_left() <= half:
                 break
+            schedules = [each for each in every if points[point] * _bubble_factor(point, each) < best_seconds]
+            if not schedules:
+                continue
             try:
                 placed = self.place(point)
             except AutoparError:

@@ -2,7 +2,8 @@
 the expert axis, which shards the batch too (`EXPERT_AXIS`).
 
 Model axes together span at most `WIDEST_NODES` nodes, or as many devices as a small batch leaves. The data axis is outermost and
-the last axis joins neighbouring ranks; so both orders of two model axes are two mappings onto the links.
+the last axis joins neighbouring ranks; so both orders of two model axes are two mappings onto the links, but inside a node,
+whose links are equal.
 """
 
 from __future__ import annotations
@@ -64,7 +65,15 @@ def meshes(size: int, batch: int, force: Mapping[str, int], node_size: int = 0, 
     if node_size and not any(name in force for name in AXES):
         widest = max(WIDEST_NODES * node_size, WIDEST_DEVICES, min(mesh.size // mesh.size_of(DATA_AXIS) for mesh in found))
         found = [mesh for mesh in found if mesh.size // mesh.size_of(DATA_AXIS) <= widest]
+        found = [mesh for mesh in found if not _is_same_in_node(mesh, node_size)]
     return sorted(found, key=lambda mesh: (len(mesh.axes), size // mesh.size_of(DATA_AXIS), mesh.sizes[1:]))
+
+
+def _is_same_in_node(mesh: Mesh, node_size: int) -> bool:
+    """Whether its two model axes, the smaller one first, are in the grid in the other order over the same links."""
+    sizes = mesh.sizes[1:]
+    inside = len(sizes) == 2 and EXPERT_AXIS not in mesh.names and node_size % (sizes[0] * sizes[1]) == 0
+    return inside and sizes[0] < sizes[1]
 
 
 def _factorizations(size: int, force: Mapping[str, int]) -> Iterator[Mesh]:

@@ -1,0 +1,108 @@
+"""What the search does not do: problems solved and frontiers made are counted, since seconds say little on a busy machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import inf
+
+import pytest
+from support.models.solver_graphs import llama_graph
+
+import autopar.solve.bounds.memory_frontier as frontiers
+import autopar.solve.pipeline.stage_search as stage_search
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.ir.plan import Precision
+from autopar.rules.registry import default_registry
+from autopar.solve.ilp import solver as ilp
+from autopar.solve.ilp.formulate import formulate
+from autopar.solve.ilp.memory_events import add_memory_constraint
+from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
+from autopar.solve.ilp.solver import Status
+from autopar.solve.search import search
+from autopar.solve.space.grid import GridPoint
+from autopar.solve.space.meshes import mesh_of, meshes
+from autopar.solve.space.options import SearchOptions
+from autopar.solve.space.problem_tables import ProblemTables
+
+BF16 = Precision("bfloat16", "float32")
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    out: Counter[str] = Counter()
+
+    def counted(module: object, name: str) -> None:
+        original = getattr(module, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            out[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(stage_search, "memory_frontier")
+    counted(frontiers, "decode")
+    counted(MeshSolver, "solve_with_memory")
+    counted(MeshSolver, "relax_with_memory")
+    return out
+
+
+def test_pipelines_that_bound_and_bubble_prune_are_not_placed(counts: Counter[str]) -> None:
+    """Llama's 32 layers on eight nodes: FSDP is best, and is known before pipelines are looked at."""
+    found = search(llama_graph(layers=32, batch=128), Cluster.parse("dgx-h100:8"), SearchOptions(precision=BF16))
+    assert found.candidate.pipeline.stages == 1
+    assert counts["memory_frontier"] <= 6
+    assert counts["solve_with_memory"] + counts["relax_with_memory"] <= 8
+
+
+def test_orders_of_two_axes_inside_a_node_are_one_mesh() -> None:
+    sizes = [mesh.sizes[1:] for mesh in meshes(16, 16, {}, 8) if len(mesh.axes) == 3]
+    assert (4, 2) in sizes and (2, 4) not in sizes
+    assert {(2, 8), (8, 2), (4, 4)} <= set(sizes)  # over two nodes they are two mappings onto the links
+    assert (2, 4) in [mesh.sizes[1:] for mesh in meshes(16, 16, {"tp": 2, "tp2": 4}, 8)]
+
+
+def _problem():
+    graph, cluster, options = llama_graph(layers=4, batch=32), Cluster.parse("dgx-h100:4"), SearchOptions(precision=BF16)
+    return ProblemTables(graph, cluster, options, default_registry()).problem(GridPoint(mesh_of(4, 8)))
+
+
+def _memory_model():
+    form = formulate(_problem(), recompute=True)
+    add_memory_constraint(form)
+    return form.model
+
+
+@pytest.mark.parametrize("above", [True, False])
+def test_cutoff(above: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the optimum nothing is solved but the relaxation; above it the optimum is found all the same."""
+    monkeypatch.setattr(ilp, "_LARGE_MODEL", 1)
+    model = _memory_model()
+    whole = ilp.solve_large(model, time_limit_seconds=60.0, relative_gap=1e-4)
+    root = ilp.solve(model, relaxed=True)
+    assert whole.status is Status.OPTIMAL
+    cutoff = whole.objective * 1.01 if above else root.objective * 0.99
+    cut = ilp.solve_large(model, time_limit_seconds=60.0, relative_gap=1e-4, cutoff=cutoff)
+    if above:
+        assert cut.objective == pytest.approx(whole.objective, rel=1e-3)
+    else:
+        assert cut.status is Status.PRUNED and not cut.values
+        assert cut.bound == pytest.approx(root.objective)
+
+
+def test_a_point_above_the_cutoff_keeps_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ilp, "_LARGE_MODEL", 1)
+    problem = _problem()
+    solved, cut = (MeshSolution(problem.mesh) for _ in range(2))
+    MeshSolver(problem.graph, problem, (), 1e-4, solved).solve_with_memory(60.0)
+    assert solved.step_seconds is not None
+    MeshSolver(problem.graph, problem, (), 1e-4, cut).solve_with_memory(60.0, cutoff_seconds=0.5 * solved.step_seconds)
+    assert cut.status is Status.PRUNED and cut.step_seconds is None
+    assert 0.5 * solved.step_seconds < cut.bound_seconds <= solved.step_seconds * (1 + 1e-6) < inf
+
+
+def test_bounds_of_wide_meshes_are_tightened_where_the_certificate_needs_it() -> None:
+    """Two model axes have to be worth more than `indifference`; their bounds do not become the certificate's gap."""
+    graph, cluster = llama_graph(layers=32, batch=16), Cluster.parse("dgx-h100:2")
+    gaps = [search(graph, cluster, SearchOptions(precision=BF16, force={"pp": 1}, indifference=each)).gap for each in (0.0, 0.02)]
+    assert gaps[1] <= gaps[0] + 1e-3
