@@ -34,6 +34,8 @@ def test_degrees_alone_are_for_the_search() -> None:
         (WHOLE + ",tp2=2", "tp2 not among them"),
         (WHOLE.replace("full", "some"), "recompute=some is none of"),
         ("tp=4,speed=9", "'speed' cannot be forced"),
+        ("schedule=synthesized", "pipeline: write its stages too, as in pp=2"),
+        ("pp=1,schedule=synthesized", "write its stages too"),
         ("schedule=best", "no schedule 'best'.* or write synthesized"),
         ("tp=two", "tp=two is no degree"),
         ("zero=7", "zero=7 is no degree"),

@@ -64,6 +64,8 @@ def parse_force(force: str | Mapping[str, int | str]) -> Force:
         schedule = _interleaved(degrees, bool(fixed))
     elif schedule and not synthesize:
         builder_named(schedule, "give its actions" if fixed else f"write {SYNTHESIZED}", (INTERLEAVED,))
+    if synthesize and degrees.get("pp", 1) < 2:
+        raise AutoparError(f"force: schedule={SYNTHESIZED} is one of a pipeline: write its stages too, as in pp=2")
     return Force(degrees, "" if synthesize else schedule, synthesize, given.get("recompute", ""))
 
 
