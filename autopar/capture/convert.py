@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 
 from autopar.capture.flat import FlatGraph, StateTensor
+from autopar.capture.layers import CALL_MARK
 from autopar.capture.tracing.guards import refuse_random
 from autopar.capture.tracing.layer_span import LayerSpan
 from autopar.capture.tracing.outline import NAMESPACE
@@ -221,7 +222,7 @@ class _Converter:
                 args=args,
                 kwargs=kwargs,
                 outputs=outputs,
-                module=module_of(node),
+                module=called_module_of(node),
                 source=source_line(node, trace),
                 no_grad=no_grad,
             )
@@ -279,6 +280,21 @@ def module_of(node: fx.Node) -> str:
     path = str(stack[-1][0]) if stack else ""
     path = path.removeprefix("module").removeprefix(".")
     return "" if path.startswith("_empty_nn_module") else path
+
+
+def called_module_of(node: fx.Node) -> str:
+    """`module_of` with the number of the call of each module that is called several times, from the second call on."""
+    path = module_of(node)
+    stack = node.meta.get("nn_module_stack") or {}
+    if not path or not any("@" in key for key in stack):
+        return path
+    parts = path.split(".")
+    for key, (module, *_) in stack.items():
+        _, _, number = key.rpartition("@")
+        depth = len(str(module).removeprefix("module").removeprefix(".").split("."))
+        if "@" in key and number.isdigit() and depth <= len(parts):
+            parts[depth - 1] += f"{CALL_MARK}{number}"
+    return ".".join(parts)
 
 
 def source_line(node: fx.Node, stack_trace: str | None = None) -> str:
