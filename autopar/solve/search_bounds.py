@@ -9,7 +9,7 @@ from math import inf
 from time import monotonic
 
 from autopar.ir.mesh import Mesh
-from autopar.solve.bounds.flow_bound import FlowRelaxation, ideal_seconds, operation_bound
+from autopar.solve.bounds.flow_bound import FlowRelaxation, bound_by_blocks, has_many_blocks, ideal_seconds, operation_bound
 from autopar.solve.bounds.memory_bound import BlockRelaxation, memory_bound, relax_blocks
 from autopar.solve.ilp.solver import Status
 from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes
@@ -59,12 +59,22 @@ class SearchBounds:
         if state.any_open(members):
             blocks = relax_blocks(problem)
             self._bound_by_memory(members, problem, blocks, {1.0: least})
+            self._bound_by_blocks(members, problem, blocks)
             self._bound_by_flow(members, problem, blocks)
         members[0].solution.seconds += monotonic() - began
 
     def bound_by_flow(self, each: SearchPoint, problem: Problem) -> None:
         """The linear relaxation of one point, by its own tables."""
         self._bound_by_flow([each], problem, relax_blocks(problem))
+
+    def _bound_by_blocks(self, members: Sequence[SearchPoint], problem: Problem, blocks: tuple[BlockRelaxation, ...]) -> None:
+        """With the linear relaxations of single blocks, which are small."""
+        state = self.state
+        if not has_many_blocks(problem) or not state.any_open(members):
+            return
+        seconds = bound_by_blocks(problem, state.is_pruned, state.seconds_left)
+        state.pipelines.learn_bound(problem, seconds)
+        self._bound_by_memory(members, problem, blocks, {1.0: seconds})
 
     def _bound_by_flow(self, members: Sequence[SearchPoint], problem: Problem, blocks: tuple[BlockRelaxation, ...]) -> None:
         """With the linear relaxation of placements, and then with what its collectives and state send over one link."""
