@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -93,7 +94,13 @@ class _Converter:
         flat = FlatGraph(tuple(inputs), every, tuple(self.nodes), returned[0], tuple(mutated), outputs=outputs)
         for span in self.spans.values():
             span.check_outside(flat)
-        return flat
+        return replace(flat, updates=self.all_updates(flat.updates))
+
+    def all_updates(self, updates: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        """With what copied layers write to their buffers; copies inside of a layer before those of that layer."""
+        for span in sorted(self.spans.values(), key=lambda span: -span.path.count(".")):
+            updates += tuple(span.copied_updates(updates))
+        return updates
 
     def literal(self, target: str) -> tuple[str, tuple[Any, ...]] | None:
         """The operation that makes a constant of the forward's text, with its arguments: of one value (``torch.tensor(0.5)``, the
@@ -256,6 +263,7 @@ class _Converter:
             copies, outputs, own = self.spans[kind].copy(path, tuple(given), self.values, self.sources)
             self.nodes += copies
             self.copied += own
+            self.sources.update((source.name, source) for source in own)
             self.values.update((value.name, value) for copied in copies for value in copied.outputs)
         return outputs
 
