@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -14,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 
 from autopar.capture.flat import FlatGraph, StateTensor
+from autopar.capture.layers import CALL_MARK
 from autopar.capture.tracing.guards import refuse_random
 from autopar.capture.tracing.layer_span import LayerSpan
 from autopar.capture.tracing.outline import NAMESPACE
@@ -92,7 +94,13 @@ class _Converter:
         flat = FlatGraph(tuple(inputs), every, tuple(self.nodes), returned[0], tuple(mutated), outputs=outputs)
         for span in self.spans.values():
             span.check_outside(flat)
-        return flat
+        return replace(flat, updates=self.all_updates(flat.updates))
+
+    def all_updates(self, updates: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        """With what copied layers write to their buffers; copies inside of a layer before those of that layer."""
+        for span in sorted(self.spans.values(), key=lambda span: -span.path.count(".")):
+            updates += tuple(span.copied_updates(updates))
+        return updates
 
     def literal(self, target: str) -> tuple[str, tuple[Any, ...]] | None:
         """The operation that makes a constant of the forward's text, with its arguments: of one value (``torch.tensor(0.5)``, the
@@ -221,7 +229,7 @@ class _Converter:
                 args=args,
                 kwargs=kwargs,
                 outputs=outputs,
-                module=module_of(node),
+                module=called_module_of(node),
                 source=source_line(node, trace),
                 no_grad=no_grad,
             )
@@ -255,6 +263,7 @@ class _Converter:
             copies, outputs, own = self.spans[kind].copy(path, tuple(given), self.values, self.sources)
             self.nodes += copies
             self.copied += own
+            self.sources.update((source.name, source) for source in own)
             self.values.update((value.name, value) for copied in copies for value in copied.outputs)
         return outputs
 
@@ -279,6 +288,21 @@ def module_of(node: fx.Node) -> str:
     path = str(stack[-1][0]) if stack else ""
     path = path.removeprefix("module").removeprefix(".")
     return "" if path.startswith("_empty_nn_module") else path
+
+
+def called_module_of(node: fx.Node) -> str:
+    """`module_of` with the number of the call of each module that is called several times, from the second call on."""
+    path = module_of(node)
+    stack = node.meta.get("nn_module_stack") or {}
+    if not path or not any("@" in key for key in stack):
+        return path
+    parts = path.split(".")
+    for key, (module, *_) in stack.items():
+        _, _, number = key.rpartition("@")
+        depth = len(str(module).removeprefix("module").removeprefix(".").split("."))
+        if "@" in key and number.isdigit() and depth <= len(parts):
+            parts[depth - 1] += f"{CALL_MARK}{number}"
+    return ".".join(parts)
 
 
 def source_line(node: fx.Node, stack_trace: str | None = None) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from autopar.capture.flat import FlatGraph, StateTensor, rename_operands
+from autopar.capture.layers import Span, Spans, called_again, layer_lists, without_marks
 from autopar.capture.tracing.trace import Traced
 from autopar.errors import CaptureError
 from autopar.ir.graph import Block, Call, Graph, Node, Parameter, Value
@@ -31,40 +32,27 @@ _NAMED_AFTER_MODULE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LayerInstance:
-    """Consecutive nodes of one layer; `prefix` is its module path, empty for nodes outside of layers."""
-
-    prefix: str
-    nodes: tuple[Node, ...]
-
-
 def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
     """The graph of `flat` with equal layers folded."""
-    layers = layer_instances(flat.nodes, layer_paths(model))
     blocks: dict[str, Block] = {}
     names_taken: dict[str, int] = {}
     calls: list[Call] = []
-    classes = {path: type(module).__name__ for path, module in model.named_modules()}
     graph_names = {value.name: value.name for value in flat.inputs}
     check_outputs(flat)
-    final_uses = set(flat.results)
-    later = [set(final_uses)]
-    for layer in reversed(layers[1:]):
-        later.append(later[-1] | {name for node in layer.nodes for name in node.operands()})
-    later.reverse()
-    known = FlatNames.of(flat)
+    shapes = BlockShapes(model, flat)
+    spans = Spans(
+        flat.nodes, layer_lists(model) | called_again(model, flat.nodes), lambda span: shapes.of(span).fingerprint
+    ).chosen()
     given = set(graph_names.values())
-    for index, layer in enumerate(layers):
-        shaped = canonical_block(
-            layer, flat, known, later[index], glue_name(index, len(layers)) if not layer.prefix else classes[layer.prefix]
-        )
+    for index, span in enumerate(spans):
+        shaped, prefix = shapes.of(span), without_marks(span.path)
         key = shaped.fingerprint
         if key not in blocks:
-            taken = names_taken.get(shaped.block.name, 0)
-            names_taken[shaped.block.name] = taken + 1
-            blocks[key] = replace(shaped.block, name=f"{shaped.block.name}{taken + 1}" if taken else shaped.block.name)
-        stem = re.sub(r"\W", "_", layer.prefix)
+            stem = shapes.class_of(prefix) if prefix else glue_name(index, len(spans))
+            taken = names_taken.get(stem, 0)
+            names_taken[stem] = taken + 1
+            blocks[key] = replace(shaped.block, name=f"{stem}{taken + 1}" if taken else stem)
+        stem = re.sub(r"\W", "_", prefix)
         for inner, outer in zip(blocks[key].outputs, shaped.outputs, strict=True):
             chosen = f"{stem}_{inner}" if stem else f"{blocks[key].name.lower()}_{inner}"
             while chosen in given and graph_names.get(outer) != chosen:
@@ -74,7 +62,7 @@ def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
         calls.append(
             Call(
                 blocks[key].name,
-                layer.prefix,
+                prefix,
                 tuple(graph_names[name] for name in shaped.inputs),
                 tuple(graph_names[name] for name in shaped.outputs),
                 shaped.parameters,
@@ -114,44 +102,6 @@ def glue_name(index: int, total: int) -> str:
     return "Prologue" if index == 0 else "Epilogue" if index == total - 1 else "Middle"
 
 
-def layer_paths(model: nn.Module) -> frozenset[str]:
-    """The module paths of layers: outermost elements of ModuleLists, and of Sequentials that repeat a class; no leaf modules."""
-    found: list[str] = []
-    for path, module in model.named_modules():
-        if any(path == item or path.startswith(f"{item}.") for item in found):
-            continue
-        children = list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
-        kinds = [type(child) for child in children]
-        compound = bool(children) and all(any(True for _ in child.children()) for child in children)
-        repeated = isinstance(module, nn.ModuleList) or len(set(kinds)) < len(kinds)
-        if compound and repeated:
-            found.extend(f"{path}.{name}" if path else name for name, _ in module.named_children())
-    return frozenset(found)
-
-
-def layer_instances(nodes: Sequence[Node], prefixes: frozenset[str]) -> list[LayerInstance]:
-    """The runs of nodes of one layer. A layer whose nodes are in several runs counts as outside of layers."""
-    by_prefix: dict[str, str] = {}
-
-    def owner(module: str) -> str:
-        if module not in by_prefix:
-            parts = module.split(".")
-            heads = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-            by_prefix[module] = next((head for head in heads if head in prefixes), "")
-        return by_prefix[module]
-
-    runs: list[tuple[str, list[Node]]] = []
-    for node in nodes:
-        prefix = owner(node.module)
-        if not runs or runs[-1][0] != prefix:
-            runs.append((prefix, []))
-        runs[-1][1].append(node)
-    split = {prefix for prefix, _ in runs if prefix and sum(other == prefix for other, _ in runs) > 1}
-    if split:
-        return layer_instances(nodes, prefixes - split)
-    return [LayerInstance(prefix, tuple(items)) for prefix, items in runs]
-
-
 @dataclass(frozen=True, slots=True)
 class FlatNames:
     """What the value names of a flat graph mean, looked up once for all blocks."""
@@ -182,16 +132,40 @@ class CanonicalBlock:
     parameters: tuple[str, ...]
 
 
-def canonical_block(layer: LayerInstance, flat: FlatGraph, known: FlatNames, used_outside: set[str], name: str) -> CanonicalBlock:
-    """The block of a layer: canonical names, relative module paths, parameters and inputs in the order of their first use."""
+class BlockShapes:
+    """The canonical block of every span that is asked for, made once."""
+
+    def __init__(self, model: nn.Module, flat: FlatGraph) -> None:
+        self.model, self.flat, self.known = model, flat, FlatNames.of(flat)
+        self._last_use = {name: index for index, node in enumerate(flat.nodes) for name in node.operands()}
+        self._last_use |= dict.fromkeys(flat.results, len(flat.nodes))
+        self._made: dict[tuple[str, int, int], CanonicalBlock] = {}
+
+    def of(self, span: Span) -> CanonicalBlock:
+        key = span.path, span.start, span.end
+        if key not in self._made:
+            nodes = tuple(replace(node, module=without_marks(node.module)) for node in self.flat.nodes[span.start : span.end])
+            later = {value.name for node in nodes for value in node.outputs if self._last_use.get(value.name, -1) >= span.end}
+            self._made[key] = canonical_block(without_marks(span.path), nodes, self.flat, self.known, later)
+        return self._made[key]
+
+    def class_of(self, path: str) -> str:
+        return type(self.model.get_submodule(path)).__name__
+
+
+def canonical_block(
+    prefix: str, nodes: tuple[Node, ...], flat: FlatGraph, known: FlatNames, used_outside: set[str]
+) -> CanonicalBlock:
+    """The block of a layer, without a name: canonical names, relative module paths, parameters and inputs in the order of their
+    first use."""
     values, sources, graph_inputs, buffer_values = known.values, known.sources, known.inputs, known.buffers
-    inside = {value.name for node in layer.nodes for value in node.outputs}
+    inside = {value.name for node in nodes for value in node.outputs}
     updates = [(buffer_values[buffer], new) for buffer, new in flat.updates if new in inside]
-    reads = [name for node in layer.nodes for name in node.operands()] + [buffer for buffer, _ in updates]
+    reads = [name for node in nodes for name in node.operands()] + [buffer for buffer, _ in updates]
     outside = [name for name in dict.fromkeys(reads) if name not in inside]
     inputs = tuple(name for name in outside if name not in sources)
     parameters = tuple(sources[name] for name in outside if name in sources)
-    outputs = tuple(value.name for node in layer.nodes for value in node.outputs if value.name in used_outside)
+    outputs = tuple(value.name for node in nodes for value in node.outputs if value.name in used_outside)
     returned, written = {flat.loss, *(name for _, name in flat.outputs)}, {new for _, new in flat.updates}
     outputs = tuple(output for output in outputs if output in returned or output not in written)
     if flat.loss in graph_inputs:
@@ -209,21 +183,21 @@ def canonical_block(layer: LayerInstance, flat: FlatGraph, known: FlatNames, use
         names[flat_name] = candidate
         return candidate
 
-    paths = [relative(source.name, layer.prefix) for source in parameters]
+    paths = [relative(source.name, prefix) for source in parameters]
     for source, path in zip(parameters, paths, strict=True):
         claim(source.value.name, path)
     for flat_name in inputs:
         fallback = "hidden" if values[flat_name].differentiable else "shared"
-        claim(flat_name, own_input(flat_name, layer.prefix) if flat_name in graph_inputs else fallback)
-    nodes = tuple(canonical_node(node, names, claim, layer.prefix) for node in layer.nodes)
+        claim(flat_name, own_input(flat_name, prefix) if flat_name in graph_inputs else fallback)
+    canonical = tuple(canonical_node(node, names, claim, prefix) for node in nodes)
     block = Block(
-        name=name,
+        name="",
         inputs=tuple(replace(values[flat_name], name=names[flat_name]) for flat_name in inputs),
         parameters=tuple(
             Parameter(replace(source.value, name=names[source.value.name]), path, source.trainable, source.buffer)
             for source, path in zip(parameters, paths, strict=True)
         ),
-        nodes=nodes,
+        nodes=canonical,
         outputs=tuple(names[flat_name] for flat_name in outputs),
         updates=tuple((names[buffer], names[new]) for buffer, new in updates),
     )

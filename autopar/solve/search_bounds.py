@@ -10,7 +10,7 @@ from math import inf
 from time import monotonic
 
 from autopar.ir.mesh import Mesh
-from autopar.solve.bounds.flow_bound import FlowRelaxation, ideal_seconds, operation_bound
+from autopar.solve.bounds.flow_bound import FlowRelaxation, bound_by_blocks, has_many_blocks, ideal_seconds, operation_bound
 from autopar.solve.bounds.memory_bound import BlockRelaxation, memory_bound, relax_blocks
 from autopar.solve.ilp.solver import Status
 from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes
@@ -72,6 +72,8 @@ class SearchBounds:
             each.solution.bound_seconds = least
         rough = _RoughBound(tuple(members), problem, {1.0: least})
         if state.any_open(members):
+            self._bound_by_blocks(rough)
+        if state.any_open(members):
             self._bound_by_flow(rough)
         if not rough.sharp:
             self._rough[problem.mesh] = rough
@@ -95,6 +97,16 @@ class SearchBounds:
                 return
             self._bound_by_flow(rough, fully=True)
 
+    def _bound_by_blocks(self, rough: _RoughBound) -> None:
+        """With the linear relaxations of single blocks, which are small."""
+        state, problem = self.state, rough.problem
+        if not has_many_blocks(problem):
+            return
+        least = min(rough.members, key=lambda each: (each.done, each.bound_seconds))
+        rough.bounds[1.0] = bound_by_blocks(problem, lambda seconds: state.is_pruned(least, seconds), state.seconds_left)
+        state.pipelines.learn_bound(problem, rough.bounds[1.0])
+        self._bound_by_memory(rough, fully=False)
+
     def _bound_by_flow(self, rough: _RoughBound, fully: bool = False) -> None:
         """With the linear relaxation of placements, then with memory; and with what collectives and state send over one link,
         which seldom says more. Unless `fully`, as long as that may prune some of the points, and of a large problem without the
@@ -103,23 +115,16 @@ class SearchBounds:
         if rough.flow is None:
             rough.flow = flow = FlowRelaxation(problem)
             state.variables[problem.mesh] = flow.form.model.variables
-            rough.bounds[1.0] = flow.bound(state.seconds_left())
+            rough.bounds[1.0] = max(rough.bounds[1.0], flow.bound(state.seconds_left()))
             state.pipelines.learn_bound(problem, rough.bounds[1.0])
-            for each in members:
-                each.raise_bound(rough.bounds[1.0])
-        flow = rough.flow
-        if not fully and not state.any_open(members):
-            return
-        if rough.blocks is None:
-            rough.blocks = relax_blocks(problem)
-            self._bound_by_memory(rough, rough.blocks, fully)
+            self._bound_by_memory(rough, fully)
         if fully or (state.any_open(members) and not state.is_large(members[0])):
             rough.sharp = True
-            if flow.shared:
-                rough.bounds[0.5] = flow.bound(state.seconds_left(), 0.5)
-                self._bound_by_memory(rough, rough.blocks, fully)
+            if rough.flow.shared:
+                rough.bounds[0.5] = rough.flow.bound(state.seconds_left(), 0.5)
+            self._bound_by_memory(rough, fully)
 
-    def _bound_by_memory(self, rough: _RoughBound, blocks: tuple[BlockRelaxation, ...], fully: bool) -> None:
+    def _bound_by_memory(self, rough: _RoughBound, fully: bool) -> None:
         """`memory_bound` of each point by the tables of its mesh."""
         state, flow = self.state, rough.bounds[1.0]
         for each in rough.members:
@@ -127,8 +132,9 @@ class SearchBounds:
             above = each.bound_seconds >= state.best_seconds() if fully else state.is_pruned(each)
             if each.done or above:
                 continue
+            rough.blocks = rough.blocks or relax_blocks(rough.problem)
             grouped = with_zero_group(rough.problem, each.point.zero_group)
-            bound = memory_bound(grouped, blocks, each.point.micro_batches, rough.bounds)
+            bound = memory_bound(grouped, rough.blocks, each.point.micro_batches, rough.bounds)
             each.raise_bound(bound)
             if bound == inf:
                 each.settle(Status.INFEASIBLE)

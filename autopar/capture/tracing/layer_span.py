@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar.capture.flat import FlatGraph, StateTensor, rename_operands
 from autopar.capture.tracing.outline import CannotOutline
@@ -19,6 +19,8 @@ class LayerSpan:
     start: int
     nodes: tuple[Node, ...] = ()
     outputs: tuple[str, ...] = ()
+    copies: list[tuple[str, Mapping[str, str]]] = field(default_factory=list)
+    """The path of each copy, and the names of its values by those of this layer."""
 
     def inside(self) -> set[str]:
         return {value.name for node in self.nodes for value in node.outputs}
@@ -32,15 +34,24 @@ class LayerSpan:
             raise CannotOutline(f"{self.path} reads {foreign[0]}, which is not among its arguments")
 
     def check_outside(self, flat: FlatGraph) -> None:
-        """CannotOutline where other nodes read more of it than its results, or where it writes a buffer."""
+        """CannotOutline where other nodes read more of it than its results, or where a buffer of it takes a value from outside."""
         hidden = self.inside() - set(self.outputs)
         own = {id(node) for node in self.nodes}
         read = {name for node in flat.nodes if id(node) not in own for name in node.operands()} | {
             flat.loss,
             *(name for _, name in flat.outputs),
         }
-        if hidden & read or any(name.startswith(f"{self.path}.") for name, _ in flat.updates):
+        written = {value for name, value in flat.updates if name.startswith(f"{self.path}.")}
+        others = {value for name, value in flat.updates if not name.startswith(f"{self.path}.")}
+        if hidden & (read | others) or written - self.inside():
             raise CannotOutline(f"{self.path} hands out or writes more than its result")
+
+    def copied_updates(self, updates: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+        """What the copies write to their buffers, of `updates`, what this layer and others write."""
+        for path, names in self.copies:
+            for name, value in updates:
+                if name.startswith(f"{self.path}."):
+                    yield path + name[len(self.path) :], names[value]
 
     def copy(
         self, path: str, inputs: tuple[str, ...], values: Mapping[str, Value], sources: Mapping[str, StateTensor]
@@ -50,7 +61,7 @@ class LayerSpan:
             if replace(values[mine], name="") != replace(values[given], name=""):
                 raise CannotOutline(f"{path} is called with {values[given]}, not with {values[mine]}")
         names = dict(zip(self.inputs, inputs, strict=True))
-        copies: list[Node] = []
+        nodes: list[Node] = []
         own: list[StateTensor] = []
         suffix = path.replace(".", "_")
         for name, source in sources.items():
@@ -61,6 +72,7 @@ class LayerSpan:
         for node in self.nodes:
             outputs = tuple(replace(value, name=f"{value.name}_of_{suffix}") for value in node.outputs)
             module = path + node.module[len(self.path) :] if node.module.startswith(self.path) else node.module
-            copies.append(replace(rename_operands(node, names), outputs=outputs, module=module))
+            nodes.append(replace(rename_operands(node, names), outputs=outputs, module=module))
             names.update((old.name, new.name) for old, new in zip(node.outputs, outputs, strict=True))
-        return tuple(copies), tuple(names[name] for name in self.outputs), tuple(own)
+        self.copies.append((path, names))
+        return tuple(nodes), tuple(names[name] for name in self.outputs), tuple(own)

@@ -105,12 +105,15 @@ def _replacement(module: nn.Module, path: str, group: EqualLayers, reads: list[s
         if seen.calls > 1 or arguments is None:
             seen.arguments = None
             return forward(*args, **kwargs)
-        inner = iter(mark(tensors, f"enter {path}"))
+        entered = mark(tensors, f"enter {path}")
+        versions, inner = [item._version for item in entered], iter(entered)
         args, kwargs = tree_unflatten([next(inner) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
         del reads[:]
         result = forward(*args, **kwargs)
         if reads:
             raise CannotOutline(f"{path} reads its index {reads[0]}")
+        if [item._version for item in entered] != versions:
+            raise CannotOutline(f"{path} writes to its arguments")
         leaves, structure = tree_flatten(result)
         results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         like = [_like(item, tensors) for item in results]
@@ -187,23 +190,25 @@ def _watch(kind: type, name: str, reads: list[str]) -> Iterator[None]:
 
 
 def find_groups(model: nn.Module) -> list[EqualLayers]:
-    """Groups of at least `FEWEST` equal elements of the outermost ModuleLists."""
+    """Groups of at least `FEWEST` equal elements of ModuleLists and Sequentials: of the outermost ones, and of those inside of
+    a layer that is traced."""
     owners: dict[int, int] = {}
     for _, module in model.named_modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             owners[id(tensor)] = owners.get(id(tensor), 0) + 1
     groups: list[EqualLayers] = []
-    covered: list[str] = []
+    opaque: list[str] = []
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(path.startswith(f"{item}.") for item in covered):
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(f"{path}.".startswith(f"{item}.") for item in opaque):
             continue
+        indices = _indices(module)
         pools: list[tuple[nn.Module, list[tuple[str, set[str]]]]] = []
-        for index, child in enumerate(module):
-            own = f"{path}.{index}" if path else str(index)
+        for name, child in module.named_children():
+            own = f"{path}.{name}" if path else name
             if not any(True for _ in child.children()) or _shared(child, owners):
                 continue
             for first, members in pools:
-                differing = _difference(first, child, int(members[0][0].rpartition(".")[2]), index)
+                differing = _difference(first, child, indices)
                 if differing is not None:
                     members.append((own, differing))
                     break
@@ -214,8 +219,19 @@ def find_groups(model: nn.Module) -> list[EqualLayers]:
                 groups.append(
                     EqualLayers(tuple(each for each, _ in members), frozenset().union(*(names for _, names in members)))
                 )
-                covered += [each for each, _ in members]
+                opaque += [each for each, _ in members[1:]]
     return groups
+
+
+def _indices(layers: nn.Module) -> set[tuple[str, str]]:
+    """(submodule of an element, attribute): whole numbers that are the index of the element in all of them that have it."""
+    found: dict[tuple[str, str], bool] = {}
+    for index, child in enumerate(layers.children()):
+        for path, module in child.named_modules():
+            for name, value in module.__dict__.items():
+                if type(value) is int:
+                    found[path, name] = found.get((path, name), True) and value == index
+    return {key for key, same in found.items() if same}
 
 
 def _shared(module: nn.Module, owners: dict[int, int]) -> bool:
@@ -223,21 +239,21 @@ def _shared(module: nn.Module, owners: dict[int, int]) -> bool:
     return any(tensor is not None and owners[id(tensor)] > 1 for tensor in tensors)
 
 
-def _difference(one: nn.Module, two: nn.Module, first: int, second: int) -> set[str] | None:
-    """Names of attributes that are the layers' own indices, or None where anything else differs."""
+def _difference(one: nn.Module, two: nn.Module, indices: set[tuple[str, str]]) -> set[str] | None:
+    """Names of attributes that are the layers' own indices and differ, or None where anything else does."""
     left, right = list(one.named_modules()), list(two.named_modules())
     if [name for name, _ in left] != [name for name, _ in right]:
         return None
     places = {id(b): id(a) for (_, a), (_, b) in zip(left, right, strict=True)}
     names: set[str] = set()
-    for (_, a), (_, b) in zip(left, right, strict=True):
+    for (path, a), (_, b) in zip(left, right, strict=True):
         if type(a) is not type(b) or a.__dict__.keys() != b.__dict__.keys():
             return None
         for name, value in a.__dict__.items():
             other = b.__dict__[name]
             if name == "_modules":
                 continue
-            if type(value) is int and type(other) is int and (value, other) == (first, second) and first != second:
+            if (path, name) in indices and value != other:
                 names.add(name)
             elif not _equal(value, other, places):
                 return None
@@ -260,4 +276,16 @@ def _equal(one: Any, two: Any, places: dict[int, int]) -> bool:
         return places.get(id(two)) == id(one)
     if isinstance(one, (bool, int, float, str, set, frozenset, torch.dtype, torch.device)):
         return bool(one == two)
-    return False
+    return _plain(one) and _equal(one.__dict__, two.__dict__, places)
+
+
+def _plain(one: Any) -> bool:
+    """Whether all that an object holds is in its attributes, as for instances of classes that are written in Python."""
+    kind = type(one)
+    if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__:
+        return False
+    try:
+        state = one.__reduce_ex__(2)[2]
+    except TypeError:
+        return False
+    return hasattr(one, "__dict__") and (state is None or (isinstance(state, dict) and state.keys() == one.__dict__.keys()))

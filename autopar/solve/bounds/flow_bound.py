@@ -8,6 +8,8 @@ least number of micro-batches holds for its multiples.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from autopar.solve.ilp.formulate import formulate_flows
 from autopar.solve.ilp.linear_model import total
 from autopar.solve.ilp.solver import Status, solve
@@ -16,11 +18,33 @@ from autopar.solve.problem.problem import Problem, StreamSeconds
 
 def operation_bound(problem: Problem) -> float:
     """Every operation by its fastest strategy, without conversions and without communication of state."""
-    return problem.micro_batches * sum(
-        problem.graph.count(name) * min(strategy.seconds.forward + strategy.seconds.backward for strategy in strategies)
-        for name, table in problem.blocks.items()
-        for strategies in table.strategies.values()
+    return sum(_block_seconds(problem, name) for name in problem.blocks)
+
+
+def _block_seconds(problem: Problem, name: str) -> float:
+    fastest = (
+        min(strategy.seconds.forward + strategy.seconds.backward for strategy in strategies)
+        for strategies in problem.blocks[name].strategies.values()
     )
+    return problem.micro_batches * problem.graph.count(name) * sum(fastest)
+
+
+def has_many_blocks(problem: Problem) -> bool:
+    """Whether no block is most of the problem, so that linear programs of single blocks are much smaller than one of all."""
+    sizes = [len(table.block.nodes) for table in problem.blocks.values()]
+    return 2 * max(sizes) <= sum(sizes)
+
+
+def bound_by_blocks(problem: Problem, is_enough: Callable[[float], bool], seconds_left: Callable[[], float]) -> float:
+    """The linear relaxation of each distinct block by itself, as if the others took whatever placements suit it, times the number
+    of its calls; `operation_bound` of blocks that need not be looked at, because the sum `is_enough`. Those that compute most
+    come first."""
+    seconds = {name: _block_seconds(problem, name) for name in problem.blocks}
+    for name in sorted(seconds, key=lambda name: -seconds[name]):
+        if is_enough(sum(seconds.values())) or seconds_left() <= 0:
+            break
+        seconds[name] = max(seconds[name], FlowRelaxation(problem, (name,)).bound(seconds_left()))
+    return sum(seconds.values())
 
 
 def ideal_seconds(problem: Problem) -> float:
@@ -33,14 +57,15 @@ def ideal_seconds(problem: Problem) -> float:
 
 class FlowRelaxation:
     """The linear relaxation of strategies and conversion flows, without memory and state. `main`: seconds of the calls; `shared`:
-    those on a link of the data axis."""
+    those on a link of the data axis. Of some `blocks` only: as `formulate_flows`."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.form = formulate_flows(problem)
+    def __init__(self, problem: Problem, blocks: Collection[str] | None = None) -> None:
+        self.problem, self.blocks = problem, problem.blocks.keys() if blocks is None else blocks
+        self.form = formulate_flows(problem, blocks)
         self.main: dict[int, float] = {}
         self.shared: dict[int, float] = {}
-        for name, table in problem.blocks.items():
+        for name in self.blocks:
+            table = problem.blocks[name]
             count = float(problem.graph.count(name) * problem.micro_batches) / self.form.second_unit
             for node, strategies in table.strategies.items():
                 for strategy, x in zip(strategies, self.form.x[name, node], strict=True):
@@ -62,5 +87,5 @@ class FlowRelaxation:
         model.cost = [0.0] * model.variables
         model.minimise(total((weight, self.main), (1 - weight, self.shared)))
         outcome = solve(model, relaxed=True, time_limit_seconds=time_limit_seconds)
-        least = weight * operation_bound(self.problem)
+        least = weight * sum(_block_seconds(self.problem, name) for name in self.blocks)
         return max(least, outcome.bound * self.form.second_unit) if outcome.status is Status.OPTIMAL else least

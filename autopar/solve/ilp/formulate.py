@@ -6,7 +6,7 @@ listed in `formulation`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from autopar.ir.placement import Placements, Replicate
 from autopar.solve.ilp.formulation import Expression, Formulation
@@ -40,11 +40,14 @@ def formulate(problem: Problem, sharded_axes: Sequence[int] = (), recompute: boo
     return form
 
 
-def formulate_flows(problem: Problem) -> Formulation:
-    """Strategies, boundary placements and the conversion flows between them, without time, state and objective."""
+def formulate_flows(problem: Problem, blocks: Collection[str] | None = None) -> Formulation:
+    """Strategies, boundary placements and the conversion flows between them, without time, state and objective; of some `blocks`
+    only, as if the others took whatever placements suit these."""
     form = Formulation(problem, _second_unit(problem), problem.cluster.device.memory_bytes / 100)
-    add_boundary_placements(form)
-    for table in problem.blocks.values():
+    add_boundary_placements(form, blocks)
+    for name, table in problem.blocks.items():
+        if blocks is not None and name not in blocks:
+            continue
         add_strategies(form, table)
         for value in table.consumers:
             add_conversion_flow(form, table, value)
@@ -61,9 +64,12 @@ def _second_unit(problem: Problem) -> float:
     return max(least, 1e-9) / 1000
 
 
-def add_boundary_placements(form: Formulation) -> None:
-    """w: one placement per boundary class."""
+def add_boundary_placements(form: Formulation, blocks: Collection[str] | None = None) -> None:
+    """w: one placement per boundary class (of some `blocks`)."""
+    members = form.problem.boundary.members
     for number, allowed in form.problem.placements.items():
+        if blocks is not None and not any(slot.block in blocks for slot in members[number]):
+            continue
         form.w[number] = [form.model.binary() for _ in allowed]
         # sum_p w[class, p] = 1
         form.model.row([(w, 1.0) for w in form.w[number]], 1.0, 1.0)

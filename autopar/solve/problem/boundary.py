@@ -79,8 +79,11 @@ class BlockBoundaries:
 
     def class_of(self, name: str, parameter: bool = False) -> int | None:
         """The class of a graph value or an original parameter name; None where no call reads or writes it."""
-        root = self._joined[parameter, name]
-        return next((number for slot, number in self.classes.items() if self._joined[slot] == root), None)
+        return self._class_of_root.get(self._joined[parameter, name])
+
+    @cached_property
+    def _class_of_root(self) -> dict[object, int]:
+        return {self._joined[slot]: number for slot, number in self.classes.items()}
 
     def value(self, slot: Slot) -> Value:
         """The block's value at a slot."""
