@@ -115,6 +115,7 @@ DERIVED: dict[str, Derive] = {
     "aten.index": pointwise.index_rule,
     "aten.arange": pointwise.unsharded_factory_rule,
     "aten.scalar_tensor": pointwise.unsharded_factory_rule,
+    "ap.constant": pointwise.unsharded_factory_rule,
 }
 
 ELEMENTWISE = """
