@@ -38,4 +38,5 @@ def constant_node(tensor: torch.Tensor) -> tuple[str, tuple[Arg, ...]] | None:
     if len(packed) > LARGEST:
         return None
     text = b64encode(packed).decode()
-    return "ap.constant", (shape, tuple(text[at : at + _PIECE] for at in range(0, len(text), _PIECE)))
+    pieces = tuple(text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+    return "ap.constant", (shape, (str(tensor.dtype).removeprefix("torch."), *pieces))

@@ -14,7 +14,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 
 from autopar.capture.constants import constant_node
-from autopar.capture.flat import FlatGraph, StateTensor
+from autopar.capture.flat import FlatGraph, StateTensor, drop_dead
+from autopar.capture.tracing.custom_functions import SEED, check_linear
 from autopar.capture.tracing.fake_copy import has_no_data
 from autopar.capture.tracing.guards import refuse_random
 from autopar.capture.tracing.layer_span import LayerSpan
@@ -48,6 +49,7 @@ class _Converter:
         self.current: fx.Node | None = None
         self.sources: dict[str, StateTensor] = {}
         self.copied: list[StateTensor] = []
+        self.seeds: list[str] = []
         self.inputs = frozenset(traced.input_names)
 
     def run(self) -> FlatGraph:
@@ -91,6 +93,7 @@ class _Converter:
         flat = FlatGraph(tuple(inputs), every, tuple(self.nodes), returned[0], tuple(mutated), outputs=outputs)
         for span in self.spans.values():
             span.check_outside(flat)
+        check_linear(seeds_read(drop_dead(flat)) if self.seeds else [])
         return flat
 
     def constant(self, node: fx.Node, target: str) -> None:
@@ -149,9 +152,6 @@ class _Converter:
         return as_dim(found)
 
     def value(self, name: str, tensor: torch.Tensor, differentiable: bool) -> Value:
-        if tensor.is_complex():
-            where = source_line(self.current) if self.current is not None else ""
-            raise CaptureError(f"{where or name}: complex numbers are not supported; compute with two real tensors")
         shape: Shape = tuple(self.dim(size) for size in tensor.shape)
         value = Value(name, shape, str(tensor.dtype).removeprefix("torch."), differentiable)
         self.values[name] = value
@@ -204,7 +204,9 @@ class _Converter:
             raise CaptureError(f"{source_line(node)}: {target} cannot be captured")
         schema, overload = node.target._schema.name.replace("::", "."), node.target._overloadname
         op = schema if overload == "default" else f"{schema}.{overload}"
-        if schema.startswith(f"{NAMESPACE}."):
+        if schema == SEED:
+            self.seeds.append(str(node.args[1]))
+        elif schema.startswith(f"{NAMESPACE}."):
             self.several[node] = self.layer(node)
             return
         refuse_random(op, node, source_line(node) or "the model")
@@ -220,7 +222,7 @@ class _Converter:
         own = self.own_name(node)
         names = tuple(f"{own}_{i}" if isinstance(result, (tuple, list)) else own for i in range(len(tensors)))
         outputs = tuple(
-            self.value(name, tensor, flows and tensor.is_floating_point())
+            self.value(name, tensor, flows and (tensor.is_floating_point() or tensor.is_complex()))
             for name, tensor in zip(names, tensors, strict=True)
             if tensor is not None
         )
@@ -270,6 +272,11 @@ class _Converter:
             self.copied += own
             self.values.update((value.name, value) for copied in copies for value in copied.outputs)
         return outputs
+
+
+def seeds_read(flat: FlatGraph) -> list[str]:
+    """The names of the gradients' stand-ins that a graph reads."""
+    return [str(node.args[1]) for node in flat.nodes if node.op == SEED]
 
 
 def source_place(node: fx.Node) -> str:

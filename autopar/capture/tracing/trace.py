@@ -18,10 +18,12 @@ from torch.export import Dim, ExportedProgram, export
 
 from autopar.capture.bind import TARGET, BoundInputs, batch_of, bind_inputs
 from autopar.capture.returned import take_apart
+from autopar.capture.tracing.decompose import decomposed
 from autopar.capture.tracing.experts import experts_as_operator
 from autopar.capture.tracing.fake_copy import copy_without_data, device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
-from autopar.capture.tracing.guards import refuse_complex, refuse_custom_functions, refuse_hooks
+from autopar.capture.tracing.guards import custom_functions, refuse_complex, refuse_hooks
+from autopar.capture.tracing.hints import masks_are_not_read
 from autopar.capture.tracing.indices import ListIndices
 from autopar.capture.tracing.join_layers import join_layers
 from autopar.capture.tracing.outline import outline
@@ -141,9 +143,10 @@ def trace(
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
                 stack.enter_context(quiet_logs())
-                stack.enter_context(refuse_custom_functions(allowed))
+                stack.enter_context(custom_functions(allowed))
                 stack.enter_context(flex_as_operations())
                 stack.enter_context(ListIndices())
+                stack.enter_context(masks_are_not_read())
                 stack.enter_context(experts_as_operator(clone.module))
                 if short and not stack.enter_context(outline(clone.module)):
                     continue
@@ -195,8 +198,7 @@ def export_copy(
     program: ExportedProgram = export(clone, (example,), dynamic_shapes=shapes, strict=False)
     mark_no_grad(program)
     join_layers(program)
-    program = program.run_decompositions({})
-    return program
+    return decomposed(program)
 
 
 @contextmanager
