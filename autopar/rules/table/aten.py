@@ -13,7 +13,7 @@ from autopar.rules.table.images import IMAGES
 from autopar.rules.table.transforms import DISTANCES, TRANSFORMS
 
 WHOLE = """linspace logspace eye tril_indices triu_indices as_strided _pdist_forward masked_scatter affine_grid_generator
-native_group_norm randperm"""
+native_group_norm embedding_bag _embedding_bag"""
 """Operations that every rank computes whole: small ones, and those of which each result reads everything."""
 
 LINES = {
@@ -139,7 +139,7 @@ logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul
 reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign silu sin sinh softplus sqrt square sub tan tanh to trunc
 true_divide where xlogy zeros_like full_like empty_like
 fill polar complex real imag angle _conj conj_physical sgn sinc hypot digamma lgamma erfinv i0 signbit nextafter bitwise_left_shift
-bitwise_right_shift heaviside logaddexp logaddexp2 frac rad2deg deg2rad threshold positive _prelu_kernel
+bitwise_right_shift logaddexp logaddexp2 frac rad2deg deg2rad threshold positive _prelu_kernel
 """
 
 WHOLE_REDUCTIONS = "mean amax amin max min var std prod argmax argmin any all logsumexp linalg_vector_norm"

@@ -16,7 +16,7 @@ def leading_dims_rule_3d(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
 
 def batch_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
     """``im2col col2im``: examples only."""
-    return first_dims(1, node, shapes) if len(shapes[0]) == len(node.outputs[0].shape) + (node.op == "aten.im2col") else None
+    return first_dims(1, node, shapes) if len(shapes[0]) == (4 if node.op == "aten.im2col" else 3) else None
 
 
 def windows_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
@@ -31,7 +31,7 @@ def windows_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
 def grid_sampler_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """``aten.grid_sampler(x, grid)``: examples, channels, and the places that are sampled."""
     spatial = len(shapes[0]) - 2
-    places = [letter(i + 2) for i in range(spatial)]
+    places = [f"place{i}" for i in range(spatial)]
     x = ["n", "c", *map(fixed, shapes[0][2:])]
     return DerivedLine(line_text([x, ["n", *places, fixed(spatial)]], [["n", "c", *places]]))
 

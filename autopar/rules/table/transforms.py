@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node, Ref
 from autopar.rules.notation.line_text import dims_argument, fixed, letter, line_text
-from autopar.rules.rule import Derive, DerivedLine, argument
+from autopar.rules.rule import Derive, DerivedLine
 
 
 def fourier_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
@@ -60,22 +60,11 @@ def index_put_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
     return DerivedLine(line_text([names, *indices, own], [names]))
 
 
-def embedding_bag_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
-    """``aten.embedding_bag(weight, indices, offsets, ...)`` over bags of several lengths: columns of the table."""
-    operands = [[fixed(shapes[0][0]), "d"], *(list(map(fixed, shape)) for shape in shapes[1:])]
-    results = [[*map(fixed, node.outputs[0].shape[:-1]), "d"], *(list(map(fixed, value.shape)) for value in node.outputs[1:])]
-    mode = argument(node, 4, "mode", 0)
-    if mode == 2 and len(results) > 3 and len(node.outputs[3].shape) == 2:  # the index of each maximum
-        results[3][1] = "d"
-    return DerivedLine(line_text(operands, results))
-
-
 TRANSFORMS: dict[str, Derive] = {
     **dict.fromkeys(("aten._fft_r2c", "aten._fft_c2r", "aten._fft_c2c"), fourier_rule),
     **dict.fromkeys(("aten.view_as_complex", "aten.view_as_real"), pair_rule),
     **dict.fromkeys(("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"), recurrent_rule),
     **dict.fromkeys(("aten.index_put", "aten._unsafe_index_put"), index_put_rule),
-    **dict.fromkeys(("aten.embedding_bag", "aten._embedding_bag", "aten._embedding_bag_forward_only"), embedding_bag_rule),
 }
 
 DISTANCES = {
