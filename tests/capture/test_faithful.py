@@ -188,7 +188,9 @@ class ListsAsIndices(nn.Module):
         return (y[:, [-1]] * y[:, [1]] + y[:, [1, 3]].square().sum(1, keepdim=True)).sum() + y[:, [2, 2]].exp().sum()
 
 
-@pytest.mark.parametrize("kind", [NoGrad, Mixed, ListsAsIndices, UsesStraight, Reversed, Constants, ClassWeights, SoftLabels, EachLoss, CalledTwice])
+@pytest.mark.parametrize(
+    "kind", [NoGrad, Mixed, ListsAsIndices, UsesStraight, Reversed, Constants, ClassWeights, SoftLabels, EachLoss, CalledTwice]
+)
 def test_equals_eager(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(6, 4)

@@ -36,7 +36,9 @@ def bags(flat: FlatGraph) -> FlatGraph:
             return None
         out = node.outputs[0]
         wide = (*ids.shape, values[weight.name].shape[1])
-        rows = node_like(node, "aten.embedding", (weight, Ref(ids.name)), f"{node.name}_rows", wide, out.dtype, out.differentiable)
+        rows = node_like(
+            node, "aten.embedding", (weight, Ref(ids.name)), f"{node.name}_rows", wide, out.dtype, out.differentiable
+        )
         args: tuple[Arg, ...] = (Ref(rows.name), (1,))
         return (rows, replace(node, op=_REDUCTIONS[mode], args=args, kwargs=(), outputs=(out,))), {}
 

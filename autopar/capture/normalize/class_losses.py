@@ -1,10 +1,9 @@
-"""Rewrites losses over classes that no sharded vocabulary is worth it for, as gathers and sums: ``nll_loss``, and cross entropy with
-class weights, class probabilities or a loss of each element."""
+"""Rewrites losses over classes as gathers and sums: ``nll_loss``, and cross entropy with class weights, class probabilities or a
+loss of each element (all others may shard the vocabulary, see `losses`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes, size_args
 from autopar.capture.normalize.losses import count
@@ -27,7 +26,13 @@ def class_losses(flat: FlatGraph) -> FlatGraph:
 
     def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
         if node.op in _NLL:
-            given = dict(zip(("weight", "reduction", "ignore_index"), (*node.args[2:], *(None, _MEAN, -100)[len(node.args) - 2 :]), strict=False))
+            given = dict(
+                zip(
+                    ("weight", "reduction", "ignore_index"),
+                    (*node.args[2:], *(None, _MEAN, -100)[len(node.args) - 2 :]),
+                    strict=False,
+                )
+            )
             given |= dict(node.kwargs)
             return _Loss(node, values).of_indices(given, 0.0, logged=True)
         if node.op != "aten.cross_entropy_loss":
@@ -62,7 +67,13 @@ class _Loss:
 
     def add(self, op: str, args: tuple[Arg, ...], suffix: str, shape: Shape, dtype: str = "", flows: bool | None = None) -> Ref:
         made = node_like(
-            self.node, op, args, f"{self.node.name}_{suffix}", shape, dtype or self.logits.dtype, self.flows if flows is None else flows
+            self.node,
+            op,
+            args,
+            f"{self.node.name}_{suffix}",
+            shape,
+            dtype or self.logits.dtype,
+            self.flows if flows is None else flows,
         )
         self.nodes.append(made)
         self.values[made.name] = made.outputs[0]
@@ -78,7 +89,9 @@ class _Loss:
             return None
         return self.add("aten.index.Tensor", (weight, (index,)), "weights", shape, flows=False)
 
-    def of_indices(self, options: Mapping[str, Arg], smoothing: float, logged: bool) -> tuple[tuple[Node, ...], Mapping[str, str]]:
+    def of_indices(
+        self, options: Mapping[str, Arg], smoothing: float, logged: bool
+    ) -> tuple[tuple[Node, ...], Mapping[str, str]]:
         logs, target, rows = self.logged(logged), Ref(self.target.name), self.rows
         ignore, weight = options["ignore_index"], options["weight"]
         valid = self.add("aten.ne.Scalar", (target, ignore), "valid", rows, "bool", False)

@@ -1,6 +1,6 @@
 """Custom ``autograd.Function``s in a captured model: their forward and their backward become ordinary operations of the graph.
 
-A backward ``b`` is linear in the gradient g of the result: ``b(g) = J^T g`` for a J that need not be the derivative of the forward
+A backward ``b`` is linear in the gradient g of the result: ``b(g) = J^T g`` for a J that need not be the forward's derivative
 (gradient reversal, straight-through estimators). The operations of ``t = J x`` are those of ``d <b(g), x> / d g``, which autograd
 writes while the forward is traced. Then ``y + t - detach(t)``, with y and all that J is made of detached, has the value of the
 forward and the gradient ``J^T``. A backward that is not linear reads g itself, and is refused (`check_linear`).
@@ -34,11 +34,12 @@ class _Context:
     """The ``ctx`` of a function."""
 
     def __init__(self, needs: tuple[bool, ...]) -> None:
-        self.needs_input_grad, self.saved_tensors, self.plain = needs, (), set[int]()
+        self.needs_input_grad, self.plain = needs, set[int]()
+        self.saved_tensors: tuple[Any, ...] = ()
         self.materializes = True
 
     def save_for_backward(self, *tensors: Any) -> None:
-        self.saved_tensors = tensors  # type: ignore[assignment]
+        self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Any) -> None:
         pass
@@ -112,6 +113,6 @@ def check_linear(names: list[str]) -> None:
     for name in names:
         where, _, function = name.rpartition(" ")
         raise CaptureError(
-            f"{where}: custom autograd.Function {function} has a backward that is not linear in the gradient (it clips or scales by "
-            "it), or saves nothing for it; make it a torch.library custom op and give it a rule with autopar.register_rule"
+            f"{where}: custom autograd.Function {function} has a backward that is not linear in the gradient (it clips or "
+            "scales by it); make it a torch.library custom op and give it a rule with autopar.register_rule"
         )

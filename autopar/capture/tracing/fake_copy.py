@@ -1,7 +1,7 @@
 """Copies of a model without data: on the meta device, or as fake tensors of the device that the model is on.
 
-Models ask for devices (``torch.autocast(x.device.type)``, ``x.to(table.device)``) and make tensors on the default one, so they are
-traced on the device where they run; nothing is allocated there.
+Models ask for devices (``torch.autocast(x.device.type)``, ``x.to(table.device)``) and make tensors on the default one, so they
+are traced on the device where they run; nothing is allocated there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from autopar.errors import CaptureError
 
@@ -25,7 +25,7 @@ from autopar.errors import CaptureError
 def refuse_uninitialized(model: nn.Module) -> None:
     """CaptureError for parameters and buffers of lazy modules, whose shapes the first call tells."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise CaptureError(f"{name} has no shape yet (a lazy module): call the model once on example inputs before this")
 
 
@@ -37,8 +37,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def copy_without_data(model: nn.Module, compute_dtype: torch.dtype | None) -> nn.Module:
-    """A deep copy whose parameters and buffers are on the meta device; floating parameters in `compute_dtype`. Ties stay ties. Functions
-    of a module that refer to the model (a lambda over a submodule) refer to the copy."""
+    """A deep copy on the meta device; floating parameters in `compute_dtype`. Ties stay ties. Functions of a module that refer to
+    the model (a lambda over a submodule) refer to the copy."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         dtype = compute_dtype if compute_dtype is not None and parameter.is_floating_point() else parameter.dtype

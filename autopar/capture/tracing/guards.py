@@ -44,7 +44,7 @@ def refuse_complex(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_complex():
             raise CaptureError(
-                f"{name} is {tensor.dtype}: keep a real tensor of pairs (torch.view_as_real) and call torch.view_as_complex in forward"
+                f"{name} is {tensor.dtype}: keep it as pairs of real numbers, and call torch.view_as_complex in forward"
             )
 
 
@@ -62,8 +62,8 @@ def refuse_random(op: str, node: fx.Node, where: str) -> None:
 
 @contextmanager
 def custom_functions(allowed: tuple[str, ...]) -> Iterator[None]:
-    """While active, a user's ``autograd.Function`` is traced with its backward (see `custom_functions`), unless it is `allowed`: then
-    only its forward is. CaptureError where a hook is registered."""
+    """While active, a user's ``autograd.Function`` is traced with its backward (module `custom_functions`), unless it is
+    `allowed`: then only its forward is. CaptureError where a hook is registered."""
     function_apply = torch.autograd.Function.__dict__["apply"]
     register_hook = torch.Tensor.register_hook
 

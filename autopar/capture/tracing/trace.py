@@ -20,7 +20,7 @@ from autopar.capture.bind import TARGET, BoundInputs, batch_of, bind_inputs
 from autopar.capture.returned import take_apart
 from autopar.capture.tracing.decompose import decomposed
 from autopar.capture.tracing.experts import experts_as_operator
-from autopar.capture.tracing.fake_copy import copy_without_data, device_of, fake_tensors, refuse_uninitialized
+from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
 from autopar.capture.tracing.guards import custom_functions, refuse_complex, refuse_hooks
 from autopar.capture.tracing.hints import masks_are_not_read
@@ -180,7 +180,11 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def export_copy(
-    clone: LossOnly, tensors: Mapping[str, Tensor], batch: int, symbolic: bool, open_dims: Mapping[str, tuple[int, ...]],
+    clone: LossOnly,
+    tensors: Mapping[str, Tensor],
+    batch: int,
+    symbolic: bool,
+    open_dims: Mapping[str, tuple[int, ...]],
     device: torch.device,
 ) -> ExportedProgram:
     """The functional program of ATen operations. A batch of 1 is traced as 2, since torch specialises 0 and 1."""

@@ -138,8 +138,8 @@ gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log lo
 logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg ones_like pow
 reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign silu sin sinh softplus sqrt square sub tan tanh to trunc
 true_divide where xlogy zeros_like full_like empty_like
-fill polar complex real imag angle _conj conj_physical sgn sinc hypot digamma lgamma erfinv i0 signbit nextafter bitwise_left_shift
-bitwise_right_shift logaddexp logaddexp2 frac rad2deg deg2rad threshold positive _prelu_kernel
+fill polar complex real imag angle _conj conj_physical sgn sinc hypot digamma lgamma erfinv i0 signbit nextafter
+bitwise_left_shift bitwise_right_shift logaddexp logaddexp2 frac rad2deg deg2rad threshold positive _prelu_kernel
 """
 
 WHOLE_REDUCTIONS = "mean amax amin max min var std prod argmax argmin any all logsumexp linalg_vector_norm"

@@ -21,11 +21,15 @@ from autopar.rules.registry import default_registry
 from support.oracles.simulate_ranks import assert_sharded_equals_whole, run_node
 
 REGISTRY = default_registry()
+BATCH = [torch.ones(7)] * 8
+"""Inputs that nothing reads, so that no dimension of a sample seems to be the batch."""
 
 
 def core_operations() -> list[Any]:
     """The OpInfos of operations with a variant in ATen's core opset."""
-    if importlib.util.find_spec("expecttest") is None:  # torch's tests want it, its samples do not
+    if (
+        "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None
+    ):  # torch's tests want it, its samples do not
         stub = ModuleType("expecttest")
         stub.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         sys.modules["expecttest"] = stub
@@ -46,7 +50,7 @@ class OneOperation(nn.Module):
         self.op, self.leaves, self.spec = op, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
         self.places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-    def forward(self, tensors: list[Tensor]) -> Tensor:
+    def forward(self, tensors: list[Tensor], batch: list[Tensor] | None = None) -> Tensor:
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
@@ -82,15 +86,16 @@ def samples(info: Any, most: int) -> Iterator[tuple[OneOperation, list[Tensor]]]
 def outcome(model: OneOperation, tensors: list[Tensor], random: bool) -> str:
     """``equal``; or what is wrong, in a line."""
     try:
-        graph = capture(model, (), {"tensors": tensors})
+        graph = capture(model, (), {"tensors": tensors, "batch": BATCH})
     except AutoparError as error:
         return f"refused: {error}"
     except Exception as error:  # noqa: BLE001  that is what is looked for
         return f"crashed: {type(error).__name__}: {error}"
     if random:
         return "equal"
+    named = {f"tensors_{index}": tensor for index, tensor in enumerate(tensors)}
     try:
-        found = _on_shards(graph, {f"tensors_{index}": tensor for index, tensor in enumerate(tensors)})
+        found = _on_shards(graph, named | {f"batch_{index}": tensor for index, tensor in enumerate(BATCH)})
         torch.testing.assert_close(found, model(tensors), rtol=1e-9, atol=1e-9, equal_nan=True)
     except Exception as error:  # noqa: BLE001
         return f"wrong: {type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -16,18 +16,18 @@ def z(*shape: int) -> TensorSpec:
 
 def further_operations() -> Iterator[Example]:
     """(op, arguments, keyword arguments)."""
-    for op in "sgn sinc i0 signbit frac rad2deg deg2rad positive fill.Scalar threshold".split():
+    for op in ["sgn", "sinc", "i0", "signbit", "frac", "rad2deg", "deg2rad", "positive", "fill.Scalar", "threshold"]:
         more: tuple[Any, ...] = (0.5,) if op == "fill.Scalar" else (0.1, 2.0) if op == "threshold" else ()
         yield f"aten.{op}", (t(8, 4), *more), {}
-    for op in "digamma lgamma".split():
+    for op in ["digamma", "lgamma"]:
         yield f"aten.{op}", (p(8, 4),), {}
     yield "aten.erfinv", (u(8, 4),), {}
-    for op in "hypot logaddexp logaddexp2 nextafter polar complex".split():
+    for op in ["hypot", "logaddexp", "logaddexp2", "nextafter", "polar", "complex"]:
         yield f"aten.{op}", (p(4, 8), p(4, 8)), {}
         yield f"aten.{op}", (p(4, 1, 8), p(4, 1)), {}
-    for op in "bitwise_left_shift.Tensor bitwise_right_shift.Tensor".split():
+    for op in ["bitwise_left_shift.Tensor", "bitwise_right_shift.Tensor"]:
         yield f"aten.{op}", (i(5, 4, 8), i(3, 4, 8)), {}
-    for op in "real imag angle _conj conj_physical view_as_real".split():
+    for op in ["real", "imag", "angle", "_conj", "conj_physical", "view_as_real"]:
         yield f"aten.{op}", (z(4, 8),), {}
     yield "aten._prelu_kernel", (t(4, 8), t(1, 8)), {}
     yield "aten.view_as_complex", (t(4, 8, 2),), {}
