@@ -18,7 +18,8 @@ from autopar.capture import capture
 from autopar.capture.modes import CapturedModes
 from autopar.capture.normalize.batch_norm import LOCAL
 from autopar.capture.returned import parse_asked, within
-from autopar.capture.tracing.trace import LossFunction, copy_without_data
+from autopar.capture.tracing.fake_copy import copy_without_data
+from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanMismatch, StateError
 from autopar.explain.out_of_memory import memory_answer

@@ -14,8 +14,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 
-from autopar.capture.flat import FlatGraph, StateTensor
+from autopar.capture.constants import constant_node
+from autopar.capture.flat import FlatGraph, StateTensor, drop_dead
 from autopar.capture.layers import CALL_MARK
+from autopar.capture.tracing.custom_functions import SEED, check_linear
+from autopar.capture.tracing.fake_copy import has_no_data
 from autopar.capture.tracing.guards import refuse_random
 from autopar.capture.tracing.layer_span import LayerSpan
 from autopar.capture.tracing.outline import NAMESPACE
@@ -48,6 +51,8 @@ class _Converter:
         self.current: fx.Node | None = None
         self.sources: dict[str, StateTensor] = {}
         self.copied: list[StateTensor] = []
+        self.seeds: list[str] = []
+        self.inputs = frozenset(traced.input_names)
 
     def run(self) -> FlatGraph:
         program = self.traced.program
@@ -70,14 +75,10 @@ class _Converter:
                 elif spec.kind is InputKind.USER_INPUT:
                     self.names[node] = next(user_names)
                     inputs.append(self.value(self.names[node], node.meta["val"], self.names[node] in self.traced.differentiable))
-                elif spec.kind is InputKind.CONSTANT_TENSOR and (made := self.literal(str(spec.target))) is not None:
-                    value = self.value(node.name, node.meta["val"], False)
-                    self.nodes.append(Node(*made, (("dtype", DType(value.dtype)),), (value,)))
+                elif spec.kind is InputKind.CONSTANT_TENSOR:
+                    self.constant(node, str(spec.target))
                 else:
-                    raise CaptureError(
-                        f"the model holds the tensor {spec.target} that is neither parameter nor buffer; "
-                        "register it with register_buffer"
-                    )
+                    raise CaptureError(f"the model holds {spec.target} ({spec.kind.name.lower()}), which cannot be captured")
             elif node.op == "call_function":
                 self.call(node)
         mutated, returned = [], list[str]()
@@ -94,7 +95,9 @@ class _Converter:
         flat = FlatGraph(tuple(inputs), every, tuple(self.nodes), returned[0], tuple(mutated), outputs=outputs)
         for span in self.spans.values():
             span.check_outside(flat)
-        return replace(flat, updates=self.all_updates(flat.updates))
+        flat = replace(flat, updates=self.all_updates(flat.updates))
+        check_linear(seeds_read(drop_dead(flat)) if self.seeds else [])
+        return flat
 
     def all_updates(self, updates: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
         """With what copied layers write to their buffers; copies inside of a layer before those of that layer."""
@@ -102,23 +105,36 @@ class _Converter:
             updates += tuple(span.copied_updates(updates))
         return updates
 
-    def literal(self, target: str) -> tuple[str, tuple[Any, ...]] | None:
-        """The operation that makes a constant of the forward's text, with its arguments: of one value (``torch.tensor(0.5)``, the
-        index in ``x[:, [-1]]``), or of integers at equal distances."""
-        constant = self.traced.program.constants.get(target)
-        if not isinstance(constant, torch.Tensor) or constant.is_meta or constant.is_complex():
-            return None
-        if not constant.dim():
-            return "aten.scalar_tensor", (constant.item(),)
-        if not target.rpartition(".")[2].startswith("lifted_tensor_") or not constant.numel():
-            return None
-        first = constant.flatten()[0]
-        if bool((constant == first).all()):
-            return "aten.full", (tuple(constant.shape), first.item())
-        if constant.dim() == 1 and constant.dtype in (torch.int32, torch.int64) and len(set(constant.diff().tolist())) == 1:
-            step = int(constant[1] - constant[0])
-            return "aten.arange.start_step", (int(first), int(constant[-1]) + step, step)
-        return None
+    def constant(self, node: fx.Node, target: str) -> None:
+        """A tensor that is neither parameter nor buffer becomes an operation that makes it, with its values. CaptureError where
+        they are unknown, or too many."""
+        tensor, made = self.traced.program.constants.get(target), None
+        lifted = target.rpartition(".")[2].startswith("lifted_tensor_")
+        user = next(iter(node.users), node)
+        what = f"the tensor {self.original(target)}"
+        what = f"a tensor made at {source_place(user) or 'a line of the forward'}" if lifted else what
+        if not isinstance(tensor, torch.Tensor) or has_no_data(tensor):
+            raise CaptureError(f"{what} is neither parameter nor buffer, and has no values (device meta): use register_buffer")
+        pair = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        made = constant_node(pair)
+        if made is None:
+            size = tensor.numel() * tensor.element_size()
+            raise CaptureError(
+                f"{what} is neither parameter nor buffer, and too large for a constant of the program ({size:,} bytes): "
+                "use register_buffer(..., persistent=False)"
+            )
+        value = self.value(node.name, node.meta["val"], False)
+        if not tensor.is_complex():
+            self.nodes.append(Node(*made, (("dtype", DType(value.dtype)),), (value,)))
+            return
+        real = Value(f"{node.name}_pair", tuple(pair.shape), str(pair.dtype).removeprefix("torch."), False)
+        self.nodes.append(Node(*made, (("dtype", DType(real.dtype)),), (real,)))
+        self.nodes.append(Node("aten.view_as_complex", (Ref(real.name),), (), (value,)))
+
+    def own_name(self, node: fx.Node) -> str:
+        """The name of what a node gives; export's own, unless an input has it (or begins with it, as names of results do)."""
+        clashes = any(name == node.name or name.startswith(f"{node.name}_") for name in self.inputs)
+        return f"{node.name}_of_graph" if clashes else node.name
 
     def original(self, target: str) -> str:
         name = target.removeprefix("module.")
@@ -145,9 +161,6 @@ class _Converter:
         return as_dim(found)
 
     def value(self, name: str, tensor: torch.Tensor, differentiable: bool) -> Value:
-        if tensor.is_complex():
-            where = source_line(self.current) if self.current is not None else ""
-            raise CaptureError(f"{where or name}: complex numbers are not supported; compute with two real tensors")
         shape: Shape = tuple(self.dim(size) for size in tensor.shape)
         value = Value(name, shape, str(tensor.dtype).removeprefix("torch."), differentiable)
         self.values[name] = value
@@ -200,7 +213,9 @@ class _Converter:
             raise CaptureError(f"{source_line(node)}: {target} cannot be captured")
         schema, overload = node.target._schema.name.replace("::", "."), node.target._overloadname
         op = schema if overload == "default" else f"{schema}.{overload}"
-        if schema.startswith(f"{NAMESPACE}."):
+        if schema == SEED:
+            self.seeds.append(str(node.args[1]))
+        elif schema.startswith(f"{NAMESPACE}."):
             self.several[node] = self.layer(node)
             return
         refuse_random(op, node, source_line(node) or "the model")
@@ -213,16 +228,17 @@ class _Converter:
         draft = Node(op, args, kwargs, ())
         flows = any(self.values[name].differentiable for name in draft.operands()) and not no_grad
         flows = flows and node.target._schema.name.partition("::")[2] not in _NO_GRADIENT
-        names = tuple(f"{node.name}_{i}" if isinstance(result, (tuple, list)) else node.name for i in range(len(tensors)))
+        own = self.own_name(node)
+        names = tuple(f"{own}_{i}" if isinstance(result, (tuple, list)) else own for i in range(len(tensors)))
         outputs = tuple(
-            self.value(name, tensor, flows and tensor.is_floating_point())
+            self.value(name, tensor, flows and (tensor.is_floating_point() or tensor.is_complex()))
             for name, tensor in zip(names, tensors, strict=True)
             if tensor is not None
         )
         if isinstance(result, (tuple, list)):
             self.several[node] = names
         else:
-            self.names[node] = node.name
+            self.names[node] = own
         self.nodes.append(
             Node(
                 op=op,
@@ -266,6 +282,11 @@ class _Converter:
             self.sources.update((source.name, source) for source in own)
             self.values.update((value.name, value) for copied in copies for value in copied.outputs)
         return outputs
+
+
+def seeds_read(flat: FlatGraph) -> list[str]:
+    """The names of the gradients' stand-ins that a graph reads."""
+    return [str(node.args[1]) for node in flat.nodes if node.op == SEED]
 
 
 def source_place(node: fx.Node) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from autopar.capture.flat import FlatGraph
 from autopar.ir.dims import size_at as size
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol
+from autopar.runtime.ops.constants import unpacked
 
 
 def evaluate_constant(flat: FlatGraph, name: str, batch: int) -> Tensor | None:
@@ -48,6 +49,8 @@ def _constant_nodes(flat: FlatGraph, name: str) -> list[Node] | None:
 
 def resolve(op: str) -> Any:
     """The torch operator of ``aten.add.Tensor``."""
+    if op == "ap.constant":
+        return unpacked
     namespace, packet, *overload = op.split(".")
     found = getattr(getattr(torch.ops, namespace), packet)
     return getattr(found, overload[0] if overload else "default")

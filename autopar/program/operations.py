@@ -198,6 +198,10 @@ def _random(call: OperationCall) -> str:
     return f"C.random({call.args[0]}, {drawn}, torch.{dtype}, self.mesh, {axes})"
 
 
+def _constant(call: OperationCall) -> str:
+    return f"C.constant({call.args[0]}, {call.args[1]}, torch.{call.node.outputs[0].dtype}, self.mesh)"
+
+
 def _shape_method(call: OperationCall) -> str | None:
     """``x.reshape(B, 16, 64)``."""
     sizes = call.args[1][1:-1].rstrip(",") if len(call.args) == 2 and isinstance(call.node.args[1], tuple) else ""
@@ -237,6 +241,7 @@ EXPRESSION_WRITERS: dict[str, ExpressionWriter] = {
     "aten.histc": lambda call: f"C.histogram({call.listed()})",
     "ap.dropout": _dropout,
     "ap.random": _random,
+    "ap.constant": _constant,
     "ap.local_mean": _runtime,
     "aten.div": _div,
     "aten.true_divide": _div,

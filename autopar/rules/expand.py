@@ -26,7 +26,7 @@ from autopar.rules.rule import Derive, DerivedLine, NamedFunction, Rule, match_r
 from autopar.rules.rule import fit_to_node as refit
 from autopar.rules.strategy import PASS, REDUNDANT, AxisStrategy
 
-_WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+_WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
 
 
 def block_strategies(

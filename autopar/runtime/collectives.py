@@ -9,6 +9,7 @@ from __future__ import annotations
 from .comm.convert import PendingConversion, convert, convert_many, start, wait
 from .device.rng import attention_dropout, dropout, random
 from .ops.attention import attention, attention_heads, attention_rows
+from .ops.constants import constant
 from .ops.expert_parallel import moe_experts_dispatched, moe_experts_owned, moe_experts_start, moe_experts_wait
 from .ops.experts import expert_capacity, moe_experts
 from .ops.functions import (
@@ -29,6 +30,7 @@ __all__ = [
     "attention_heads",
     "attention_ring",
     "attention_rows",
+    "constant",
     "convert",
     "convert_many",
     "count_valid",

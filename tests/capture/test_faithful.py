@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.oracles.interpret_graph import loss_and_gradients
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autopar.capture import LOSS_OUTSIDE, capture
 from autopar.errors import CaptureError
@@ -39,6 +42,111 @@ class UsesStraight(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return Straight.apply(self.inner(x)).sum()
+
+
+class Reverse(torch.autograd.Function):
+    """Reverses and scales the gradient, with new-style context."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return x * 1.0, x.argmax(-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, ctx.scale = inputs
+        ctx.save_for_backward(x)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return -ctx.scale * grad.flip(-1) * x.cos(), None
+
+
+class Clip(torch.autograd.Function):
+    """A backward that is not linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-0.1, 0.1)
+
+
+class Hide(torch.autograd.Function):
+    """A backward that autograd cannot look into."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        with torch.no_grad():
+            return grad * 2
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.table = torch.tensor([[1.0, -2.0], [0.5, float("inf")]])
+        self.phases = torch.polar(torch.ones(2), torch.tensor([0.3, 0.7]))
+        self.norm = nn.BatchNorm1d(4)
+
+
+class Reversed(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        y, best = Reverse.apply(self.inner(x), 0.5)
+        return (y.square().sum(-1) * best).sum()
+
+
+class Clips(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return Clip.apply(self.inner(x)).square().sum()
+
+
+class Hides(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return Hide.apply(self.inner(x)).square().sum()
+
+
+class Constants(Small):
+    """A tensor made in the forward, plain attributes (complex too), and a list of numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) * torch.tensor([0.1, 2.0, 3.0, 4.0]) + torch.tensor([2.0]).to(x.device)
+        turned = torch.view_as_real(torch.view_as_complex(y.reshape(-1, 2, 2)) * self.phases)
+        return (turned * self.table[0]).square().sum() + y[:, [0, 3]].sum()
+
+
+class ClassWeights(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.tensor([1.0, 0.5, 2.0, 0.1])
+        target = torch.where(x[:, 0] > 1, -100, x.argmax(-1))
+        return F.cross_entropy(self.inner(x), target, weight=weight, label_smoothing=0.1)
+
+
+class SoftLabels(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.inner(x), x.softmax(-1), label_smoothing=0.1) + F.cross_entropy(
+            self.inner(x), x.softmax(-1), weight=torch.tensor([1.0, 0.5, 2.0, 0.1]), reduction="sum"
+        )
+
+
+class EachLoss(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        target = x.argmax(-1)
+        each = F.cross_entropy(self.inner(x), target, reduction="none", label_smoothing=0.2, ignore_index=2)
+        return (each * x[:, 0]).sum() + F.nll_loss(self.inner(x).log_softmax(-1), target, ignore_index=1)
+
+
+class CalledTwice(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.norm(self.inner(x)).square()) * x).square().sum()
 
 
 class Branches(nn.Module):
@@ -80,14 +188,18 @@ class ListsAsIndices(nn.Module):
         return (y[:, [-1]] * y[:, [1]] + y[:, [1, 3]].square().sum(1, keepdim=True)).sum() + y[:, [2, 2]].exp().sum()
 
 
-@pytest.mark.parametrize("kind", [NoGrad, Mixed, ListsAsIndices])
+@pytest.mark.parametrize(
+    "kind", [NoGrad, Mixed, ListsAsIndices, UsesStraight, Reversed, Constants, ClassWeights, SoftLabels, EachLoss, CalledTwice]
+)
 def test_equals_eager(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(6, 4)
     graph = capture(model, (x,))
     expected = model(x)
     expected.backward()
-    loss, gradients = loss_and_gradients(graph, {name: p.detach() for name, p in model.named_parameters()}, {"x": x})
+    fresh = kind()
+    tensors = (*model.named_parameters(), *fresh.named_buffers())
+    loss, gradients = loss_and_gradients(graph, {name: p.detach() for name, p in tensors}, {"x": x})
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     assert gradients.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
     for name, gradient in gradients.items():
@@ -101,7 +213,7 @@ def test_no_grad_nodes_are_marked() -> None:
     assert not any(value.differentiable for node in marked for value in node.outputs)
 
 
-@pytest.mark.parametrize("kind", [UsesStraight, Branches])
+@pytest.mark.parametrize("kind", [Clips, Hides, Branches])
 def test_refused_with_the_line(kind: type[nn.Module]) -> None:
     with pytest.raises(CaptureError, match=r"test_faithful\.py:\d+") as caught:
         capture(kind(), (torch.randn(6, 4),))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.models.operation_examples import build, single_operations
+from support.models.operations.further_examples import further_operations
 from support.oracles.simulate_ranks import LABELS, assert_sharded_equals_whole
 
 from autopar.ir.dims import Dim
@@ -17,11 +18,12 @@ from autopar.rules.expand import block_strategies, combine_axes, factor_strategy
 from autopar.rules.fused_shards import is_legal
 from autopar.rules.registry import Registry, default_registry
 from autopar.rules.strategy import AxisStrategy
+from autopar.rules.table.aten import WHOLE as NEVER_SHARDED
 
 REGISTRY = default_registry()
-CASES = list(single_operations())
+CASES = [*single_operations(), *further_operations()]
 UNDEFINED = ("aten.empty", "aten.new_empty")  # results without defined values: shapes only
-WHOLE = {"aten.arange", "aten.scalar_tensor"}
+WHOLE = {"aten.arange", "aten.scalar_tensor", "ap.constant", *(f"aten.{name}" for name in NEVER_SHARDED.split())}
 
 
 def every_cut(block: Block, size: int) -> Iterator[AxisStrategy]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from autopar.capture.flat import FlatGraph, drop_dead
 from autopar.capture.normalize.attention import grouped_heads, mask_recovery
+from autopar.capture.normalize.bags import bags
 from autopar.capture.normalize.batch_norm import batch_norm
+from autopar.capture.normalize.class_losses import class_losses
 from autopar.capture.normalize.linear import linears
 from autopar.capture.normalize.losses import cross_entropy, full_means, squared_error
 from autopar.capture.normalize.means import broadcasts, mean_losses
 from autopar.capture.normalize.random import random_numbers
+from autopar.capture.normalize.recurrent import layers_apart
 from autopar.capture.normalize.simplify import casts, factories, no_ops, reshapes
 from autopar.capture.normalize.unflatten import unflatten
 from autopar.capture.normalize.whole_index import whole_indices
@@ -32,6 +35,9 @@ REWRITES = (
     mask_recovery,
     grouped_heads,
     drop_dead,
+    class_losses,
+    layers_apart,
+    bags,
     cross_entropy,
     linears,
     batch_norm,

@@ -29,7 +29,10 @@ def batch_norm(flat: FlatGraph, local: bool = False) -> FlatGraph:
 
     def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
         if node.op in _TRAINING and node.args[5] is True:
-            return _training(node, values, local)
+            new, names = _training(node, values, local)
+            written = {value.name: value for each in new for value in each.outputs}
+            values.update({name: written[name] for name in names.values()})  # a second call of the module reads them
+            return new, names
         if node.op in _INFERENCE:
             return _inference(node, values)
         return None

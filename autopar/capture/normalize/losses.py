@@ -8,7 +8,6 @@ from dataclasses import replace
 import sympy
 
 from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes
-from autopar.errors import CaptureError
 from autopar.ir.dims import Dim, as_dim, as_sympy, has_batch
 from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
 
@@ -39,13 +38,7 @@ def cross_entropy(flat: FlatGraph) -> FlatGraph:
         options = dict(zip(("weight", "reduction", "ignore_index", "label_smoothing"), given[2:], strict=True)) | dict(
             node.kwargs
         )
-        if options["weight"] is not None or options["reduction"] not in (_MEAN, _SUM):
-            raise CaptureError(
-                f"{node.source}: cross entropy with class weights or reduction='none' is not supported; reduce it yourself"
-            )
         logits, target = node.operands()[:2]
-        if values[target].dtype != "int64":
-            raise CaptureError(f"{node.source}: cross entropy with class probabilities is not supported; give class indices")
         new: list[Node] = []
         if len(values[logits].shape) > 2:
             order = (0, *range(2, len(values[logits].shape)), 1)

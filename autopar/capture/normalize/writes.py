@@ -9,6 +9,7 @@ from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes, size_args
 from autopar.ir.dims import Dim
 from autopar.ir.graph import DType, Node, Ref
 
+_COMPLEX = ("complex64", "complex128")
 WrittenSlice = tuple[int, int, str]
 """Start and end of a slice, and the value that was written there."""
 
@@ -33,6 +34,24 @@ def copies(flat: FlatGraph) -> FlatGraph:
         return tuple(nodes), {result.name: source.name}
 
     return rewrite_nodes(flat, step)
+
+
+def _joined(node: Node, base: Ref, part: Ref, dim: int, written: tuple[int, int]) -> tuple[tuple[Node, ...], Mapping[str, str]]:
+    """``slice_scatter``, which has no gradient of complex numbers, as ``cat(x[:a], part, x[b:])``."""
+    begin, end = written
+    shape = node.outputs[0].shape
+    size = shape[dim]
+    assert isinstance(size, int)
+    nodes: list[Node] = []
+    parts: list[Ref] = []
+    for suffix, (start, stop) in (("before", (0, begin)), ("written", written), ("after", (end, size))):
+        if start < stop and suffix != "written":
+            rest = (*shape[:dim], stop - start, *shape[dim + 1 :])
+            nodes.append(node_like(node, "aten.slice.Tensor", (base, dim, start, stop), f"{node.name}_{suffix}", rest))
+            parts.append(Ref(nodes[-1].name))
+        elif start < stop:
+            parts.append(part)
+    return (*nodes, replace(node, op="aten.cat", args=(tuple(parts), dim), kwargs=())), {}
 
 
 def filled(flat: FlatGraph) -> FlatGraph:
@@ -65,7 +84,7 @@ def filled(flat: FlatGraph) -> FlatGraph:
         ordered = sorted(slices)
         borders = [0, *(end for _, end, _ in ordered)]
         if [start for start, _, _ in ordered] != borders[:-1] or borders[-1] != size:
-            return None
+            return _joined(node, base, part, at, (begin, begin + length)) if node.outputs[0].dtype in _COMPLEX else None
         whole = replace(node, op="aten.cat", args=(tuple(Ref(name) for _, _, name in ordered), at), kwargs=())
         return (whole,), {}
 

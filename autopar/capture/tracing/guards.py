@@ -11,6 +11,8 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.normalize.random import KNOWN
+from autopar.capture.normalize.recurrent import RECURRENT
+from autopar.capture.tracing.custom_functions import apply_traced
 from autopar.errors import CaptureError
 
 _TORCH_ROOT = torch.__file__.rsplit("/", 1)[0]
@@ -38,16 +40,17 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def refuse_complex(model: nn.Module) -> None:
-    """CaptureError for complex parameters and buffers."""
+    """CaptureError for complex parameters and buffers, which optimizers and checkpoints of shards would have to know."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_complex():
-            raise CaptureError(f"{name} is {tensor.dtype}: complex numbers are not supported; keep two real tensors")
+            raise CaptureError(
+                f"{name} is {tensor.dtype}: keep it as pairs of real numbers, and call torch.view_as_complex in forward"
+            )
 
 
 def refuse_random(op: str, node: fx.Node, where: str) -> None:
     """CaptureError for random operations that shards cannot draw apart: ranks would draw equal or contradicting numbers."""
-    rates = [arg for arg in node.args if type(arg) is float]
-    still = op.split(".")[1] in ("lstm", "gru", "rnn_tanh", "rnn_relu") and rates == [0.0]  # no dropout between its layers
+    still = op in RECURRENT  # dropout between its layers is taken out of it
     trains = any(arg is True for arg in node.args)
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or (op == "aten.rrelu" and trains)
     if random and not still and op not in KNOWN:
@@ -58,19 +61,17 @@ def refuse_random(op: str, node: fx.Node, where: str) -> None:
 
 
 @contextmanager
-def refuse_custom_functions(allowed: tuple[str, ...]) -> Iterator[None]:
-    """CaptureError when a user's ``autograd.Function`` is applied, or a hook registered, while tracing."""
+def custom_functions(allowed: tuple[str, ...]) -> Iterator[None]:
+    """While active, a user's ``autograd.Function`` is traced with its backward (module `custom_functions`), unless it is
+    `allowed`: then only its forward is. CaptureError where a hook is registered."""
     function_apply = torch.autograd.Function.__dict__["apply"]
     register_hook = torch.Tensor.register_hook
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         qualified = f"{cls.__module__}.{cls.__qualname__}"
-        if not cls.__module__.startswith("torch.") and qualified not in allowed and cls.__qualname__ not in allowed:
-            raise CaptureError(
-                f"{user_line()}: custom autograd.Function {cls.__qualname__} would lose its backward when captured; "
-                f"make it a torch.library custom op and give it a rule with autopar.register_rule"
-            )
-        return function_apply.__get__(None, cls)(*args, **kwargs)
+        if cls.__module__.startswith("torch.") or qualified in allowed or cls.__qualname__ in allowed:
+            return function_apply.__get__(None, cls)(*args, **kwargs)
+        return apply_traced(cls, user_line(), args)
 
     def hook(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         raise CaptureError(f"{user_line()}: a tensor hook registered in forward would be lost when captured; remove it")

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from autopar.capture.tracing.fake_copy import has_no_data
+
 NAMESPACE = "autopar_capture"
 FEWEST = 3
 """Fewer equal layers than this are all traced."""
@@ -267,7 +269,7 @@ def _equal(one: Any, two: Any, places: dict[int, int]) -> bool:
         return False
     if isinstance(one, Tensor):
         alike = (one.shape, one.dtype, one.requires_grad) == (two.shape, two.dtype, two.requires_grad)
-        return alike and one.is_meta and two.is_meta  # with values they may be more than state: a constant
+        return alike and has_no_data(one) and has_no_data(two)  # with values they may be more than state: a constant
     if isinstance(one, dict):
         return list(one) == list(two) and all(_equal(value, two[key], places) for key, value in one.items())
     if isinstance(one, (list, tuple)):

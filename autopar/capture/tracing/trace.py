@@ -1,8 +1,7 @@
-"""Exports a copy of the model on the meta device with `torch.export`; the model itself is never changed."""
+"""Exports a copy of the model with `torch.export`, on fake tensors of its device; the model itself is never changed."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 import warnings
@@ -19,9 +18,12 @@ from torch.export import Dim, ExportedProgram, export
 
 from autopar.capture.bind import TARGET, BoundInputs, batch_of, bind_inputs
 from autopar.capture.returned import take_apart
+from autopar.capture.tracing.decompose import decomposed
 from autopar.capture.tracing.experts import experts_as_operator
+from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
-from autopar.capture.tracing.guards import refuse_complex, refuse_custom_functions, refuse_hooks
+from autopar.capture.tracing.guards import custom_functions, refuse_complex, refuse_hooks
+from autopar.capture.tracing.hints import masks_are_not_read
 from autopar.capture.tracing.indices import ListIndices
 from autopar.capture.tracing.join_layers import join_layers
 from autopar.capture.tracing.outline import outline
@@ -108,17 +110,6 @@ def refuse_parameters(loss_fn: LossFunction | None) -> None:
         )
 
 
-def copy_without_data(model: nn.Module, compute_dtype: torch.dtype | None) -> nn.Module:
-    """A deep copy on the meta device; floating parameters in `compute_dtype`. Ties stay ties."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        dtype = compute_dtype if compute_dtype is not None and parameter.is_floating_point() else parameter.dtype
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, dtype=dtype, device="meta"), parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
-
-
 def trace(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -135,6 +126,7 @@ def trace(
     With `outlined` only one of equal layers is traced (see `outline`); where that fails, all are.
     """
     refuse_hooks(model)
+    refuse_uninitialized(model)
     refuse_complex(model)
     refuse_parameters(results.loss_fn)
     bound = bind_inputs(model, args, kwargs, with_target=results.loss_fn is not None)
@@ -143,19 +135,22 @@ def trace(
     attempts = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
     for symbolic, short in attempts:
         told: list[Told] = []
-        clone = LossOnly(copy_without_data(model, dtype), bound, dtype, results, told.append)
+        clone: LossOnly | None = None
         try:
             with ExitStack() as stack:
+                fake_copy = stack.enter_context(fake_tensors())
+                clone = LossOnly(fake_copy(model, dtype), bound, dtype, results, told.append)
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
                 stack.enter_context(quiet_logs())
-                stack.enter_context(refuse_custom_functions(allowed))
+                stack.enter_context(custom_functions(allowed))
                 stack.enter_context(flex_as_operations())
                 stack.enter_context(ListIndices())
+                stack.enter_context(masks_are_not_read())
                 stack.enter_context(experts_as_operator(clone.module))
                 if short and not stack.enter_context(outline(clone.module)):
                     continue
-                program = export_copy(clone, tensors, batch, symbolic, open_dims or {})
+                program = export_copy(clone, tensors, batch, symbolic, open_dims or {}, device_of(model))
             form, paths, left_out = told[-1]
             interface = replace(bound.interface, returns=form, left_out=left_out)
             return Traced(
@@ -173,7 +168,7 @@ def trace(
         except Exception as error:
             if short or (symbolic and not is_data_dependent(error)):
                 continue
-            raise explain(error, clone.module) from None
+            raise explain(error, clone.module if clone is not None else model) from None
     raise AssertionError
 
 
@@ -185,13 +180,18 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def export_copy(
-    clone: LossOnly, tensors: Mapping[str, Tensor], batch: int, symbolic: bool, open_dims: Mapping[str, tuple[int, ...]]
+    clone: LossOnly,
+    tensors: Mapping[str, Tensor],
+    batch: int,
+    symbolic: bool,
+    open_dims: Mapping[str, tuple[int, ...]],
+    device: torch.device,
 ) -> ExportedProgram:
     """The functional program of ATen operations. A batch of 1 is traced as 2, since torch specialises 0 and 1."""
     batched = {name: bool(tensor.dim()) and tensor.shape[0] == batch for name, tensor in tensors.items()}
     size = max(batch, 2) if symbolic else batch
     example = {
-        name: torch.empty((size, *tensor.shape[1:]) if batched[name] else tensor.shape, dtype=tensor.dtype, device="meta")
+        name: torch.empty((size, *tensor.shape[1:]) if batched[name] else tensor.shape, dtype=tensor.dtype, device=device)
         for name, tensor in tensors.items()
     }
     free = {
@@ -202,8 +202,7 @@ def export_copy(
     program: ExportedProgram = export(clone, (example,), dynamic_shapes=shapes, strict=False)
     mark_no_grad(program)
     join_layers(program)
-    program = program.run_decompositions({})
-    return program
+    return decomposed(program)
 
 
 @contextmanager

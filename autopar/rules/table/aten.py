@@ -9,8 +9,15 @@ from __future__ import annotations
 from autopar.ir.placement import Invariant
 from autopar.rules.rule import Derive, NamedFunction, Rule
 from autopar.rules.table import attention, compute, experts, pointwise, views
+from autopar.rules.table.images import IMAGES
+from autopar.rules.table.transforms import DISTANCES, TRANSFORMS
+
+WHOLE = """linspace logspace eye tril_indices triu_indices as_strided _pdist_forward masked_scatter affine_grid_generator
+native_group_norm embedding_bag _embedding_bag"""
+"""Operations that every rank computes whole: small ones, and those of which each result reads everything."""
 
 LINES = {
+    **DISTANCES,
     "aten.linear": "... k+, n k+, n -> ... n",
     "ap.linear_kn": "... k+, k+ n, n -> ... n",
     "aten.mm": "m k+, k+ n -> m n",
@@ -34,6 +41,10 @@ FUNCTIONS = {
 SEVERAL = {**dict.fromkeys(attention.OPERATIONS, attention.FUNCTIONS), "ap.moe_experts": experts.FUNCTIONS}
 
 DERIVED: dict[str, Derive] = {
+    **IMAGES,
+    **TRANSFORMS,
+    "aten.argsort": pointwise.along_rule,
+    "aten.scatter_reduce": pointwise.scatter_rule,
     "aten.matmul": compute.matmul_rule,
     "aten.addmm": compute.addmm_rule,
     "aten.baddbmm": compute.addmm_rule,
@@ -115,6 +126,8 @@ DERIVED: dict[str, Derive] = {
     "aten.index": pointwise.index_rule,
     "aten.arange": pointwise.unsharded_factory_rule,
     "aten.scalar_tensor": pointwise.unsharded_factory_rule,
+    "ap.constant": pointwise.unsharded_factory_rule,
+    **{f"aten.{name}": pointwise.unsharded_factory_rule for name in WHOLE.split()},
 }
 
 ELEMENTWISE = """
@@ -125,6 +138,8 @@ gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log lo
 logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg ones_like pow
 reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign silu sin sinh softplus sqrt square sub tan tanh to trunc
 true_divide where xlogy zeros_like full_like empty_like
+fill polar complex real imag angle _conj conj_physical sgn sinc hypot digamma lgamma erfinv i0 signbit nextafter
+bitwise_left_shift bitwise_right_shift logaddexp logaddexp2 frac rad2deg deg2rad threshold positive _prelu_kernel
 """
 
 WHOLE_REDUCTIONS = "mean amax amin max min var std prod argmax argmin any all logsumexp linalg_vector_norm"

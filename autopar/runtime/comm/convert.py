@@ -42,6 +42,8 @@ def convert(x: torch.Tensor, axis: AxisHandle, text: str) -> torch.Tensor:
     """`x` in another placement on `axis`; on an axis of one rank, `x` itself."""
     if axis.size == 1:
         return x
+    if x.is_complex():  # collectives take pairs of real numbers
+        return torch.view_as_complex(convert(torch.view_as_real(x.resolve_conj()), axis, text).contiguous())
     if axis.shares:
         return convert_uneven(x, axis, text)
     (result,) = apply(_Convert, (text,), axis.size, axis.coordinate, axis.group_name, x)
@@ -53,6 +55,8 @@ def convert_many(xs: Sequence[torch.Tensor], axis: AxisHandle, text: str | Seque
     if axis.size == 1:
         return tuple(xs)
     texts = (text,) * len(xs) if isinstance(text, str) else tuple(text)
+    if any(x.is_complex() for x in xs):
+        return tuple(convert(x, axis, each) for x, each in zip(xs, texts, strict=True))
     if axis.shares:
         return tuple(convert_uneven(x, axis, each) for x, each in zip(xs, texts, strict=True))
     return apply(_Convert, texts, axis.size, axis.coordinate, axis.group_name, *xs)  # type: ignore[no-any-return]
@@ -113,7 +117,7 @@ def start(x: torch.Tensor, axis: AxisHandle, text: str) -> PendingConversion:
     """Starts a conversion; `wait` returns its result."""
     if axis.size == 1:
         return PendingConversion(x, None, axis, text)
-    if axis.shares or needs_gather(parse_conversion(text)[0], x):
+    if axis.shares or x.is_complex() or needs_gather(parse_conversion(text)[0], x):
         return PendingConversion(convert(x, axis, text), None, axis, text)
     token, raw = apply(_Start, text, axis.size, axis.coordinate, axis.group_name, x)
     return PendingConversion(token, raw, axis, text)

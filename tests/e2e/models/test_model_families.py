@@ -11,7 +11,7 @@ from support.harness.end_to_end import Prepared, plan, prepare, program
 from support.harness.family_table import FORCE, row, rows
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
-from support.models.further_families import REFUSED, further_families
+from support.models.further_families import DRAWS, REFUSED, further_families
 from support.models.model_families import families
 from support.oracles.sharded_work import never_sharded, not_sharded
 
@@ -105,5 +105,9 @@ def test_further_families(name: str, ranks: RankPool) -> None:
     if name in REFUSED:
         with pytest.raises(CaptureError, match=REFUSED[name]):
             prepare(name)
+        return
+    if name in DRAWS:
+        prepared = prepare(name)
+        assert program(prepared, plan(prepared, FORCE))
         return
     check(name, (FORCE,), torch.float64, ranks, tolerance=BEYOND)

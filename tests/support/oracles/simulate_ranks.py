@@ -14,6 +14,7 @@ from autopar.ir.dims import size_at as size_at
 from autopar.ir.graph import DType, Node, Ref, Symbol
 from autopar.ir.placement import Partial, Placement, Placements, Replicate, Shard, local_parts
 from autopar.rules.localize import localize_args
+from autopar.runtime.ops.constants import unpacked
 from support.oracles import dense_attention, experts_by_loop
 
 Coordinates = tuple[int, ...]
@@ -108,6 +109,7 @@ AP: dict[str, Callable[..., Any]] = {
     "ap.moe_experts": experts_by_loop.every_token_through_every_expert,
     "ap.expert_capacity": experts_by_loop.capacity,
     "ap.cross_entropy_sum": _cross_entropy_sum,
+    "ap.constant": unpacked,
     "ap.count_valid": lambda target, ignore_index=-100: (target != ignore_index).sum().double(),
     "ap.local_mean": lambda x, dims, _: x.mean([d for d in dims if d], keepdim=True),  # of a rank with one example
     "ap.random": lambda x, kind, a, b: torch.sin(x.detach() * 1e3),  # likewise

@@ -1,0 +1,45 @@
+"""Rewrites ``embedding_bag`` over bags of one length as an embedding and a reduction, whose batch, rows and columns all shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes
+from autopar.ir.graph import Arg, Node, Ref
+
+_OPS = ("aten.embedding_bag.padding_idx", "aten.embedding_bag", "aten._embedding_bag")
+_REDUCTIONS = ("aten.sum.dim_IntList", "aten.mean.dim", "aten.amax")
+
+
+def bags(flat: FlatGraph) -> FlatGraph:
+    """A bag per row of a matrix of ids: what `torch.nn.functional.embedding_bag` makes of two dimensions."""
+    values, producers = flat.values(), flat.producers()
+    used = flat.uses()
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op not in _OPS:
+            return None
+        names = ("weight", "indices", "offsets", "scale", "mode", "sparse", "weights", "last", "padding")
+        given = dict(zip(names, (*node.args, *(False, 0, False, None, False, -1)[len(node.args) - 3 :]), strict=False))
+        weight, indices, offsets, mode = given["weight"], given["indices"], given["offsets"], given["mode"]
+        assert isinstance(weight, Ref) and isinstance(indices, Ref) and isinstance(offsets, Ref) and isinstance(mode, int)
+        flat_ids, steps = producers.get(indices.name), producers.get(offsets.name)
+        padded = given["padding"] not in (None, -1)
+        if flat_ids is None or steps is None or flat_ids.op != "aten.reshape" or not steps.op.startswith("aten.arange"):
+            return None
+        ids = values[flat_ids.operands()[0]]
+        stride = steps.args[2] if len(steps.args) > 2 else 1
+        if len(ids.shape) != 2 or stride != ids.shape[1] or padded or given["last"] or given["weights"] is not None:
+            return None
+        if any(used.get(value.name) for value in node.outputs[1:]):
+            return None
+        out = node.outputs[0]
+        wide = (*ids.shape, values[weight.name].shape[1])
+        rows = node_like(
+            node, "aten.embedding", (weight, Ref(ids.name)), f"{node.name}_rows", wide, out.dtype, out.differentiable
+        )
+        args: tuple[Arg, ...] = (Ref(rows.name), (1,))
+        return (rows, replace(node, op=_REDUCTIONS[mode], args=args, kwargs=(), outputs=(out,))), {}
+
+    return rewrite_nodes(flat, step)

@@ -1,0 +1,61 @@
+"""Operations that export keeps whole and that are made of others: they are taken apart, so that rules need not know them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch._export.utils import _get_decomp_for_cia
+from torch.export import ExportedProgram
+
+COMPOSITE = """
+concat concatenate tile meshgrid hstack vstack dstack column_stack row_stack atleast_1d atleast_2d atleast_3d swapaxes
+swapdims movedim moveaxis outer ger inner tensordot kron chain_matmul absolute arccos arccosh arcsin arcsinh arctan
+arctan2 arctanh clip diag diagflat linalg_diagonal divide fix float_power greater greater_equal less less_equal multiply
+negative not_equal subtract std_mean var_mean prelu pairwise_distance cosine_similarity cosine_embedding_loss
+triplet_margin_loss margin_ranking_loss hinge_embedding_loss poisson_nll_loss pdist fft_fft fft_fft2 fft_fftn
+fft_fftshift fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn
+fft_hfft fft_ihfft linalg_norm linalg_matrix_norm frobenius_norm nuclear_norm norm_except_dim stft istft unflatten ravel
+take_along_dim flatten cov corrcoef trapz trapezoid special_expit special_logsumexp special_softmax special_log_softmax
+special_xlogy special_exp2 special_expm1 special_log1p special_round msort fliplr flipud view_as reshape_as logdet
+pinverse vander combinations cartesian_prod block_diag cumulative_trapezoid real imag linalg_cross cross nanmean
+linalg_matmul linalg_multi_dot softmin conj_physical
+"""
+"""Packets that are decomposed where they are composite."""
+TABLED = """
+affine_grid_generator addr logaddexp logaddexp2 aminmax count_nonzero pixel_shuffle pixel_unshuffle channel_shuffle
+heaviside deg2rad rad2deg hypot frac sinc special_entr soft_margin_loss rot90 trace nansum unsafe_chunk unsafe_split
+narrow_copy diag_embed addmv index_copy eye _weight_norm_interface _reshape_alias mvlgamma block_diag std_mean var_mean
+"""
+"""Packets that torch's table of decompositions takes apart, without loss of gradients."""
+
+
+def decompositions(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
+    """What `run_decompositions` takes apart of this program."""
+    out: dict[Any, Callable[..., Any]] = {}
+    for node in program.graph.nodes:
+        op = node.target
+        if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or op in out:
+            continue
+        packet = op.overloadpacket.__name__
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+        if packet in COMPOSITE.split() and composite:
+            out[op] = _get_decomp_for_cia(op)
+        elif packet in TABLED.split() and op in decomposition_table:
+            out[op] = decomposition_table[op]
+    return out
+
+
+def decomposed(program: ExportedProgram) -> ExportedProgram:
+    """The functional program, whose composite operations are taken apart. What they are made of may be composite again."""
+    taken = decompositions(program)
+    program = program.run_decompositions(taken)
+    for _ in range(3):
+        again = {op: function for op, function in decompositions(program).items() if op not in taken}
+        if not again:
+            break
+        taken |= again
+        program = program.run_decompositions(taken)
+    return program

@@ -1,0 +1,108 @@
+"""Copies of a model without data: on the meta device, or as fake tensors of the device that the model is on.
+
+Models ask for devices (``torch.autocast(x.device.type)``, ``x.to(table.device)``) and make tensors on the default one, so they
+are traced on the device where they run; nothing is allocated there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.parameter import is_lazy
+
+from autopar.errors import CaptureError
+
+
+def refuse_uninitialized(model: nn.Module) -> None:
+    """CaptureError for parameters and buffers of lazy modules, whose shapes the first call tells."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise CaptureError(f"{name} has no shape yet (a lazy module): call the model once on example inputs before this")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model runs: where most of its parameters and buffers are, the CPU for the meta device or none."""
+    tensors = (*model.parameters(), *model.buffers())
+    devices = [tensor.device for tensor in tensors if not tensor.is_meta]
+    return max(set(devices), key=devices.count) if devices else torch.device("cpu")
+
+
+def copy_without_data(model: nn.Module, compute_dtype: torch.dtype | None) -> nn.Module:
+    """A deep copy on the meta device; floating parameters in `compute_dtype`. Ties stay ties. Functions of a module that refer to
+    the model (a lambda over a submodule) refer to the copy."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        dtype = compute_dtype if compute_dtype is not None and parameter.is_floating_point() else parameter.dtype
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, dtype=dtype, device="meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    for module in model.modules():  # what torch.nn.utils.weight_norm computed last cannot be copied deeply
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                memo[id(value)] = value.detach()
+    clone = copy.deepcopy(model, memo)
+    for module in clone.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType) and value.__closure__ is not None:
+                vars(module)[name] = _rebound(value, memo)
+    return clone
+
+
+def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    """The function with the copies of what it refers to."""
+    cells = tuple(CellType(memo.get(id(cell.cell_contents), cell.cell_contents)) for cell in function.__closure__ or ())
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def has_no_data(tensor: Tensor) -> bool:
+    """Whether a tensor has no values: they may be anything."""
+    return tensor.is_meta or isinstance(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor, FakeTensor)
+
+
+@contextmanager
+def fake_tensors() -> Iterator[Callable[[nn.Module, torch.dtype | None], nn.Module]]:
+    """While active, `torch.export` works on fake tensors of one mode. Yields what makes a copy of a model in this mode."""
+    environment = ShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True)
+    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True, export=True)
+
+    def made(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+        return _fake_copy(model, dtype, mode)
+
+    with tracing(TracingContext(mode)):
+        yield made
+
+
+def _fake_copy(model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode) -> nn.Module:
+    clone, device = copy_without_data(model, dtype), device_of(model)
+    made: dict[int, Any] = {}
+
+    def fake(tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        if id(tensor) not in made:
+            with mode:
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        return made[id(tensor)]
+
+    for module in clone.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = fake(parameter)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = fake(buffer)
+    for module in clone.modules():  # a further name of a parameter that is no parameter there
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and id(value) in made:
+                vars(module)[name] = made[id(value)]
+    return clone

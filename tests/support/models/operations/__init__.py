@@ -1,0 +1,1 @@
+"""Examples of operations, in files by kind."""
