@@ -148,10 +148,11 @@ def build_parser() -> argparse.ArgumentParser:
     verify = add(
         "verify",
         "verify",
-        "run the plan on local processes and the model on one, and compare loss, gradients and an optimizer step",
+        "run the plan on local processes and the model on one, and compare losses, outputs, gradients and an optimizer step",
     )
     _planning(verify)
     verify.add_argument("--cluster", default="local:4", metavar="local:N", help="processes on this machine (default local:4)")
+    verify.add_argument("--outputs", default="", metavar="logits,...", help="fields of the model's result beside the loss")
     verify.add_argument("--plan", metavar="plan.json", help="verify this plan instead of searching for one")
 
     dryrun = add("dryrun", "dryrun", "run one rank of the plan on fake tensors: peak memory and collectives, without the cluster")
