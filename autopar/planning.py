@@ -211,7 +211,7 @@ def precision_of(precision: str | Precision | None, model: nn.Module) -> Precisi
 
 def _unruled(graph: Graph, registry: Registry, strict: bool) -> tuple[str, ...]:
     """Operations without a sharding rule, which are computed on every rank: a warning, or UnsupportedOp when `strict`."""
-    nodes = {node.op: node for block in graph.blocks for node in missing_rules(block, registry)}
+    nodes = {node.op: node for block in graph.blocks for node in missing_rules(block, registry) if node.op != "ap.opaque"}
     if not nodes:
         return ()
     said = ", ".join(f"{op} ({node.source or node.module or 'no source'})" for op, node in sorted(nodes.items()))

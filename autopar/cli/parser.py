@@ -155,6 +155,12 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("--outputs", default="", metavar="logits,...", help="fields of the model's result beside the loss")
     verify.add_argument("--plan", metavar="plan.json", help="verify this plan instead of searching for one")
 
+    doctor = add("doctor", "doctor", "list what is refused, replicated, fixed or slow in a model, before any plan")
+    doctor.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    doctor.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
+    doctor.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, for models that take tokens")
+    doctor.add_argument("--dtype", default="bf16", help="bf16 (default), float32 or float64: the compute dtype")
+
     dryrun = add("dryrun", "dryrun", "run one rank of the plan on fake tensors: peak memory and collectives, without the cluster")
     dryrun.add_argument("plan", metavar="plan.json")
     dryrun.add_argument("--rank", type=from_zero, default=0, metavar="R", help="which rank of the cluster (default 0)")

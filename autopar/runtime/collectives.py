@@ -20,6 +20,7 @@ from .ops.functions import (
     linear_kn,
     local_mean,
 )
+from .ops.opaque import opaque
 from .ops.ring_attention import attention_ring
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "moe_experts_owned",
     "moe_experts_start",
     "moe_experts_wait",
+    "opaque",
     "random",
     "start",
     "wait",

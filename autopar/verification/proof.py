@@ -49,6 +49,9 @@ class Subject:
     capture: Callable[[], Graph]
     lift: bool = False
     reference: SingleRun | None = None
+    source: str = ""
+    sizes: tuple[int | None, int | None] = (None, None)
+    """What the model is loaded from, with its batch and length: ranks need the code of opaque modules."""
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -264,6 +267,8 @@ def job_of(subject: Subject, runs: Sequence[Mapping[str, Any]]) -> Job:
         "state": {name: tensor.detach() for name, tensor in state.items()},
         "learning_rate": LEARNING_RATE,
         "default_dtype": "float64" if subject.lift else "",
+        "source": subject.source if any(node.op == "ap.opaque" for each in subject.graph.blocks for node in each.nodes) else "",
+        "sizes": subject.sizes,
     }
 
 

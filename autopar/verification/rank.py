@@ -23,6 +23,10 @@ def work(rank: int, size: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     try:
         job = torch.load(Path(folder) / "job.pt", weights_only=True, mmap=True)
+        if job["source"]:
+            from autopar.capture.models import load_model
+
+            load_model(job["source"], *job["sizes"])  # registers the code of its opaque modules
         results = make_runs(job)
         if rank == 0:
             torch.save(results, Path(folder) / "result.pt")

@@ -51,6 +51,7 @@ def _planned(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Sub
     loaded = load_model(arguments.model, arguments.batch, arguments.seq, device="cpu")
     chosen = precision_of(arguments.dtype or "float32", loaded.model)
     whole = subject(loaded.model, loaded.example_inputs, chosen.compute, chosen.master, outputs=outputs_of(arguments))
+    whole.source, whole.sizes = arguments.model, (arguments.batch, arguments.seq)
     console.progress("running the model on one process")
     run_reference(whole)
     return plan_of(arguments, console, loaded, cluster, whole.graph), whole
@@ -74,6 +75,7 @@ def _given(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subje
         outputs=tuple(output.asked for output in plan.graph.outputs) if _has_loss(plan) else (),
         batch_norm="local" if LOCAL in plan.graph.notes else "global", planned=plan.graph,
     )  # fmt: skip
+    whole.source, whole.sizes = arguments.model, (batch.global_, arguments.seq or batch.seq)
     return plan, whole
 
 
