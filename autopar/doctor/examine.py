@@ -47,7 +47,7 @@ def examine(model: nn.Module, example: ExampleInputs, compute: str) -> Examinati
     options = CaptureOptions(compute)
     began = monotonic()
     export, refusals = _captured(model, args, kwargs, options)
-    found += refusals if export is None or not found else [each for each in refusals if each.what not in {f.what for f in found}]
+    found = list(dict.fromkeys((*found, *refusals)))
     if export is None:
         return Examination(None, _sorted(found), False)
     quick = monotonic() - began < _SECONDS and not found
@@ -55,7 +55,8 @@ def examine(model: nn.Module, example: ExampleInputs, compute: str) -> Examinati
     if quick:
         closed = _closed(model, args, kwargs, options)
     graph = export.graph
-    found += findings.replicated(graph, registry())
+    left_whole = bool(found)  # here, so that the rest could be captured
+    found += [each for each in findings.replicated(graph, registry()) if not (left_whole and " is opaque" in each.what)]
     found += findings.fixed(graph, closed)
     found += findings.slow(graph, compute)
     found += findings.unfolded(graph, model)
@@ -85,7 +86,7 @@ def _captured(
 ) -> tuple[Export | None, list[Finding]]:
     """The export, and all that is refused: a refused submodule is left whole, and the rest is captured."""
     found: list[Finding] = []
-    whole: list[tuple[nn.Module, str, nn.Module]] = []
+    whole: list[nn.Module] = []
     try:
         for _ in range(_MOST_ATTEMPTS):
             try:
@@ -99,21 +100,17 @@ def _captured(
                 whole.append(replaced)
         return None, found
     finally:
-        for parent, name, module in reversed(whole):
-            setattr(parent, name, module)
+        for module in whole:
+            module.__dict__.pop("forward", None)
 
 
-def _leave_whole(model: nn.Module, path: str) -> tuple[nn.Module, str, nn.Module] | None:
-    """Puts an opaque module in place of a refused one; None where there is none, or it is opaque already."""
-    parent_path, _, name = path.rpartition(".")
+def _leave_whole(model: nn.Module, path: str) -> nn.Module | None:
+    """The refused module, made opaque; None where there is none, or it is opaque already or has a forward of its own."""
     try:
-        parent, module = model.get_submodule(parent_path), model.get_submodule(path)
+        module = model.get_submodule(path)
     except AttributeError:
         return None
-    if not path or type(module).__name__ == "Opaque":
-        return None
-    setattr(parent, name, opaque(module))
-    return parent, name, module
+    return None if not path or "forward" in module.__dict__ else opaque(module)
 
 
 def _closed(

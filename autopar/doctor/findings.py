@@ -1,5 +1,5 @@
-"""Kinds of findings, each read from a captured graph: replicated operations, fixed sizes, matrix products in float32, equal layers
-that are not folded."""
+"""Kinds of findings, each read from a captured graph: replicated operations, fixed sizes, matrix products in float32, equal
+layers that are not folded."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ def operator() -> Any:
 def _results(tensors: Sequence[Tensor], key: str, names: str, training: bool) -> list[Tensor]:
     """Empty results: their sizes are found by running the module on random numbers, at two sizes of the batch."""
     batch = next((size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)), None)
-    call = lambda size: _probe(tensors, key, names, training, size)  # noqa: E731
-    first, second = call(3), call(5) if batch is not None else None
+    first = _probe(tensors, key, names, training, 3)
+    second = _probe(tensors, key, names, training, 5) if batch is not None else None
     out = []
     for number, tensor in enumerate(first):
         sizes: list[Any] = list(tensor.shape)
@@ -87,7 +87,7 @@ def _results(tensors: Sequence[Tensor], key: str, names: str, training: bool) ->
                     raise OperatorError(
                         f"opaque {key}: dimension {dim} of its result grows unevenly with the batch: reshape it outside"
                     )
-                sizes[dim] = times * batch + (one - 3 * times) if times else one
+                sizes[dim] = times * (batch or 0) + (one - 3 * times) if times else one
         out.append(tensors[0].new_empty(sizes, dtype=tensor.dtype))
     return out
 

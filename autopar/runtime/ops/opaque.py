@@ -42,8 +42,8 @@ def skeleton(key: str) -> nn.Module:
     found = _skeletons.get(key)
     if found is None:
         raise RuntimeProblem(
-            f"the program calls {key.rpartition('.')[0]}, which autopar.opaque left whole, and this process never built it: build "
-            "the model before the program runs (an exported folder cannot hold it)"
+            f"the program calls {key.rpartition('.')[0]}, which autopar.opaque left whole, and this process never built it: "
+            "build the model before the program runs (an exported folder cannot hold it)"
         )
     return found
 
