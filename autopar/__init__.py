@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from autopar.cost_models.hardware.cluster import Cluster
     from autopar.ir.plan import Precision
     from autopar.ir.plan_file.plan_file import Plan
+    from autopar.ops.opaque import opaque
     from autopar.planning import plan, register_rule
 
 _LAZY = {
+    "opaque": "autopar.ops.opaque",
     "parallelize": "autopar.api",
     "plan": "autopar.planning",
     "register_rule": "autopar.planning",
@@ -53,6 +55,7 @@ __all__ = [
     "Precision",
     "StateError",
     "UnsupportedOp",
+    "opaque",
     "parallelize",
     "plan",
     "register_rule",

@@ -62,6 +62,7 @@ def make_plan(
     expert_load: float | str = 1.0,
     loss_fn: LossFunction | None = None,
     memory_margin: float | None = None,
+    graph: Graph | None = None,
 ) -> Plan:
     """Plans without running: needs no process group, and the model may be on the meta device. `autopar.plan` is this function.
 
@@ -70,7 +71,7 @@ def make_plan(
     folder of plans that were found before. `expert_load` is what the busiest rank of dealt-out experts is expected to get over
     the mean, or the path of a JSON list of tokens per expert. `memory_margin` is the share of each device's memory that the plan
     leaves free (None: that of the cluster's file, else `MEMORY_MARGIN`). A `force` that spells out a whole configuration
-    (`solve.space.force`) is priced as it is.
+    (`solve.space.force`) is priced as it is. `graph` is the model as it was captured before.
     """
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster, cache=cache_folder())
@@ -78,10 +79,12 @@ def make_plan(
         cluster = replace(cluster, expert_load=ExpertLoad.parse(str(expert_load)))
     cluster = with_memory_margin(cluster, memory_margin)
     _check_texts(optimizer=optimizer, name=name, source=source)
-    chosen = _precision(precision, model)
+    chosen = precision_of(precision, model)
     forced = parse_force(force)
     args, kwargs = split_inputs(example_inputs)
-    graph = capture(model, args, kwargs, compute_dtype=chosen.compute, outputs=outputs, batch_norm=batch_norm, loss_fn=loss_fn)
+    if graph is None:
+        options_of_capture: dict[str, Any] = dict(outputs=outputs, batch_norm=batch_norm, loss_fn=loss_fn)
+        graph = capture(model, args, kwargs, compute_dtype=chosen.compute, **options_of_capture)
     if batch not in (None, graph.batch) and not graph.batch_is_symbolic:
         raise BatchError(f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {batch}")
     rules = registry()
@@ -190,7 +193,7 @@ def _check_texts(**texts: str) -> None:
             raise AutoparError(f"{what} {str(text)[:40]!r} is no text that a plan can hold: write printable characters")
 
 
-def _precision(precision: str | Precision | None, model: nn.Module) -> Precision:
+def precision_of(precision: str | Precision | None, model: nn.Module) -> Precision:
     """What was asked for; by default the dtype that most of the model's parameters have."""
     if isinstance(precision, Precision):
         return precision
@@ -208,7 +211,7 @@ def _precision(precision: str | Precision | None, model: nn.Module) -> Precision
 
 def _unruled(graph: Graph, registry: Registry, strict: bool) -> tuple[str, ...]:
     """Operations without a sharding rule, which are computed on every rank: a warning, or UnsupportedOp when `strict`."""
-    nodes = {node.op: node for block in graph.blocks for node in missing_rules(block, registry)}
+    nodes = {node.op: node for block in graph.blocks for node in missing_rules(block, registry) if node.op != "ap.opaque"}
     if not nodes:
         return ()
     said = ", ".join(f"{op} ({node.source or node.module or 'no source'})" for op, node in sorted(nodes.items()))

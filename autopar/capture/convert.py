@@ -332,7 +332,7 @@ def source_line(node: fx.Node, stack_trace: str | None = None) -> str:
     lines = (stack_trace or node.meta.get("stack_trace") or "").splitlines()
     for line in lines:
         line = line.strip()
-        if line.startswith('File "') and "/torch/" not in line and "/autopar/capture/" not in line:
+        if line.startswith('File "') and not any(part in line for part in ("/torch/", "/autopar/capture/", "/autopar/ops/")):
             file, number = line.split('"')[1], line.split(", line ")[1].split(",")[0]
             found = f"{file.rsplit('/', 1)[-1]}:{number}"
     return found

@@ -148,11 +148,18 @@ def build_parser() -> argparse.ArgumentParser:
     verify = add(
         "verify",
         "verify",
-        "run the plan on local processes and the model on one, and compare loss, gradients and an optimizer step",
+        "run the plan on local processes and the model on one, and compare losses, outputs, gradients and an optimizer step",
     )
     _planning(verify)
     verify.add_argument("--cluster", default="local:4", metavar="local:N", help="processes on this machine (default local:4)")
+    verify.add_argument("--outputs", default="", metavar="logits,...", help="fields of the model's result beside the loss")
     verify.add_argument("--plan", metavar="plan.json", help="verify this plan instead of searching for one")
+
+    doctor = add("doctor", "doctor", "list what is refused, replicated, fixed or slow in a model, before any plan")
+    doctor.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    doctor.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
+    doctor.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, for models that take tokens")
+    doctor.add_argument("--dtype", default="bf16", help="bf16 (default), float32 or float64: the compute dtype")
 
     dryrun = add("dryrun", "dryrun", "run one rank of the plan on fake tensors: peak memory and collectives, without the cluster")
     dryrun.add_argument("plan", metavar="plan.json")

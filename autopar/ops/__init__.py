@@ -1,4 +1,5 @@
-"""Operators that a user's model may call: plain PyTorch when run, one operation with a sharding rule when captured.
+"""Operators that a user's model may call: plain PyTorch when run, one operation with a sharding rule when captured. `opaque`
+makes one of a whole module.
 
 `moe_experts` is a mixture of routed experts. `library` registers the operators with torch; what they compute is in `runtime.ops`,
 which is imported when one is called.

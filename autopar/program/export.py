@@ -40,6 +40,12 @@ def export_program(
     """
     if lowered.interface is not None and not lowered.interface.has_loss:
         raise PlanError(f"{lowered.name} returns no loss, which its training script needs: return it from the model's forward")
+    whole = next((str(node.args[1]) for block in lowered.blocks for node in block.block.nodes if node.op == "ap.opaque"), "")
+    if whole:
+        raise PlanError(
+            f"{lowered.name} calls {whole.rpartition('.')[0]}, which autopar.opaque left whole: an exported folder cannot hold "
+            "its code; run the plan with autopar.parallelize(model, ..., plan=...), or write it without control flow on data"
+        )
     ranks = lowered.devices
     name, mesh = lowered.name, lowered.whole_mesh
     with export_folder(directory, overwrite) as folder:

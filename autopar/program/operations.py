@@ -239,6 +239,7 @@ EXPRESSION_WRITERS: dict[str, ExpressionWriter] = {
     **{f"ap.moe_experts{form}": _experts for form in ("", "_owned", "_dispatched", "_start")},
     **{f"ap.{name}": _runtime for name in ("moe_experts_wait", "expert_capacity")},
     "aten.histc": lambda call: f"C.histogram({call.listed()})",
+    "ap.opaque": _runtime,
     "ap.dropout": _dropout,
     "ap.random": _random,
     "ap.constant": _constant,

@@ -21,6 +21,7 @@ from .ops.functions import (
     linear_kn,
     local_mean,
 )
+from .ops.opaque import opaque
 from .ops.ring_attention import attention_ring
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "moe_experts_owned",
     "moe_experts_start",
     "moe_experts_wait",
+    "opaque",
     "random",
     "start",
     "wait",

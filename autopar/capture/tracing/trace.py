@@ -241,7 +241,8 @@ def data_dependent(where: str) -> str:
     """The message for control flow or sizes that depend on data."""
     return (
         f"{where}: control flow or a size depends on the data of a tensor; "
-        "use torch.where or masks instead of if, .item() or boolean indexing (routed experts: call autopar.ops.moe_experts)"
+        "use torch.where or masks instead of if, .item() or boolean indexing (routed experts: call autopar.ops.moe_experts), or "
+        "leave the smallest submodule around it whole: autopar.opaque(module)"
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.cli.console import Console, percent, seconds, size
 from autopar.cli.tables.baselines import baseline_table
@@ -16,6 +16,11 @@ from autopar.files import check_target
 from autopar.ir.describe import describe
 from autopar.ir.plan_file.document import MeshResult
 from autopar.ir.plan_file.plan_file import Plan
+
+if TYPE_CHECKING:
+    from autopar.capture.models import LoadedModel
+    from autopar.cost_models.hardware.cluster import Cluster
+    from autopar.ir.graph import Graph
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -38,14 +43,23 @@ def make(
     """(plan, model, example inputs) for the planning arguments of a command."""
     from autopar.capture.models import load_model
     from autopar.cost_models.hardware.cluster import Cluster
-    from autopar.planning import cache_folder, make_plan, plan_folder
+    from autopar.planning import cache_folder
     from autopar.solve.space.force import parse_force
 
     parse_force(arguments.force)  # refused before the model is captured
     cluster = Cluster.parse(arguments.cluster, cache=cache_folder())
     console.progress(f"capturing {arguments.model}")
     loaded = load_model(arguments.model, arguments.batch, arguments.seq, device=device)
-    plan = make_plan(
+    return plan_of(arguments, console, loaded, cluster), loaded.model, loaded.example_inputs
+
+
+def plan_of(
+    arguments: argparse.Namespace, console: Console, loaded: LoadedModel, cluster: Cluster, graph: Graph | None = None
+) -> Plan:
+    """The plan of a loaded model for the planning arguments of a command. `graph`: as it was captured before."""
+    from autopar.planning import make_plan, plan_folder
+
+    return make_plan(
         loaded.model,
         cluster,
         loaded.example_inputs,
@@ -63,9 +77,14 @@ def make(
         batch_norm=getattr(arguments, "batch_norm", "global"),
         expert_load=getattr(arguments, "expert_load", 1.0),
         memory_margin=arguments.memory_margin,
-        outputs=tuple(filter(None, getattr(arguments, "outputs", "").split(","))),
+        outputs=outputs_of(arguments),
+        graph=graph,
     )
-    return plan, loaded.model, loaded.example_inputs
+
+
+def outputs_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The fields of ``--outputs``."""
+    return tuple(filter(None, getattr(arguments, "outputs", "").split(",")))
 
 
 def _sequence(example: dict[str, Any] | tuple[Any, ...]) -> int | None:

@@ -1,73 +1,67 @@
-"""``autopar verify``: runs the plan on local processes and the model on one; compares loss, gradients and an optimizer step."""
+"""``autopar verify``: runs the plan on local processes and the model on one; compares losses, outputs, gradients and an optimizer
+step, in training and in evaluation."""
 
 from __future__ import annotations
 
 import argparse
-import copy
-import math
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.multiprocessing.spawn import spawn
 
-from autopar.cli.commands.plan import make
+from autopar.cli.commands.plan import outputs_of, plan_of
 from autopar.cli.console import Console
-from autopar.errors import ClusterError, PlanError, PlanMismatch
+from autopar.errors import ClusterError, PlanMismatch
 from autopar.ir.describe import describe
-from autopar.ir.graph import draws_masks
 from autopar.ir.plan_file.plan_file import Plan, load_plan
+from autopar.verification.differences import GROUPS, Difference, tolerances
+from autopar.verification.proof import ModeProof, Proof, Subject, mode_name, prove, run_reference, subject
 
-LEARNING_RATE = 0.1
-NOISE = 1e-5
-"""A gradient whose values are all below this fraction of the largest gradient is taken for rounding noise."""
-TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 5e-2}
-"""By compute dtype; for the loss also by its own dtype, which is float32 in some models."""
+__all__ = ["run", "tolerances"]
 
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The largest difference of one tensor, relative to its own largest value (for noise: to a tenth of the largest gradient)."""
-
-    what: str
-    name: str
-    relative: float
+_LABELS = {"parameters": "parameters after one step", "buffers": "buffers after one step"}
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Exit status 0 where all agree, 1 where they do not: a plan that computes something else is a bug."""
-    plan, model, example = _plan(arguments, console)
-    size = plan.candidate.devices
-    console.progress(f"running {describe(plan.graph, plan.candidate)} on {size} local processes")
-    if any(node.op == "ap.random" for block in plan.graph.blocks for node in block.nodes):
-        raise PlanError(f"{plan.graph.name} draws random numbers beside dropout: two runs of it differ")
-    dtype = getattr(torch, plan.candidate.precision.master)
-    model = model.to(dtype).train(not _random(plan))
-    batch = {name: value.to(dtype) if value.is_floating_point() else value for name, value in _named(plan, example).items()}
-    distributed = _distributed(plan, model, batch)
-    console.progress("running the model on one process")
-    from autopar.cli.commands.verify_rank import step
+    from autopar.cost_models.hardware.cluster import Cluster
 
-    reference = step(copy.deepcopy(model), batch, LEARNING_RATE)
-    differences = compare(reference, distributed)
-    allowed = tolerances(plan.candidate.precision.compute, reference["loss"].dtype)
-    passed = all(difference.relative <= allowed[difference.what] for difference in differences)
-    _report(plan, differences, allowed, passed, reference, distributed, console)
-    return 0 if passed else 1
-
-
-def _plan(arguments: argparse.Namespace, console: Console) -> tuple[Plan, nn.Module, dict[str, Any] | tuple[Any, ...]]:
-    """The plan to verify, and a model with values."""
     if not arguments.cluster.startswith("local"):
         raise ClusterError(f"verify runs on this machine: write --cluster local:4, not {arguments.cluster}")
     torch.manual_seed(0)
     if arguments.plan is None:
-        return make(arguments, console, device="cpu")
+        plan, whole = _planned(arguments, console)
+    else:
+        plan, whole = _given(arguments, console)
+    cluster = Cluster.parse(f"local:{plan.candidate.devices}")
+    proof = prove(whole, plan, cluster, console.progress)
+    _report(plan, proof, whole, console)
+    return 0 if proof.equal else 1
+
+
+def _planned(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subject]:
+    """The model is captured and runs on one process before the search, so that what cannot be verified is said first."""
+    from autopar.capture.models import load_model
+    from autopar.cost_models.hardware.cluster import Cluster
+    from autopar.planning import cache_folder, precision_of
+    from autopar.solve.space.force import parse_force
+
+    parse_force(arguments.force)
+    cluster = Cluster.parse(arguments.cluster, cache=cache_folder())
+    console.progress(f"capturing {arguments.model}")
+    loaded = load_model(arguments.model, arguments.batch, arguments.seq, device="cpu")
+    chosen = precision_of(arguments.dtype or "float32", loaded.model)
+    whole = subject(loaded.model, loaded.example_inputs, chosen.compute, chosen.master, outputs=outputs_of(arguments))
+    whole.source, whole.sizes = arguments.model, (arguments.batch, arguments.seq)
+    console.progress("running the model on one process")
+    run_reference(whole)
+    return plan_of(arguments, console, loaded, cluster, whole.graph), whole
+
+
+def _given(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subject]:
+    """The plan of ``--plan``, and a model with values."""
     from autopar.api import check_plan
     from autopar.capture.models import load_model
+    from autopar.capture.normalize.batch_norm import LOCAL
     from autopar.cost_models.hardware.cluster import Cluster
 
     plan = load_plan(arguments.plan)
@@ -75,93 +69,79 @@ def _plan(arguments: argparse.Namespace, console: Console) -> tuple[Plan, nn.Mod
     if arguments.batch not in (None, batch.global_):
         raise PlanMismatch(f"the plan is for a batch of {batch.global_}, not {arguments.batch}: leave --batch out, or plan again")
     loaded = load_model(arguments.model, batch.global_, arguments.seq or batch.seq, device="cpu")
-    checked = check_plan(plan, loaded.model, Cluster.parse(f"local:{plan.candidate.devices}"), loaded.example_inputs)
-    return checked, loaded.model, loaded.example_inputs
+    plan = check_plan(plan, loaded.model, Cluster.parse(f"local:{plan.candidate.devices}"), loaded.example_inputs)
+    whole = subject(
+        loaded.model, loaded.example_inputs, plan.candidate.precision.compute, plan.candidate.precision.master,
+        outputs=tuple(output.asked for output in plan.graph.outputs) if _has_loss(plan) else (),
+        batch_norm="local" if LOCAL in plan.graph.notes else "global", planned=plan.graph,
+    )  # fmt: skip
+    whole.source, whole.sizes = arguments.model, (batch.global_, arguments.seq or batch.seq)
+    return plan, whole
 
 
-def _random(plan: Plan) -> bool:
-    """Whether the model drops out: then both sides run in eval mode, since their random masks differ."""
-    return any(draws_masks(node) for block in plan.graph.blocks for node in block.nodes)
+def _has_loss(plan: Plan) -> bool:
+    return plan.graph.interface is None or plan.graph.interface.has_loss
 
 
-def _named(plan: Plan, example: dict[str, Any] | tuple[Any, ...]) -> dict[str, torch.Tensor]:
-    if isinstance(example, tuple):
-        return {value.name: tensor for value, tensor in zip(plan.graph.inputs, example, strict=True)}
-    return {name: tensor for name, tensor in example.items() if isinstance(tensor, torch.Tensor)}
+def _report(plan: Plan, proof: Proof, whole: Subject, console: Console) -> None:
+    document: dict[str, Any] = {"passed": proof.equal, "mesh": str(plan.candidate.mesh), "modes": {}}
+    precision = plan.candidate.precision
+    dtype = f"{precision.compute} compute, {precision.master} parameters"
+    for mode in proof.modes:
+        document["modes"][mode_name(mode.training)] = _report_mode(plan, mode, dtype, console)
+    if proof.exact:
+        console.text(
+            "rounding: one process in float32 beside one in float64; a difference of 4 times that, or of 1e-5, counts as equal"
+        )
+    if proof.lifted:
+        console.text("casts of the model to float32 were lifted to float64 on both sides")
+    if drawn := sum(mode.draws for mode in proof.modes):
+        console.text(f"random numbers: both sides had the {drawn} draws of the single process")
+    ran = [mode_name(mode.training) for mode in proof.modes if not mode.left_out]
+    console.text(f"{'equal' if proof.equal else 'DIFFERENT'} in {' and in '.join(ran)}")
+    first = proof.modes[0]
+    names = {what: _group(first, what) for what in ("loss", "gradients", "parameters") if _group(first, what)["tensors"]}
+    losses = {"single": first.losses[0], "distributed": first.losses[1]}
+    console.document(document | {"tolerance": names["loss"]["allowed"], "losses": losses, **names})
 
 
-def _distributed(plan: Plan, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """One step on spawned processes: they get the program's text and full tensors, and import no model library."""
-    from autopar.cli.commands.verify_rank import work
-    from autopar.program.build import program_text
-
-    state = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    job = {
-        "program": program_text(plan.graph, plan.candidate),
-        "state": {name: tensor.detach() for name, tensor in state.items()},
-        "batch": {value.name: batch[value.name].to(getattr(torch, value.dtype)) for value in plan.graph.inputs},
-        "learning_rate": LEARNING_RATE,
-        "training": model.training,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save(job, Path(folder) / "job.pt")
-        size = plan.candidate.devices
-        spawn(work, args=(size, folder), nprocs=size)
-        result: dict[str, Any] = torch.load(Path(folder) / "result.pt", weights_only=True)
-        return result
-
-
-def tolerances(compute: str, loss: torch.dtype) -> dict[str, float]:
-    """The largest relative difference that counts as equal."""
-    each = TOLERANCE[compute]
-    return {"loss": max(each, TOLERANCE.get(str(loss).removeprefix("torch."), each)), "gradients": each, "parameters": each}
-
-
-def compare(reference: dict[str, Any], found: dict[str, Any]) -> list[Difference]:
-    """Every tensor of two steps, side by side."""
-    largest = max((float(g.abs().max()) for g in reference["gradients"].values() if g.numel()), default=0.0)
-    out = [Difference("loss", "loss", _relative(reference["loss"], found["loss"], 0.0))]
-    for what, scale in (("gradients", largest), ("parameters", LEARNING_RATE * largest)):
-        for name, tensor in reference[what].items():
-            there = found[what].get(name)
-            if there is None and what == "gradients":
-                there = torch.zeros_like(tensor)  # a parameter that nothing reaches has none
-            out.append(Difference(what, name, float("inf") if there is None else _relative(tensor, there, scale)))
-    return out
-
-
-def _relative(reference: torch.Tensor, found: torch.Tensor, largest: float) -> float:
-    if reference.shape != found.shape:
-        return float("inf")
-    a, b = reference.double(), found.double()
-    if not a.numel():
-        return 0.0
-    difference, peak = float((a - b).abs().max()), float(a.abs().max())
-    scale = peak if peak > NOISE * largest else 0.1 * largest
-    return difference / max(scale, 1e-300) if math.isfinite(difference) else float("inf")
-
-
-def _report(
-    plan: Plan,
-    differences: list[Difference],
-    allowed: dict[str, float],
-    passed: bool,
-    reference: dict[str, Any],
-    distributed: dict[str, Any],
-    console: Console,
-) -> None:
+def _report_mode(plan: Plan, mode: ModeProof, dtype: str, console: Console) -> dict[str, Any]:
+    """The table of one mode, and its part of the JSON document."""
+    name = mode_name(mode.training)
+    if mode.left_out:
+        console.text(f"not run in {name}: {mode.left_out}")
+        return {"left_out": mode.left_out}
     rows, data = [], {}
-    tolerance = allowed["gradients"]
-    for what, most in allowed.items():
-        group = [d for d in differences if d.what == what]
-        worst = max(group, key=lambda d: d.relative)
-        bad = [d.name for d in group if d.relative > most]
-        label = "parameters after one step" if what == "parameters" else what
-        label += f" (within {most:g})" if most > tolerance else ""
-        rows.append((label, len(group), f"{worst.relative:.2e}", worst.name, f"{len(bad)} differ" if bad else "equal"))
-        data[what] = {"tensors": len(group), "worst": worst.relative, "worst_name": worst.name, "different": bad}
-    title = f"{plan.document.model.name}: {describe(plan.graph, plan.candidate)} against one process"
-    console.table(title, ("", "tensors", "largest difference", "of", f"within {tolerance:g}"), rows)
-    console.text("equal" if passed else "DIFFERENT")
-    losses = {"single": float(reference["loss"]), "distributed": float(distributed["loss"])}
-    console.document({"passed": passed, "tolerance": tolerance, "mesh": str(plan.candidate.mesh), "losses": losses, **data})
+    for what in GROUPS:
+        found = _group(mode, what)
+        if not found["tensors"]:
+            continue
+        verdict = f"{len(found['different'])} differ" if found["different"] else "equal"
+        rounding = f"{found['rounding']:.1e}" if found["rounding"] else "-"
+        rows.append(
+            (_LABELS.get(what, what), found["tensors"], f"{found['worst']:.2e}", found["worst_name"], f"{found['allowed']:.1e}",
+             rounding, verdict)
+        )  # fmt: skip
+        data[what] = found
+    title = f"{plan.document.model.name} in {name}: {describe(plan.graph, plan.candidate)} against one process, {dtype}"
+    header = ("", "tensors", "largest difference", "of", "allowed", "rounding", "")
+    console.table(title, header, rows)
+    if mode.departs:
+        console.text(f"in {name}: {mode.departs}")
+    return data | {
+        "losses": {"single": mode.losses[0], "distributed": mode.losses[1]}, "draws": mode.draws, "departs": mode.departs,
+    }  # fmt: skip
+
+
+def _group(mode: ModeProof, what: str) -> dict[str, Any]:
+    """Of the differences of one kind the one that is the largest beside what is allowed."""
+    group = [each for each in mode.differences if each.what == what]
+    worst = max(group, key=lambda d: (d.relative / d.allowed, d.relative), default=Difference(what, "", 0.0))
+    return {
+        "tensors": len(group),
+        "worst": worst.relative,
+        "worst_name": worst.name,
+        "allowed": worst.allowed,
+        "rounding": worst.rounding,
+        "different": [each.name for each in group if not each.equal],
+    }

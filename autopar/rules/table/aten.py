@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from autopar.ir.placement import Invariant
 from autopar.rules.rule import Derive, NamedFunction, Rule
-from autopar.rules.table import attention, compute, experts, pointwise, views
+from autopar.rules.table import attention, compute, experts, opaque, pointwise, views
 from autopar.rules.table.images import IMAGES
 from autopar.rules.table.transforms import DISTANCES, TRANSFORMS
 
@@ -50,6 +50,7 @@ DERIVED: dict[str, Derive] = {
     "aten.baddbmm": compute.addmm_rule,
     **dict.fromkeys(attention.OPERATIONS, attention.attention_rule),
     "ap.moe_experts": experts.moe_experts_rule,
+    "ap.opaque": opaque.opaque_rule,
     "aten.conv1d": compute.convolution_rule,
     "aten.conv2d": compute.convolution_rule,
     "aten.conv3d": compute.convolution_rule,

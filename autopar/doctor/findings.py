@@ -1,0 +1,135 @@
+"""Kinds of findings, each read from a captured graph: replicated operations, fixed sizes, matrix products in float32, equal
+layers that are not folded."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from autopar.ir.graph import Graph, Node
+from autopar.ir.micro_batching import why_one_graph
+from autopar.rules.expand import missing_rules
+from autopar.rules.registry import Registry
+
+KINDS = ("refused", "replicated", "fixed", "slow")
+"""From the one that forbids a plan to those that make it slow."""
+
+_PRODUCTS = ("aten.linear", "ap.linear_kn", "aten.mm", "aten.bmm", "aten.matmul", "aten.addmm", "aten.baddbmm", "aten.einsum")
+_PRODUCTS_TOO = ("aten.conv", "aten.scaled_dot_product_attention", "ap.attention")
+_LEAST_LAYERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`kind` is one of `KINDS`; `where` a file and line with the module, `count` how many operations or layers have it."""
+
+    kind: str
+    what: str
+    where: str
+    remedy: str
+    count: int = 1
+
+
+def place(graph: Graph, block: str, node: Node) -> str:
+    """``model.py:12 (layers.0.mlp)``, of the first call of a block."""
+    prefix = next((call.prefix for call in graph.calls if call.block == block), "")
+    module = ".".join(filter(None, (prefix, node.module)))
+    return f"{node.source} ({module})" if node.source and module else node.source or module or "the model"
+
+
+def replicated(graph: Graph, registry: Registry) -> Iterator[Finding]:
+    """Operations without a sharding rule: every rank computes them whole."""
+    for block in graph.blocks:
+        for node in missing_rules(block, registry):
+            if node.op == "ap.opaque":
+                yield Finding(
+                    "replicated", f"{str(node.args[1]).rpartition('.')[0]} is opaque: every rank computes it whole",
+                    place(graph, block.name, node), "batchwise=True, where examples do not depend on each other",
+                    graph.count(block.name),
+                )  # fmt: skip
+                continue
+            yield Finding(
+                "replicated", f"{node.op} has no sharding rule: every rank computes it whole", place(graph, block.name, node),
+                f'autopar.register_rule("{node.op}", "...")', graph.count(block.name),
+            )  # fmt: skip
+
+
+def fixed(graph: Graph, closed: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
+    """Sizes that hold for the example only. `closed` are the dimensions of inputs, by name, that could not stay open."""
+    if not graph.batch_is_symbolic:
+        yield Finding(
+            "fixed", f"the batch is fixed at {graph.batch}: no micro-batches, no pipeline", "the model's forward",
+            "take sizes from x.shape[0] without int(), and make tensors of it with x.new_zeros or expand",
+        )  # fmt: skip
+    for name, sizes in closed.items():
+        shown = ", ".join(map(str, sizes))
+        yield Finding(
+            "fixed", f"dimension {shown} of input {name} is fixed at the example's size", "the model's forward",
+            "nothing, where it never changes; else take it from x.shape (other lengths are captured anew)",
+        )  # fmt: skip
+    if reason := why_one_graph(graph):
+        yield Finding(
+            "fixed", f"{reason}: no pipeline, no micro-batches", "the model's result", "return the loss, or pass loss_fn="
+        )
+
+
+def slow(graph: Graph, compute: str) -> Iterator[Finding]:
+    """Matrix products that do not run in the compute dtype."""
+    if compute != "bfloat16":
+        return
+    for block in graph.blocks:
+        for node in block.nodes:
+            product = node.op.startswith(_PRODUCTS_TOO) or node.op in _PRODUCTS
+            if product and node.outputs[0].dtype in ("float32", "float64"):
+                yield Finding(
+                    "slow", f"{node.op} runs in {node.outputs[0].dtype} under bf16", place(graph, block.name, node),
+                    "drop the .float() before it, or cast its operands to the weight's dtype", graph.count(block.name),
+                )  # fmt: skip
+
+
+def unfolded(graph: Graph, model: nn.Module) -> Iterator[Finding]:
+    """Equal layers that are no calls of one block: capture, search and program grow with their number."""
+    blocks = {call.prefix: call.block for call in graph.calls if call.prefix}
+    counts = Counter(call.block for call in graph.calls)
+    for path, container in model.named_modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        for kind, many in Counter(type(child) for child in container.children()).items():
+            layers = [f"{path}.{name}" if path else name for name, child in container.named_children() if type(child) is kind]
+            if many < _LEAST_LAYERS or not any(True for _ in next(c for c in container.children() if type(c) is kind).children()):
+                continue
+            folded = [layer for layer in layers if _inside(layer, blocks, counts)]
+            if len(folded) < len(layers) - 1:
+                yield Finding(
+                    "slow", f"{len(layers) - len(folded)} of {len(layers)} layers {kind.__name__} are not folded into one block",
+                    f"{source_of(kind)} ({path})", "make them equal: shapes, arguments, no branch on the layer's number", many,
+                )  # fmt: skip
+
+
+def _inside(layer: str, blocks: Mapping[str, str], counts: Mapping[str, int]) -> bool:
+    """Whether a layer is a call of a repeated block, or lies in one, or consists of some."""
+    parts = layer.split(".")
+    around = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    own = [blocks[path] for path in around if path in blocks]
+    inner = [block for path, block in blocks.items() if path.startswith(f"{layer}.")]
+    return any(counts[block] > 1 for block in (*own, *inner))
+
+
+def source_of(kind: type) -> str:
+    """``file.py:line`` of a class."""
+    try:
+        file, line = inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)[1]
+    except (OSError, TypeError):
+        return kind.__name__
+    return f"{file.rsplit('/', 1)[-1]}:{line}"
+
+
+def lengths_of(tensors: Mapping[str, Tensor], batch: int) -> dict[str, tuple[int, ...]]:
+    """The dimensions of inputs that may be lengths: those behind the batch."""
+    return {
+        name: tuple(range(1, tensor.dim())) for name, tensor in tensors.items() if tensor.dim() > 1 and tensor.shape[0] == batch
+    }

@@ -1,0 +1,108 @@
+"""Compares two runs tensor by tensor, within the rounding of their dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.verification.single import LEARNING_RATE
+
+NOISE = 1e-5
+"""A gradient whose values are all below this fraction of the largest gradient is taken for rounding noise."""
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 5e-2}
+"""By compute dtype; for the loss and outputs also by their own dtype, which is float32 in some models."""
+ROUNDING_FACTOR = 4.0
+"""A program in float32 may be so many times as far from one process as that is from float64: it adds up in other orders."""
+
+GROUPS = ("loss", "outputs", "gradients", "parameters", "buffers")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest difference of one tensor, relative to its own largest value (for noise: to a tenth of the largest gradient).
+    `allowed` counts as equal; `rounding` is how far one process is from float64 (0: not known)."""
+
+    what: str
+    name: str
+    relative: float
+    allowed: float = 0.0
+    rounding: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        return self.relative <= self.allowed
+
+
+def tolerances(compute: str, loss: torch.dtype) -> dict[str, float]:
+    """The largest relative difference that counts as equal."""
+    each = TOLERANCE[compute]
+    return {"loss": max(each, TOLERANCE.get(str(loss).removeprefix("torch."), each)), "gradients": each, "parameters": each}
+
+
+def compare(
+    reference: Mapping[str, Any], found: Mapping[str, Any], compute: str, exact: Mapping[str, Any] | None
+) -> list[Difference]:
+    """Every tensor of two runs, side by side. `exact`: the same run of one process in float64, if there is one."""
+    raw = _relatives(reference, found)
+    rounding = {(d.what, d.name): d.relative for d in _relatives(exact, reference)} if exact is not None else {}
+    usual = {what: median([size for (each, _), size in rounding.items() if each == what] or [0.0]) for what in GROUPS}
+    out = []
+    for each in raw:
+        own = rounding.get((each.what, each.name), 0.0)
+        least = _tolerance(each, reference, compute)
+        own = own if math.isfinite(own) else 0.0
+        allowed = max(least, ROUNDING_FACTOR * max(own, usual[each.what]))
+        out.append(Difference(each.what, each.name, each.relative, allowed, own))
+    return out
+
+
+def _tolerance(difference: Difference, reference: Mapping[str, Any], compute: str) -> float:
+    each = TOLERANCE[compute]
+    if difference.what not in ("loss", "outputs"):
+        return each
+    tensor = reference["loss"] if difference.what == "loss" else reference["outputs"][difference.name]
+    return max(each, TOLERANCE.get(str(tensor.dtype).removeprefix("torch."), each))
+
+
+def _relatives(reference: Mapping[str, Any], found: Mapping[str, Any]) -> list[Difference]:
+    out = [Difference("loss", "loss", relative(reference["loss"], found["loss"]))]
+    for name, tensor in reference["outputs"].items():
+        there = found["outputs"].get(name)
+        if there is not None:
+            out.append(Difference("outputs", name or "result", relative(tensor, there)))
+    gradients = reference.get("gradients", {})
+    largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+    for name, tensor in gradients.items():
+        there = found["gradients"].get(name)
+        there = torch.zeros_like(tensor) if there is None else there  # a parameter that nothing reaches has none
+        out.append(Difference("gradients", name, relative(tensor, there, largest)))
+    for name, tensor in reference.get("state", {}).items():
+        what = "parameters" if name in gradients else "buffers"
+        there = found["state"].get(name)
+        if there is not None:
+            out.append(Difference(what, name, relative(tensor, there, LEARNING_RATE * largest if what == "parameters" else 0.0)))
+        elif what == "parameters" and bool(gradients[name].any()):
+            out.append(Difference(what, name, math.inf))
+    return out
+
+
+def relative(reference: Tensor, found: Tensor, largest: float = 0.0) -> float:
+    """The largest difference over the largest value of the reference."""
+    if reference.shape != found.shape:
+        return math.inf
+    a, b = reference.detach().double(), found.detach().double()
+    if not a.numel():
+        return 0.0
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference, peak = (
+        float((a - b).masked_fill(same, 0.0).abs().max()),
+        float(a[a.isfinite()].abs().max()) if a.isfinite().any() else 0.0,
+    )
+    scale = peak if peak > NOISE * largest else 0.1 * largest
+    return difference / max(scale, 1e-300) if math.isfinite(difference) else math.inf

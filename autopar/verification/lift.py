@@ -1,0 +1,66 @@
+"""Lifts casts to float32 inside a model to float64, in the model itself and in a captured graph alike: in float64 both sides then
+compute in float64 throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.ir.graph import Arg, Block, DType, Graph, Node, Value
+
+
+class LiftCasts(TorchDispatchMode):
+    """While active, whatever an operation would make in float32 it makes in float64."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        lifted = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*(torch.float64 if arg is torch.float32 else arg for arg in args), **lifted)
+
+
+@contextmanager
+def lifting() -> Iterator[None]:
+    """Runs a model with its casts lifted; new tensors are float64 where it does not say a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with LiftCasts():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def has_casts(graph: Graph) -> bool:
+    """Whether something of the graph is float32."""
+    return any(value.dtype == "float32" for block in graph.blocks for value in block.values().values())
+
+
+def lift_casts(graph: Graph) -> Graph:
+    """The same graph with every float32 a float64."""
+    return replace(graph, inputs=tuple(map(_value, graph.inputs)), blocks=tuple(map(_block, graph.blocks)))
+
+
+def _block(block: Block) -> Block:
+    parameters = tuple(replace(parameter, value=_value(parameter.value)) for parameter in block.parameters)
+    return replace(block, inputs=tuple(map(_value, block.inputs)), parameters=parameters, nodes=tuple(map(_node, block.nodes)))
+
+
+def _node(node: Node) -> Node:
+    kwargs = tuple((key, _arg(arg)) for key, arg in node.kwargs)
+    return replace(node, args=tuple(map(_arg, node.args)), kwargs=kwargs, outputs=tuple(map(_value, node.outputs)))
+
+
+def _value(value: Value) -> Value:
+    return replace(value, dtype="float64") if value.dtype == "float32" else value
+
+
+def _arg(arg: Arg) -> Arg:
+    if isinstance(arg, tuple):
+        return tuple(map(_arg, arg))
+    return DType("float64") if isinstance(arg, DType) and arg.name == "float32" else arg

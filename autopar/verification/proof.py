@@ -1,0 +1,281 @@
+"""Both sides of the comparison: the model on one process, and the plan on spawned ones, in training and in evaluation."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+from autopar.capture import capture
+from autopar.capture.bind import BoundInputs, bind_inputs
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.errors import AutoparError, BatchError, CaptureError
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Candidate
+from autopar.ir.plan_file.plan_file import Plan
+from autopar.planning import ExampleInputs, registry, split_inputs
+from autopar.program.build import program_text
+from autopar.variants.planner import plan_variant
+from autopar.verification.differences import Difference, compare
+from autopar.verification.draws import Draw, match_draws, with_given_draws
+from autopar.verification.lift import has_casts, lift_casts
+from autopar.verification.locate import first_gradient, first_output, with_module_outputs
+from autopar.verification.rank import work
+from autopar.verification.single import LEARNING_RATE, SingleRun, run_single
+
+Say = Callable[[str], None]
+Job = dict[str, Any]
+Launch = Callable[[Job, int], list[dict[str, Any]]]
+
+
+@dataclass(slots=True)
+class Subject:
+    """A model with values, its example inputs, and the graph that is planned. `lift`: its casts to float32 are lifted to float64,
+    on both sides."""
+
+    model: nn.Module
+    bound: BoundInputs
+    tensors: dict[str, Tensor]
+    master: torch.dtype
+    graph: Graph
+    capture: Callable[[], Graph]
+    lift: bool = False
+    reference: SingleRun | None = None
+    source: str = ""
+    sizes: tuple[int | None, int | None] = (None, None)
+    """What the model is loaded from, with its batch and length: ranks need the code of opaque modules."""
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """What is asked of the model's result beside its loss."""
+        has_loss = self.graph.interface is None or self.graph.interface.has_loss
+        return tuple(output.asked for output in self.graph.outputs) if has_loss else ()
+
+    def single(
+        self,
+        *,
+        backward: bool,
+        exact: SingleRun | None = None,
+        given: Sequence[Draw] | None = None,
+        record_modules: bool = False,
+    ) -> SingleRun:
+        """The model on one process. `exact`: in float64, with the draws of that run. `given`: the draws of another run."""
+        model, tensors, lift = self.model, self.tensors, self.lift
+        if exact is not None:
+            model, lift = copy.deepcopy(model).double(), True
+            tensors = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+        return run_single(
+            model, self.bound, tensors, self.asked, backward=backward, lift=lift,
+            draws=given if exact is None else exact.draws, record_modules=record_modules,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModeProof:
+    """What was compared in one mode. `left_out` says why nothing was."""
+
+    training: bool
+    differences: tuple[Difference, ...] = ()
+    losses: tuple[float, float] = (0.0, 0.0)
+    draws: int = 0
+    left_out: str = ""
+    departs: str = ""
+    """Where they differ: the first module whose output or gradient departs, and by how much."""
+
+    @property
+    def equal(self) -> bool:
+        return all(difference.equal for difference in self.differences)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Everything that was compared. `exact`: whether one process ran in float64 too, for its rounding."""
+
+    modes: tuple[ModeProof, ...]
+    exact: bool
+    lifted: bool
+
+    @property
+    def equal(self) -> bool:
+        return all(mode.equal for mode in self.modes)
+
+
+def subject(
+    model: nn.Module,
+    example: ExampleInputs,
+    compute: str,
+    master: str,
+    *,
+    outputs: Sequence[str] = (),
+    batch_norm: str = "global",
+    planned: Graph | None = None,
+) -> Subject:
+    """The model in the plan's dtype, captured. In float64 a model that casts to float32 itself has these casts lifted."""
+    args, kwargs = split_inputs(example)
+
+    def captured(dtype: str) -> Graph:
+        return capture(model, args, kwargs, compute_dtype=dtype, outputs=outputs, batch_norm=batch_norm)
+
+    taken = compute
+    try:
+        graph = planned if planned is not None else captured(compute)
+    except CaptureError:
+        if compute != "float64":
+            raise
+        taken, graph = "float32", captured("float32")  # it casts to float32 itself, and meets its own parameters
+    lift = compute == "float64" and has_casts(graph)
+    graph = lift_casts(graph) if lift else graph
+    dtype = getattr(torch, master)
+    bound = bind_inputs(model, args, kwargs)
+    tensors = {name: x.detach().to(dtype) if x.is_floating_point() else x for name, x in bound.tensors.items()}
+    again = lambda: lift_casts(captured(taken)) if lift else captured(taken)  # noqa: E731
+    return Subject(model.to(dtype), bound, tensors, dtype, graph, again, lift)
+
+
+def run_reference(subject: Subject) -> SingleRun:
+    """The model on one process in the mode that it has, before anything is planned; its draws must be those of the program."""
+    made = subject.single(backward=True)
+    match_draws(subject.graph, made.draws)
+    subject.reference = made
+    return made
+
+
+def prove(subject: Subject, plan: Plan, cluster: Cluster, say: Say, launch: Launch | None = None) -> Proof:
+    """Runs both sides in the mode that the model has, and in the other one; and compares. `launch` makes a job's runs on
+    ranks (by default on spawned processes)."""
+    launch = launch or spawned
+    _check_batch(subject, plan)
+    graph = lift_casts(plan.graph) if subject.lift else plan.graph
+    first = subject.reference or run_reference(subject)
+    own = subject.model.training
+    programs: list[tuple[bool, Graph, Candidate, SingleRun]] = [(own, graph, plan.candidate, first)]
+    left_out = ""
+    try:
+        with in_mode(subject.model, not own):
+            other = subject.capture()
+            reference = subject.single(backward=not own)
+        chosen = plan.candidate
+        if other.fingerprint != plan.graph.fingerprint:
+            say(f"planning the model in {mode_name(not own)}")
+            other, chosen = plan_variant(other, plan.with_graph(graph), cluster, registry())
+        programs.append((not own, other, chosen, reference))
+    except AutoparError as problem:
+        left_out = str(problem)
+    say(f"running the plan on {plan.candidate.devices} local processes")
+    runs, given = [], []
+    for training, each, candidate, reference in programs:
+        run, names = _run_of(subject, each, candidate, reference, backward=training or each is graph)
+        runs.append(run)
+        given.append(names)
+    results = launch(job_of(subject, runs), plan.candidate.devices)
+    compute = plan.candidate.precision.compute
+    modes = []
+    exact_all = compute == "float32"
+    for (training, each, candidate, reference), found, count in zip(programs, results, given, strict=True):
+        exact = _exact(subject, reference, training, training or each is graph) if compute == "float32" else None
+        exact_all &= exact is not None
+        differences = tuple(compare(reference.result, found, compute, exact))
+        losses = (float(reference.result["loss"]), float(found["loss"]))
+        proof = ModeProof(training, differences, losses, count)
+        if not proof.equal:
+            say("looking for the first module that departs")
+            with in_mode(subject.model, training):
+                departs = first_departure(subject, each, candidate, reference, differences, launch)
+            proof = replace(proof, departs=departs)
+        modes.append(proof)
+    if left_out:
+        modes.append(ModeProof(not own, left_out=left_out))
+    return Proof(tuple(modes), exact_all, subject.lift)
+
+
+def mode_name(training: bool) -> str:
+    return "training" if training else "evaluation"
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in this mode, and then each module as it was; one that is in it already stays as it is, frozen parts too."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        if model.training != training:
+            model.train(training)
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+def _exact(subject: Subject, reference: SingleRun, training: bool, backward: bool) -> Mapping[str, Any] | None:
+    """The same run of one process in float64; None where the model does not run in it."""
+    with in_mode(subject.model, training):
+        try:
+            return subject.single(backward=backward, exact=reference).result
+        except (AutoparError, RuntimeError, TypeError):
+            return None
+
+
+def _check_batch(subject: Subject, plan: Plan) -> None:
+    if plan.graph.batch != plan.candidate.batch:
+        raise BatchError(
+            f"the plan is for a batch of {plan.candidate.batch}, the example inputs hold {plan.graph.batch}: let the factory "
+            "take `batch`, or leave --batch out"
+        )
+
+
+def first_departure(
+    subject: Subject, graph: Graph, candidate: Candidate, reference: SingleRun, differences: Sequence[Difference], launch: Launch
+) -> str:
+    """The first module in order of execution whose output departs, else the first of the backward whose gradient does, and by how
+    much. Runs a forward of both sides once more, with the outputs of modules as further results."""
+    least = max((each.allowed for each in differences if each.what == "loss"), default=0.0)
+    made = subject.single(backward=False, given=reference.draws, record_modules=True)
+    try:
+        watched, plans, watches = with_module_outputs(graph, candidate, {path: x.shape for path, x in made.modules.items()})
+        run, _ = _run_of(subject, watched, plans, reference, backward=False)
+        found = launch(job_of(subject, [run]), candidate.devices)[0]["outputs"]
+    except AutoparError as problem:
+        return f"{first_gradient(differences, list(made.modules))} (outputs of modules could not be compared: {problem})"
+    return first_output(watches, made.modules, found, least) or first_gradient(differences, list(made.modules))
+
+
+def _run_of(
+    subject: Subject, graph: Graph, candidate: Candidate, reference: SingleRun, backward: bool
+) -> tuple[dict[str, Any], int]:
+    """What ranks get of one mode, and how many draws are given."""
+    batch = {value.name: subject.tensors[value.name].to(getattr(torch, value.dtype)) for value in graph.inputs}
+    graph, candidate, given = with_given_draws(graph, candidate, match_draws(graph, reference.draws))
+    dtypes = {value.name: getattr(torch, value.dtype) for value in graph.inputs}
+    batch |= {name: tensor.to(dtypes[name]) for name, tensor in given.items()}
+    text = program_text(graph, candidate)
+    return {"program": text, "batch": batch, "given": list(given), "training": True, "backward": backward}, len(given)
+
+
+def job_of(subject: Subject, runs: Sequence[Mapping[str, Any]]) -> Job:
+    """What ranks get: the programs' texts and full tensors."""
+    model = subject.model
+    state = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    return {
+        "runs": [dict(run) for run in runs],
+        "state": {name: tensor.detach() for name, tensor in state.items()},
+        "learning_rate": LEARNING_RATE,
+        "default_dtype": "float64" if subject.lift else "",
+        "source": subject.source if any(node.op == "ap.opaque" for each in subject.graph.blocks for node in each.nodes) else "",
+        "sizes": subject.sizes,
+    }
+
+
+def spawned(job: Job, devices: int) -> list[dict[str, Any]]:
+    """The runs of a job on spawned processes, which import no model library."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(job, Path(folder) / "job.pt")
+        spawn(work, args=(devices, folder), nprocs=devices)
+        result: list[dict[str, Any]] = torch.load(Path(folder) / "result.pt", weights_only=True)
+        return result

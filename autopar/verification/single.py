@@ -1,0 +1,113 @@
+"""The model on one process: loss, outputs, gradients, and the state after one step of SGD; and what it drew."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture.bind import BoundInputs
+from autopar.capture.returned import find_loss, take_apart
+from autopar.errors import CaptureError
+from autopar.verification.draws import Draw, GiveDraws, RecordDraws
+from autopar.verification.lift import lifting
+from autopar.verification.rank import weighted_sum
+
+LEARNING_RATE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class SingleRun:
+    """What one call of the model gave, in the form in which ranks give it (`rank`), and its random `draws` in order."""
+
+    result: dict[str, Any]
+    draws: tuple[Draw, ...] = ()
+    modules: Mapping[str, Tensor] = field(default_factory=dict)
+    """The output of each module by path, where it is one tensor of a module that was called once; in order of execution."""
+
+
+def run_single(
+    model: nn.Module,
+    bound: BoundInputs,
+    tensors: Mapping[str, Tensor],
+    asked: Sequence[str],
+    *,
+    backward: bool,
+    lift: bool = False,
+    draws: Sequence[Draw] | None = None,
+    record_modules: bool = False,
+) -> SingleRun:
+    """A copy of the model in the mode that it has, with `tensors` as inputs: a forward, with `backward` a step of SGD too.
+    `draws`: what its random operations are given. CaptureError, one line, where the model itself fails."""
+    model = copy.deepcopy(model)
+    recorder = RecordDraws(model)
+    seen = _ModuleOutputs(model) if record_modules else None
+    with ExitStack() as stack:
+        if lift:
+            stack.enter_context(lifting())
+        if draws is not None:
+            stack.enter_context(GiveDraws(draws))
+        stack.enter_context(torch.set_grad_enabled(backward))
+        with recorder, seen or ExitStack():
+            try:
+                found = model(**bound.arguments(tensors))
+            except RuntimeError as error:
+                dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()}))
+                line = " ".join(str(error).split())[:200]
+                raise CaptureError(
+                    f"{type(model).__name__} itself fails on one process with these inputs ({dtypes}): {line}; "
+                    "mend the model or its example inputs, or verify it in another --dtype"
+                ) from None
+        has_loss = find_loss(found) is not None
+        taken = take_apart(found, tuple(asked))
+        loss = taken.loss if has_loss else weighted_sum(taken.outputs.values())
+        result: dict[str, Any] = {
+            "loss": loss.detach(),
+            "outputs": {path: tensor.detach() for path, tensor in taken.outputs.items()},
+        }
+        if backward:
+            result |= _step(model, loss)
+    return SingleRun(result, tuple(recorder.draws), seen.outputs() if seen is not None else {})
+
+
+def _step(model: nn.Module, loss: Tensor) -> dict[str, Any]:
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if loss.requires_grad:
+        loss.backward()
+    gradients = {name: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for name, p in trained.items()}
+    with torch.no_grad():
+        for parameter in trained.values():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    state = {name: tensor.detach() for name, tensor in (*trained.items(), *buffers.items())}
+    return {"gradients": gradients, "state": state}
+
+
+class _ModuleOutputs:
+    """Notes the output of each module while active."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._found, self._handles = model, dict[str, list[Tensor]](), list[Any]()
+
+    def __enter__(self) -> _ModuleOutputs:
+        for path, module in self._model.named_modules():
+
+            def note(_: nn.Module, __: Any, output: Any, path: str = path) -> None:
+                each = self._found.setdefault(path, [])
+                each.append(output.detach().clone() if isinstance(output, Tensor) else torch.empty(0))
+
+            self._handles.append(module.register_forward_hook(note))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def outputs(self) -> dict[str, Tensor]:
+        return {path: found[0] for path, found in self._found.items() if path and len(found) == 1 and found[0].numel()}

@@ -1,0 +1,139 @@
+"""`autopar doctor`: what it lists of a model, each with file, line and remedy, and its exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.cli import main
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Gate(nn.Linear):
+    def forward(self, x):
+        if x.sum() > 0:
+            return super().forward(x)
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, width), nn.Linear(width, 16)
+
+    def forward(self, x):
+        return x + self.b(self.a(x).relu())
+
+
+class Net(nn.Module):
+    def __init__(self, gates=0, widths=(16, 32, 48, 64), odd=True):
+        super().__init__()
+        self.gates = nn.ModuleList(Gate(16, 16) for _ in range(gates))
+        self.layers = nn.ModuleList(Layer(width) for width in widths)
+        self.odd = odd
+
+    def forward(self, x):
+        for gate in self.gates:
+            x = gate(x)
+        for layer in self.layers:
+            x = layer(x)
+        if self.odd:
+            x = torch.special.i0(x)
+            x = x @ torch.eye(16).to(x.device)
+        return x.float().square().mean()
+
+
+def good():
+    return Net(widths=(16, 16, 16), odd=False), {"x": torch.randn(8, 16)}
+
+
+def poor():
+    return Net(), {"x": torch.randn(8, 16)}
+
+
+def refused():
+    return Net(gates=2), {"x": torch.randn(8, 16)}
+
+
+def casts():
+    class Casts(nn.Linear):
+        def forward(self, x):
+            return (x.float() @ self.weight.float().T).square().mean()
+
+    return Casts(16, 16), {"x": torch.randn(8, 16)}
+
+
+def fixed():
+    class Fixed(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.ones(int(x.shape[0]) * 2, 16, device=x.device)[: len(x) : 1].reshape(8, 16)
+
+    return Fixed(16, 16), {"x": torch.randn(8, 16)}
+"""
+
+
+def examined(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, Any]]]:
+    path = folder / "people.py"
+    path.write_text(MODEL)
+    status = main(["doctor", f"{path}:{name}", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["can_be_planned"] == (status == 0)
+    for each in document["findings"]:
+        assert each["where"] and each["remedy"] and "\n" not in "".join(map(str, each.values()))
+    return status, document["findings"]
+
+
+def line_of(text: str) -> str:
+    return f"people.py:{1 + MODEL.split(text)[0].count(chr(10))}"
+
+
+def test_a_good_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = examined(tmp_path, "good", capsys)
+    assert status == 0
+    assert {each["kind"] for each in found} <= {"fixed"} and not [each for each in found if "batch" in each["what"]], found
+
+
+def test_replicated_slow_and_unfolded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = examined(tmp_path, "poor", capsys)
+    assert status == 0
+    kinds = {(each["kind"], each["what"]): each for each in found}
+    (odd,) = [each for (kind, what), each in kinds.items() if kind == "replicated" and "aten.special_i0" in what]
+    assert odd["where"] == line_of("x = torch.special.i0") and "register_rule" in odd["remedy"]
+    (layers,) = [each for (kind, what), each in kinds.items() if kind == "slow" and "layers Layer are not folded" in what]
+    assert layers["where"].startswith(line_of("class Layer")), layers
+
+
+def test_all_refusals_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = examined(tmp_path, "refused", capsys)
+    assert status == 1
+    refused = [each for each in found if each["kind"] == "refused"]
+    line = line_of("if x.sum() > 0")
+    assert [each["where"] for each in refused] == [f"{line} (module gates.0)", f"{line} (module gates.1)"]
+    assert all("autopar.opaque(module)" in each["remedy"] for each in refused)
+    assert any("aten.special_i0" in each["what"] for each in found), "what comes after a refusal is examined too"
+
+
+def test_a_fixed_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = examined(tmp_path, "fixed", capsys)
+    assert status == 0
+    assert any(each["what"].startswith("the batch is fixed at 8") for each in found), found
+
+
+def test_products_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = examined(tmp_path, "casts", capsys)
+    assert status == 0
+    (slow,) = [each for each in found if each["kind"] == "slow"]
+    assert "runs in float32 under bf16" in slow["what"] and slow["where"] == line_of("return (x.float() @")
+
+
+@pytest.mark.slow  # imports transformers
+def test_a_bundled_model_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "llama-tiny", "--batch", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "a plan can be made" in said and "captured: " in said
