@@ -15,7 +15,15 @@ from autopar.rules.table.priced_only import priced_registry
 from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.validate.architectures import architecture_of, stated
-from autopar.validate.configuration import FLOAT8, activation_again, assumed_of, cluster_of, configuration_of, layer_share, sends_once
+from autopar.validate.configuration import (
+    FLOAT8,
+    activation_again,
+    assumed_of,
+    cluster_of,
+    configuration_of,
+    layer_share,
+    sends_once,
+)
 from autopar.validate.graphs import RECOMPUTED, RunOptions, graph_of, with_marked_layers
 from autopar.validate.rows import Row
 
@@ -91,7 +99,9 @@ class Session:
     def _make(self, row: Row) -> RowSetup:
         architecture, cluster, wanted = architecture_of(row), cluster_of(row), configuration_of(row)
         float8, context = row.precision in FLOAT8, row.cp or 1
-        options = RunOptions(float8, float8 and wanted.recompute == "products", context, row.ep or 1, sends_once(row), activation_again(row))
+        options = RunOptions(
+            float8, float8 and wanted.recompute == "products", context, row.ep or 1, sends_once(row), activation_again(row)
+        )
         graph = graph_of(architecture, stated(row, "layers"), wanted.precision.compute, options)
         graph = replace(graph, batch=stated(row, "global_batch") * context)
         share = layer_share(row)

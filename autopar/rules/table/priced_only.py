@@ -39,9 +39,9 @@ def experts_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
 def experts_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCollective, ...]:
     """Dispatch and combine, forward and backward: four all-to-alls of `top_k` copies of every token.
 
-    With ``once`` a token is sent to each node once (DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2). Where an axis cuts inside
-    the experts, its ranks have dispatched different tokens and need each other's: they gather the copies, and reduce-scatter the
-    results (Megatron-Core's token_dispatcher.py: all_gather and reduce_scatter of the permuted tokens over the expert tensor axis).
+    With ``once`` a token is sent to each node once (DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2). Where an axis cuts
+    inside the experts, its ranks have dispatched different tokens and need each other's: they gather the copies, and
+    reduce-scatter the results (Megatron-Core's token_dispatcher.py, over the expert tensor axis).
     """
     ep = int(argument(node, 99, "ep", 1))  # type: ignore[arg-type]
     if ep == 1:
