@@ -156,7 +156,9 @@ def described(found: PricedKnobs, work: Workload) -> str:
         *([f"ZeRO-{knobs.zero}"] * (knobs.zero > 0)),
         *([f"state in groups of {knobs.group}"] * bool(knobs.group)),
     ]
-    parts += ["sequence parallel"] * (knobs.tensor > 1) + [f"{count} micro-batches of {knobs.micro}"] * (count > 1)
+    parts += ["sequence parallel"] * (knobs.tensor > 1 and work.sequence_parallel) + [
+        f"{count} micro-batches of {knobs.micro}"
+    ] * (count > 1)
     again = {"everything": "full", "products": "selective"}.get(knobs.recompute, knobs.recompute)
     return ", ".join([*parts, *([f"{again} recomputation"] * (again != "none"))])
 
