@@ -25,6 +25,7 @@ from autopar.rules.registry import Registry, default_registry
 from autopar.solve.fixed.baselines import PricedRecipe, baselines
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
+from autopar.solve.fixed.seeds import with_seeds
 from autopar.solve.plan_cache import PlanCache, cache_key
 from autopar.solve.refine_schedule import with_synthesized_schedule
 from autopar.solve.report import plan_of_result
@@ -33,7 +34,7 @@ from autopar.solve.robust_choice import robust_choice
 from autopar.solve.search import search
 from autopar.solve.space.force import Force, parse_force
 from autopar.solve.space.options import SearchOptions
-from autopar.validate.recipes.by_hand import with_expert_prices
+from autopar.validate.recipes.by_hand import seeds_of, with_expert_prices, with_reasons
 
 ExampleInputs = Mapping[str, Any] | tuple[Any, ...]
 Progress = Callable[[str], None]
@@ -103,13 +104,16 @@ def make_plan(
 
     batched = replace(graph, batch=options.batch)
 
+    def by_hand() -> Sequence[PricedRecipe]:
+        return with_expert_prices(baselines(graph, cluster, options), graph, cluster, options)
+
     def described(found: PlanResult, recipes: Sequence[PricedRecipe]) -> Plan:
-        recipes = with_expert_prices(recipes, graph, cluster, options, found.evaluation.step_seconds)
+        recipes = with_reasons(recipes, found.evaluation.step_seconds)
         return plan_of_result(graph, cluster, found, recipes, optimizer=optimizer, replicated_ops=unruled, **said)
 
     if forced.is_configuration:
         fixed = configuration_of(forced, chosen, optimizer)
-        return described(price_configuration(batched, cluster, fixed, rules), baselines(graph, cluster, options))
+        return described(price_configuration(batched, cluster, fixed, rules), by_hand())
     plans = PlanCache(cache) if cache is not None else None
     key = cache_key(graph, cluster, options, _USER_RULES, dict(said, synthesized=forced.synthesize)) if plans else ""
     known = plans.load(key, graph, cluster, options) if plans else None
@@ -118,7 +122,8 @@ def make_plan(
             progress(f"the search was done before: plan from {cache}")
         return known
     found = search(graph, cluster, options, progress)
-    recipes = baselines(graph, cluster, options)
+    recipes = by_hand()
+    found = with_seeds(options, found, seeds_of(recipes))
     found = robust_choice(batched, cluster, options, found, recipes)
     made = described(_scheduled(cluster, options, forced, found, progress), recipes)
     if plans:

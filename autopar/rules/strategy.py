@@ -19,6 +19,7 @@ class OperationCollective:
     `group` is the number of neighbours on the axis that communicate with each other (0: all). With `tokens`, ranks of other axes
     that shard the tokens are neighbours too. `copies` of a token to ranks of one node are sent once.
     `operand` is the operand that it moves: other axes divide the bytes where they shard that operand (-1: where they shard any).
+    `factor`: it is on the axes that shard this factor (empty: the function's own).
     `overlapped`: it overlaps with the computation of the function, one block of the axis at a time (ring attention).
     """
 
@@ -31,6 +32,7 @@ class OperationCollective:
     copies: int = 1
     overlapped: bool = False
     operand: int = -1
+    factor: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan_file.document import Baseline, ClusterInfo, FastestInfo, MeshResult, ModelInfo, Predicted, SearchInfo
 from autopar.ir.plan_file.plan_file import Plan, assemble_plan
 from autopar.schedules.placement import chunks_of_stages
-from autopar.solve.fixed.baselines import ExpertPrice, PricedRecipe
+from autopar.solve.fixed.baselines import ExpertPrice, PricedRecipe, memory_word
 from autopar.solve.ilp.solver import Status
 from autopar.solve.result import PlanResult
 
@@ -79,6 +79,7 @@ def as_baseline(priced: PricedRecipe) -> Baseline:
     return Baseline(
         step_seconds=found.step_seconds if found else None,
         peak_memory_bytes=int(found.peak_memory_bytes) if found else None,
+        memory=memory_word(found),
         fits=shown.fits,
         title=priced.recipe.title,
         configuration=priced.description if expert is None else expert.configuration,

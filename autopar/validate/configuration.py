@@ -121,9 +121,14 @@ def recompute_of(row: Row) -> str:
         return "everything" if row.software_stack.startswith(REENTRANT) else "full"
     if row.act_ckpt != "selective":
         raise NotExpressed(f"recomputation {row.act_ckpt}")
-    if "norm" in row.notes and "recompute" in row.notes:
-        return "none"  # of norms and activation functions only: little time, and no plan of experts expresses it
+    if re.search(r"recompute (layer)?norm|recompute mla_up_proj", row.notes):
+        return "modules"
     return "products" if row.software_stack.startswith("torchtitan") else "selective"
+
+
+def activation_again(row: Row) -> bool:
+    """Whether the activation function of experts is recomputed (``moe_act`` among Megatron's modules)."""
+    return recompute_of(row) == "modules" and re.search(r"recompute \S*act\b", row.notes) is not None
 
 
 def layer_share(row: Row) -> float | None:
@@ -153,5 +158,5 @@ def assumed_of(row: Row) -> tuple[str, ...]:
 
 
 def sends_once(row: Row) -> bool:
-    """Whether a token is sent to each node once: DeepEP, which the newest stacks use by default."""
-    return "deepep" in row.notes.lower() or row.software_stack.startswith(("megatron-bridge", "automodel"))
+    """Whether a token is sent to each node once: the dispatchers DeepEP and HybridEP. (Megatron's default sends every copy.)"""
+    return any(name in row.notes.lower() for name in ("deepep", "hybridep"))

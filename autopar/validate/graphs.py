@@ -35,13 +35,15 @@ _TRACED_LAYERS = 3
 class RunOptions:
     """What a run changes in the graph of the model. `float8`: matrix products of the layers are float8; `recompute_cast`: their
     operands are saved uncast, and the backward recomputes the cast. `context`: degree of context parallelism. `ep`: degree of
-    expert parallelism; `once`: a token is sent to each node once."""
+    expert parallelism; `once`: a token is sent to each node once; `again`: the backward computes the experts' activation function
+    again (Megatron's ``--recompute-modules moe_act``)."""
 
     float8: bool = False
     recompute_cast: bool = False
     context: int = 1
     ep: int = 1
     once: bool = False
+    again: bool = False
 
 
 @lru_cache(maxsize=512)
@@ -54,7 +56,7 @@ def graph_of(architecture: Architecture, layers: int, dtype: str, options: RunOp
     architecture = replace(architecture, seq=architecture.seq // options.context)
     graph = deepen(sized(kind_of(architecture), architecture, dtype), layers)
     if architecture.experts:
-        graph = with_experts(graph, options.ep, options.once)
+        graph = with_experts(graph, options)
     if options.context > 1:
         graph = with_context(graph, options.context)
     if architecture.loss_in_place:
@@ -100,23 +102,23 @@ def with_marked_layers(graph: Graph, share: float) -> Graph:
     return replace(graph, blocks=blocks, calls=calls, fingerprint=_fingerprint(blocks, calls))
 
 
-def with_experts(graph: Graph, ep: int, once: bool) -> Graph:
+def with_experts(graph: Graph, options: RunOptions) -> Graph:
     """The graph whose experts are sharded over `ep` neighbouring ranks, ``E / ep`` experts each. Their gradients are summed among
-    the ranks that hold the same experts and over no mesh axis, so no gradient of them flows through a placement. `once`: a token
-    is sent to each node once.
+    the ranks that hold the same experts and over no mesh axis, so no gradient of them flows through a placement.
     """
+    said = (("ep", options.ep), ("once", options.once), *((("again", True),) if options.again else ()))
     weights: dict[str, set[str]] = {block.name: set() for block in graph.blocks}
 
     def node(block: str, item: Node) -> Node:
         if item.op != "ap.experts":
             return item
         weights[block].update(item.operands()[2:4])
-        return replace(item, kwargs=(*item.kwargs, ("ep", ep), ("once", once)))
+        return replace(item, kwargs=(*item.kwargs, *said))
 
     def parameter(block: str, item: Parameter) -> Parameter:
         if item.value.name not in weights[block]:
             return item
-        return replace(item, value=replace(item.value, differentiable=False), expert_parallel=ep)
+        return replace(item, value=replace(item.value, differentiable=False), expert_parallel=options.ep)
 
     blocks = []
     for block in graph.blocks:

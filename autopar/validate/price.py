@@ -15,7 +15,15 @@ from autopar.rules.table.priced_only import priced_registry
 from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.validate.architectures import architecture_of, stated
-from autopar.validate.configuration import FLOAT8, assumed_of, cluster_of, configuration_of, layer_share, sends_once
+from autopar.validate.configuration import (
+    FLOAT8,
+    activation_again,
+    assumed_of,
+    cluster_of,
+    configuration_of,
+    layer_share,
+    sends_once,
+)
 from autopar.validate.graphs import RECOMPUTED, RunOptions, graph_of, with_marked_layers
 from autopar.validate.rows import Row
 
@@ -24,8 +32,9 @@ Stack = Callable[[Cluster, Row, Constants], Cluster]
 
 
 def stack_of(cluster: Cluster, row: Row, constants: Constants) -> Cluster:
-    """The cluster with the constants of the row's software (None: ``software_stacks.yaml``), and what that software overlaps."""
-    return with_stack(
+    """The cluster with the constants of the row's software (None: ``software_stacks.yaml``), and what that software overlaps.
+    Beside float8 weights the master weights are whole."""
+    found = with_stack(
         cluster,
         row.software_stack,
         compiled=row.compiled == 1,
@@ -33,6 +42,9 @@ def stack_of(cluster: Cluster, row: Row, constants: Constants) -> Cluster:
         ep_overlap=None if row.ep_overlap is None else bool(row.ep_overlap),
         constants=constants,
     )
+    if row.precision not in FLOAT8:
+        return found
+    return replace(found, state_layout=replace(found.state_layout, master_remainders=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +99,9 @@ class Session:
     def _make(self, row: Row) -> RowSetup:
         architecture, cluster, wanted = architecture_of(row), cluster_of(row), configuration_of(row)
         float8, context = row.precision in FLOAT8, row.cp or 1
-        options = RunOptions(float8, float8 and wanted.recompute == "products", context, row.ep or 1, sends_once(row))
+        options = RunOptions(
+            float8, float8 and wanted.recompute == "products", context, row.ep or 1, sends_once(row), activation_again(row)
+        )
         graph = graph_of(architecture, stated(row, "layers"), wanted.precision.compute, options)
         graph = replace(graph, batch=stated(row, "global_batch") * context)
         share = layer_share(row)

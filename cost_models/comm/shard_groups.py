@@ -4,6 +4,7 @@ parallelism."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from autopar.cost_models.comm.collectives import collective_seconds
@@ -69,8 +70,26 @@ def operation_collective_seconds(
         links = links_of_axis(cluster, Mesh((Axis(DATA_AXIS, mesh.size // group), Axis("ep", group))), 1)
     else:
         links = links_of_axis(cluster, mesh, axis) if group == size else links_of_group(cluster, mesh, axis, group)
-    sent = full * group / size * (distinct_share(collective.copies, links.levels[-1].width) if links.levels else 1.0)
-    return collective_seconds(collective.kind, sent, links)
+    if collective.copies > 1 and links.levels:
+        return sent_once_seconds(full * group / size, collective.copies, links)
+    return collective_seconds(collective.kind, full * group / size, links)
+
+
+def sent_once_seconds(full_bytes: float, copies: int, links: AxisLink) -> float:
+    """An all-to-all of which a token is sent to each node once, to the member with the sender's index, and forwarded inside the
+    node meanwhile (DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2): a step for each other node, not for each of their members.
+    `full_bytes` counts all copies."""
+    outer = links.levels[-1]
+    share = distinct_share(copies, outer.width)
+    if len(links.levels) == 1:
+        return collective_seconds("all_to_all", share * full_bytes, links)
+    inside = links.size // outer.width
+    across = replace(links, size=outer.width, levels=(outer,))
+    within = replace(links, size=inside, levels=links.levels[:-1])
+    return max(
+        collective_seconds("all_to_all", share * full_bytes / inside, across),
+        collective_seconds("all_to_all", full_bytes / outer.width, within),
+    )
 
 
 def distinct_share(copies: int, nodes: int) -> float:

@@ -16,16 +16,27 @@ from autopar.cost_models.tensors.expert_shapes import ExpertShapes
 _ACCESSES = 8
 """How often a token copy of `hidden` elements is read or written by permute, sort, unsort and unpermute, forward."""
 
+_CAST = 2
+"""Accesses (of bfloat16 size) of a cast to float8: an element is read, and written twice, as it is and transposed. Casts of dense
+layers are part of the kernel before them (a norm, an activation); between a permutation and products of groups they are
+kernels of their own, of each operand of every product."""
+
+_PADDED = 4
+"""Accesses of `hidden` with which the groups are padded for float8, whose rows come in multiples of 16, and unpadded after (the
+padding modules of Transformer Engine around Megatron-Core's TEGroupedMLP)."""
+
 _KERNELS = 8
 """Launches of one pass beside the exchanges."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCost:
-    """Prices routed experts of these global shapes, whose activations and weights have `itemsize` bytes an element."""
+    """Prices routed experts of these global shapes, whose activations and weights have `itemsize` bytes an element. `again`: the
+    backward computes the activation function again."""
 
     shapes: ExpertShapes
     itemsize: int
+    again: bool = False
 
     def seconds(
         self, device: Device, dtype: str, token_shards: int, inner_shards: int, expert_shards: int | None = None
@@ -44,10 +55,15 @@ class ExpertsCost:
         backward += product_seconds(device, dtype, local, hidden, down, rows)
         weights = local * (up + down) * hidden * self.itemsize
         moved = copies * self.itemsize * (_ACCESSES * hidden + up + down)
+        cast = cast_back = 0.0
+        if dtype == "float8":
+            cast = copies * self.itemsize * ((_CAST + _PADDED) * hidden + _CAST * down)
+            cast_back = copies * self.itemsize * ((_CAST + _PADDED) * hidden + _CAST * up)
+        again = copies * self.itemsize * (up + down) * self.again
         floor = device.launch_seconds
         return (
-            max(forward, streaming_seconds(device, weights), 2 * floor) + streaming_seconds(device, moved) + _KERNELS * floor,
+            max(forward, streaming_seconds(device, weights), 2 * floor) + streaming_seconds(device, moved + cast) + _KERNELS * floor,
             max(backward, streaming_seconds(device, 3 * weights), 4 * floor)
-            + streaming_seconds(device, 2 * moved)
+            + streaming_seconds(device, 2 * moved + cast_back + again)
             + _KERNELS * floor,
         )

@@ -38,7 +38,7 @@ def inner_collectives(node: Node, values: Mapping[str, Value], function: str) ->
     if named is None or named.collectives is None:
         return ()
     shapes = tuple(values[name].shape for name in node.operands())
-    return tuple((named.factor, collective) for collective in named.collectives(node, shapes))
+    return tuple((collective.factor or named.factor, collective) for collective in named.collectives(node, shapes))
 
 
 def work_imbalance(node: Node, values: Mapping[str, Value], plan: NodePlan, mesh: Mesh) -> float:

@@ -144,7 +144,8 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
 
 
 def _experts_cost(node: Node, a: Sequence[Sizes], dtype: str) -> ExpertsCost:
-    return ExpertsCost(ExpertShapes.of(node.op, node.args, dict(node.kwargs), a), itemsize(dtype))
+    kwargs = dict(node.kwargs)
+    return ExpertsCost(ExpertShapes.of(node.op, node.args, kwargs, a), itemsize(dtype), bool(kwargs.get("again")))
 
 
 def _matrix(op: str, a: Sequence[Sizes], out: Sequence[Sizes]) -> ProductShapes | None:

@@ -18,6 +18,8 @@ class StateLayout:
     gradient_bytes: bytes of a gradient element, in memory and in its reduction; 0: as the master weight's.
     bfloat16_gradient_bytes: the same for runs in bfloat16, where these differ (DeepSpeed's optimizer for bfloat16 accumulates and
         reduces in float32, the one for float16 in float16); 0: they do not.
+    master_remainders: in bfloat16, a master weight is stored as the 16 bits that the compute weight beside it lacks (apex
+        DistributedFusedAdam: ``store_param_remainders``).
     accesses: reads and writes of master-sized tensors in the optimizer update; 0: torch's foreach implementation. (A fused Adam
         reads gradient, weight and two moments, writes three of them and the compute copy: 7.5.)
     update_copies: the update makes a temporary of the master's size for its shard (foreach; DeepSpeed's float32 gradients).
@@ -31,6 +33,7 @@ class StateLayout:
     regathered_operands: bool = False
     gradient_bytes: int = 0
     bfloat16_gradient_bytes: int = 0
+    master_remainders: bool = False
     accesses: float = 0.0
     update_copies: bool = True
     owners_broadcast: bool = False

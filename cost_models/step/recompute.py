@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
-from autopar.cost_models.tensors.flops import VIEWS, packet
+from autopar.cost_models.tensors.flops import EXPERTS, VIEWS, packet
 from autopar.errors import PlanError
 from autopar.ir.graph import Block
 from autopar.ir.placement import Shard, format_placements
@@ -105,6 +105,7 @@ class _BackwardNeeds:
                 self.sizes[placed] = saved.bytes
                 if saved.value == f"{node.name}+":
                     self.producers[placed] = node.name
+                    self.sizes[placed] *= self._share_before_gather(node.name, each)
         self.overwritten = overwritten_values(block)
         self.backward = {self.same.find(placed): self.bytes_of(self.same.find(placed)) for placed in held}
 
@@ -115,6 +116,14 @@ class _BackwardNeeds:
             return placed
         axis = changed_axis(producer.source, producer.target)
         return (producer.value, producer.source) if isinstance(producer.source[axis], Shard) else placed
+
+    def _share_before_gather(self, node: str, plan: NodePlan) -> float:
+        """Of a copy of an operand that a product saves (in float8): as much of it as of the operand."""
+        at = self.costs.saved[node].extra_reference
+        if at < 0 or packet(self.costs.nodes[node].op) in EXPERTS:
+            return 1.0
+        placed = self.costs.nodes[node].operands()[at], plan.operands[at]
+        return self.costs.value_bytes(*self._before_gather(placed)) / self.costs.value_bytes(*placed)
 
     def bytes_of(self, placed: PlacedValue) -> float:
         return self.sizes[placed] if placed[0].endswith("+") else self.costs.value_bytes(*placed)

@@ -114,9 +114,10 @@ def _experts(signature: _Signature) -> SavedTensors:
 
 def _megatron_experts(signature: _Signature, sizes: ExpertShapes) -> SavedTensors:
     """Megatron-Core's: tokens and scores; and of each token copy the input of the up product (one byte per element in float8),
-    its output, and the input of the down product."""
+    its output, and the input of the down product, unless the backward computes it ``again``."""
     product = 0.5 if signature.op in FLOAT8 else 1.0
-    ratio = sizes.top_k * (product * (sizes.hidden + sizes.down) + sizes.up) / sizes.hidden
+    kept = 0 if dict(signature.kwargs).get("again") else sizes.down
+    ratio = sizes.top_k * (product * (sizes.hidden + kept) + sizes.up) / sizes.hidden
     return SavedTensors((True, True, False, False), (False,), ratio, 0)
 
 
@@ -217,11 +218,14 @@ def _workspace_ratios(signature: _Signature, forward: int, backward: int) -> tup
 
 
 def _extra_ratio(signature: _Signature, extra_bytes: int) -> tuple[float, int]:
-    """Extras as a multiple of the largest result, or of the largest operand where the results are smaller than the extras."""
+    """Extras as a multiple of the largest result, or of the largest operand where the results are smaller than the extras; of the
+    first operand where they are its copy in float8."""
     if not extra_bytes:
         return 0.0, 0
     results = [_bytes(shape, dtype) for shape, dtype, _ in signature.results]
     operands = [_bytes(shape, dtype) for shape, dtype, _ in signature.operands]
+    if signature.op in FLOAT8:
+        return extra_bytes / operands[0], 0
     index = max(range(len(results)), key=results.__getitem__)
     if results[index] >= extra_bytes:
         return extra_bytes / results[index], -1 - index

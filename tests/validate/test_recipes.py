@@ -7,21 +7,26 @@ from itertools import count
 
 import pytest
 from support.models.handwritten_blocks import gpt2_graph
-from support.oracles.published_rows import row, table
+from support.oracles.published_rows import row, session, table
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.ir.plan import Precision
+from autopar.rules.registry import default_registry
 from autopar.solve.fixed.baselines import baselines
+from autopar.solve.fixed.candidate import price_configuration
+from autopar.solve.fixed.configuration import FixedConfiguration
+from autopar.solve.fixed.seeds import with_seeds
 from autopar.solve.report import as_baseline
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.architectures import architecture_of
 from autopar.validate.graphs import RunOptions, graph_of
-from autopar.validate.recipes.by_hand import software_of, with_expert_prices
+from autopar.validate.recipes.by_hand import seeds_of, software_of, with_expert_prices, with_reasons
 from autopar.validate.recipes.knobs import knobs_of
 from autopar.validate.recipes.published import comparable_runs, recipe_of, runs_of, workload_of
 from autopar.validate.recipes.recipe_price import MOST_EVALUATED, RecipePricer
 from autopar.validate.recipes.recognize import recognize, same_model
+from autopar.validate.rows import Row
 
 BF16 = Precision("bfloat16", "float32")
 CLOSE = 0.15
@@ -29,7 +34,10 @@ CLOSE = 0.15
 
 def price_error(name: str) -> tuple[float, bool]:
     """(predicted / measured - 1, fits) of the recipe that a run is an instance of."""
-    each = row(name)
+    return row_price_error(row(name))
+
+
+def row_price_error(each: Row) -> tuple[float, bool]:
     pricer = RecipePricer(workload_of(each))
     found = pricer.best(recipe_of(each))
     assert found is not None and each.step_seconds
@@ -44,24 +52,36 @@ def test_the_price_of_a_recipe_is_what_was_measured(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_price_of_every_recipe_in_the_table() -> None:
-    """Dense ones; docs/benchmarks.md says how many of how many, and which are not."""
-    errors, unfit = [], []
+    """Of every group of runs the fastest: its own configuration by the constants of its software, and the best of the recipe's
+    knobs, which is at most as slow (nearly: an estimate picks what is evaluated) and fits. docs/benchmarks.md says how many of
+    how many are within 15 % and which are not."""
+    errors, unfit, slower = [], [], []
     for group in comparable_runs(table().values()):
         best = min(group, key=lambda each: each.step_seconds or 0.0)
+        (own,) = session().price([best])
         try:
-            error, fits = price_error(best.id)
+            error, fits = row_price_error(best)
         except AutoparError:
             continue
-        errors.append((abs(error), best))
+        if own.error is None:
+            continue
+        errors.append((abs(own.error), abs(error), best))
         unfit += [best.id] * (not fits)
-    dense = [error for error, each in errors if not each.n_experts]
+        slower += [(round((1 + error) / (1 + own.error), 3), best.id)] * (1 + error > NEARLY * (1 + own.error))
     assert not unfit
-    assert sum(error <= CLOSE for error in dense) >= SHARE_OF_DENSE * len(dense), sorted(
-        (round(error, 3), each.id) for error, each in errors if error > CLOSE
-    )
+    assert len(slower) <= 0.05 * len(errors), slower
+    for mixture, own_share, recipe_share in ((False, 0.9, SHARE_OF_DENSE), (True, 0.5, SHARE_OF_MIXTURES)):
+        some = [each for each in errors if bool(each[2].n_experts) == mixture]
+        missed = [(round(own, 3), round(error, 3), each.id) for own, error, each in some if max(own, error) > CLOSE]
+        print(mixture, len(some), [sum(each[at] <= CLOSE for each in some) for at in (0, 1)], missed)
+        assert sum(own <= CLOSE for own, _, _ in some) >= own_share * len(some), missed
+        assert sum(error <= CLOSE for _, error, _ in some) >= recipe_share * len(some), missed
 
 
-SHARE_OF_DENSE = 0.8
+NEARLY = 1.05
+SHARE_OF_DENSE, SHARE_OF_MIXTURES = 0.8, 0.6
+"""What the best of the knobs reaches today, against regressions; the aim is all. (The shares of own configurations follow from
+the aims of errors: a 90th percentile, and for mixtures a median, of 15 %.)"""
 
 
 @pytest.mark.parametrize("name", ["dg-006", "dg-023"])
@@ -132,3 +152,40 @@ def test_every_knob_divides() -> None:
         data = knobs.data(work.cluster.size)
         assert data * knobs.tensor * knobs.context * knobs.stages == work.cluster.size
         assert data * knobs.micro * knobs.micro_batches(work.batch, work.cluster.size) == work.batch, number
+
+
+def test_the_expert_s_configuration_is_a_seed() -> None:
+    """Where it fits on our programs and beats what was found, it is the plan; forced degrees are obeyed; and what is said of our
+    kernels is never a step that is shorter than the plan's."""
+    each = row("dg-001")
+    cluster = Cluster.parse("dgx-h100:1")
+    graph = replace(graph_of(architecture_of(row("dg-001", software_stack="x")), 32, "bfloat16", RunOptions()), batch=128)
+    options = SearchOptions(batch=128, precision=BF16)
+    slow = FixedConfiguration(zero=3, micro_batches=16, recompute="full", precision=BF16)
+    found = price_configuration(graph, cluster, slow, default_registry())
+    recipes = with_expert_prices(baselines(graph, cluster, options), graph, cluster, options)
+    seeds = seeds_of(recipes)
+    fitting = [seed for seed in seeds if seed.evaluation.fits]
+    assert each.step_seconds and fitting
+    least = min(seed.evaluation.step_seconds for seed in fitting)
+    better = with_seeds(options, found, seeds)
+    assert better.evaluation.step_seconds == least < found.evaluation.step_seconds
+    assert len(better.alternatives) == len(found.alternatives) + len(fitting)
+    assert with_seeds(replace(options, force={"dp": 8}), found, seeds) is found
+    for said in with_reasons(recipes, least):
+        assert said.expert is None or said.expert.seed is None or "its configuration" not in said.expert.reason
+
+
+def test_the_table_says_how_a_recipe_fits() -> None:
+    """Within the margin, without it, with tensors alone, or not at all: one word that follows from the peak."""
+    each = row("dg-006")
+    graph = replace(graph_of(architecture_of(row("dg-006", software_stack="x")), 80, "bfloat16", RunOptions()), batch=128)
+    cluster, options = Cluster.parse("dgx-h100:8"), SearchOptions(batch=128, precision=BF16)
+    assert each.gpu == "H100"
+    for found in with_expert_prices(baselines(graph, cluster, options), graph, cluster, options):
+        written = as_baseline(found)
+        shown = found.expert.evaluation if found.expert is not None else found.evaluation
+        assert shown is not None and written.memory
+        above = shown.peak_memory_bytes > shown.memory_capacity_bytes
+        assert above == (written.memory in ("above the device, tensors alone fit", "does not fit"))
+        assert (written.memory == "does not fit") == (not written.fits)

@@ -12,7 +12,7 @@ def baseline_table(
     baselines: Mapping[str, Baseline | None], step_seconds: float | None, peak_bytes: int | None, console: Console
 ) -> None:
     """Baselines beside the plan, whose step time and peak memory are given."""
-    rows = [("this plan", "our programs", seconds(step_seconds), "1", "", "", size(peak_bytes))]
+    rows = [("this plan", "our programs", seconds(step_seconds), "1", "", "", size(peak_bytes), "")]
     lines = []
     for key, each in baselines.items():
         if each is None:
@@ -28,10 +28,11 @@ def baseline_table(
                 seconds(each.own_step_seconds) if each.software else "",
                 seconds(each.measured_seconds) if each.measured_seconds else "",
                 size(each.peak_memory_bytes),
+                each.memory,
             )
         )
         lines += _lines(title, each)
-    header = ("", "software", "step", "relative to this plan", "by our programs", "measured", "peak memory")
+    header = ("", "software", "step", "relative to this plan", "by our programs", "measured", "peak memory", "memory")
     console.table("Baselines: what people write by hand, each on the software that it is run on", header, rows)
     for line in lines:
         console.text(line)

@@ -141,7 +141,8 @@ class Predicted(msgspec.Struct, frozen=True):
 class Baseline(msgspec.Struct, frozen=True):
     """A usual hand-written configuration (`title`, as `configuration`) on the same cluster, priced by the same evaluator with the
     constants of `software` (empty: those of our own programs). `own_step_seconds` is the recipe on our own programs, where that
-    fits. `shortfall_bytes` is the memory that a device lacks for it; `problem` says why it is impossible (then it has no price).
+    fits. `memory` says whether the peak fits with the margin, without it, with tensors alone, or not. `shortfall_bytes` is the
+    memory that a device lacks for it; `problem` says why it is impossible (then it has no price).
     `measured` is a published run of it in words, `measured_seconds` its step where batch and precision are the plan's; `reason`
     says by how much and why it is faster than the plan, where it is.
     """
@@ -158,6 +159,7 @@ class Baseline(msgspec.Struct, frozen=True):
     measured: str = ""
     measured_seconds: float | None = None
     reason: str = ""
+    memory: str = ""
 
 
 class MeshResult(msgspec.Struct, frozen=True):

@@ -39,7 +39,9 @@ def experts_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
 def experts_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCollective, ...]:
     """Dispatch and combine, forward and backward: four all-to-alls of `top_k` copies of every token.
 
-    With ``once`` a token is sent to each node once (DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+    With ``once`` a token is sent to each node once (DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2). Where an axis cuts
+    inside the experts, its ranks have dispatched different tokens and need each other's: they gather the copies, and
+    reduce-scatter the results (Megatron-Core's token_dispatcher.py, over the expert tensor axis).
     """
     ep = int(argument(node, 99, "ep", 1))  # type: ignore[arg-type]
     if ep == 1:
@@ -50,7 +52,13 @@ def experts_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[Operatio
         OperationCollective("all_to_all", (top_k, *shapes[0]), node.outputs[0].dtype, backward, ep, tokens=True, copies=copies)
         for backward in (False, True)
     )
-    return there, there, back, back
+    dtype = node.outputs[0].dtype
+    among = [
+        OperationCollective(kind, (top_k, *shapes[0]), dtype, backward, factor="f")
+        for backward in (False, True)
+        for kind in ("all_gather", "reduce_scatter")
+    ]
+    return there, there, back, back, *among
 
 
 def priced_table() -> dict[str, Rule]:

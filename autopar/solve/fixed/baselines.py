@@ -24,6 +24,7 @@ from autopar.rules.registry import Registry, default_registry
 from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import TENSOR_AXIS, FixedConfiguration
+from autopar.solve.result import PlanResult
 from autopar.solve.space.grid import devices_per_node, micro_batch_counts
 from autopar.solve.space.meshes import divisors
 from autopar.solve.space.micro_batching import why_one_micro_batch
@@ -56,11 +57,25 @@ RECIPES = (
 )
 
 
+def memory_word(evaluation: Evaluation | None) -> str:
+    """How a configuration fits, in words: with the memory margin; only without it; only where the allocator keeps nothing beyond
+    the tensors; or not at all."""
+    if evaluation is None:
+        return ""
+    if evaluation.fits:
+        return "fits"
+    if evaluation.peak_memory_bytes <= evaluation.memory_capacity_bytes:
+        return "fits without margin"
+    return "above the device, tensors alone fit" if evaluation.can_run else "does not fit"
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertPrice:
     """The recipe on the software that people run it on, the best of its usual knobs (`validate.recipes`): a comparison, and no
     bound of the search. `measured` is a published run in words, `measured_seconds` its time where batch and precision are the
-    same too; `reason` says by how much and why it is faster than the plan, where it is."""
+    same too. `own` is the same configuration on our programs' kernels, `seed` is it as a candidate of the search, where a fixed
+    configuration has all of its degrees; `better` says which kernels of the software are better than ours. `reason` says by how
+    much and why it is faster than the plan, where it is."""
 
     software: str
     configuration: str = ""
@@ -68,6 +83,9 @@ class ExpertPrice:
     problem: str = ""
     measured: str = ""
     measured_seconds: float | None = None
+    own: Evaluation | None = None
+    seed: PlanResult | None = None
+    better: str = ""
     reason: str = ""
 
     @property

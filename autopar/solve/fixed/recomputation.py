@@ -25,7 +25,41 @@ def with_recomputation(block: Block, plan: BlockPlan, fixed: FixedConfiguration,
         return replace(plan, recompute_nodes=tuple(node.name for node in block.nodes), recompute_conversions=plan.conversions)
     if fixed.recompute == "products":
         return _all_but(block, plan, _half_of_products(block))
+    if fixed.recompute == "modules":
+        return replace(plan, recompute_nodes=cheap_modules(block))
     return replace(plan, recompute_nodes=attention_core(block))
+
+
+def cheap_modules(block: Block) -> tuple[str, ...]:
+    """Norms, and what lies between a latent and attention: products that widen it, rotations. (The activation function inside
+    routed experts is part of their operation, which says itself whether it is computed again.)"""
+    makers = {value.name: node for node in block.nodes for value in node.outputs}
+    chosen = {node.name for node in block.nodes if packet(node.op) in _NORMS}
+    for node in block.nodes:
+        if packet(node.op) in ATTENTION and _from_latent(node, block):
+            pending = list(node.operands())
+            while pending:
+                maker = makers.get(pending.pop())
+                if maker is None or maker.name in chosen:
+                    continue
+                if packet(maker.op) not in MATRIX_PRODUCTS or _widens(maker, block):
+                    chosen.add(maker.name)
+                    pending += maker.operands()
+    return tuple(node.name for node in block.nodes if node.name in chosen)
+
+
+_NORMS = frozenset(["aten.rms_norm", "aten.layer_norm", "aten.native_layer_norm"])
+
+
+def _widens(node: Node, block: Block) -> bool:
+    values = block.values()
+    return int(values[node.outputs[0].name].shape[-1]) > int(values[node.operands()[0]].shape[-1])
+
+
+def _from_latent(node: Node, block: Block) -> bool:
+    """Whether heads of queries and values differ in size, as those from latents do."""
+    query, _, value = (block.values()[name].shape for name in node.operands()[:3])
+    return query[-1] != value[-1]
 
 
 def _half_of_products(block: Block) -> set[str]:

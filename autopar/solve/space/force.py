@@ -20,7 +20,7 @@ CONFIGURATION = ("tp", "pp", "zero", "micro_batches", "recompute", "zero_group",
 _CONFIGURATION_MORE = ("virtual", "dp", "schedule", "weight_versions")
 _ONLY_CONFIGURATION = ("micro_batches", "recompute", "sequence_parallel")
 
-RECOMPUTE = ("none", "selective", "products", "full", "everything")
+RECOMPUTE = ("none", "modules", "selective", "products", "full", "everything")
 """Of a fixed configuration; `fixed_configuration.FixedConfiguration` says what each is."""
 
 SYNTHESIZED = "synthesized"

@@ -16,7 +16,10 @@ from autopar.cost_models.hardware.stack_entries import stack_for
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
+from autopar.rules.registry import default_registry
 from autopar.solve.fixed.baselines import ExpertPrice, PricedRecipe
+from autopar.solve.fixed.candidate import price_configuration
+from autopar.solve.result import PlanResult
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.configuration import WHOLE_EXPERTS
 from autopar.validate.recipes.knobs import Knobs, Workload
@@ -52,10 +55,10 @@ def cluster_with(software: str, known: str, cluster: Cluster) -> Cluster:
 
 
 def with_expert_prices(
-    recipes: Sequence[PricedRecipe], graph: Graph, cluster: Cluster, options: SearchOptions, plan_seconds: float
+    recipes: Sequence[PricedRecipe], graph: Graph, cluster: Cluster, options: SearchOptions, plan_seconds: float | None = None
 ) -> tuple[PricedRecipe, ...]:
     """The recipes with the prices that experts get. Unchanged where the model is no decoder that is known, or the devices are
-    none that software was measured on. `plan_seconds` is the step of the plan that they are compared with."""
+    none that software was measured on. `plan_seconds`: the step of the plan that they are compared with (`with_reasons`)."""
     decoder = recognize(graph)
     if decoder is None or len({group.device.name for group in cluster.groups}) > 1:
         return tuple(recipes)
@@ -72,9 +75,22 @@ def with_expert_prices(
         if name not in pricers:
             pricers[name] = _pricer(decoder, graph, cluster_with(name, known, cluster), name, batch, options)
         pricer = pricers[name]
-        price = _expert_price(key, name, pricer, cluster, plan_seconds) if pricer is not None else None
+        price = _expert_price(key, name, pricer, cluster, replace(graph, batch=batch), options) if pricer is not None else None
         out.append(replace(each, expert=price))
-    return tuple(out)
+    return tuple(out) if plan_seconds is None else with_reasons(out, plan_seconds)
+
+
+def with_reasons(recipes: Sequence[PricedRecipe], plan_seconds: float) -> tuple[PricedRecipe, ...]:
+    """The recipes with a word on why experts are faster than a plan of this step, where they are."""
+    return tuple(
+        replace(each, expert=replace(each.expert, reason=_reason(each.expert, plan_seconds))) if each.expert is not None else each
+        for each in recipes
+    )
+
+
+def seeds_of(recipes: Sequence[PricedRecipe]) -> list[PlanResult]:
+    """What experts run, as candidates of the search."""
+    return [each.expert.seed for each in recipes if each.expert is not None and each.expert.seed is not None]
 
 
 def _pricer(
@@ -97,7 +113,9 @@ def _pricer(
         return None
 
 
-def _expert_price(recipe: str, software: str, pricer: RecipePricer, cluster: Cluster, plan_seconds: float) -> ExpertPrice | None:
+def _expert_price(
+    recipe: str, software: str, pricer: RecipePricer, cluster: Cluster, graph: Graph, options: SearchOptions
+) -> ExpertPrice | None:
     work = pricer.work
     try:
         found = pricer.best(recipe)
@@ -107,11 +125,19 @@ def _expert_price(recipe: str, software: str, pricer: RecipePricer, cluster: Clu
     runs.sort(key=lambda run: (not run.same_batch, run.row.precision not in ("bf16", "fp16")))
     measured = _said(runs[0]) if runs else ""
     exact = runs[0] if runs and runs[0].same_batch and runs[0].row.precision in ("bf16", "fp16") else None
-    seconds = exact.row.step_seconds if exact is not None else None
     if found is None:
         return ExpertPrice(software, problem=f"a batch of {work.batch} divides by no such degrees", measured=measured)
-    reason = _reason(found, software, pricer, cluster, plan_seconds) if found.fits else ""
-    return ExpertPrice(software, described(found, work), found.evaluation, "", measured, seconds, reason)
+    seed = _seed(found, pricer, cluster, graph, options) if found.fits else None
+    return ExpertPrice(
+        software,
+        described(found, work),
+        found.evaluation,
+        measured=measured,
+        measured_seconds=exact.row.step_seconds if exact is not None else None,
+        own=seed.evaluation if seed is not None else _on_our_kernels(found, pricer, cluster) if found.fits else None,
+        seed=seed,
+        better=_better_kernels(found, pricer, cluster),
+    )
 
 
 def described(found: PricedKnobs, work: Workload) -> str:
@@ -130,7 +156,9 @@ def described(found: PricedKnobs, work: Workload) -> str:
         *([f"ZeRO-{knobs.zero}"] * (knobs.zero > 0)),
         *([f"state in groups of {knobs.group}"] * bool(knobs.group)),
     ]
-    parts += ["sequence parallel"] * (knobs.tensor > 1) + [f"{count} micro-batches of {knobs.micro}"] * (count > 1)
+    parts += ["sequence parallel"] * (knobs.tensor > 1 and work.sequence_parallel) + [
+        f"{count} micro-batches of {knobs.micro}"
+    ] * (count > 1)
     again = {"everything": "full", "products": "selective"}.get(knobs.recompute, knobs.recompute)
     return ", ".join([*parts, *([f"{again} recomputation"] * (again != "none"))])
 
@@ -144,15 +172,7 @@ def _said(run: MeasuredRun) -> str:
     return f"{rate} at batch {row.global_batch} ({row.software_stack}{precision}, {row.id})"
 
 
-def _reason(found: PricedKnobs, software: str, pricer: RecipePricer, cluster: Cluster, plan_seconds: float) -> str:
-    """By how much an expert is faster than the plan, and why; empty where he is not."""
-    seconds = found.evaluation.step_seconds
-    if seconds >= plan_seconds:
-        return ""
-    ours = _on_our_kernels(found, pricer, cluster)
-    text = f"{software} is {plan_seconds / seconds - 1:.0%} faster than this plan"
-    if ours is None:
-        return text
+def _better_kernels(found: PricedKnobs, pricer: RecipePricer, cluster: Cluster) -> str:
     before, after = cluster.device, pricer.work.cluster.device
     pairs = (
         ("matrix products", before.matmul_fraction, after.matmul_fraction, "the peak"),
@@ -163,10 +183,35 @@ def _reason(found: PricedKnobs, software: str, pricer: RecipePricer, cluster: Cl
     overlap = ["collectives of the tensor axis overlapped"] * (
         pricer.work.cluster.overlap.model_parallel and not cluster.overlap.model_parallel and found.knobs.tensor > 1
     )
-    kernels = f"its kernels and overlap give {ours.step_seconds - seconds:.3g} s ({'; '.join([*better, *overlap]) or 'together'})"
-    if ours.step_seconds < plan_seconds:
-        return f"{text}: {kernels}, its configuration {plan_seconds - ours.step_seconds:.3g} s"
-    return f"{text}: {kernels}; the same configuration on our programs' kernels would take {ours.step_seconds:.3g} s"
+    return "; ".join([*better, *overlap])
+
+
+def _reason(price: ExpertPrice, plan_seconds: float) -> str:
+    """By how much an expert is faster than the plan, and why; empty where he is not."""
+    if price.evaluation is None or not price.fits or price.evaluation.step_seconds >= plan_seconds:
+        return ""
+    seconds = price.evaluation.step_seconds
+    text = f"{price.software} is {plan_seconds / seconds - 1:.0%} faster than this plan"
+    if price.own is None:
+        return text
+    ours = price.own.step_seconds
+    kernels = f"its kernels and overlap give {ours - seconds:.3g} s ({price.better or 'together'})"
+    if not price.own.fits:
+        return f"{text}: {kernels}; on our programs' kernels the same configuration does not fit with the memory margin"
+    if ours < plan_seconds:
+        return f"{text}: {kernels}, its configuration {plan_seconds - ours:.3g} s"
+    return f"{text}: {kernels}; the same configuration on our programs' kernels would take {ours:.3g} s"
+
+
+def _seed(found: PricedKnobs, pricer: RecipePricer, cluster: Cluster, graph: Graph, options: SearchOptions) -> PlanResult | None:
+    """The configuration on the model itself, by our programs. None with context or expert parallelism, which a fixed
+    configuration of a captured model has not."""
+    if found.knobs.context > 1 or found.knobs.experts > 1:
+        return None
+    try:
+        return price_configuration(graph, cluster, pricer.configuration(found.knobs), options.registry or default_registry())
+    except AutoparError:
+        return None
 
 
 def _on_our_kernels(found: PricedKnobs, pricer: RecipePricer, cluster: Cluster) -> Evaluation | None:

@@ -115,6 +115,8 @@ def _batching(recipe: str, work: Workload, knobs: Knobs, data: int, node: int) -
     if recipe in ("fsdp", "fsdp_tp"):
         groups = (group for group in (node // knobs.tensor, 8 * node // knobs.tensor) if 1 < group < data and data % group == 0)
         sharding = [*sharding, *((3, group) for group in groups)]
+    elif recipe == "megatron" and work.cluster.state_layout.owners_broadcast and node // knobs.tensor < data:
+        sharding = [*sharding, (1, node // knobs.tensor)]  # InternEvo: parallel.zero1.size, a node by default
     for micro in divisors(each):
         count = each // micro
         if micro > _LARGEST_MICRO_BATCH or (knobs.virtual > 1 and count % knobs.stages) or count < knobs.stages:

@@ -15,6 +15,7 @@ from autopar.validate.recipes.knobs import Workload
 from autopar.validate.rows import Row, bundled_table, read_table
 
 _WITHOUT_SEQUENCE_PARALLELISM = ("megatron-lm-2021", "megatron-deepspeed")
+_PROXY = "reduced-layer proxy"
 _VOCABULARY = 0.02
 """Vocabularies are padded: they are equal to this share."""
 
@@ -48,10 +49,10 @@ def workload_of(row: Row) -> Workload:
 
 def comparable_runs(rows: Iterable[Row]) -> list[list[Row]]:
     """Measured runs that a recipe stands for, in groups: of one group only the knobs differ, and its fastest is what people
-    get."""
+    get. Proxies of a larger model, a few of its layers on a few devices, are none: they keep the configuration of the whole."""
     found: dict[object, list[Row]] = {}
     for row in rows:
-        if not row.step_seconds or not recipe_of(row):
+        if not row.step_seconds or not recipe_of(row) or _PROXY in row.notes:
             continue
         sizes = row.layers, row.hidden, row.ffn_hidden, row.heads, row.kv_heads, row.vocab, row.seq_len, row.n_experts, row.top_k
         hardware = row.gpu, row.n_gpus, row.device_variant, row.nic_gbit_per_device

@@ -108,9 +108,19 @@ class RecipePricer:
     def candidate(self, knobs: Knobs, exactly: bool = True) -> tuple[Graph, Candidate]:
         """The graph of a configuration at its batch, and its candidate. Placements hardly depend on the degree of an axis that
         there is: unless `exactly`, those of another degree will do."""
+        graph, fixed = self.graph(knobs), self.configuration(knobs)
+        alike = knobs.tensor > 1, knobs.context > 1, knobs.experts > 1
+        key = (*alike, knobs.tensor) if exactly or alike not in self._placed else alike
+        if key not in self._placed:
+            placed = place_blocks(graph, fixed, priced_registry())
+            self._placed[key] = placed
+            self._placed.setdefault(alike, placed)
+        return graph, fixed_candidate(graph, self.work.cluster, fixed, self._placed[key])
+
+    def configuration(self, knobs: Knobs) -> FixedConfiguration:
+        """Without context and expert parallelism, which are in the graph."""
         work = self.work
-        graph = self.graph(knobs)
-        fixed = FixedConfiguration(
+        return FixedConfiguration(
             tp=knobs.tensor,
             sequence_parallel=knobs.tensor > 1 and work.sequence_parallel,
             sliced_experts=not work.whole_experts,
@@ -123,13 +133,6 @@ class RecipePricer:
             precision=work.precision,
             optimizer=work.optimizer,
         )
-        alike = knobs.tensor > 1, knobs.context > 1, knobs.experts > 1
-        key = (*alike, knobs.tensor) if exactly or alike not in self._placed else alike
-        if key not in self._placed:
-            placed = place_blocks(graph, fixed, priced_registry())
-            self._placed[key] = placed
-            self._placed.setdefault(alike, placed)
-        return graph, fixed_candidate(graph, work.cluster, fixed, self._placed[key])
 
     def graph(self, knobs: Knobs) -> Graph:
         work = self.work

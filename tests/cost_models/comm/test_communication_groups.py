@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -9,7 +10,13 @@ import pytest
 from support.models.mesh import mesh_of
 
 from autopar.cost_models.comm.collectives import collective_seconds
-from autopar.cost_models.comm.shard_groups import distinct_share, expert_links, operation_collective_seconds, state_links
+from autopar.cost_models.comm.shard_groups import (
+    distinct_share,
+    expert_links,
+    operation_collective_seconds,
+    sent_once_seconds,
+    state_links,
+)
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import AxisLink
 from autopar.cost_models.hardware.mesh_links import links_of_axis
@@ -95,6 +102,15 @@ def test_tokens_move_among_neighbours_of_all_axes_that_cut_them() -> None:
     wide = links_of_axis(TWO, mesh_of(dp=16), 0)
     share = distinct_share(8, wide.levels[-1].width)
     assert share < 0.3 and prod(level.width for level in wide.levels) == 16
-    assert seconds(mesh, whole, 0, ("batch", "batch.1"), (8, 2)) == pytest.approx(
-        collective_seconds("all_to_all", 1e9 * share, wide)
-    )
+    once = seconds(mesh, whole, 0, ("batch", "batch.1"), (8, 2))
+    assert once == sent_once_seconds(1e9, 8, wide)
+
+
+def test_tokens_that_are_sent_once_take_a_step_for_each_node() -> None:
+    """Two nodes of eight: what crosses is the share that is the first to its node, and few bytes take one step, not eight."""
+    wide = links_of_axis(TWO, mesh_of(dp=16), 0)
+    across = replace(wide, size=2, levels=wide.levels[1:])
+    share = distinct_share(8, 2)
+    assert sent_once_seconds(1e10, 8, wide) == pytest.approx(collective_seconds("all_to_all", share * 1e10 / 8, across))
+    assert sent_once_seconds(16.0, 8, wide) < collective_seconds("all_to_all", 16.0 * share, wide) / 2
+    assert sent_once_seconds(1e10, 8, wide) < collective_seconds("all_to_all", 1e10, wide)

@@ -1,0 +1,35 @@
+"""Configurations that somebody knows to be good, as candidates of the search: priced on the model itself with our programs'
+constants, so that a plan is never predicted to be slower than them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autopar.solve.result import PlanResult
+from autopar.solve.space.options import SearchOptions
+
+
+def with_seeds(options: SearchOptions, found: PlanResult, seeds: Iterable[PlanResult]) -> PlanResult:
+    """`found`, or the fastest of `seeds` where that fits and is predicted to be faster; those that fit are among the
+    alternatives. Seeds are priced configurations (`candidate.price_configuration`) of the same model, batch and cluster.
+    Unchanged where anything is forced: seeds obey nothing."""
+    if options.force or options.schedule or options.pins or options.stored or options.placed:
+        return found
+    priced = [each for each in seeds if each.evaluation.fits]
+    if not priced:
+        return found
+    found = replace(found, alternatives=(*found.alternatives, *(solution for each in priced for solution in each.solutions)))
+    best = min(priced, key=lambda each: each.evaluation.step_seconds)
+    seconds = best.evaluation.step_seconds
+    if seconds >= found.evaluation.step_seconds:
+        return found
+    bound = min(found.lower_bound_seconds, seconds)
+    return replace(
+        found,
+        graph=best.graph,
+        candidate=best.candidate,
+        evaluation=best.evaluation,
+        lower_bound_seconds=bound,
+        gap=max(0.0, 1 - bound / seconds) if seconds else 0.0,
+    )
