@@ -209,6 +209,10 @@ class _Converter:
         elif schema.startswith(f"{NAMESPACE}."):
             self.several[node] = self.layer(node)
             return
+        if op == "aten.as_strided" and not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
+            raise CaptureError(
+                f"{source_place(node)}: as_strided of a tensor that is not contiguous: use slices, or .contiguous()"
+            )
         refuse_random(op, node, source_line(node) or "the model")
         args = tuple(self.arg(arg) for arg in node.args)
         if op == "aten.slice.Tensor" and args[2:3] == (None,):  # export writes 0 or None, by whether sizes are symbols
