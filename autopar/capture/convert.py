@@ -218,6 +218,8 @@ class _Converter:
         elif schema.startswith(f"{NAMESPACE}."):
             self.several[node] = self.layer(node)
             return
+        if op == "aten.as_strided":
+            refuse_strides(node)
         refuse_random(op, node, source_line(node) or "the model")
         args = tuple(self.arg(arg) for arg in node.args)
         if op == "aten.slice.Tensor" and args[2:3] == (None,):  # export writes 0 or None, by whether sizes are symbols
@@ -287,6 +289,21 @@ class _Converter:
 def seeds_read(flat: FlatGraph) -> list[str]:
     """The names of the gradients' stand-ins that a graph reads."""
     return [str(node.args[1]) for node in flat.nodes if node.op == SEED]
+
+
+def refuse_strides(node: fx.Node) -> None:
+    """CaptureError for ``as_strided`` that reads another memory layout than that of a contiguous tensor."""
+    x: Any = node.args[0]
+    sizes: Any = node.args[1]
+    strides: Any = node.args[2]
+    offset: Any = node.args[3] if len(node.args) > 3 and node.args[3] is not None else 0
+    tensor = x.meta["val"]
+    numbers = (*sizes, *strides, offset, *tensor.shape)
+    inside = not all(isinstance(each, int) for each in numbers) or (
+        offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) < tensor.numel()
+    )
+    if not inside or not tensor.is_contiguous():
+        raise CaptureError(f"{source_place(node)}: as_strided of a tensor that is not contiguous: use slices, or .contiguous()")
 
 
 def source_place(node: fx.Node) -> str:

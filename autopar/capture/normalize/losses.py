@@ -97,6 +97,8 @@ def full_means(flat: FlatGraph) -> FlatGraph:
             return None
         operand = values[node.operands()[0]]
         rank = len(operand.shape)
+        if not rank and operand.dtype == node.outputs[0].dtype:
+            return (), {node.outputs[0].name: operand.name}
         dims = node.args[1] if node.op == "aten.mean.dim" and len(node.args) > 1 and node.args[1] is not None else None
         reduced = [int(dim) % rank for dim in dims] if isinstance(dims, tuple) and dims else list(range(rank))  # type: ignore[arg-type]
         if node.op == "aten.mean.dim" and not any(has_batch(operand.shape[dim]) for dim in reduced):

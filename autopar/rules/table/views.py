@@ -98,9 +98,11 @@ def concatenate_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     return DerivedLine(line_text(operands, [[letter(i) if i != dim else whole for i in range(rank)]]))
 
 
-def repeat_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+def repeat_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
     """``aten.repeat(x, repeats)``: copies are a major factor of the result: ``a -> (3 a)``."""
     repeats = node.args[1]
+    if 0 in node.outputs[0].shape:
+        return None
     assert isinstance(repeats, tuple)
     offset = len(repeats) - len(shapes[0])
     terms = [letter(i + offset) if size != 1 else "1" for i, size in enumerate(shapes[0])]
