@@ -50,8 +50,8 @@ def attempts(lines: dict[str, list[str]], folder: Path) -> Iterator[list[str]]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is measured, no process is started, and files are written into a folder of the test."""
-    from autopar.verification import proof
     from autopar.cost_models.calibrate import local_cluster
+    from autopar.verification import proof
 
     def stop(*args: Any) -> Any:
         raise PlanError("it would run now")
