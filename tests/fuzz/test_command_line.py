@@ -28,6 +28,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     assert made.status == 0, made
     out = {command: [command, plan] for command in ("inspect", "explain", "dryrun")}
     out |= {"plan": ["plan", *PLANNING.split()], "verify": ["verify", *PLANNING.split()], "validate": ["validate"]}
+    out |= {"doctor": ["doctor", "mlp"]}
     out |= {"export": ["export", plan, str(folder / "out")], "calibrate": ["calibrate", "-o", str(folder / "c.yaml")]}
     return out | {"models": ["models"], "clusters": ["clusters"]}
 
@@ -49,13 +50,13 @@ def attempts(lines: dict[str, list[str]], folder: Path) -> Iterator[list[str]]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is measured, no process is started, and files are written into a folder of the test."""
-    from autopar.cli.commands import verify
     from autopar.cost_models.calibrate import local_cluster
+    from autopar.verification import proof
 
     def stop(*args: Any) -> Any:
         raise PlanError("it would run now")
 
-    monkeypatch.setattr(verify, "_distributed", stop)
+    monkeypatch.setattr(proof, "spawned", stop)
     monkeypatch.setattr(local_cluster, "measure_local", stop)
     monkeypatch.chdir(tmp_path)
 

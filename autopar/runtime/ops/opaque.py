@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat import apply
 from ..errors import RuntimeProblem
 
 _skeletons: dict[str, nn.Module] = {}
@@ -61,4 +62,21 @@ def opaque(tensors: Sequence[Tensor], key: str, names: str, training: bool, batc
     positional = tuple(tensor for word, tensor in arguments if word == "*")
     keywords = {word: tensor for word, tensor in arguments if word != "*"}
     out = torch.func.functional_call(module, state, positional, keywords)
-    return out if isinstance(out, Tensor) else list(out)
+    results = [out] if isinstance(out, Tensor) else list(out)
+    if batchwise:  # ranks take branches of their own, and all must have all gradients to reduce
+        taking = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
+        results = [apply(_ReachAll, each, *taking) if taking and each.is_floating_point() else each for each in results]
+    return results[0] if isinstance(out, Tensor) else results
+
+
+class _ReachAll(torch.autograd.Function):
+    """The result, with zeros as the gradients of tensors that a branch did not read."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
