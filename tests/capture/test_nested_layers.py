@@ -18,8 +18,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan import Precision
 from autopar.planning import registry
+from autopar.solve.bounds.flow_bound import FlowRelaxation, bound_by_blocks, has_many_blocks, operation_bound
 from autopar.solve.ilp.formulate import formulate
-from autopar.solve.problem.problem import build_problem
+from autopar.solve.problem.problem import Problem, build_problem
 
 
 def captured(kind: str, depth: int) -> Graph:
@@ -30,10 +31,13 @@ def sizes(graph: Graph) -> list[tuple[str, int]]:
     return [(block.name, len(block.nodes)) for block in graph.blocks]
 
 
-def variables(graph: Graph) -> tuple[int, int]:
+def problem_of(graph: Graph) -> Problem:
     mesh = Mesh((Axis("dp", 2), Axis("tp", 2)))
-    problem = build_problem(graph, mesh, Cluster.parse("local:4"), Precision("float32", "float32"), "adamw", registry())
-    model = formulate(problem).model
+    return build_problem(graph, mesh, Cluster.parse("local:4"), Precision("float32", "float32"), "adamw", registry())
+
+
+def variables(graph: Graph) -> tuple[int, int]:
+    model = formulate(problem_of(graph)).model
     return model.variables, model.constraints
 
 
@@ -53,6 +57,18 @@ def test_nothing_grows_with_depth(kind: str, name: str, calls: int) -> None:
     assert variables(short) == variables(long)
     counts = {block.name: long.count(block.name) for block in long.blocks}
     assert max(number for block, number in counts.items() if block.startswith(name)) == calls, counts
+
+
+def test_the_bound_of_single_blocks_is_below_that_of_all() -> None:
+    """And looks at no more blocks than it needs."""
+    problem = problem_of(captured("resnet", 4))
+    assert has_many_blocks(problem)
+    looked: list[float] = []
+    by_blocks = bound_by_blocks(problem, lambda seconds: bool(looked.append(seconds)), lambda: 1.0)
+    assert operation_bound(problem) < by_blocks <= FlowRelaxation(problem).bound(60.0) * (1 + 1e-6)
+    assert len(looked) == len(problem.blocks)
+    assert looked == sorted(looked)
+    assert bound_by_blocks(problem, lambda seconds: True, lambda: 1.0) == pytest.approx(operation_bound(problem))
 
 
 def folded(model: nn.Module, inputs: dict[str, Tensor], outlined: bool) -> tuple[Graph, Traced]:
