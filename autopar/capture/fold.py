@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from autopar.capture.flat import FlatGraph, StateTensor, rename_operands
-from autopar.capture.layers import Span, Spans, called_again, layer_lists, without_marks
+from autopar.capture.layers import Span, Spans, called_repeatedly, layer_lists, without_marks
 from autopar.capture.tracing.trace import Traced
 from autopar.errors import CaptureError
 from autopar.ir.graph import Block, Call, Graph, Node, Parameter, Value
@@ -41,7 +41,7 @@ def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
     check_outputs(flat)
     shapes = BlockShapes(model, flat)
     spans = Spans(
-        flat.nodes, layer_lists(model) | called_again(model, flat.nodes), lambda span: shapes.of(span).fingerprint
+        flat.nodes, layer_lists(model) | called_repeatedly(model, flat.nodes), lambda span: shapes.of(span).fingerprint
     ).chosen()
     given = set(graph_names.values())
     for index, span in enumerate(spans):

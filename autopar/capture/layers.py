@@ -57,7 +57,7 @@ def layer_lists(model: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def called_again(model: nn.Module, nodes: Iterable[Node]) -> frozenset[str]:
+def called_repeatedly(model: nn.Module, nodes: Iterable[Node]) -> frozenset[str]:
     """The module paths of modules with submodules that are called several times."""
     marked = {node.module for node in nodes if CALL_MARK in node.module}
     paths = {
@@ -79,9 +79,9 @@ class Spans:
     def chosen(self) -> list[Span]:
         """The spans of all blocks, in order: first what is smaller by its own equal parts, then what is by those of others."""
         spans = [
-            piece
+            part
             for span in self.split(Span("", 0, len(self.nodes), True)) or [Span("", 0, len(self.nodes), True)]
-            for piece in (self.parts(span) if span.whole and span.path else [span])
+            for part in (self.parts(span) if span.whole and span.path else [span])
         ]
         while (better := self._sharing(spans)) is not None:
             spans = better
@@ -89,17 +89,17 @@ class Spans:
 
     def parts(self, span: Span) -> list[Span]:
         """A layer as the parts that make it smaller, or as it is."""
-        pieces = self._pieces(span)
-        if not pieces or self._distinct(pieces, frozenset()) > MOST_DISTINCT * _size(span):
+        within = self._spans_within(span)
+        if not within or self._distinct(within, frozenset()) > MOST_DISTINCT * _size(span):
             return [span]
-        return pieces
+        return within
 
-    def _pieces(self, span: Span) -> list[Span]:
-        return [piece for each in self.split(span) for piece in (self.parts(each) if each.whole else [each])]
+    def _spans_within(self, span: Span) -> list[Span]:
+        return [part for each in self.split(span) for part in (self.parts(each) if each.whole else [each])]
 
-    def _distinct(self, pieces: Sequence[Span], known: frozenset[Hashable]) -> int:
+    def _distinct(self, within: Sequence[Span], known: frozenset[Hashable]) -> int:
         """Nodes of the distinct ones that are not known."""
-        return sum({self.fingerprint(each): _size(each) for each in pieces if self.fingerprint(each) not in known}.values())
+        return sum({self.fingerprint(each): _size(each) for each in within if self.fingerprint(each) not in known}.values())
 
     def _sharing(self, spans: Sequence[Span]) -> list[Span] | None:
         """With one kind of layer taken apart, since enough of its parts are blocks anyway; None where there is none."""
@@ -110,12 +110,12 @@ class Spans:
             if not span.whole or key in tried:
                 continue
             tried.add(key)
-            pieces = self._pieces(span)
-            if pieces and self._distinct(pieces, frozenset(known)) <= MOST_DISTINCT * _size(span):
+            within = self._spans_within(span)
+            if within and self._distinct(within, frozenset(known)) <= MOST_DISTINCT * _size(span):
                 return [
-                    piece
+                    part
                     for each in spans
-                    for piece in (self._pieces(each) if each.whole and self.fingerprint(each) == key else [each])
+                    for part in (self._spans_within(each) if each.whole and self.fingerprint(each) == key else [each])
                 ]
         return None
 

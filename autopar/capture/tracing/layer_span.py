@@ -34,7 +34,7 @@ class LayerSpan:
             raise CannotOutline(f"{self.path} reads {foreign[0]}, which is not among its arguments")
 
     def check_outside(self, flat: FlatGraph) -> None:
-        """CannotOutline where other nodes read more of it than its results, or where a buffer of it takes a value from outside."""
+        """CannotOutline where other nodes read more of it than its results, or where its buffers take values from outside."""
         hidden = self.inside() - set(self.outputs)
         own = {id(node) for node in self.nodes}
         read = {name for node in flat.nodes if id(node) not in own for name in node.operands()} | {

@@ -284,7 +284,7 @@ def _equal(one: Any, two: Any, places: dict[int, int]) -> bool:
 def _plain(one: Any) -> bool:
     """Whether all that an object holds is in its attributes, as for instances of classes that are written in Python."""
     kind = type(one)
-    if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__:
+    if any("__reduce_ex__" in each.__dict__ or "__reduce__" in each.__dict__ for each in kind.__mro__[:-1]):
         return False
     try:
         state = one.__reduce_ex__(2)[2]
