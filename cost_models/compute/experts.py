@@ -31,8 +31,8 @@ _KERNELS = 8
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCost:
-    """Prices routed experts of these global shapes, whose activations and weights have `itemsize` bytes an element. `again`: the
-    backward computes the activation function again."""
+    """Prices routed experts of these global shapes, whose activations and weights have `itemsize` bytes an element.
+    `recompute_activation`: the backward computes the activation function again."""
 
     shapes: ExpertShapes
     itemsize: int
