@@ -126,7 +126,7 @@ def recompute_of(row: Row) -> str:
     return "products" if row.software_stack.startswith("torchtitan") else "selective"
 
 
-def activation_again(row: Row) -> bool:
+def recomputes_activation(row: Row) -> bool:
     """Whether the activation function of experts is recomputed (``moe_act`` among Megatron's modules)."""
     return recompute_of(row) == "modules" and re.search(r"recompute \S*act\b", row.notes) is not None
 

@@ -35,15 +35,15 @@ _TRACED_LAYERS = 3
 class RunOptions:
     """What a run changes in the graph of the model. `float8`: matrix products of the layers are float8; `recompute_cast`: their
     operands are saved uncast, and the backward recomputes the cast. `context`: degree of context parallelism. `ep`: degree of
-    expert parallelism; `once`: a token is sent to each node once; `again`: the backward computes the experts' activation function
-    again (Megatron's ``--recompute-modules moe_act``)."""
+    expert parallelism; `once`: a token is sent to each node once; `recompute_activation`: the
+    backward computes the experts' activation function again (Megatron's ``--recompute-modules moe_act``)."""
 
     float8: bool = False
     recompute_cast: bool = False
     context: int = 1
     ep: int = 1
     once: bool = False
-    again: bool = False
+    recompute_activation: bool = False
 
 
 @lru_cache(maxsize=512)
@@ -106,7 +106,11 @@ def with_experts(graph: Graph, options: RunOptions) -> Graph:
     """The graph whose experts are sharded over `ep` neighbouring ranks, ``E / ep`` experts each. Their gradients are summed among
     the ranks that hold the same experts and over no mesh axis, so no gradient of them flows through a placement.
     """
-    said = (("ep", options.ep), ("once", options.once), *((("again", True),) if options.again else ()))
+    said = (
+        ("ep", options.ep),
+        ("once", options.once),
+        *((("recompute_activation", True),) if options.recompute_activation else ()),
+    )
     weights: dict[str, set[str]] = {block.name: set() for block in graph.blocks}
 
     def node(block: str, item: Node) -> Node:

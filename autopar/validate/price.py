@@ -17,11 +17,11 @@ from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.validate.architectures import architecture_of, stated
 from autopar.validate.configuration import (
     FLOAT8,
-    activation_again,
     assumed_of,
     cluster_of,
     configuration_of,
     layer_share,
+    recomputes_activation,
     sends_once,
 )
 from autopar.validate.graphs import RECOMPUTED, RunOptions, graph_of, with_marked_layers
@@ -100,7 +100,7 @@ class Session:
         architecture, cluster, wanted = architecture_of(row), cluster_of(row), configuration_of(row)
         float8, context = row.precision in FLOAT8, row.cp or 1
         options = RunOptions(
-            float8, float8 and wanted.recompute == "products", context, row.ep or 1, sends_once(row), activation_again(row)
+            float8, float8 and wanted.recompute == "products", context, row.ep or 1, sends_once(row), recomputes_activation(row)
         )
         graph = graph_of(architecture, stated(row, "layers"), wanted.precision.compute, options)
         graph = replace(graph, batch=stated(row, "global_batch") * context)

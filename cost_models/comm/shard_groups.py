@@ -77,8 +77,8 @@ def operation_collective_seconds(
 
 def sent_once_seconds(full_bytes: float, copies: int, links: AxisLink) -> float:
     """An all-to-all of which a token is sent to each node once, to the member with the sender's index, and forwarded inside the
-    node meanwhile (DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2): a step for each other node, not for each of their members.
-    `full_bytes` counts all copies."""
+    node meanwhile (DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2): a step for each other node, not for each of their
+    members. `full_bytes` counts all copies."""
     outer = links.levels[-1]
     share = distinct_share(copies, outer.width)
     if len(links.levels) == 1:

@@ -31,12 +31,12 @@ _KERNELS = 8
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCost:
-    """Prices routed experts of these global shapes, whose activations and weights have `itemsize` bytes an element. `again`: the
-    backward computes the activation function again."""
+    """Prices routed experts of these global shapes, whose activations and weights have `itemsize` bytes an element.
+    `recompute_activation`: the backward computes the activation function again."""
 
     shapes: ExpertShapes
     itemsize: int
-    again: bool = False
+    recompute_activation: bool = False
 
     def seconds(
         self, device: Device, dtype: str, token_shards: int, inner_shards: int, expert_shards: int | None = None
@@ -59,11 +59,13 @@ class ExpertsCost:
         if dtype == "float8":
             cast = copies * self.itemsize * ((_CAST + _PADDED) * hidden + _CAST * down)
             cast_back = copies * self.itemsize * ((_CAST + _PADDED) * hidden + _CAST * up)
-        again = copies * self.itemsize * (up + down) * self.again
+        recomputed = copies * self.itemsize * (up + down) * self.recompute_activation
         floor = device.launch_seconds
         return (
-            max(forward, streaming_seconds(device, weights), 2 * floor) + streaming_seconds(device, moved + cast) + _KERNELS * floor,
+            max(forward, streaming_seconds(device, weights), 2 * floor)
+            + streaming_seconds(device, moved + cast)
+            + _KERNELS * floor,
             max(backward, streaming_seconds(device, 3 * weights), 4 * floor)
-            + streaming_seconds(device, 2 * moved + cast_back + again)
+            + streaming_seconds(device, 2 * moved + cast_back + recomputed)
             + _KERNELS * floor,
         )

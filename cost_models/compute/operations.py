@@ -145,7 +145,7 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
 
 def _experts_cost(node: Node, a: Sequence[Sizes], dtype: str) -> ExpertsCost:
     kwargs = dict(node.kwargs)
-    return ExpertsCost(ExpertShapes.of(node.op, node.args, kwargs, a), itemsize(dtype), bool(kwargs.get("again")))
+    return ExpertsCost(ExpertShapes.of(node.op, node.args, kwargs, a), itemsize(dtype), bool(kwargs.get("recompute_activation")))
 
 
 def _matrix(op: str, a: Sequence[Sizes], out: Sequence[Sizes]) -> ProductShapes | None:

@@ -20,7 +20,7 @@ class StatePolicy:
     stored_compute: a copy of the weights in the compute dtype lives through the step beside the master weights (Megatron, the
         ZeRO paper); else it is made for the forward and freed after the backward (FSDP2), and is not needed where the dtypes
         agree.
-    kept_bytes: of a stored master weight; less than `master_bytes` where the compute weight has its other half.
+    stored_master_bytes: of a stored master weight; less than `master_bytes` where the compute weight has its other half.
     memory_accesses, update_copies, owners_broadcast, gathers_tensors: see `StateLayout`.
     """
 
@@ -29,7 +29,7 @@ class StatePolicy:
     gradient_bytes: int
     optimizer_bytes: int
     stored_compute: bool = False
-    kept_bytes: int = 0
+    stored_master_bytes: int = 0
     memory_accesses: float = 0.0
     update_copies: bool = True
     owners_broadcast: bool = False
@@ -47,7 +47,7 @@ class StatePolicy:
             gradient_bytes=min(master, in_bfloat16 or layout.gradient_bytes or master),
             optimizer_bytes=master * optimizer.state_tensors,
             stored_compute=layout.stored_compute and compute != master,
-            kept_bytes=2 if remainders else 0,
+            stored_master_bytes=2 if remainders else 0,
             memory_accesses=layout.accesses,
             update_copies=layout.update_copies,
             owners_broadcast=layout.owners_broadcast,
@@ -117,7 +117,7 @@ def state_memory(group: StateGroup, zero: int, shards: int, policy: StatePolicy,
     n = float(shards)
     elements, trainable = group.elements, group.trainable
     optimizer_shards = n if zero >= 1 else 1.0
-    parameters = elements * (policy.kept_bytes or policy.master_bytes) / optimizer_shards
+    parameters = elements * (policy.stored_master_bytes or policy.master_bytes) / optimizer_shards
     if policy.stored_compute:
         parameters += elements * policy.compute_bytes / (n if zero == 3 else 1.0)
     sharded = zero >= 1 and shards > 1

@@ -114,9 +114,9 @@ def _experts(signature: _Signature) -> SavedTensors:
 
 def _megatron_experts(signature: _Signature, sizes: ExpertShapes) -> SavedTensors:
     """Megatron-Core's: tokens and scores; and of each token copy the input of the up product (one byte per element in float8),
-    its output, and the input of the down product, unless the backward computes it ``again``."""
+    its output, and the input of the down product, unless it is recomputed."""
     product = 0.5 if signature.op in FLOAT8 else 1.0
-    kept = 0 if dict(signature.kwargs).get("again") else sizes.down
+    kept = 0 if dict(signature.kwargs).get("recompute_activation") else sizes.down
     ratio = sizes.top_k * (product * (sizes.hidden + kept) + sizes.up) / sizes.hidden
     return SavedTensors((True, True, False, False), (False,), ratio, 0)
 

@@ -10,7 +10,7 @@ from support.oracles.published_rows import row
 from autopar.cost_models.compute.experts import ExpertsCost
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.tensors.expert_shapes import ExpertShapes
-from autopar.validate.configuration import activation_again, recompute_of, sends_once
+from autopar.validate.configuration import recompute_of, recomputes_activation, sends_once
 from autopar.validate.memory_measures import least_bytes
 from autopar.validate.price import Session
 from autopar.validate.summary import UNSURE
@@ -31,7 +31,7 @@ SESSION = Session()
 )
 def test_facts_of_a_run_are_read(name: str, once: bool, recompute: str, again: bool) -> None:
     each = row(name)
-    assert (sends_once(each), recompute_of(each), activation_again(each)) == (once, recompute, again)
+    assert (sends_once(each), recompute_of(each), recomputes_activation(each)) == (once, recompute, again)
 
 
 @pytest.mark.parametrize("name", ["dg-031", "dg-113", "mb-029", "mb-035", "mb-050"])
@@ -74,7 +74,7 @@ def test_float8_casts_of_experts_take_time() -> None:
     half = cost.seconds(device, "bfloat16", 8, 1, 1)
     eight = cost.seconds(device, "float8", 8, 1, 1)
     assert all(0.5 < fast / slow < 1.0 for fast, slow in zip(eight, half, strict=True))
-    again = replace(cost, again=True).seconds(device, "bfloat16", 8, 1, 1)
+    again = replace(cost, recompute_activation=True).seconds(device, "bfloat16", 8, 1, 1)
     assert again[0] == half[0] and again[1] > half[1]
 
 
