@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.harness.rank_pool import RankPool
-from support.models import bring
+from support.models.zoo import common_kinds
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
@@ -26,7 +26,7 @@ CLUSTER = "local:4"
 @cache
 def planned(name: str, dtype: str, force: str) -> tuple[Subject, Plan]:
     torch.manual_seed(0)
-    model, example = bring.FACTORIES[name]()
+    model, example = common_kinds.FACTORIES[name]()
     chosen = precision_of(dtype, model)
     whole = subject(model, example, chosen.compute, chosen.master)
     run_reference(whole)
@@ -55,7 +55,7 @@ DRAWS = {"convnext": 2, "nanogpt": 5, "vae": 1, "mae": 1, "dit": 3, "swin": 8, "
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in bring.FACTORIES]
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in common_kinds.FACTORIES]
 )
 def test_models_that_people_bring(name: str, ranks: RankPool) -> None:
     """In training and in evaluation, each to 1e-9: losses, outputs, gradients, parameters and buffers after a step."""
@@ -93,7 +93,7 @@ def test_the_first_output_that_departs_is_named(ranks: RankPool) -> None:
     proof = proof_of(ranks, "nanogpt", tamper=tamper)
     assert not proof.equal
     for mode in proof.modes:
-        assert mode.departs.startswith("the output of layers.1.mlp.0 (bring.py:"), mode.departs
+        assert mode.departs.startswith("the output of layers.1.mlp.0 (common_kinds.py:"), mode.departs
         assert "is the first that departs, by " in mode.departs and "\n" not in mode.departs
 
 
