@@ -106,3 +106,17 @@ def test_dropout_between_recurrent_layers() -> None:
 def test_lazy_modules_are_called_first() -> None:
     with pytest.raises(CaptureError, match="call the model once"):
         capture(nn.Sequential(nn.LazyLinear(4)), (torch.randn(6, 4),))
+
+
+def test_sparse_gradients_are_said_to_be_dense() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(32, 8, sparse=True)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.rows(ids).square().mean()
+
+    with pytest.warns(UserWarning, match=r"sparse=True of rows \(test_refusals.py:\d+\) is ignored"):
+        graph = capture(Rows(), (torch.zeros(8, 4, dtype=torch.long),), {})
+    assert all(True not in node.args for block in graph.blocks for node in block.nodes if node.op == "aten.embedding")

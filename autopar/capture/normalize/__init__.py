@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from autopar.capture.flat import FlatGraph, drop_dead
 from autopar.capture.normalize.attention import grouped_heads, mask_recovery
-from autopar.capture.normalize.bags import bags
+from autopar.capture.normalize.bags import bags, dense_gradients
 from autopar.capture.normalize.batch_norm import batch_norm
 from autopar.capture.normalize.class_losses import class_losses
 from autopar.capture.normalize.linear import linears
@@ -38,6 +38,7 @@ REWRITES = (
     class_losses,
     layers_apart,
     bags,
+    dense_gradients,
     cross_entropy,
     linears,
     batch_norm,

@@ -1,7 +1,9 @@
-"""Rewrites ``embedding_bag`` over bags of one length as an embedding and a reduction, whose batch, rows and columns all shard."""
+"""Rewrites ``embedding_bag`` over bags of one length as an embedding and a reduction, whose batch, rows and columns all shard;
+embeddings with sparse gradients get dense ones."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -43,3 +45,23 @@ def bags(flat: FlatGraph) -> FlatGraph:
         return (rows, replace(node, op=_REDUCTIONS[mode], args=args, kwargs=(), outputs=(out,))), {}
 
     return rewrite_nodes(flat, step)
+
+
+def dense_gradients(flat: FlatGraph) -> FlatGraph:
+    """``sparse=True`` of embeddings is left out, with a warning that names them."""
+    found: dict[str, Node] = {}
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op != "aten.embedding" or len(node.args) < 5 or node.args[4] is not True:
+            return None
+        found.setdefault(node.module or node.source, node)
+        return (replace(node, args=(*node.args[:4], False)),), {}
+
+    rewritten = rewrite_nodes(flat, step)
+    if found:
+        warnings.warn(
+            f"sparse=True of {', '.join(found)} ({next(iter(found.values())).source}) is ignored: their gradients are dense; use "
+            "Adam or SGD, not SparseAdam",
+            stacklevel=2,
+        )
+    return rewritten
