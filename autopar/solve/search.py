@@ -20,7 +20,7 @@ from autopar.solve.bounds.warm_start import WarmStart
 from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
-from autopar.solve.problem.forced_axes import forced_axes, why_disobeyed
+from autopar.solve.problem.forced_axes import MOST_REDUNDANT, forced_axes, why_disobeyed
 from autopar.solve.result import PlanResult
 from autopar.solve.search_bounds import SearchBounds
 from autopar.solve.search_report import raise_infeasible, report_grid, report_solution, result_of
@@ -45,9 +45,6 @@ _LEAST_MEMORY_SECONDS = 5.0
 
 _LATE_SECONDS = 10.0
 """For a plan where the time limit left none."""
-
-_WHOLE = 0.02
-"""The share of FLOPs that such a plan may repeat on a forced axis."""
 
 _MEMORY_SECONDS = 4.0
 """For one problem under memory, once there is a plan: few take half of that."""
@@ -176,7 +173,7 @@ class _Search:
         if found is None or found.shortage_bytes:
             return
         plan, pipeline = found.candidate, found.candidate.pipeline
-        if any(whole > _WHOLE for axis, whole in found.evaluation.redundant_share if axis in state.options.force):
+        if any(whole > MOST_REDUNDANT for axis, whole in found.evaluation.redundant_share if axis in state.options.force):
             return
         solution = MeshSolution(
             mesh=plan.mesh, status=Status.FEASIBLE, objective_seconds=found.evaluation.step_seconds, candidate=plan,

@@ -1,7 +1,7 @@
 """What a forced model axis has to shard: the operations whose sizes allow it, and what is said of those whose sizes do not.
 
 One rule for every search (`ilp.formulate`, `bounds.memory_frontier`): of the FLOPs that an axis of a forced degree can shard, at
-most `REDUNDANT_SHARE` are computed whole, on every rank of the axis.
+most `MOST_REDUNDANT` are computed whole, on every rank of the axis.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ from autopar.errors import PlanError
 from autopar.ir import dims
 from autopar.ir.graph import Block, Node
 from autopar.ir.mesh import DATA_AXIS, Mesh
-from autopar.ir.plan import Candidate
+from autopar.ir.plan import BlockPlan, Candidate
 from autopar.solve.problem.problem import NodeStrategy, Problem
 
 REDUNDANT_SHARE = 0.0133
 """Of the FLOPs that a forced axis can shard it repeats at most this share, without recomputation. What is recomputed counts 1.5
-times at most (a product with one gradient: two passes, and one again), so that a plan repeats 2 % at most."""
+times at most (a product with one gradient: two passes, and one again), so that a plan repeats `MOST_REDUNDANT` at most."""
+
+MOST_REDUNDANT = 0.02
+"""The share that a plan may repeat, with recomputation."""
+
+_WITH_RECOMPUTATION = 1.5
 
 _NAMED = 3
 """Operations that a message names."""
@@ -110,13 +115,14 @@ def told_of_forced_axes(problem: Problem, axes: Collection[int]) -> tuple[str, .
 def why_disobeyed(problem: Problem, candidate: Candidate, axes: Collection[int]) -> str:
     """What a plan computes whole on a forced axis that could shard it, in a line; empty where that is little enough."""
     chosen = {(plan.block, node.node): node for plan in candidate.blocks for node in plan.nodes}
+    twice = {(plan.block, node.node) for plan in candidate.blocks for node in plan.nodes if _recomputes(plan, node.node)}
     for work in forced_work(problem, axes):
         whole = dict.fromkeys(work.whole, 0.0)
         for (block, node), per_strategy in work.whole.items():
             of = problem.blocks[block].strategies[node]
             number = next(i for i, strategy in enumerate(of) if strategy.plan == chosen[block, node])
-            whole[block, node] = per_strategy[number]
-        if sum(whole.values()) > 1.01 * REDUNDANT_SHARE * work.able:
+            whole[block, node] = per_strategy[number] * (_WITH_RECOMPUTATION if (block, node) in twice else 1.0)
+        if sum(whole.values()) > MOST_REDUNDANT * work.able:
             worst = sorted((key for key, flops in whole.items() if flops), key=lambda key: -whole[key])
             said = ", ".join(_said(problem, key) for key in worst[:_NAMED])
             share = 100 * sum(whole.values()) / work.able
@@ -125,6 +131,10 @@ def why_disobeyed(problem: Problem, candidate: Candidate, axes: Collection[int])
                 f"({said}): force another degree, or leave it open"
             )
     return ""
+
+
+def _recomputes(plan: BlockPlan, node: str) -> bool:
+    return plan.recompute or node in plan.recompute_nodes
 
 
 def _degrees(problem: Problem, work: ForcedWork) -> str:
