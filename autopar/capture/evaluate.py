@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from autopar.ir.graph import Arg, DType, Node, Ref, Symbol
 from autopar.runtime.ops.constants import unpacked
 
 
-def evaluate_constant(flat: FlatGraph, name: str, batch: int) -> Tensor | None:
-    """The value at this batch size, a CPU tensor; None where it depends on data."""
-    order = _constant_nodes(flat, name)
+def evaluate_constant(flat: FlatGraph, name: str, batch: int, producers: Mapping[str, Node] | None = None) -> Tensor | None:
+    """The value at this batch size, a CPU tensor; None where it depends on data. `producers` are those of `flat`, where the
+    caller has them."""
+    order = _constant_nodes(flat.producers() if producers is None else producers, name)
     if order is None:
         return None
     last = {operand: node.name for node in order for operand in node.operands()}
@@ -35,16 +37,21 @@ def evaluate_constant(flat: FlatGraph, name: str, batch: int) -> Tensor | None:
     return found
 
 
-def _constant_nodes(flat: FlatGraph, name: str) -> list[Node] | None:
-    """The nodes that compute a value, in order; None where it depends on data. The nodes of a flat graph are in topological
-    order."""
-    wanted, computed, order = {name}, set[str](), list[Node]()
-    for node in reversed(flat.nodes):
-        if any(value.name in wanted for value in node.outputs):
-            order.append(node)
-            wanted.update(node.operands())
-            computed.update(value.name for value in node.outputs)
-    return order[::-1] if wanted <= computed else None
+def _constant_nodes(producers: Mapping[str, Node], name: str) -> list[Node] | None:
+    """The nodes that compute a value, each after what it reads; None where it depends on data."""
+    order: dict[str, Node] = {}
+    waiting = [(name, False)]
+    while waiting:
+        value, ready = waiting.pop()
+        node = producers.get(value)
+        if node is None:
+            return None
+        if ready:
+            order[node.name] = node
+        elif node.name not in order:
+            waiting.append((value, True))
+            waiting += [(operand, False) for operand in node.operands()]
+    return list(order.values())
 
 
 def resolve(op: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes
-from autopar.capture.normalize.masks import WHOLE, Band, Conditions, conditions
+from autopar.capture.normalize.masks import WHOLE, Band, Conditions, MaskReader, conditions
 from autopar.ir.graph import Arg, Node, Ref, Value
 
 SDPA = "aten.scaled_dot_product_attention"
@@ -29,12 +29,12 @@ def mask_recovery(flat: FlatGraph) -> FlatGraph:
     """Conditions of a mask that depend on sizes only become ``is_causal`` or a window; those that depend on inputs stay a mask
     (see `masks`). A padding mask ``[B, 1, 1, T]`` is not expanded over the queries. Any other mask stays, with a note."""
     known, producers = flat.values(), flat.producers()
-    read: dict[str, Conditions | None] = {}
+    reader, read = MaskReader(flat), dict[str, Conditions | None]()
     joins: dict[str, tuple[Node, ...]] = {}
     for node in flat.nodes:
         mask = full_arguments(node)[0][3] if node.op == SDPA else None
         if isinstance(mask, Ref) and mask.name not in read:
-            found = read[mask.name] = conditions(flat, mask.name)
+            found = read[mask.name] = conditions(reader, mask.name)
             if found is not None and len(found.others) > 1:
                 joins[mask.name] = _joined(producers[mask.name], found.others, known)
     notes: dict[str, None] = {}

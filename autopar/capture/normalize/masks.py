@@ -42,10 +42,9 @@ class Conditions:
     others: tuple[str, ...]
 
 
-def conditions(flat: FlatGraph, name: str) -> Conditions | None:
+def conditions(reader: MaskReader, name: str) -> Conditions | None:
     """Of a mask. None where a condition that sizes decide is no band. A mask of numbers is read as true where it is 0 and false
     where it is below -1e4; if data decides a part of it, it is left as it is."""
-    reader = _Reader(flat)
     found = reader.band(name)
     if found is not None:
         return Conditions(found, ())
@@ -84,7 +83,9 @@ def of_distances(allowed: Tensor, rows: int) -> Band | None:
     return None if first == 1 - rows else -first, None if last == len(allowed) - rows else last
 
 
-class _Reader:
+class MaskReader:
+    """Reads the masks of one graph."""
+
     def __init__(self, flat: FlatGraph) -> None:
         self.flat = flat
         self.values: Mapping[str, Value] = flat.values()
@@ -131,7 +132,7 @@ class _Reader:
         return None if allowed is None else of_distances(allowed, rows)
 
     def _dense(self, name: str) -> Band | None:
-        mask = evaluate_constant(self.flat, name, _BATCH)
+        mask = evaluate_constant(self.flat, name, _BATCH, self.producers)
         allowed = None if mask is None else _allowed(mask)
         if allowed is None:
             return None
@@ -201,7 +202,7 @@ class _Reader:
             return self.diagonals(name, rows, columns)
         if torch.Size(self._shape(name)).numel() > _LIMIT:
             return None
-        value = evaluate_constant(self.flat, name, _BATCH)
+        value = evaluate_constant(self.flat, name, _BATCH, self.producers)
         if value is None or not value.numel() or not bool((value == value.flatten()[0]).all()):
             return None
         return value.flatten()[0]
@@ -213,7 +214,7 @@ class _Reader:
         kind = kinds.get(shape[-2:])
         if kind is None or self.values[name].dtype not in ("int64", "int32"):
             return None
-        value = evaluate_constant(self.flat, name, _BATCH)
+        value = evaluate_constant(self.flat, name, _BATCH, self.producers)
         if value is None:
             return None
         lines = value.reshape(-1, rows if kind == "row" else columns)

@@ -67,7 +67,7 @@ def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
 
 def has_no_data(tensor: Tensor) -> bool:
     """Whether a tensor has no values: they may be anything."""
-    return tensor.is_meta or isinstance(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor, FakeTensor)
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 @contextmanager
@@ -91,9 +91,10 @@ def _fake_copy(model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode
         if tensor is None:
             return None
         if id(tensor) not in made:
-            with mode:
-                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            made[id(tensor)] = empty = FakeTensor(mode, tensor.detach(), device)
+            if isinstance(tensor, nn.Parameter):  # as nn.Parameter does, without a dispatched detach
+                empty.requires_grad_(tensor.requires_grad)
+                empty._is_param = True
         return made[id(tensor)]
 
     for module in clone.modules():

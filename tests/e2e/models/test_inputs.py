@@ -132,14 +132,15 @@ def test_the_batch_is_dimension_0() -> None:
         capture(Sequence(4, 4), (torch.randn(10, 6, 4), torch.randint(0, 4, (6,))))
 
 
-def test_complex_numbers_are_refused() -> None:
+def test_complex_inputs_and_parameters_are_refused() -> None:
     class Wave(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return torch.fft.fft(super().forward(x)).abs().sum()
 
     with pytest.raises(CaptureError, match=r"input x is torch.complex64: complex numbers"):
         capture(Wave(4, 4), (torch.randn(8, 4, dtype=torch.complex64),))
-    with pytest.raises(CaptureError, match=r"weight is torch.complex64: complex numbers"):
+    with pytest.raises(
+        CaptureError, match=r"weight is torch.complex64: keep it as pairs of real numbers, and call torch.view_as_complex"
+    ):
         capture(Wave(4, 4, dtype=torch.complex64), (torch.randn(8, 4),))
-    with pytest.raises(CaptureError, match=r"test_inputs.py.*complex numbers"):
-        capture(Wave(4, 4), (torch.randn(8, 4),))
+    assert capture(Wave(4, 4), (torch.randn(8, 4),)).blocks  # what is complex in between only: tests/e2e/models/test_zoo.py
