@@ -96,8 +96,9 @@ def seconds(layers: int) -> float:
 
 
 def test_depth_costs_little() -> None:
-    """126 layers beside 16, of a tiny model whose capture and search take 1.5 s; those of a real one take longer. (The limit was 1.5
-    when the search took a second more: 110 layers may cost 1.0 s now, 1.2 s then, and cost 0.8 s.)"""
+    """126 layers beside 16, of a tiny model whose capture and search take 1.5 s; a real one takes longer.
+
+    The limit was 1.5 when the search took a second more: 110 layers may cost 1.0 s now, 1.2 s then, and cost 0.8 s."""
     seconds(4)  # what only a first call does
     found = []
     for _ in range(3):  # a busy machine slows one of the two down, but not again and again
