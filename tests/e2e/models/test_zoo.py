@@ -12,17 +12,12 @@ from support.models.lift_casts import LiftedCasts, lift_graph
 from support.models.zoo.catalog import specimen, zoo
 
 from autopar.capture import capture
-from autopar.errors import PlanError
 from autopar.program.build import program_text
 
 QUICK = ("tied_autoencoder", "custom_functions", "complex_llama", "dlrm", "slots", "clip")
 FORCE = {"dp": 2, "tp": 2}
 LIFTED = ("dit", "complex_llama", "mae", "sequence_first")
 """These cast to float32 themselves: both sides do it in float64."""
-
-
-REFUSED = {"n_beats": "cannot be obeyed"}
-"""Refused under this force, by a sentence."""
 
 
 def prepared(name: str) -> Prepared:
@@ -66,8 +61,4 @@ def test_some_equal_one_process(ranks: RankPool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(zoo()))
 def test_each_equals_one_process(name: str, ranks: RankPool) -> None:
-    if name in REFUSED:
-        with pytest.raises(PlanError, match=REFUSED[name]):
-            plan(prepared(name), FORCE)
-        return
     check((name,), ranks)
