@@ -123,8 +123,8 @@ class SearchState:
     # -- pruning
 
     def is_pruned(self, each: SearchPoint, bound_seconds: float = 0.0) -> bool:
-        """Whether its bound, or this one, says that no plan of it is better than the best one by enough: one more model axis has
-        to be worth more than `indifference`, a large problem `min_improvement_large`. Also where time is over: the bound
+        """Whether its bound, or this one, says that no plan of it is better than the best one by enough: two model axes have to
+        be worth more than `indifference`, a large problem `min_improvement_large`. Also where time is over: the bound
         stays."""
         mesh, options = each.point.mesh, self.options
         enough = max(options.min_improvement, options.indifference if len(mesh.axes) > 2 else 0.0)

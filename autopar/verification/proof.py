@@ -136,8 +136,11 @@ def subject(
     dtype = getattr(torch, master)
     bound = bind_inputs(model, args, kwargs)
     tensors = {name: x.detach().to(dtype) if x.is_floating_point() else x for name, x in bound.tensors.items()}
-    again = lambda: lift_casts(captured(taken)) if lift else captured(taken)  # noqa: E731
-    return Subject(model.to(dtype), bound, tensors, dtype, graph, again, lift)
+
+    def recapture() -> Graph:
+        return lift_casts(captured(taken)) if lift else captured(taken)
+
+    return Subject(model.to(dtype), bound, tensors, dtype, graph, recapture, lift)
 
 
 def run_reference(subject: Subject) -> SingleRun:

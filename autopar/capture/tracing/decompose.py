@@ -53,9 +53,9 @@ def decomposed(program: ExportedProgram) -> ExportedProgram:
     taken = decompositions(program)
     program = program.run_decompositions(taken)
     for _ in range(3):
-        again = {op: function for op, function in decompositions(program).items() if op not in taken}
-        if not again:
+        further = {op: function for op, function in decompositions(program).items() if op not in taken}
+        if not further:
             break
-        taken |= again
+        taken |= further
         program = program.run_decompositions(taken)
     return program
