@@ -71,7 +71,7 @@ def cache_key(
     asked = {
         "batch": options.batch, "precision": asdict(options.precision), "optimizer": options.optimizer, "strict": options.strict,
         "force": dict(sorted(options.force.items())), "pins": dict(sorted(options.pins.items())),
-        "gap": (options.relative_gap, options.min_improvement),
+        "gap": (options.relative_gap, options.sharp_gap, options.min_improvement),
     }  # fmt: skip
     parts = (graph.fingerprint, graph.batch, cluster.to_dict(), asked, dict(sorted(rules.items())), dict(described), _version())
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]

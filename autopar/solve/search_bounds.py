@@ -3,7 +3,7 @@ memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
@@ -22,13 +22,15 @@ _THREADS = 2
 
 @dataclass(slots=True)
 class _RoughBound:
-    """What is known of the bounds of one mesh: those of `FlowRelaxation` by weight. `sharp` once nothing is left out."""
+    """What is known of the bounds of one mesh: those of `FlowRelaxation` by weight. `all_blocks` once every block was relaxed by
+    itself, `sharp` once nothing is left out."""
 
     members: tuple[SearchPoint, ...]
     problem: Problem
     bounds: dict[float, float]
     flow: FlowRelaxation | None = None
     blocks: tuple[BlockRelaxation, ...] | None = None
+    all_blocks: bool = False
     sharp: bool = False
 
 
@@ -72,7 +74,8 @@ class SearchBounds:
             each.solution.bound_seconds = least
         rough = _RoughBound(tuple(members), problem, {1.0: least})
         if state.any_open(members):
-            self._bound_by_blocks(rough)
+            least_point = min(members, key=lambda each: (each.done, each.bound_seconds))
+            self._bound_by_blocks(rough, lambda seconds: state.is_pruned(least_point, seconds))
         if state.any_open(members):
             self._bound_by_flow(rough)
         if not rough.sharp:
@@ -87,23 +90,32 @@ class SearchBounds:
     def tighten(self) -> None:
         """The least bounds, as long as they are what the certificate is short of, and something was left out."""
         state = self.state
+        enough = state.best_seconds() * (1 - state.options.sharp_gap)
         while state.seconds_left() > 0:
             able = [each for each in state.points if each.solution.status is not Status.INFEASIBLE]
             least = min(able, key=lambda each: each.bound_seconds, default=None)
-            if least is None or least.bound_seconds > state.lower_bound_seconds() or least.bound_seconds >= state.best_seconds():
+            if least is None or least.bound_seconds > state.lower_bound_seconds() or least.bound_seconds >= enough:
                 return
-            rough = self._rough.pop(least.point.mesh, None)
-            if rough is None:
+            rough = self._rough.get(least.point.mesh)
+            if rough is None or rough.sharp:
                 return
-            self._bound_by_flow(rough, fully=True)
+            if not rough.all_blocks:
+                self._bound_by_blocks(rough, lambda seconds: seconds >= enough)
+            if min(each.bound_seconds for each in rough.members) < enough:
+                self._bound_by_flow(rough, fully=True)
 
-    def _bound_by_blocks(self, rough: _RoughBound) -> None:
+    def _bound_by_blocks(self, rough: _RoughBound, is_enough: Callable[[float], bool]) -> None:
         """With the linear relaxations of single blocks, which are small."""
         state, problem = self.state, rough.problem
+        rough.all_blocks = True
         if not has_many_blocks(problem):
             return
-        least = min(rough.members, key=lambda each: (each.done, each.bound_seconds))
-        rough.bounds[1.0] = bound_by_blocks(problem, lambda seconds: state.is_pruned(least, seconds), state.seconds_left)
+
+        def ended(seconds: float) -> bool:
+            rough.all_blocks = not is_enough(seconds)
+            return not rough.all_blocks
+
+        rough.bounds[1.0] = max(rough.bounds[1.0], bound_by_blocks(problem, ended, state.seconds_left))
         state.pipelines.learn_bound(problem, rough.bounds[1.0])
         self._bound_by_memory(rough, fully=False)
 

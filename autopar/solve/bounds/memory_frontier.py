@@ -42,11 +42,20 @@ class MemoryFrontier:
 
 def memory_frontier(problem: Problem, time_limit_seconds: float, sharded_axes: Sequence[int] = ()) -> MemoryFrontier | None:
     """None where time ends, or the pins leave no placement. `sharded_axes` are forced, as in `formulate`."""
+    found = fastest_sharding(problem, time_limit_seconds, sharded_axes)
+    return None if found is None else with_less_memory(found)
+
+
+def fastest_sharding(problem: Problem, time_limit_seconds: float, sharded_axes: Sequence[int] = ()) -> MemoryFrontier | None:
+    """As `memory_frontier`, with the first option only: a small part of the work."""
     sharding = _sharding(problem, time_limit_seconds, sharded_axes)
-    if sharding is None:
-        return None
+    return None if sharding is None else MemoryFrontier(problem, sharding, ({plan.block: plan for plan in sharding.blocks},))
+
+
+def with_less_memory(fastest: MemoryFrontier) -> MemoryFrontier:
+    """With all options, from `fastest_sharding`."""
+    problem, sharding, (saving_all,) = fastest.problem, fastest.sharding, fastest.options
     fixed = _with_fixed_placements(problem, sharding)
-    saving_all = {plan.block: plan for plan in sharding.blocks}
     options = [saving_all]
     for price in MEMORY_PRICES:
         found = _at_memory_price(fixed, price)
@@ -58,7 +67,7 @@ def memory_frontier(problem: Problem, time_limit_seconds: float, sharded_axes: S
     }
     if recomputing_all not in options:
         options.append(recomputing_all)
-    return MemoryFrontier(problem, sharding, tuple(options))
+    return replace(fastest, options=tuple(options))
 
 
 def _sharding(problem: Problem, time_limit_seconds: float, sharded_axes: Sequence[int]) -> Candidate | None:

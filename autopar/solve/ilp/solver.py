@@ -82,7 +82,7 @@ def solve(
         return Outcome(Status.TIMEOUT, (), float("inf"), bounds.dual_bound)
     values = found.variable_values()
     status = Status.OPTIMAL if reason == mathopt.TerminationReason.OPTIMAL else Status.FEASIBLE
-    ordered = tuple(value for _, value in sorted((variable.id, value) for variable, value in values.items()))
+    ordered = tuple(values.values())  # in the order of the variables: the protocol buffer's ids ascend
     return Outcome(status, ordered, found.objective_value(), min(bounds.dual_bound, found.objective_value()))
 
 

@@ -133,10 +133,11 @@ class PipelineSearch:
         """The least bounds, as long as they are what the certificate is short of: with the tables of their own micro-batch,
         memory, state, and the fill of the pipeline."""
         sharp: set[GridPoint] = set()
+        enough = best_seconds() * (1 - self.options.sharp_gap)
         while self.seconds_left() > 0:
             able = [point for point, result in self.points.items() if result.status is not Status.INFEASIBLE]
             point = min(able, key=lambda each: self.points[each].bound_seconds, default=None)
-            if point is None or point in sharp or self.points[point].bound_seconds >= best_seconds():
+            if point is None or point in sharp or self.points[point].bound_seconds >= enough:
                 return
             sharp.add(point)
             result = self.points[point]

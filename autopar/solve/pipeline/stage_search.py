@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.allocator import communicator_count, tensor_budget_bytes
@@ -24,7 +25,7 @@ from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.verify import verify_candidate
 from autopar.schedules.placement import stage_of_chunks
-from autopar.solve.bounds.memory_frontier import MemoryFrontier, memory_frontier
+from autopar.solve.bounds.memory_frontier import MemoryFrontier, fastest_sharding, with_less_memory
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.cut_points import allowed_ranges
@@ -63,6 +64,36 @@ def _bubble_factor(point: GridPoint, option: ScheduleOption) -> float:
     return 1 + option.bubble_passes * (point.stages - 1) / point.micro_batches
 
 
+class _Ratios:
+    """Estimates without memory over bounds. A bound is of the largest micro-batch: smaller ones take as much longer at least, by
+    the example."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._known: dict[object, list[tuple[int, ScheduleOption, float]]] = {}
+
+    def examples(self, point: GridPoint) -> int:
+        """Of one micro-batch on one data rank."""
+        return self._batch // point.micro_batches // point.mesh.size_of(DATA_AXIS)
+
+    def least(self, point: GridPoint, option: ScheduleOption) -> float:
+        """What larger micro-batches showed of this schedule, or of any."""
+        known = [each for each in self._known.get(self._key(point), ()) if each[0] >= self.examples(point)]
+        same = [ratio for _, of, ratio in known if (of.schedule, of.virtual) == (option.schedule, option.virtual)]
+        return max(1.0, max(same, default=0.0) or min((ratio for *_, ratio in known), default=1.0))
+
+    def learn(self, point: GridPoint, ratios: Mapping[ScheduleOption, float]) -> None:
+        """The schedules of `point` take so many times what its bound with their bubble says."""
+        self._known.setdefault(self._key(point), []).extend((self.examples(point), *each) for each in ratios.items())
+
+    @staticmethod
+    def _key(point: GridPoint) -> object:
+        return point.mesh.axes[1:], point.mesh.size_of(DATA_AXIS) > 1
+
+
+_TracedFrontier = tuple[MemoryFrontier, TracedOptions]
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedPoint:
     """A point whose blocks are placed, and priced on the devices of each stage."""
@@ -81,7 +112,7 @@ class StageSearch:
         self, graph: Graph, cluster: Cluster, options: SearchOptions, tables: ProblemTables, seconds_left: Callable[[], float]
     ) -> None:
         self.graph, self.cluster, self.options, self.tables, self.seconds_left = graph, cluster, options, tables, seconds_left
-        self._frontiers: dict[object, tuple[MemoryFrontier, TracedOptions] | None] = {}
+        self._frontiers: dict[object, _TracedFrontier | None] = {}
         self._ranges: dict[tuple[GridPoint, Device], RangeOptions] = {}
         self._allowed: Matrix | None = None
         self.refusal = ""
@@ -90,24 +121,29 @@ class StageSearch:
         """The estimated step of each point (with its lower bound) with each of its schedules, the shortest first. Half of the
         time is left for pricing. AutoparError where a forced schedule fits none of the points."""
         out, half = [], self.seconds_left() / 2
-        for point, every in self._with_schedules(tuple(points)):
+        ratios = _Ratios(self.graph.batch)
+        for point, every in self._with_schedules(sorted(points, key=lambda each: (points[each], -ratios.examples(each)))):
             if self.seconds_left() <= half:
                 break
-            schedules = [each for each in every if points[point] * _bubble_factor(point, each) < best_seconds]
+            least = {each: points[point] * _bubble_factor(point, each) for each in every}
+            schedules = [each for each in every if least[each] * ratios.least(point, each) < best_seconds]
             if not schedules:
                 continue
             try:
-                placed = self.place(point)
+                fastest = self.place(point, fastest=True)
+                if fastest is None:
+                    continue
+                seconds = {each: self._estimate(fastest, each, inf) for each in schedules}
+                ratios.learn(point, {each: found / least[each] for each, found in seconds.items()})
+                schedules = [each for each in schedules if seconds[each] < best_seconds]
+                placed = self.place(point) if schedules else None
             except AutoparError:
                 if self.options.force or self.options.schedule:
                     raise
                 continue
-            if placed is None:
-                continue
-            for option in schedules:
-                seconds = self._estimate(placed, option)
-                if seconds < best_seconds:
-                    out.append((seconds, point, option))
+            if placed is not None:
+                estimates = [(self._estimate(placed, each), point, each) for each in schedules]
+                out += [each for each in estimates if each[0] < best_seconds]
         return sorted(out, key=lambda each: (each[0], each[1].stages, each[2].virtual))
 
     def _with_schedules(self, points: Sequence[GridPoint]) -> list[tuple[GridPoint, tuple[ScheduleOption, ...]]]:
@@ -144,9 +180,9 @@ class StageSearch:
 
     # -- one point
 
-    def place(self, point: GridPoint) -> PlacedPoint | None:
-        """None where its blocks cannot be placed in time."""
-        found = self._frontier(point)
+    def place(self, point: GridPoint, fastest: bool = False) -> PlacedPoint | None:
+        """None where its blocks cannot be placed in time. `fastest`: with the option that saves all only."""
+        found = self._frontier(point, fastest)
         if found is None:
             return None
         costs: dict[Device, dict[str, BlockCosts]] = {}
@@ -181,22 +217,29 @@ class StageSearch:
         )
         return StageTables(self.graph, runs, costs, zeros, setting)
 
-    def _frontier(self, point: GridPoint) -> tuple[MemoryFrontier, TracedOptions] | None:
+    def _frontier(self, point: GridPoint, fastest: bool) -> _TracedFrontier | None:
         """Shared by points of the same model axes and micro-batch per data rank: the data degree changes only the price of the
         state."""
         data = point.mesh.size_of(DATA_AXIS)
         key = point.mesh.axes[1:], self.graph.batch // point.micro_batches // data, data > 1
-        if key not in self._frontiers:
-            problem = self.tables.problem(replace(point, zero_group=0), (0,), stage_cluster(self.cluster, point.stages))
-            axes = forced_axes(problem.mesh, self.options.force)
-            check_forced_axes(problem, axes)
-            found = memory_frontier(problem, self.seconds_left(), axes)
-            if found is not None and (refusal := why_disobeyed(problem, found.sharding, axes)):
-                self.refusal, found = refusal, None
-            self._frontiers[key] = (
-                None if found is None else (found, TracedOptions.of(self.graph, found.options, problem.batch_costs))
-            )
-        return self._frontiers[key]
+        if (key, fastest) not in self._frontiers:
+            found = self._fastest_sharding(point) if fastest else None
+            if not fastest and (known := self._frontier(point, fastest=True)) is not None:
+                found = with_less_memory(known[0])
+            self._frontiers[key, fastest] = None if found is None else (found, self._traced(found))
+        return self._frontiers[key, fastest]
+
+    def _traced(self, found: MemoryFrontier) -> TracedOptions:
+        return TracedOptions.of(self.graph, found.options, found.problem.batch_costs)
+
+    def _fastest_sharding(self, point: GridPoint) -> MemoryFrontier | None:
+        problem = self.tables.problem(replace(point, zero_group=0), (0,), stage_cluster(self.cluster, point.stages))
+        axes = forced_axes(problem.mesh, self.options.force)
+        check_forced_axes(problem, axes)
+        found = fastest_sharding(problem, self.seconds_left(), axes)
+        if found is not None and (refusal := why_disobeyed(problem, found.sharding, axes)):
+            self.refusal, found = refusal, None
+        return found
 
     def _in_flight(self, point: GridPoint, option: ScheduleOption) -> tuple[float, ...]:
         """For each chunk, in the model's order: the peak of micro-batches in flight on its stage, on average over its chunks."""
@@ -208,7 +251,8 @@ class StageSearch:
         ]
         return tuple(counts[rank] / option.virtual for rank in ranks)
 
-    def _estimate(self, placed: PlacedPoint, option: ScheduleOption) -> float:
+    def _estimate(self, placed: PlacedPoint, option: ScheduleOption, usable_bytes: float | None = None) -> float:
+        """Of the step, in seconds; without the memory constraint for infinite `usable_bytes`."""
         stages = placed.point.stages
         sent = sorted(next(iter(placed.tables.values())).sent_bytes[1:])
         middle = stages // 2  # its link spans the most devices
@@ -220,7 +264,7 @@ class StageSearch:
                 stages,
                 option.virtual,
                 option.in_flight,
-                self._usable_bytes(placed.point, device),
+                self._usable_bytes(placed.point, device) if usable_bytes is None else usable_bytes,
                 option.bubble_passes,
                 option.transfers * transfer,
             )

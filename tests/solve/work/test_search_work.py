@@ -40,7 +40,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(module, name, call)
 
-    counted(stage_search, "memory_frontier")
+    counted(stage_search, "fastest_sharding")
+    counted(stage_search, "with_less_memory")
     counted(frontiers, "decode")
     counted(MeshSolver, "solve_with_memory")
     counted(MeshSolver, "relax_with_memory")
@@ -51,7 +52,8 @@ def test_pipelines_that_bound_and_bubble_prune_are_not_placed(counts: Counter[st
     """Llama's 32 layers on eight nodes: FSDP is best, and is known before pipelines are looked at."""
     found = search(llama_graph(layers=32, batch=128), Cluster.parse("dgx-h100:8"), SearchOptions(precision=BF16))
     assert found.candidate.pipeline.stages == 1
-    assert counts["memory_frontier"] <= 6
+    assert counts["fastest_sharding"] <= 6
+    assert counts["with_less_memory"] <= 2
     assert counts["solve_with_memory"] + counts["relax_with_memory"] <= 8
 
 
