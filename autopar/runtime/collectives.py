@@ -24,11 +24,12 @@ from .ops.functions import (
 from .ops.opaque import opaque
 from .ops.ring_attention import attention_ring
 from .ops.space.convolution import convolution_halo, transposed_convolution_halo
-from .ops.space.norms import group_norm_space, instance_norm_space
+from .ops.space.norms import adaptive_avg_pool_space, group_norm_space, instance_norm_space, mean_space
 from .ops.space.pooling import avg_pool_halo, interpolate_halo, max_pool_halo
 
 __all__ = [
     "PendingConversion",
+    "adaptive_avg_pool_space",
     "attention",
     "attention_dropout",
     "attention_heads",
@@ -52,6 +53,7 @@ __all__ = [
     "linear_kn",
     "local_mean",
     "max_pool_halo",
+    "mean_space",
     "moe_experts",
     "moe_experts_dispatched",
     "moe_experts_owned",

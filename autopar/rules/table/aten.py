@@ -9,7 +9,7 @@ from __future__ import annotations
 from autopar.ir.placement import Invariant
 from autopar.rules.rule import Derive, NamedFunction, Rule
 from autopar.rules.table import attention, compute, experts, opaque, pointwise, space, views
-from autopar.rules.table.images import IMAGES
+from autopar.rules.table.images import IMAGES, mean_rule
 from autopar.rules.table.transforms import DISTANCES, TRANSFORMS
 
 WHOLE = """linspace logspace eye tril_indices triu_indices as_strided _pdist_forward masked_scatter affine_grid_generator
@@ -68,8 +68,6 @@ DERIVED: dict[str, Derive] = {
     "aten.group_norm": compute.group_norm_rule,
     "aten.adaptive_avg_pool1d": compute.leading_dims_rule_1d,
     "aten.max_pool2d_with_indices": compute.leading_dims_rule_2d,
-    "aten.adaptive_avg_pool2d": compute.leading_dims_rule_2d,
-    "aten._adaptive_avg_pool2d": compute.leading_dims_rule_2d,
     "aten.upsample_bicubic2d": compute.leading_dims_rule_2d,
     "aten.tril": compute.leading_dims_rule_2d,
     "aten.triu": compute.leading_dims_rule_2d,
@@ -168,6 +166,7 @@ def table() -> dict[str, Rule]:
         "ap.local_mean": pointwise.local_mean_rule,
     }
     lines |= {f"aten.{name}": pointwise.reduce_whole_rule for name in WHOLE_REDUCTIONS.split()}
+    lines["aten.mean"] = mean_rule
     lines |= {f"aten.{name}": pointwise.factory_rule for name in FACTORIES.split()}
     lines |= {op: lines[".".join(op.split(".")[:2])] for op in LINEAR}
     return {

@@ -159,6 +159,12 @@ def norm_words(shape: Shape) -> list[str]:
     return [HALO if at == dim else fixed(size) for at, size in enumerate(shape) if at > 1]
 
 
+def mean_words(shape: Shape) -> list[str] | None:
+    """The words of the dimensions of space of a mean over all of them; None where it cannot be cut."""
+    dim = cut_dim(shape) if len(shape) > 3 else None
+    return None if dim is None else [f"{HALO}+" if at == dim else fixed(size) for at, size in enumerate(shape) if at > 1]
+
+
 def most_ranks(node: Node, shapes: tuple[Shape, ...]) -> int:
     """Ranks whose shards are as large as the halo."""
     found = halo_of(node, shapes)
@@ -208,6 +214,9 @@ FUNCTIONS: dict[str, tuple[NamedFunction, ...]] = {
     **{f"aten.{kind}_pool{n}d": _exchanging(f"ap.{kind}_pool_halo") for n in (1, 2, 3) for kind in ("max", "avg")},
     **{f"aten.upsample_{kind}{n}d": _exchanging("ap.interpolate_halo") for n, kind in ((1, "linear"), (2, "bilinear"),
                                                                                        (3, "trilinear"))},
+    **{op: (NamedFunction(f"{HALO}", "ap.mean_space"),) for op in ("aten.mean", "aten.mean.dim")},
+    **{f"aten.{form}adaptive_avg_pool{n}d": (NamedFunction(f"{HALO}", "ap.adaptive_avg_pool_space"),)
+       for n in (2, 3) for form in ("", "_")},
     "aten.group_norm": _summing("ap.group_norm_space"),
     "aten.instance_norm": _summing("ap.instance_norm_space"),
 }  # fmt: skip

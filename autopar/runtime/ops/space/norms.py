@@ -1,11 +1,13 @@
-"""Norms over images that are sharded along a dimension of space: statistics are sums over the axis."""
+"""Norms and means of images that are sharded along a dimension of space: statistics are sums over the axis."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ...compat import all_reduce, apply, wait_tensor
 from ...device.axis import AxisHandle
@@ -77,3 +79,13 @@ def instance_norm_space(
 ) -> torch.Tensor:  # fmt: skip
     """``F.instance_norm`` of ``x[n, c, ...]`` without running statistics, sharded along `dim`."""
     return apply(_GroupNorm, axis, x.shape[1], epsilon, x, weight, bias)  # type: ignore[no-any-return]
+
+
+def mean_space(x: torch.Tensor, dims: Sequence[int], keepdim: bool = False, *, dim: int, axis: AxisHandle) -> torch.Tensor:
+    """The summand of this rank of ``x.mean(dims, keepdim)`` of images that are sharded along `dim`."""
+    return x.mean(tuple(dims), keepdim) / axis.size
+
+
+def adaptive_avg_pool_space(x: torch.Tensor, size: Sequence[int], *, dim: int, axis: AxisHandle) -> torch.Tensor:
+    """The summand of this rank of an adaptive mean to one pixel of ``x[n, c, ...]``, sharded along `dim`."""
+    return (F.adaptive_avg_pool2d if x.dim() == 4 else F.adaptive_avg_pool3d)(x, tuple(size)) / axis.size

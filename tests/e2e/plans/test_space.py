@@ -1,0 +1,56 @@
+"""Images that are cut along a dimension of space: programs equal one process, on real ranks, in float64."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from support.harness.comparison import differences
+from support.harness.end_to_end import Prepared, reference
+from support.harness.rank_pool import RankPool
+from support.harness.run_program import train_pipelines, train_programs
+from support.models.images import IMAGES, case
+from support.plans.space_pins import space_pins
+
+from autopar.capture import capture
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.ir.plan import Precision
+from autopar.program.build import program_text
+from autopar.solve.result import PlanResult
+from autopar.solve.search import search
+from autopar.solve.space.options import SearchOptions
+
+
+@cache
+def prepared(name: str) -> Prepared:
+    model, batch = case(name)
+    graph = capture(model, (), batch)
+    needed = graph.parameters()
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    state = {key: tensor.detach().clone() for key, tensor in tensors if key in needed}
+    return Prepared(name, graph, state, batch, reference(model, batch, False))
+
+
+def cut(name: str, force: dict[str, int]) -> PlanResult:
+    """The best plan that cuts whatever can be cut along space."""
+    graph = prepared(name).graph
+    pins = space_pins(graph, force["tp"])
+    options = SearchOptions(batch=2, precision=Precision("float64", "float64"), force={"pp": 1, **force}, pins=pins)
+    world = force["tp"] * force.get("dp", 1) * force.get("pp", 1)
+    return search(graph, Cluster.parse(f"local:{world}"), options)
+
+
+FORCES = {"tp=4": {"tp": 4, "dp": 1}, "dp=2,tp=2": {"dp": 2, "tp": 2}}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_equals_one_process(name: str, ranks: RankPool) -> None:
+    model, texts = prepared(name), []
+    for force in FORCES.values():
+        texts.append(program_text(model.graph, cut(name, force).candidate))
+        assert "convolution_halo(" in texts[-1]
+    found = ranks.run(train_programs, [(text, model.state, model.batch) for text in texts], timeout=300)
+    for rank in (0, 3):
+        for force, outcome in zip(FORCES, found[rank], strict=True):
+            wrong = differences(outcome, model.expected, 1e-9)
+            assert not wrong, f"{name}, {force}, rank {rank}: {wrong[:5]}"
