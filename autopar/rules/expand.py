@@ -62,9 +62,7 @@ def block_strategies(
     return out
 
 
-def _enough_on_each(
-    strategy: AxisStrategy, node: Node, values: Mapping[str, Value], rule: Rule | None, axis_size: int
-) -> bool:
+def _enough_on_each(strategy: AxisStrategy, node: Node, values: Mapping[str, Value], rule: Rule | None, axis_size: int) -> bool:
     """Whether the strategy's function can run on an axis of this size."""
     function = next((item for item in rule.functions if item.name == strategy.function), None) if rule else None
     if function is None or function.most_ranks is None:

@@ -12,8 +12,7 @@ from autopar.rules.table.space import norm_words, space_words
 
 
 def convolution_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
-    """``conv1d conv2d conv3d convolution``: batch, input channels (summed), output channels; with groups, the groups; a dimension of
-    space."""
+    """``conv1d conv2d conv3d convolution``: batch, input channels (summed), output channels; with groups, the groups; space."""
     general = node.op == "aten.convolution"
     if general and argument(node, 6, "transposed", False):
         return transposed_convolution_rule(node, shapes)

@@ -27,7 +27,7 @@ def space_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
 
 
 def mean_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
-    """``aten.mean.dim(x, dims, ...)``: all but the reduced dimensions; of the mean of an image ``[n, c, ...]`` one of space too."""
+    """``aten.mean.dim(x, dims, ...)``: all but the reduced dimensions; of the mean of an image one of these too."""
     rank = len(shapes[0])
     dims = dims_argument(node, 1, "dim", rank)
     plain = node.op == "aten.mean.dim" and not node.kwargs and len(node.args) < 4

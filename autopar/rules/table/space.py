@@ -1,9 +1,9 @@
-"""Images that are cut along one dimension of space: the lines and named functions of convolutions, pooling, interpolation and norms
-whose operands are ``[n, c, ...]``.
+"""Images ``[n, c, ...]`` that are cut along one dimension of space: words and named functions of convolutions, pooling,
+interpolation and norms.
 
 Of an image the longest dimension of space may be cut (the first of equal ones), so that all operations of a network agree. The
-result must be `stride` times shorter (or longer), so that shards of both match: ``(h 2) -> h``. Where every result row reads rows
-of its own shard only (kernel and stride are equal), the factor is ``y`` and the local operation is the same. Else it is ``h``, and
+result must be `stride` times shorter (or longer), so that shards of both match: ``(h 2) -> h``. Where result rows read rows of
+their own shard only (kernel and stride are equal), the factor is ``y`` and the local operation is the same. Else it is ``h``, and
 a named function gets `before` and `after` rows from the neighbours: a halo, which is no larger than their shards.
 """
 

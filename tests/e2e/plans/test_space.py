@@ -8,7 +8,7 @@ import pytest
 from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, reference
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import train_pipelines, train_programs
+from support.harness.run_program import train_programs
 from support.models.images import IMAGES, case
 from support.plans.space_pins import space_pins
 

@@ -1,4 +1,4 @@
-"""Operations on images that are cut along a dimension of space equal those on whole images, on real ranks: results and gradients."""
+"""Operations on images that are cut along space equal those on whole images, on real ranks: results and gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.harness.rank_pool import RankPool
-from support.models.operation_examples import build
+from support.models.operation_examples import build, t
 from support.models.operations.space_examples import space_operations
 from support.oracles.simulate_ranks import argument, run_node
 from torch import Tensor
@@ -23,7 +23,6 @@ from autopar.runtime import collectives as C
 from autopar.runtime.device.mesh import MeshHandle
 
 CASES = space_operations()
-NEVER = ("aten.avg_pool2d-False-False", "aten.max_pool2d-True", "aten.upsample_bilinear2d.vec-True")
 
 
 def cut(block: Block, size: int) -> AxisStrategy | None:
@@ -95,7 +94,6 @@ def test_equal_to_whole_images(world: int, ranks: RankPool) -> None:
 
 
 def test_a_halo_is_not_larger_than_a_shard() -> None:
-    block, _ = build("aten.conv2d", (CASES[0][1][0].__class__((1, 2, 64, 64), "float64"),
-                                     CASES[0][1][0].__class__((2, 2, 9, 9), "float64"), None, (1, 1), (16, 16), (4, 4)), {})  # fmt: skip
+    block, _ = build("aten.conv2d", (t(1, 2, 64, 64), t(2, 2, 9, 9), None, (1, 1), (16, 16), (4, 4)), {})
     assert cut(block, 4) is not None
     assert cut(block, 8) is None

@@ -18,7 +18,9 @@ def space_pins(graph: Graph, size: int) -> dict[str, str]:
             block, size, batch_axis=False, batch_is_symbolic=graph.batch_is_symbolic, registry=default_registry()
         )
         for node in block.nodes:
-            places = {str(each.results[0]) for each in offered[node.name] if each.factor in (HALO, OWN) and _space(each.results[0])}
+            places = {
+                str(each.results[0]) for each in offered[node.name] if each.factor in (HALO, OWN) and _space(each.results[0])
+            }
             found.setdefault(node.name, set()).update(places or {""})
     return {name: text for name, (text, *more) in ((n, sorted(found[n])) for n in found) if text and not more}
 

@@ -1,5 +1,5 @@
-"""Convolutions of images that are sharded along dimension `dim`: halo exchange, then the local convolution without padding in that
-dimension. Weights are whole on every rank, and their gradients are partial sums."""
+"""Convolutions of images that are sharded along dimension `dim`: halo exchange, then the local convolution.
+Weights are whole on every rank, and their gradients are partial sums."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ class _Convolution(torch.autograd.Function):
         rows = halo.exchange(x)
         ctx.halo, ctx.options, ctx.has_bias = halo, (stride, padding, dilation, groups), bias is not None
         ctx.save_for_backward(x, weight, *rows)
-        return torch.convolution(
-            halo.padded(x, rows), weight, bias, stride, padding, dilation, False, [0] * len(stride), groups
-        )
+        return torch.convolution(halo.padded(x, rows), weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -14,10 +14,11 @@ import torch
 from ...compat import all_to_all_rows, apply, wait_tensor
 from ...device.axis import AxisHandle
 
+
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """`before` and `after` rows of dimension `dim` beside the shard of rank `coordinate` of `size`; `fill` is what lies beyond the
-    image (None: its outermost row once more)."""
+    """`before` and `after` rows of dimension `dim` beside the shard of rank `coordinate` of `size`; `fill` lies beyond
+    the image (None: its outermost row once more)."""
 
     dim: int
     before: int
@@ -77,7 +78,7 @@ class Halo:
     def _swap(
         self, up: torch.Tensor, down: torch.Tensor, from_above: int, from_below: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Sends `up` to the rank before and `down` to the one after, and receives so many rows from each (None: there is none)."""
+        """Sends `up` to the rank before and `down` to the one after; the rows received from each (None: there is none)."""
         shape = list(up.shape)
         row = up.numel() // up.shape[self.dim] if up.shape[self.dim] else down.numel() // max(1, down.shape[self.dim])
         send, receive = [0] * self.size, [0] * self.size

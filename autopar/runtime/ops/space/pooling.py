@@ -31,7 +31,7 @@ def max_pool_halo(
 def avg_pool_halo(
     x: torch.Tensor, kernel: Sizes, stride: Sizes = (), padding: Sizes = 0, *, dim: int, axis: AxisHandle
 ) -> torch.Tensor:
-    """``avg_pool1d`` to ``3d`` of ``x[n, c, ...]``, padding counted, sharded along `dim` into shards that the stride divides."""
+    """``avg_pool1d`` to ``3d`` of ``x[n, c, ...]``, sharded along `dim` into shards that the stride divides."""
     count, at = x.dim() - 2, dim - 2
     kernel, padding = each(kernel, count), each(padding, count)
     stride = each(stride, count) or kernel
