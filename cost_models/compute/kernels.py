@@ -72,7 +72,7 @@ def product_seconds(device: Device, dtype: str, count: int, m: int, n: int, k: i
 
 
 def group_flops_per_second(device: Device, dtype: str, product: tuple[int, int, int, int] | None) -> float:
-    """The rate of convolutions. With groups each is a small product of its own (`flops.group_product`): in tiles, or on the vector
+    """The rate of convolutions. With groups each is a small product (`flops.group_product`): in tiles, or on the vector
     units (at the rate of float32), whichever is faster."""
     rate = device.product_flops_per_second(dtype)
     if product is None:

@@ -41,9 +41,10 @@ def cut_dim(shape: Shape) -> int | None:
 def numbers(arg: Arg, count: int, default: int) -> list[int] | None:
     """An argument as one number for each dimension of space; None where it is none."""
     listed = (default,) if arg is None or arg == () else arg if isinstance(arg, tuple) else (arg,)
-    if len(listed) not in (1, count) or any(not isinstance(item, int) or isinstance(item, bool) for item in listed):
+    out = [item for item in listed if isinstance(item, int) and not isinstance(item, bool)]
+    if len(listed) not in (1, count) or len(out) < len(listed):
         return None
-    return list(listed) * (count if len(listed) == 1 else 1)  # type: ignore[arg-type]
+    return out * (count if len(out) == 1 else 1)
 
 
 def convolution_halo(node: Node, shapes: tuple[Shape, ...], dim: int) -> Halo | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, reference
+from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
 from support.models.images import IMAGES, case
@@ -15,7 +17,9 @@ from support.plans.space_pins import space_pins
 from autopar.capture import capture
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.plan import Precision
+from autopar.passes.lower import lower
 from autopar.program.build import program_text
+from autopar.program.export import export_program
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
@@ -54,3 +58,26 @@ def test_equals_one_process(name: str, ranks: RankPool) -> None:
         for force, outcome in zip(FORCES, found[rank], strict=True):
             wrong = differences(outcome, model.expected, 1e-9)
             assert not wrong, f"{name}, {force}, rank {rank}: {wrong[:5]}"
+
+
+def test_exported_folder_equals_one_process(tmp_path: Path, ranks: RankPool) -> None:
+    model = prepared("wave")
+    lowered = lower(model.graph, cut("wave", FORCES["dp=2,tp=2"]).candidate)
+    folder = export_program(lowered, "{}", tmp_path / "out", weights=model.state, batch=model.batch)
+    ended = launch(ranks, folder / "train.py", 4, "--steps", "1", without="autopar")
+    assert not any(each.status for each in ended), ended
+    (loss,) = [float(line.split()[-1]) for line in ended[0].stdout.splitlines() if line.startswith("step ")]
+    assert loss == pytest.approx(model.expected.loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["wave", pytest.param("volume", marks=pytest.mark.slow)])
+def test_pipelines_equal_one_process(name: str, ranks: RankPool) -> None:
+    """Two stages of two ranks that cut along space, two micro-batches of one example."""
+    model = prepared(name)
+    found = cut(name, {"dp": 1, "tp": 2, "pp": 2})
+    assert found.candidate.pipeline.stages == 2 and found.candidate.micro_batches == 2
+    text = program_text(found.graph, found.candidate)
+    assert "convolution_halo(" in text
+    for (outcome,) in ranks.run(train_programs, [(text, model.state, model.batch)], timeout=300):
+        wrong = differences(outcome, model.expected, 1e-9)
+        assert not wrong, wrong[:5]

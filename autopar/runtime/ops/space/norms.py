@@ -86,6 +86,7 @@ def mean_space(x: torch.Tensor, dims: Sequence[int], keepdim: bool = False, *, d
     return x.mean(tuple(dims), keepdim) / axis.size
 
 
-def adaptive_avg_pool_space(x: torch.Tensor, size: Sequence[int], *, dim: int, axis: AxisHandle) -> torch.Tensor:
+def adaptive_avg_pool_space(x: torch.Tensor, ones: Sequence[int], *, dim: int, axis: AxisHandle) -> torch.Tensor:
     """The summand of this rank of an adaptive mean to one pixel of ``x[n, c, ...]``, sharded along `dim`."""
-    return (F.adaptive_avg_pool2d if x.dim() == 4 else F.adaptive_avg_pool3d)(x, tuple(size)) / axis.size
+    whole = F.adaptive_avg_pool2d if x.dim() == 4 else F.adaptive_avg_pool3d
+    return whole(x, ones[0]) / axis.size

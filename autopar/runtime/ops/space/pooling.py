@@ -43,8 +43,8 @@ def interpolate_halo(
     x: torch.Tensor, size: Sequence[int] | None, align_corners: bool, scales: Sequence[float] | None = None, *, dim: int,
     axis: AxisHandle,
 ) -> torch.Tensor:  # fmt: skip
-    """``upsample_linear1d``, ``bilinear2d`` or ``trilinear3d`` of ``x[n, c, ...]``, sharded along `dim`, which becomes a whole
-    number of times as long; `size` is that of this rank. Beyond the image its outermost row is repeated, as the operation does."""
+    """``upsample_linear1d``, ``bilinear2d``, ``trilinear3d`` of ``x[n, c, ...]``, sharded along `dim`, which becomes a whole
+    number of times as long; `size` is that of this rank. Beyond the image its outermost row is repeated, as in the operation."""
     assert not align_corners
     at, rows = dim - 2, x.shape[dim]
     times = round(scales[at]) if size is None and scales is not None else size[at] // rows  # type: ignore[index]
