@@ -81,7 +81,7 @@ def test_a_padded_copy_is_there_while_it_runs() -> None:
      ((8, 512, 64, 64), (512, 256, 3, 3), 2)],
 )  # fmt: skip
 def test_groups_are_near_their_roofline(image: tuple[int, ...], kernel: tuple[int, ...], groups: int) -> None:
-    """At the rates that the device reaches: wide groups on tensor cores; of a few channels on vector units, or as memory streams."""
+    """At the rates that the device reaches: wide groups on tensor cores, narrow ones on vector units or as memory streams."""
     block, device = convolution(image, kernel, kernel[2] // 2, groups), CLUSTER.device
     known = profile(block.nodes[0], block.values(), 1)
     assert known.forward_flops == 2 * prod(image) * prod(kernel[1:])
