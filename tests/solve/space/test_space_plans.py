@@ -30,14 +30,18 @@ def functions(candidate: Candidate) -> Counter[str]:
     return Counter(each.function for plan in candidate.blocks for each in plan.nodes if each.function)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_fewer_large_images_than_devices(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("batch", "depth"), [(1, 1), *(pytest.param(batch, 2, marks=pytest.mark.slow) for batch in (1, 2))])
+def test_fewer_large_images_than_devices(batch: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nearly all convolutions are cut, and the step is much shorter than what channels alone allow."""
-    cluster, options = Cluster.parse("dgx-h100:1"), SearchOptions(batch=batch, precision=Precision("bfloat16", "float32"))
-    graph = unet(batch, 1024)
+    precision, force = Precision("bfloat16", "float32"), {"pp": 1, "tp": 8 // batch}
+    cluster, options = (
+        Cluster.parse("dgx-h100:1"),
+        SearchOptions(batch=batch, precision=precision, force=force if depth == 1 else {}),
+    )
+    graph = unet(batch, 1024, depth=depth)
     found = search(graph, cluster, options)
     kinds = functions(found.candidate)
-    assert kinds["ap.convolution_halo"] >= 8, kinds
+    assert kinds["ap.convolution_halo"] >= 4 * depth, kinds
     monkeypatch.setattr(space, "SMALLEST", 2**62)
     without = search(graph, cluster, options)
     assert not functions(without.candidate)
@@ -55,7 +59,7 @@ def strategies(graph: Graph) -> int:
 
 def test_a_cut_adds_one_strategy_to_a_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below 64 x 64 pixels none, so that classifiers are planned as before."""
-    large, small = unet(8, 512), unet(8, 60)
+    large, small = unet(8, 512, depth=1), unet(8, 60, depth=1)
     counts = strategies(large), strategies(small)
     monkeypatch.setattr(space, "SMALLEST", 2**62)
     before = strategies(large), strategies(small)

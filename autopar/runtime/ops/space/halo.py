@@ -79,6 +79,8 @@ class Halo:
         self, up: torch.Tensor, down: torch.Tensor, from_above: int, from_below: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Sends `up` to the rank before and `down` to the one after; the rows received from each (None: there is none)."""
+        if self.size == 1:
+            return None, None
         shape = list(up.shape)
         row = up.numel() // up.shape[self.dim] if up.shape[self.dim] else down.numel() // max(1, down.shape[self.dim])
         send, receive = [0] * self.size, [0] * self.size
