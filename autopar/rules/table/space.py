@@ -109,7 +109,7 @@ def interpolation_halo(node: Node, shapes: tuple[Shape, ...], dim: int) -> Halo 
     nearest = "nearest" in node.op
     scales = argument(node, 2 if nearest else 3, "scale_factors")
     whole = isinstance(rows, int) and isinstance(result, int) and result % rows == 0
-    if not node.op.endswith(".vec") or not whole or (not nearest and argument(node, 2, "align_corners", False) is not False):
+    if not node.op.endswith(".vec") or not whole:
         return None
     if argument(node, 1, "output_size") is None and (
         not isinstance(scales, tuple) or scales[dim - 2] * rows != result  # type: ignore[operator]

@@ -45,11 +45,27 @@ def interpolate_halo(
 ) -> torch.Tensor:  # fmt: skip
     """``upsample_linear1d``, ``bilinear2d``, ``trilinear3d`` of ``x[n, c, ...]``, sharded along `dim`, which becomes a whole
     number of times as long; `size` is that of this rank. Beyond the image its outermost row is repeated, as in the operation."""
-    assert not align_corners
-    at, rows = dim - 2, x.shape[dim]
-    times = round(scales[at]) if size is None and scales is not None else size[at] // rows  # type: ignore[index]
-    larger = None if size is None else without(list(size), at, times * (rows + 2))
-    factors = list(scales) if size is None and scales is not None else None
+    at, rows, mode = dim - 2, x.shape[dim], _LINEAR[x.dim() - 3]
     whole = with_halo(x, Halo.on(axis, dim, 1, 1, None))
-    out = F.interpolate(whole, size=larger, scale_factor=factors, mode=_LINEAR[x.dim() - 3], align_corners=False)
+    if align_corners:
+        larger = list(size or [int(length * scale) for length, scale in zip(x.shape[2:], scales or (), strict=True)])
+        others = F.interpolate(whole, size=without(larger, at, rows + 2), mode=mode, align_corners=True)
+        return _aligned_rows(others, rows, larger[at], dim, axis)
+    times = round(scales[at]) if size is None and scales is not None else size[at] // rows  # type: ignore[index]
+    given = None if size is None else without(list(size), at, times * (rows + 2))
+    factors = list(scales) if size is None and scales is not None else None
+    out = F.interpolate(whole, size=given, scale_factor=factors, mode=mode, align_corners=False)
     return out.narrow(dim, times, times * rows)
+
+
+def _aligned_rows(x: torch.Tensor, rows: int, wanted: int, dim: int, axis: AxisHandle) -> torch.Tensor:
+    """`wanted` rows of this rank between its `rows` rows and one on either side, corners of the whole image aligned. Row `o` of
+    the image lies at ``o (total - 1) / (result - 1)``, between rows that this rank has; computed as the operation does."""
+    exact = torch.float64 if x.dtype is torch.float64 else torch.float32
+    total, result, first = rows * axis.size, wanted * axis.size, axis.coordinate * rows - 1
+    scale = torch.tensor(total - 1, dtype=exact) / (result - 1)
+    at = torch.arange(axis.coordinate * wanted, (axis.coordinate + 1) * wanted, device=x.device).to(exact) * scale.to(x.device)
+    below = at.long().clamp_max(total - 1)
+    share = (at - below).view(-1, *[1] * (x.dim() - 1 - dim))
+    one, two = (x.index_select(dim, index - first).to(exact) for index in (below, (below + 1).clamp_max(total - 1)))
+    return (one * (1 - share) + two * share).to(x.dtype)

@@ -63,6 +63,9 @@ def _others() -> Iterator[Example]:
     yield "aten.upsample_bilinear2d.vec", (image(2), (192, 100), False, None), {}
     yield "aten.upsample_bilinear2d.vec", (image(2), None, False, (4.0, 1.5)), {}
     yield "aten.upsample_bilinear2d.vec", (image(2), (128, 128), True, None), {}
+    yield "aten.upsample_bilinear2d.vec", (image(2), (192, 100), True, None), {}
+    yield "aten.upsample_trilinear3d.vec", (image(3), None, True, (2.0, 2.0, 1.5)), {}
+    yield "aten.upsample_bilinear2d.vec", (image(2), (100, 100), False, None), {}
     for dims in (1, 2, 3):
         yield "aten.group_norm", (image(dims), 2, t(4), t(4), 1e-5, False), {}
     yield "aten.group_norm", (image(2), 4), {}
