@@ -47,7 +47,10 @@ def cut(name: str, force: dict[str, int]) -> PlanResult:
 FORCES = {"tp=4": {"tp": 4, "dp": 1}, "dp=2,tp=2": {"dp": 2, "tp": 2}}
 
 
-@pytest.mark.parametrize("name", IMAGES)
+SLOW = ("deep unet", "volume")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in IMAGES])
 def test_equals_one_process(name: str, ranks: RankPool) -> None:
     model, texts = prepared(name), []
     for force in FORCES.values():

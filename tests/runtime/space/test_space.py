@@ -73,7 +73,7 @@ def on_rank(indices: list[int], world: int) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_equal_to_whole_images(world: int, ranks: RankPool) -> None:
     able = [index for index in range(len(CASES)) if cut(example(index)[0], world) is not None]
     refused = [CASES[index][0] for index in range(len(CASES)) if index not in able]

@@ -96,7 +96,8 @@ def _labelled(*size: int) -> Batch:
 
 
 IMAGES: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
-    "unet": (UNet, lambda: _labelled(128, 128)),
+    "unet": (lambda: UNet(depth=1), lambda: _labelled(64, 64)),
+    "deep unet": (UNet, lambda: _labelled(128, 128)),
     "segmentation": (Segmentation, lambda: _labelled(256, 320)),
     "volume": (Volume, lambda: {"x": torch.randn(2, 1, 32, 16, 16), "y": torch.randn(2, 1, 32, 16, 16)}),
     "wave": (Wave, lambda: {"x": torch.randn(2, 1, 32768), "y": torch.randn(2, 1, 32768)}),
