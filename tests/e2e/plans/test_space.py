@@ -10,8 +10,8 @@ from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, reference
 from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import train_programs
-from support.models.images import IMAGES, case
+from support.harness.run_program import train_programs, train_steps
+from support.models.operations.images import IMAGES, case
 from support.plans.space_pins import space_pins
 
 from autopar.capture import capture
@@ -84,3 +84,13 @@ def test_pipelines_equal_one_process(name: str, ranks: RankPool) -> None:
     for (outcome,) in ranks.run(train_programs, [(text, model.state, model.batch)], timeout=300):
         wrong = differences(outcome, model.expected, 1e-9)
         assert not wrong, wrong[:5]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_equal_one_process(ranks: RankPool) -> None:
+    model = prepared("wave")
+    text = program_text(model.graph, cut("wave", FORCES["dp=2,tp=2"]).candidate)
+    (found,) = ranks.run(train_steps, [(text, model.state, model.batch, "inductor")], timeout=240)[0]
+    loss, gradients, _ = found
+    wrong = differences((loss, gradients, {}, {}), model.expected, 1e-9, parameters=False)
+    assert not wrong, wrong[:5]

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from support.models.images import UNet
+from support.models.operations.images import UNet
 
 from autopar.capture import capture
 from autopar.cost_models.hardware.cluster import Cluster

@@ -74,11 +74,11 @@ def group_norm_space(
 
 
 def instance_norm_space(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: None, variance: None, batch: bool,
-    momentum: float, epsilon: float, cudnn: bool = False, *, dim: int, axis: AxisHandle,
-) -> torch.Tensor:  # fmt: skip
-    """``F.instance_norm`` of ``x[n, c, ...]`` without running statistics, sharded along `dim`."""
-    return apply(_GroupNorm, axis, x.shape[1], epsilon, x, weight, bias)  # type: ignore[no-any-return]
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *options: Any, dim: int, axis: AxisHandle
+) -> torch.Tensor:
+    """``F.instance_norm`` of ``x[n, c, ...]`` without running statistics, sharded along `dim`; `options` are the operation's
+    other arguments, of which the fifth is epsilon."""
+    return apply(_GroupNorm, axis, x.shape[1], options[4], x, weight, bias)  # type: ignore[no-any-return]
 
 
 def mean_space(x: torch.Tensor, dims: Sequence[int], keepdim: bool = False, *, dim: int, axis: AxisHandle) -> torch.Tensor:
