@@ -2,8 +2,8 @@
 interpolation and norms.
 
 Of an image the longest dimension of space may be cut (the first of equal ones), so that all operations of a network agree. The
-result must be `stride` times shorter (or longer), so that shards of both match: ``(h 2) -> h``. Where result rows read rows of
-their own shard only (kernel and stride are equal), the factor is ``y`` and the local operation is the same. Else it is ``h``, and
+result must be `stride` times shorter (or longer), so that shards of both match: ``(row 2) -> row``. Where result rows read rows of
+their own shard only (kernel and stride are equal), the factor is ``row`` and the local operation is the same. Else it is ``halo``, and
 a named function gets `before` and `after` rows from the neighbours: a halo, which is no larger than their shards.
 """
 
@@ -20,8 +20,8 @@ from autopar.rules.strategy import OperationCollective
 SMALLEST = 4096
 """Pixels of an image below which it is not cut: its activations are small, and a rank's part would be mostly halo."""
 
-OWN, HALO = "y", "h"
-"""The factor of the cut dimension: without and with rows from the neighbours."""
+OWN, HALO = "row", "halo"
+"""The factor of the cut dimension: without and with rows from the neighbours. No other line has a factor of these names."""
 
 PADDED = frozenset(("ap.convolution_halo", "ap.transposed_convolution_halo", "ap.max_pool_halo", "ap.avg_pool_halo",
                     "ap.interpolate_halo"))  # fmt: skip
@@ -215,8 +215,8 @@ FUNCTIONS: dict[str, tuple[NamedFunction, ...]] = {
     **{f"aten.{kind}_pool{n}d": _exchanging(f"ap.{kind}_pool_halo") for n in (1, 2, 3) for kind in ("max", "avg")},
     **{f"aten.upsample_{kind}{n}d": _exchanging("ap.interpolate_halo") for n, kind in ((1, "linear"), (2, "bilinear"),
                                                                                        (3, "trilinear"))},
-    **{op: (NamedFunction(f"{HALO}", "ap.mean_space"),) for op in ("aten.mean", "aten.mean.dim")},
-    **{f"aten.{form}adaptive_avg_pool{n}d": (NamedFunction(f"{HALO}", "ap.adaptive_avg_pool_space"),)
+    **{op: (NamedFunction(HALO, "ap.mean_space"),) for op in ("aten.mean", "aten.mean.dim")},
+    **{f"aten.{form}adaptive_avg_pool{n}d": (NamedFunction(HALO, "ap.adaptive_avg_pool_space"),)
        for n in (2, 3) for form in ("", "_")},
     "aten.group_norm": _summing("ap.group_norm_space"),
     "aten.instance_norm": _summing("ap.instance_norm_space"),

@@ -19,6 +19,7 @@ from autopar.ir.placement import Invariant, Replicate
 from autopar.ir.plan import NodePlan
 from autopar.rules.expand import block_strategies
 from autopar.rules.registry import default_registry
+from autopar.rules.table.space import HALO, OWN
 
 R, I = Replicate(), Invariant()  # noqa: E741
 CLUSTER, TP = Cluster.parse("dgx-h100:1"), mesh_of(dp=1, tp=8)
@@ -35,7 +36,7 @@ def convolution(image: tuple[int, ...], kernel: tuple[int, ...], padding: int, g
 def cut(block: Block) -> NodePlan:
     """Along space on the model axis."""
     found = block_strategies(block, 8, batch_axis=False, batch_is_symbolic=True, registry=default_registry())["out"]
-    each = next(item for item in found if item.factor in "hy")
+    each = next(item for item in found if item.factor in (HALO, OWN))
     operands, results = (tuple((I if place == R else R, place) for place in side) for side in (each.operands, each.results))
     return NodePlan("out", operands, results, ("redundant", each.factor), each.function)
 

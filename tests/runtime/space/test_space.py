@@ -97,3 +97,10 @@ def test_a_halo_is_not_larger_than_a_shard() -> None:
     block, _ = build("aten.conv2d", (t(1, 2, 64, 64), t(2, 2, 9, 9), None, (1, 1), (16, 16), (4, 4)), {})
     assert cut(block, 4) is not None
     assert cut(block, 8) is None
+
+
+def test_a_mean_of_many_dimensions_is_no_image() -> None:
+    """Dimension 7 is named ``h`` in the rule of reductions, as a cut dimension once was."""
+    block, _ = build("aten.mean.dim", (t(2, 2, 2, 2, 2, 2, 2, 4), (0,)), {})
+    found = block_strategies(block, 2, batch_axis=False, batch_is_symbolic=False, registry=default_registry())
+    assert not any(each.function for each in found[block.nodes[0].name])
