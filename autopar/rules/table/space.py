@@ -2,9 +2,9 @@
 interpolation and norms.
 
 Of an image the longest dimension of space may be cut (the first of equal ones), so that all operations of a network agree. The
-result must be `stride` times shorter (or longer), so that shards of both match: ``(row 2) -> row``. Where result rows read rows of
-their own shard only (kernel and stride are equal), the factor is ``row`` and the local operation is the same. Else it is ``halo``, and
-a named function gets `before` and `after` rows from the neighbours: a halo, which is no larger than their shards.
+result must be `stride` times shorter (or longer), so that shards of both match: ``(row 2) -> row``. Where results read rows of
+their own shard only (kernel and stride are equal), the factor is ``row`` and the local operation is the same. Else it is
+``halo``, and a named function gets `before` and `after` rows from the neighbours: a halo, which is no larger than their shards.
 """
 
 from __future__ import annotations
