@@ -24,6 +24,7 @@ from autopar.ir.placement import Placements, Shard, local_shape
 from autopar.ir.plan import NodePlan
 from autopar.passes.base import CONVERT, BlockState, Context
 from autopar.rules.localize import localize_args, scale_batch
+from autopar.rules.table.space import FUNCTIONS as SPACE_FUNCTIONS
 from autopar.rules.uneven_shards import require_whole_examples, with_uneven_sizes
 
 
@@ -48,6 +49,9 @@ def _by_axis(node: Node, axis: str) -> Node:
     return replace(node, kwargs=(*node.kwargs, ("axis", axis)))
 
 
+SPACE = 99
+"""Any dimension of an image ``[n, c, ...]`` but its first two; the call names it."""
+
 FUNCTIONS: dict[str, tuple[int, int, Callable[[Node, str], Node]]] = {
     "ap.embedding_sharded": (0, 0, _embedding),
     "ap.cross_entropy_sharded": (0, -1, _by_axis),
@@ -56,6 +60,7 @@ FUNCTIONS: dict[str, tuple[int, int, Callable[[Node, str], Node]]] = {
     "ap.attention_ring": (0, -2, _by_axis),
     "ap.attention_rows": (0, -2, _by_axis),
     "ap.attention_heads": (0, -3, _by_axis),
+    **dict.fromkeys((each.name for found in SPACE_FUNCTIONS.values() for each in found), (0, SPACE, _by_axis)),
 }
 """By function: the operand and the dimension of it that are sharded on its mesh axis, and how its arguments are written."""
 
@@ -64,16 +69,19 @@ def _function(node: Node, plan: NodePlan, ranks: tuple[int, ...], context: Conte
     """The node as a call of the plan's function, on the mesh axis that shards the operand which that function names."""
     operand, dim, write = FUNCTIONS.get(plan.function, (0, -1, _by_axis))
     rank, placements = ranks[operand], plan.operands[operand]
-    axes = [
-        name
+    axes = {
+        name: where.dim % rank
         for name, where, size in zip(context.mesh.names, placements, context.mesh.sizes, strict=True)
-        if isinstance(where, Shard) and where.dim % rank == dim % rank and size > 1
-    ]
+        if isinstance(where, Shard) and size > 1 and (where.dim % rank > 1 if dim == SPACE else where.dim % rank == dim % rank)
+    }
     if not axes:
         return node
     if len(axes) > 1:
         raise PlanError(f"{node.name}: {plan.function} runs on one axis, not on {' and '.join(axes)}; plan the model again")
-    return write(replace(node, op=plan.function), axes[0])
+    ((axis, sharded),) = axes.items()
+    if dim == SPACE:
+        node = replace(node, kwargs=(*node.kwargs, ("dim", sharded)))
+    return write(replace(node, op=plan.function), axis)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ _PRODUCTS = ("aten.linear", "ap.linear_float8", "ap.linear_kn")
 _ATTENTION = ("aten.scaled_dot_product_attention", "ap.attention")
 _LINEAR = {"n": "column", "k": "row"}
 _CONVOLUTION = "aten.conv"
-_CHANNELS = {"o": "output channels", "c": "input channels", "g": "groups of channels"}
+_CHANNELS = {"o": "output channels", "c": "input channels", "g": "groups of channels", "halo": "space", "row": "space"}
 _UNSHARDED = ("", "redundant", "pass")
 _NAMED = 3
 """Operations that are named where nothing else can be said of an axis."""

@@ -53,11 +53,21 @@ def block_strategies(
         found: dict[tuple[object, ...], AxisStrategy] = {}
         rule, fit = registry.rule(node.op), fitted.get(node.name)
         for strategy in _strategies(node, values, fit, chosen.get(node.name, []), rule):
+            if strategy.function and not _enough_on_each(strategy, node, values, rule, axis_size):
+                continue
             found.setdefault((strategy.operands, strategy.results, strategy.function), strategy)
         for strategy in joint_strategies(node, values, fit, rule, shardable) if rule is not None and rule.functions else ():
             found.setdefault((strategy.operands, strategy.results, strategy.function), strategy)
         out[node.name] = tuple(found.values())
     return out
+
+
+def _enough_on_each(strategy: AxisStrategy, node: Node, values: Mapping[str, Value], rule: Rule | None, axis_size: int) -> bool:
+    """Whether the strategy's function can run on an axis of this size."""
+    function = next((item for item in rule.functions if item.name == strategy.function), None) if rule else None
+    if function is None or function.most_ranks is None:
+        return True
+    return axis_size <= function.most_ranks(node, tuple(values[name].shape for name in node.operands()))
 
 
 def missing_rules(block: Block, registry: Registry) -> tuple[Node, ...]:

@@ -71,6 +71,8 @@ def _local_sizes(node: Node, result_shapes: Sequence[Shape], data_size: int) -> 
         local = _split(node, result_shapes, data_size)
     elif packet == "repeat_interleave" and "output_size" in dict(node.kwargs):
         local[len(node.args), "output_size"] = size_argument(result_shapes[0][_dim(_argument(node, 2, "dim", 0) or 0)])  # type: ignore[index]
+    elif packet.startswith("upsample") and isinstance(_argument(node, 1, "output_size", None), tuple):
+        local[1, "output_size"] = _numbers(result_shapes[0][2:])
     elif packet in _GROUPS_AT:
         local = _groups(node, result_shapes[0], _GROUPS_AT[packet])
     return local

@@ -60,6 +60,9 @@ class NamedFunction:
     """Whether no other axis may shard the dimensions that this one shards."""
     imbalance: Callable[[Node, tuple[Shape, ...], int], float] | None = None
 
+    most_ranks: Callable[[Node, tuple[Shape, ...]], int] | None = None
+    """On how many ranks it can run at most (None: on any number): a halo is no larger than a neighbour's shard."""
+
     def fits(self, node: Node, shapes: tuple[Shape, ...]) -> bool:
         """Whether the function can compute the node."""
         return self.applies is None or self.applies(node, shapes)

@@ -15,7 +15,8 @@ PASS = "pass"
 class OperationCollective:
     """A collective inside of a named function, on the function's axis. `shape` is the global shape of the tensor that it moves.
 
-    `kind` is ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``; `backward`: it runs in the backward.
+    `kind` is ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``point_to_point`` (a message to a neighbour,
+    of `shape`); `backward`: it runs in the backward.
     `group` is the number of neighbours on the axis that communicate with each other (0: all). With `tokens`, ranks of other axes
     that shard the tokens are neighbours too. `copies` of a token to ranks of one node are sent once.
     `operand` is the operand that it moves: other axes divide the bytes where they shard that operand (-1: where they shard any).

@@ -23,26 +23,37 @@ from .ops.functions import (
 )
 from .ops.opaque import opaque
 from .ops.ring_attention import attention_ring
+from .ops.space.convolution import convolution_halo, transposed_convolution_halo
+from .ops.space.norms import adaptive_avg_pool_space, group_norm_space, instance_norm_space, mean_space
+from .ops.space.pooling import avg_pool_halo, interpolate_halo, max_pool_halo
 
 __all__ = [
     "PendingConversion",
+    "adaptive_avg_pool_space",
     "attention",
     "attention_dropout",
     "attention_heads",
     "attention_ring",
     "attention_rows",
+    "avg_pool_halo",
     "constant",
     "convert",
     "convert_many",
+    "convolution_halo",
     "count_valid",
     "cross_entropy_sharded",
     "cross_entropy_sum",
     "dropout",
     "embedding_sharded",
     "expert_capacity",
+    "group_norm_space",
     "histogram",
+    "instance_norm_space",
+    "interpolate_halo",
     "linear_kn",
     "local_mean",
+    "max_pool_halo",
+    "mean_space",
     "moe_experts",
     "moe_experts_dispatched",
     "moe_experts_owned",
@@ -51,5 +62,6 @@ __all__ = [
     "opaque",
     "random",
     "start",
+    "transposed_convolution_halo",
     "wait",
 ]

@@ -71,6 +71,15 @@ def product_seconds(device: Device, dtype: str, count: int, m: int, n: int, k: i
     return 2.0 * count * m * n * k / (rate * product_efficiency(count, m, n, k, device.multiprocessors))
 
 
+def group_flops_per_second(device: Device, dtype: str, product: tuple[int, int, int, int] | None) -> float:
+    """The rate of convolutions. With groups each is a small product (`flops.group_product`): in tiles, or on the vector
+    units (at the rate of float32), whichever is faster."""
+    rate = device.product_flops_per_second(dtype)
+    if product is None:
+        return rate
+    return max(rate * product_efficiency(*product, device.multiprocessors), min(rate, device.product_flops_per_second("float32")))
+
+
 def attention_seconds(device: Device, dtype: str, flops: float, queries: int, head: int, backward: bool) -> float:
     """``FLOPs / (peak x fraction x efficiency)``; on a CPU without the shape's share."""
     rate = device.peak_flops_per_second(dtype) * device.attention_fraction

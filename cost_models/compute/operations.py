@@ -10,6 +10,7 @@ from autopar.cost_models.compute.experts import ExpertsCost
 from autopar.cost_models.compute.kernels import (
     TRANSCENDENTAL_BACKWARD,
     attention_seconds,
+    group_flops_per_second,
     operation_seconds,
     product_dtype,
     product_seconds,
@@ -30,6 +31,7 @@ from autopar.cost_models.tensors.flops import (
     TRANSCENDENTAL,
     VIEWS,
     Sizes,
+    group_product,
     packet,
 )
 from autopar.cost_models.tensors.saved_tensors import SavedTensors, saved_tensors
@@ -39,6 +41,7 @@ from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, Shard
 from autopar.ir.plan import NodePlan
+from autopar.rules.table.space import PADDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class Profile:
     kernels: launches (forward, backward).
     matrix: shapes of a matrix product or of attention (None: the operation streams).
     transcendental_elements: elements of a transcendental function.
+    group_product: of a convolution with groups, see `flops.group_product`.
     """
 
     forward_flops: float
@@ -96,6 +100,7 @@ class Profile:
     matrix: ProductShapes | None = None
     experts: ExpertsCost | None = None
     transcendental_elements: float = 0.0
+    group_product: tuple[int, int, int, int] | None = None
 
 
 def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
@@ -140,6 +145,7 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
         matrix=_matrix(op, a, out),
         experts=_experts_cost(node, a, operands[0].dtype) if op in EXPERTS else None,
         transcendental_elements=float(prod(a[0])) if op in TRANSCENDENTAL and a else 0.0,
+        group_product=group_product(node, a, out),
     )
 
 
@@ -265,7 +271,7 @@ def _computing(
     if not flops[0]:
         return 0.0, 0.0
     if known.matrix is None:
-        rate = device.product_flops_per_second(known.dtype)
+        rate = group_flops_per_second(device, known.dtype, known.group_product)
         return flops[0] / rate, flops[1] / rate
     left = local_shape(known.matrix.left, plan.operands[known.matrix.index], axis_sizes)
     if known.attention:
@@ -309,6 +315,8 @@ def node_cost(
     if not plan.function:
         none = (0.0,) * len(mesh.sizes)
         return NodeCost(*seconds, none, none)
+    if plan.function in PADDED:
+        seconds = *_with_padded_copies(known, plan, mesh.sizes, cluster.device, seconds[:2]), *seconds[2:]
     imbalance = work_imbalance(node, values, plan, mesh)
     forward, backward = imbalance * seconds[0], imbalance * seconds[1]
     work = work_shards(plan.operands, plan.results, mesh.sizes)
@@ -316,6 +324,15 @@ def node_cost(
     if busiest != 1.0:
         exposed = tuple(tuple(busiest * each for each in side) for side in exposed)  # type: ignore[assignment]
     return NodeCost(forward, backward, *seconds[2:], *exposed)
+
+
+def _with_padded_copies(
+    known: Profile, plan: NodePlan, axis_sizes: Sequence[int], device: Device, seconds: tuple[float, float]
+) -> tuple[float, float]:
+    """The forward copies the shard of an image beside the neighbours' rows; the backward does so again, and copies its
+    gradient."""
+    copy = streaming_seconds(device, 2 * known.operand_bytes[0] / shard_count(plan.operands[0], axis_sizes))
+    return seconds[0] + copy, seconds[1] + 2 * copy * (known.backward_operands[0] > 0)
 
 
 def expert_imbalance(known: Profile, plan: NodePlan, axis_sizes: Sequence[int], cluster: Cluster) -> float:

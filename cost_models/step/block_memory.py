@@ -17,6 +17,7 @@ from autopar.cost_models.tensors.flops import VIEWS, packet
 from autopar.ir.graph import Graph
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
 from autopar.rules.conversions import axis_conversion, changed_axis
+from autopar.rules.table.space import PADDED
 
 OFFLOAD_WINDOW = 2.0
 """Calls whose offloaded tensors are on the device: the one that runs, and the one whose copy is under way."""
@@ -44,12 +45,18 @@ def backward_working_bytes(costs: BlockCosts, plan: NodePlan) -> float:
         if costs.values[name].differentiable:
             sizes.append(costs.value_bytes(name, placements))
     ratio = 0.0 if plan.function in IN_PLACE_BACKWARD else saved.backward_workspace_ratio
-    return sum(sizes) + ratio * _largest_bytes(costs, plan) if sizes else 0.0
+    return sum(sizes) + ratio * _largest_bytes(costs, plan) + _padded_bytes(costs, plan) if sizes else 0.0
 
 
 def forward_workspace_bytes(costs: BlockCosts, plan: NodePlan) -> float:
     """What the forward of a node holds until it ends, beside operands, results and saved tensors."""
-    return costs.saved[plan.node].forward_workspace_ratio * _largest_bytes(costs, plan)
+    return costs.saved[plan.node].forward_workspace_ratio * _largest_bytes(costs, plan) + _padded_bytes(costs, plan)
+
+
+def _padded_bytes(costs: BlockCosts, plan: NodePlan) -> float:
+    """The copy of an image's shard beside the rows of its neighbours."""
+    node = costs.nodes[plan.node]
+    return costs.value_bytes(node.operands()[0], plan.operands[0]) if plan.function in PADDED else 0.0
 
 
 def _largest_bytes(costs: BlockCosts, plan: NodePlan) -> float:

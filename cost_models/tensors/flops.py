@@ -77,6 +77,19 @@ def _convolution(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
     return 2.0 * prod(a[0] if transposed else out[0]) * prod(a[1][1:])
 
 
+def group_product(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> tuple[int, int, int, int] | None:
+    """The matrix products of a convolution with groups: how many, and rows (pixels), columns and inner dimension of each; None of
+    other operations."""
+    if not packet(node.op).startswith("aten.conv") or len(a) < 2 or len(a[0]) != len(a[1]):
+        return None
+    groups = argument(node, 8 if packet(node.op) == "aten.convolution" else 6, "groups", 1)
+    assert isinstance(groups, int)
+    if groups == 1:
+        return None
+    result = out[0]
+    return groups, result[0] * prod(result[2:]), result[1] // groups, a[0][1] // groups * prod(a[1][2:])
+
+
 def _attention(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
     """Two products, scores and values: ``2 b n s t (d + e)``; causal: half of them (FlashAttention-2, arXiv 2307.08691); with a
     window those pairs of positions that it allows.
@@ -131,7 +144,9 @@ FLOPS: Mapping[str, Callable[[Node, Sequence[Sizes], Sequence[Sizes]], float]] =
     "aten.conv1d": _convolution,
     "aten.conv2d": _convolution,
     "aten.conv3d": _convolution,
+    "aten.conv_transpose1d": _convolution,
     "aten.conv_transpose2d": _convolution,
+    "aten.conv_transpose3d": _convolution,
     "aten.scaled_dot_product_attention": _attention,
     "ap.attention": _attention,
     "ap.context_attention": _attention,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from autopar.ir.placement import Invariant
 from autopar.rules.rule import Derive, NamedFunction, Rule
-from autopar.rules.table import attention, compute, experts, opaque, pointwise, views
-from autopar.rules.table.images import IMAGES
+from autopar.rules.table import attention, compute, experts, opaque, pointwise, space, views
+from autopar.rules.table.images import IMAGES, mean_rule
 from autopar.rules.table.transforms import DISTANCES, TRANSFORMS
 
 WHOLE = """linspace logspace eye tril_indices triu_indices as_strided _pdist_forward masked_scatter affine_grid_generator
@@ -38,7 +38,11 @@ FUNCTIONS = {
     "ap.cross_entropy_sum": NamedFunction("v", "ap.cross_entropy_sharded", Invariant(), compute.cross_entropy_collectives),
 }
 
-SEVERAL = {**dict.fromkeys(attention.OPERATIONS, attention.FUNCTIONS), "ap.moe_experts": experts.FUNCTIONS}
+SEVERAL = {
+    **dict.fromkeys(attention.OPERATIONS, attention.FUNCTIONS),
+    "ap.moe_experts": experts.FUNCTIONS,
+    **space.FUNCTIONS,
+}
 
 DERIVED: dict[str, Derive] = {
     **IMAGES,
@@ -62,16 +66,8 @@ DERIVED: dict[str, Derive] = {
     "aten.native_layer_norm": compute.layer_norm_rule,
     "aten.rms_norm": compute.layer_norm_rule,
     "aten.group_norm": compute.group_norm_rule,
-    "aten.max_pool1d": compute.leading_dims_rule_1d,
-    "aten.avg_pool1d": compute.leading_dims_rule_1d,
     "aten.adaptive_avg_pool1d": compute.leading_dims_rule_1d,
-    "aten.max_pool2d": compute.leading_dims_rule_2d,
     "aten.max_pool2d_with_indices": compute.leading_dims_rule_2d,
-    "aten.avg_pool2d": compute.leading_dims_rule_2d,
-    "aten.adaptive_avg_pool2d": compute.leading_dims_rule_2d,
-    "aten._adaptive_avg_pool2d": compute.leading_dims_rule_2d,
-    "aten.upsample_nearest2d": compute.leading_dims_rule_2d,
-    "aten.upsample_bilinear2d": compute.leading_dims_rule_2d,
     "aten.upsample_bicubic2d": compute.leading_dims_rule_2d,
     "aten.tril": compute.leading_dims_rule_2d,
     "aten.triu": compute.leading_dims_rule_2d,
@@ -170,6 +166,7 @@ def table() -> dict[str, Rule]:
         "ap.local_mean": pointwise.local_mean_rule,
     }
     lines |= {f"aten.{name}": pointwise.reduce_whole_rule for name in WHOLE_REDUCTIONS.split()}
+    lines["aten.mean"] = mean_rule
     lines |= {f"aten.{name}": pointwise.factory_rule for name in FACTORIES.split()}
     lines |= {op: lines[".".join(op.split(".")[:2])] for op in LINEAR}
     return {

@@ -8,10 +8,11 @@ from autopar.rules.notation.line_text import fixed, letter, line_text
 from autopar.rules.rule import Derive, DerivedLine, argument
 from autopar.rules.strategy import OperationCollective
 from autopar.rules.table.pointwise import elementwise_rule
+from autopar.rules.table.space import norm_words, space_words
 
 
 def convolution_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
-    """``conv1d conv2d conv3d convolution``: batch, input channels (summed), output channels; with groups, the groups."""
+    """``conv1d conv2d conv3d convolution``: batch, input channels (summed), output channels; with groups, the groups; space."""
     general = node.op == "aten.convolution"
     if general and argument(node, 6, "transposed", False):
         return transposed_convolution_rule(node, shapes)
@@ -32,11 +33,12 @@ def _convolution(node: Node, shapes: tuple[Shape, ...], channels: tuple[str, lis
     assert isinstance(groups, int)
     result = node.outputs[0].shape
     batch = ["n"] if len(shapes[0]) == len(shapes[1]) else []
-    x = [*batch, channels[0], *map(fixed, shapes[0][len(batch) + 1 :])]
+    spaces = space_words(node, shapes) if batch else [list(map(fixed, shape[1:])) for shape in (shapes[0], result)]
+    x = [*batch, channels[0], *spaces[0]]
     weight = [*channels[1], *map(fixed, shapes[1][2:])]
     bias = [[channels[2]] for _ in shapes[2:]]
     known = () if groups == 1 else (("g", groups),)
-    return DerivedLine(line_text([x, weight, *bias], [[*batch, channels[2], *map(fixed, result[len(batch) + 1 :])]]), known)
+    return DerivedLine(line_text([x, weight, *bias], [[*batch, channels[2], *spaces[1]]]), known)
 
 
 def layer_norm_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
@@ -58,10 +60,10 @@ def first_dims(count: int, node: Node, shapes: tuple[Shape, ...]) -> DerivedLine
 
 
 def group_norm_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
-    """``aten.group_norm(x, groups, w, b)``: the batch and the groups of channels."""
+    """``aten.group_norm(x, groups, w, b)``: the batch, the groups of channels, and a dimension of space."""
     groups = node.args[1]
     assert isinstance(groups, int)
-    x = ["n", "(g c!)", *map(fixed, shapes[0][2:])]
+    x = ["n", "(g c!)", *norm_words(shapes[0])]
     return DerivedLine(line_text([x, *(["(g c!)"] for _ in shapes[1:])], [x]), (("g", groups),))
 
 
