@@ -23,7 +23,7 @@ from autopar.capture.tracing.experts import experts_as_operator
 from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
 from autopar.capture.tracing.guards import custom_functions, refuse_complex, refuse_hooks
-from autopar.capture.tracing.hints import masks_are_not_read
+from autopar.capture.tracing.hints import masks_are_not_read, moves_are_none
 from autopar.capture.tracing.indices import ListIndices
 from autopar.capture.tracing.join_layers import join_layers
 from autopar.capture.tracing.outline import outline
@@ -147,6 +147,7 @@ def trace(
                 stack.enter_context(flex_as_operations())
                 stack.enter_context(ListIndices())
                 stack.enter_context(masks_are_not_read())
+                stack.enter_context(moves_are_none())
                 stack.enter_context(experts_as_operator(clone.module))
                 if short and not stack.enter_context(outline(clone.module)):
                     continue
