@@ -42,7 +42,8 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             return tensor if parts is None else tensor.to(parts)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return model._apply(convert)
+    model._apply(convert)
+    return model
 
 
 def _closes_over_itself(model: nn.Module) -> bool:
@@ -82,9 +83,7 @@ def _is_set(cell: Any) -> bool:
 
 def _snapshot(model: nn.Module) -> Callable[[], None]:
     """Gives what puts parameters, buffers, gradients and plain attributes back."""
-    tensors = [
-        (tensor, tensor.data, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())
-    ]
+    tensors = [(tensor, tensor.data, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     containers = [
@@ -97,9 +96,9 @@ def _snapshot(model: nn.Module) -> Callable[[], None]:
         for now, kept in attributes:
             now.clear()
             now.update(kept)
-        for container, kept in containers:
+        for container, held in containers:
             container.clear()
-            container.extend(kept) if isinstance(container, list) else container.update(kept)
+            container.extend(held) if isinstance(container, list) else container.update(held)
         for tensor, data, values in tensors:
             tensor.data = data
             with torch.no_grad():

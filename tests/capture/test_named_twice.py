@@ -1,4 +1,4 @@
-"""What modules do with their own parameters in a forward: name them twice, move them to where they are, leave a layer unread."""
+"""What modules do with their own tensors in a forward: name parameters twice, move them, read constants, leave a layer unread."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from support.oracles.interpret_graph import loss_and_gradients
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.errors import CaptureError
 
 
 class NamedTwice(nn.Module):
@@ -38,7 +39,42 @@ class Moves(nn.Module):
         return self.expert.to(x.device)(x).square().sum()
 
 
-@pytest.mark.parametrize("model_class", [NamedTwice, Moves])
+class KnownValues(nn.Module):
+    """Reads, in Python, what no input decides: as solvers of differential equations and fields of labels do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = torch.linspace(0, 1, 5, dtype=x.dtype)
+        steps = times[1:] - times[:-1]
+        assert (steps > 0).all()
+        steps[0] = 2 * steps[1]
+        written = times.clone().fill_(3.0)
+        for step in steps:
+            x = x + step * self.inner(x).tanh() * written[0]
+        mask = torch.ones_like(x, dtype=torch.uint8)
+        if not mask[0].all():
+            x = x * 100
+        return torch.where(mask[:, :1], x, -x).square().sum() * int(times.sum())
+
+
+class ReadsWhatItWrote(nn.Module):
+    """What an input was written into is known no longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flag = torch.zeros(1, dtype=x.dtype)
+        view = flag[:1]
+        flag += x.sum()
+        return self.inner(x).sum() * (2 if view > 0 else 3)
+
+
+@pytest.mark.parametrize("model_class", [NamedTwice, Moves, KnownValues])
 def test_the_model_is_captured_as_it_runs(model_class: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = model_class().double(), torch.randn(6, 4).double()
@@ -53,6 +89,11 @@ def test_the_model_is_captured_as_it_runs(model_class: type[nn.Module]) -> None:
     assert gradients.keys() == {name for name, _ in model.named_parameters()}
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, msg=name)
+
+
+def test_what_an_input_decides_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"test_named_twice.py:\d+.*depends on the data of a tensor"):
+        capture(ReadsWhatItWrote(), (torch.randn(6, 4),))
 
 
 class Deeper(nn.Module):

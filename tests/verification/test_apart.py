@@ -1,4 +1,4 @@
-"""The reference of `verify` is a run of its own, also of models that copies do not stand for; what is noise in it is taken for noise."""
+"""The reference of `verify`: a run of its own, also of models that copies do not stand for; what is noise, and what is lifted."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopar.verification.apart import apart, in_dtype
 from autopar.verification.differences import compare
+from autopar.verification.lift import lifting
 
 
 class Closes(nn.Module):
@@ -50,6 +51,25 @@ def test_a_run_of_its_own(make: type[nn.Module]) -> None:
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert getattr(model, "calls", 0) == 0 and not getattr(model, "seen", ())
     model(x)
+
+
+class OldConstant(nn.Module):
+    """Scales by the root of a constant in float32, whatever the model is in (TabNet)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) * torch.sqrt(torch.FloatTensor([0.3]))).sum()
+
+
+def test_constants_that_no_dtype_made_are_lifted() -> None:
+    model = OldConstant().double()
+    with lifting():
+        lifted = model(torch.ones(2, 4).double())
+    expected = model.inner(torch.ones(2, 4).double()).sum() * torch.tensor(0.3).double().sqrt()
+    torch.testing.assert_close(lifted, expected, rtol=1e-14, atol=0)
 
 
 def test_a_plain_model_is_copied() -> None:

@@ -28,7 +28,7 @@ def masks_are_not_read() -> Iterator[None]:
 
 
 @contextmanager
-def moves_are_none() -> Iterator[None]:
+def to_the_same_device() -> Iterator[None]:
     """``submodule.to(device)`` in a forward, where it is there already: torch would swap parameters that are being traced."""
     before = nn.Module.to
 
@@ -39,7 +39,7 @@ def moves_are_none() -> Iterator[None]:
             return self
         return before(self, *args, **kwargs)
 
-    nn.Module.to = to  # type: ignore[method-assign]
+    nn.Module.to = to  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

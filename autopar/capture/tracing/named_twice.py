@@ -3,7 +3,7 @@ registered ones only, so these containers read from there."""
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,12 +42,12 @@ class _LiveDict(dict[Any, Any]):
         return getattr(*self.homes[key]) if key in self.homes else super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        return self[key] if key in self else default  # noqa: SIM401 (it is what get is)
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> Any:
         return {key: self[key] for key in self}.values()
 
-    def items(self) -> ItemsView[Any, Any]:
+    def items(self) -> Any:
         return {key: self[key] for key in self}.items()
 
 

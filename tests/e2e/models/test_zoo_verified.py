@@ -1,4 +1,4 @@
-"""`autopar verify` of both zoos: the models written after papers and those of packages from the index; in training and evaluation."""
+"""`autopar verify` of both zoos, the models written after papers and those of the package index, in training and evaluation."""
 
 from __future__ import annotations
 

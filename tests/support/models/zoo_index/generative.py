@@ -138,7 +138,12 @@ class Gan(nn.Module):
         from pytorchcv.models.common.conv import conv3x3_block
 
         self.make = nn.Sequential(nn.ConvTranspose2d(4, 8, 4), nn.ReLU(), nn.ConvTranspose2d(8, 3, 4, 2, 1), nn.Tanh())
-        self.judge = nn.Sequential(conv3x3_block(in_channels=3, out_channels=8, stride=2), conv3x3_block(in_channels=8, out_channels=8, stride=2), nn.Flatten(), nn.Linear(32, 1))
+        self.judge = nn.Sequential(
+            conv3x3_block(in_channels=3, out_channels=8, stride=2),
+            conv3x3_block(in_channels=8, out_channels=8, stride=2),
+            nn.Flatten(),
+            nn.Linear(32, 1),
+        )
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         false = self.make(z)
@@ -151,22 +156,39 @@ def generative_models() -> dict[str, IndexSpecimen]:
     n = torch.randn
     return {
         "ddpm_unet": IndexSpecimen(
-            "denoising_diffusion_pytorch", "diffusion", "2006.11239", lambda: FittedPair(_unet(), F.mse_loss),
+            "denoising_diffusion_pytorch",
+            "diffusion",
+            "2006.11239",
+            lambda: FittedPair(_unet(), F.mse_loss),
             lambda b: {"x": n(b, 3, 8, 8), "z": torch.randint(0, 10, (b,)), "y": n(b, 3, 8, 8)},
         ),
-        "ddpm": IndexSpecimen("denoising_diffusion_pytorch", "diffusion", "2006.11239", Denoiser, lambda b: {"x": torch.rand(b, 3, 8, 8)}),
-        "ddpm_1d": IndexSpecimen("denoising_diffusion_pytorch", "diffusion", "2006.11239", Denoiser1d, lambda b: {"x": torch.rand(b, 4, 8)}),
+        "ddpm": IndexSpecimen(
+            "denoising_diffusion_pytorch", "diffusion", "2006.11239", Denoiser, lambda b: {"x": torch.rand(b, 3, 8, 8)}
+        ),
+        "ddpm_1d": IndexSpecimen(
+            "denoising_diffusion_pytorch", "diffusion", "2006.11239", Denoiser1d, lambda b: {"x": torch.rand(b, 4, 8)}
+        ),
         "siren": IndexSpecimen("siren_pytorch", "fields", "2006.09661", squares(_siren), regression((2,), (3,))),
         "glom": IndexSpecimen("glom_pytorch", "images", "2102.12627", squares(_glom), regression((3, 8, 8), (4, 2, 16))),
         "slot_attention": IndexSpecimen("slot_attention", "sets", "2006.15055", Slots, lambda b: {"x": n(b, 6, 16)}),
-        "vector_quantize": IndexSpecimen("vector_quantize_pytorch", "autoencoders", "1711.00937", Quantized, lambda b: {"x": n(b, 4, 8)}),
-        "finite_scalars": IndexSpecimen("vector_quantize_pytorch", "autoencoders", "2309.15505", FiniteScalars, lambda b: {"x": n(b, 4, 8)}),
-        "mae": IndexSpecimen("vit_pytorch", "self-supervision", "2111.06377", lambda: MaskedImages("MAE"), lambda b: {"x": n(b, 3, 8, 8)}),
-        "sim_mim": IndexSpecimen("vit_pytorch", "self-supervision", "2111.09886", lambda: MaskedImages("SimMIM"), lambda b: {"x": n(b, 3, 8, 8)}),
+        "vector_quantize": IndexSpecimen(
+            "vector_quantize_pytorch", "autoencoders", "1711.00937", Quantized, lambda b: {"x": n(b, 4, 8)}
+        ),
+        "finite_scalars": IndexSpecimen(
+            "vector_quantize_pytorch", "autoencoders", "2309.15505", FiniteScalars, lambda b: {"x": n(b, 4, 8)}
+        ),
+        "mae": IndexSpecimen(
+            "vit_pytorch", "self-supervision", "2111.06377", lambda: MaskedImages("MAE"), lambda b: {"x": n(b, 3, 8, 8)}
+        ),
+        "sim_mim": IndexSpecimen(
+            "vit_pytorch", "self-supervision", "2111.09886", lambda: MaskedImages("SimMIM"), lambda b: {"x": n(b, 3, 8, 8)}
+        ),
         "triplets": IndexSpecimen(
-            "pytorch_metric_learning", "siamese", "1503.03832", Siamese,
+            "pytorch_metric_learning",
+            "siamese",
+            "1503.03832",
+            Siamese,
             lambda b: {"x": n(b, 8), "z": n(b, 8), "y": torch.arange(b)},
         ),
         "gan": IndexSpecimen("pytorchcv", "GANs", "1406.2661", Gan, lambda b: {"x": n(b, 3, 8, 8), "z": n(b, 4, 1, 1)}),
-    }  # fmt: skip
-
+    }

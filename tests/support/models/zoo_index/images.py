@@ -99,7 +99,9 @@ def _smp(name: str, **options: Any) -> Any:
 def _unet() -> Any:
     from unet import UNet2D
 
-    return UNet2D(in_channels=3, out_classes=4, num_encoding_blocks=3, out_channels_first_layer=8, padding=1, normalization="batch")
+    return UNet2D(
+        in_channels=3, out_classes=4, num_encoding_blocks=3, out_channels_first_layer=8, padding=1, normalization="batch"
+    )
 
 
 def _centernet() -> Any:

@@ -42,7 +42,9 @@ def _linformer() -> Any:
 def _performer() -> Any:
     from performer_pytorch import PerformerLM
 
-    return PerformerLM(num_tokens=32, max_seq_len=16, dim=32, depth=1, heads=4, dim_head=8, nb_features=16, feature_redraw_interval=None)
+    return PerformerLM(
+        num_tokens=32, max_seq_len=16, dim=32, depth=1, heads=4, dim_head=8, nb_features=16, feature_redraw_interval=None
+    )
 
 
 def _reformer() -> Any:
@@ -56,14 +58,18 @@ def _reformer() -> Any:
 def _local() -> Any:
     from local_attention import LocalTransformer
 
-    return LocalTransformer(num_tokens=32, dim=32, depth=2, max_seq_len=16, local_attn_window_size=4, heads=4, dim_head=8, causal=True)
+    return LocalTransformer(
+        num_tokens=32, dim=32, depth=2, max_seq_len=16, local_attn_window_size=4, heads=4, dim_head=8, causal=True
+    )
 
 
 def _nystrom() -> Any:
     from nystrom_attention import Nystromformer
 
     return nn.Sequential(
-        nn.Embedding(32, 32), Nystromformer(dim=32, dim_head=8, heads=4, depth=1, num_landmarks=4, pinv_iterations=3), nn.Linear(32, 32)
+        nn.Embedding(32, 32),
+        Nystromformer(dim=32, dim_head=8, heads=4, depth=1, num_landmarks=4, pinv_iterations=3),
+        nn.Linear(32, 32),
     )
 
 
@@ -162,7 +168,8 @@ def _quartznet() -> Any:
     from pytorchcv.models.jasper import Jasper
 
     return Jasper(
-        channels=[8, 8, 8], kernel_sizes=[3, 3, 1], bn_eps=1e-3, dropout_rates=[0.0, 0.0, 0.0], repeat=1, use_dw=True, use_dr=False,
+        channels=[8, 8, 8], kernel_sizes=[3, 3, 1], bn_eps=1e-3, dropout_rates=[0.0, 0.0, 0.0], repeat=1, use_dw=True,
+        use_dr=False,
         from_audio=False, return_text=False, in_channels=8, num_classes=6,
     )  # fmt: skip
 
@@ -183,24 +190,38 @@ def sequence_models() -> dict[str, IndexSpecimen]:
         "performer": IndexSpecimen("performer_pytorch", "language", "2009.14794", lambda: Fitted(_performer(), words), tokens()),
         "reformer": IndexSpecimen("reformer_pytorch", "language", "2001.04451", lambda: Fitted(_reformer(), words), tokens()),
         "local_attention": IndexSpecimen("local_attention", "language", "2003.05997", lambda: Fitted(_local(), words), tokens()),
-        "nystromformer": IndexSpecimen("nystrom_attention", "language", "2102.03902", lambda: Fitted(_nystrom(), words), tokens()),
+        "nystromformer": IndexSpecimen(
+            "nystrom_attention", "language", "2102.03902", lambda: Fitted(_nystrom(), words), tokens()
+        ),
         "g_mlp": IndexSpecimen("g_mlp_pytorch", "language", "2105.08050", lambda: Fitted(_g_mlp(), words), tokens()),
-        "crf": IndexSpecimen("torchcrf", "language", "1603.01360", Tagger, lambda b: {"x": r(0, 32, (b, 6)), "y": r(0, 5, (b, 6))}),
+        "crf": IndexSpecimen(
+            "torchcrf", "language", "1603.01360", Tagger, lambda b: {"x": r(0, 32, (b, 6)), "y": r(0, 5, (b, 6))}
+        ),
         "perceiver": IndexSpecimen(
-            "perceiver_pytorch", "sets", "2103.03206", lambda: Fitted(_perceiver(), F.cross_entropy),
+            "perceiver_pytorch",
+            "sets",
+            "2103.03206",
+            lambda: Fitted(_perceiver(), F.cross_entropy),
             lambda b: {"x": n(b, 12, 3), "y": r(0, 8, (b,))},
         ),
         "soft_moe": IndexSpecimen("soft_moe_pytorch", "sets", "2308.00951", squares(_soft_moe), regression((16, 16), (16, 16))),
         "mamba": IndexSpecimen("mambapy", "state spaces", "2312.00752", lambda: Fitted(_mamba(), words), tokens(8)),
         "conformer": IndexSpecimen("conformer", "speech", "2005.08100", squares(_conformer), regression((12, 16), (12, 16))),
         "quartznet": IndexSpecimen(
-            "pytorchcv", "speech", "1910.10261", lambda: FittedPair(_quartznet(), first(words)),
+            "pytorchcv",
+            "speech",
+            "1910.10261",
+            lambda: FittedPair(_quartznet(), first(F.cross_entropy)),
             lambda b: {"x": n(b, 8, 16), "z": torch.full((b,), 16), "y": r(0, 6, (b, 8))},
         ),
         "tcn": IndexSpecimen("pytorch_tcn", "time series", "1803.01271", squares(_tcn), regression((4, 16), (8, 16))),
         "i_transformer": IndexSpecimen("iTransformer", "time series", "2310.06625", Forecaster, regression((16, 4), (4, 4))),
-        "ltc": IndexSpecimen("ncps", "recurrent", "2006.04439", lambda: Fitted(_ltc(), first(F.mse_loss)), regression((5, 4), (5, 2))),
-        "cfc": IndexSpecimen("ncps", "recurrent", "2106.13898", lambda: Fitted(_cfc(), first(F.mse_loss)), regression((5, 4), (5, 2))),
+        "ltc": IndexSpecimen(
+            "ncps", "recurrent", "2006.04439", lambda: Fitted(_ltc(), first(F.mse_loss)), regression((5, 4), (5, 2))
+        ),
+        "cfc": IndexSpecimen(
+            "ncps", "recurrent", "2106.13898", lambda: Fitted(_cfc(), first(F.mse_loss)), regression((5, 4), (5, 2))
+        ),
         "neural_ode": IndexSpecimen("torchdiffeq", "time series", "1806.07366", squares(NeuralOde), regression((4,), (4,))),
         "fno": IndexSpecimen("neuralop", "operators", "2010.08895", squares(_fno), regression((1, 8, 8), (1, 8, 8))),
-    }  # fmt: skip
+    }

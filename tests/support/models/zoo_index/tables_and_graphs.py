@@ -23,7 +23,16 @@ def _tabnet() -> Any:
     from pytorch_tabnet.tab_network import TabNet
 
     return TabNet(
-        8, 4, n_d=4, n_a=4, n_steps=2, cat_idxs=[], cat_dims=[], cat_emb_dim=1, virtual_batch_size=64, group_attention_matrix=torch.eye(8)
+        8,
+        4,
+        n_d=4,
+        n_a=4,
+        n_steps=2,
+        cat_idxs=[],
+        cat_dims=[],
+        cat_emb_dim=1,
+        virtual_batch_size=64,
+        group_attention_matrix=torch.eye(8),
     )
 
 
@@ -39,16 +48,15 @@ def _ft_transformer() -> Any:
 def _tabular_resnet() -> Any:
     from rtdl_revisiting_models import ResNet
 
-    return ResNet(
-        d_in=8, d_out=4, n_blocks=2, d_block=16, d_hidden=None, d_hidden_multiplier=2.0, dropout1=0.0, dropout2=0.0
-    )
+    return ResNet(d_in=8, d_out=4, n_blocks=2, d_block=16, d_hidden=None, d_hidden_multiplier=2.0, dropout1=0.0, dropout2=0.0)
 
 
 def _periodic() -> Any:
     from rtdl_num_embeddings import PeriodicEmbeddings
 
     return nn.Sequential(
-        PeriodicEmbeddings(8, 4, n_frequencies=4, frequency_init_scale=0.1, lite=False), nn.Flatten(), nn.Linear(32, 16), nn.ReLU(),
+        PeriodicEmbeddings(8, 4, n_frequencies=4, frequency_init_scale=0.1, lite=False),
+        nn.Flatten(), nn.Linear(32, 16), nn.ReLU(),
         nn.Linear(16, 4),
     )  # fmt: skip
 
@@ -57,7 +65,15 @@ def _tab_transformer() -> Any:
     from tab_transformer_pytorch import TabTransformer
 
     return TabTransformer(
-        categories=(5, 5, 5), num_continuous=4, dim=16, depth=2, heads=4, dim_head=4, dim_out=3, mlp_hidden_mults=(2, 1), mlp_act=nn.ReLU()
+        categories=(5, 5, 5),
+        num_continuous=4,
+        dim=16,
+        depth=2,
+        heads=4,
+        dim_head=4,
+        dim_out=3,
+        mlp_hidden_mults=(2, 1),
+        mlp_act=nn.ReLU(),
     )
 
 
@@ -119,7 +135,9 @@ def _graph(b: int) -> dict[str, Tensor]:
 def _structure() -> Any:
     from invariant_point_attention import IPABlock
 
-    return IPABlock(dim=16, heads=2, scalar_key_dim=4, scalar_value_dim=4, point_key_dim=2, point_value_dim=2, require_pairwise_repr=False)
+    return IPABlock(
+        dim=16, heads=2, scalar_key_dim=4, scalar_value_dim=4, point_key_dim=2, point_value_dim=2, require_pairwise_repr=False
+    )
 
 
 class Structure(nn.Module):
@@ -150,21 +168,34 @@ def table_models() -> dict[str, IndexSpecimen]:
             "torchfm", "recommendation", "1708.05123", fm("dcn", "DeepCrossNetworkModel", 8, 2, (16,), 0.0), clicks()
         ),
         "auto_int": IndexSpecimen(
-            "torchfm", "recommendation", "1810.11921",
-            fm("afi", "AutomaticFeatureInteractionModel", 8, 2, 2, (16,), (0.0, 0.0)), clicks(),
+            "torchfm",
+            "recommendation",
+            "1810.11921",
+            fm("afi", "AutomaticFeatureInteractionModel", 8, 2, 2, (16,), (0.0, 0.0)),
+            clicks(),
         ),
         "x_deep_fm": IndexSpecimen(
-            "torchfm", "recommendation", "1803.05170",
-            fm("xdfm", "ExtremeDeepFactorizationMachineModel", 8, (16,), 0.0, (8, 8), split_half=False), clicks(),
+            "torchfm",
+            "recommendation",
+            "1803.05170",
+            fm("xdfm", "ExtremeDeepFactorizationMachineModel", 8, (16,), 0.0, (8, 8), split_half=False),
+            clicks(),
         ),
         "product_net": IndexSpecimen(
-            "torchfm", "recommendation", "1611.00144", fm("pnn", "ProductNeuralNetworkModel", 8, (16,), 0.0, method="inner"), clicks()
+            "torchfm",
+            "recommendation",
+            "1611.00144",
+            fm("pnn", "ProductNeuralNetworkModel", 8, (16,), 0.0, method="inner"),
+            clicks(),
         ),
         "tab_net": IndexSpecimen(
             "pytorch_tabnet", "tabular", "1908.07442", lambda: Fitted(_tabnet(), first(F.cross_entropy)), table
         ),
         "ft_transformer": IndexSpecimen(
-            "rtdl_revisiting_models", "tabular", "2106.11959", lambda: FittedPair(_ft_transformer(), F.cross_entropy),
+            "rtdl_revisiting_models",
+            "tabular",
+            "2106.11959",
+            lambda: FittedPair(_ft_transformer(), F.cross_entropy),
             lambda b: {"x": n(b, 4), "z": r(0, 5, (b, 2)), "y": r(0, 3, (b,))},
         ),
         "tabular_resnet": IndexSpecimen(
@@ -174,7 +205,10 @@ def table_models() -> dict[str, IndexSpecimen]:
             "rtdl_num_embeddings", "tabular", "2203.05556", lambda: Fitted(_periodic(), F.cross_entropy), table
         ),
         "tab_transformer": IndexSpecimen(
-            "tab_transformer_pytorch", "tabular", "2012.06678", lambda: FittedPair(_tab_transformer(), F.cross_entropy),
+            "tab_transformer_pytorch",
+            "tabular",
+            "2012.06678",
+            lambda: FittedPair(_tab_transformer(), F.cross_entropy),
             lambda b: {"x": r(0, 5, (b, 3)), "z": n(b, 4), "y": r(0, 3, (b,))},
         ),
         "egnn": IndexSpecimen(
@@ -185,11 +219,16 @@ def table_models() -> dict[str, IndexSpecimen]:
         "gat": IndexSpecimen("torch_geometric", "graphs", "1710.10903", lambda: NodeClassifier("GAT"), _graph),
         "gin": IndexSpecimen("torch_geometric", "graphs", "1810.00826", lambda: NodeClassifier("GIN"), _graph),
         "structure": IndexSpecimen(
-            "invariant_point_attention", "molecules", "AlphaFold 2", Structure,
+            "invariant_point_attention",
+            "molecules",
+            "AlphaFold 2",
+            Structure,
             lambda b: {"x": n(b, 6, 16), "rotations": n(b, 6, 3, 3), "translations": n(b, 6, 3)},
         ),
-        "mlp_mixer": IndexSpecimen("mlp_mixer_pytorch", "images", "2105.01601", squares(_mixer), lambda b: {"x": n(b, 3, 8, 8), "y": n(b, 4)}),
-    }  # fmt: skip
+        "mlp_mixer": IndexSpecimen(
+            "mlp_mixer_pytorch", "images", "2105.01601", squares(_mixer), lambda b: {"x": n(b, 3, 8, 8), "y": n(b, 4)}
+        ),
+    }
 
 
 def _mixer() -> Any:
