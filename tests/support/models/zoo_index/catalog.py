@@ -45,9 +45,10 @@ def make(name: str, batch: int = 8, dtype: torch.dtype = torch.float32, seed: in
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = case.build().to(dtype)
+            model = case.build()
     finally:
         torch.set_default_dtype(before)
+    model = model.double() if dtype is torch.float64 else model  # complex parameters stay complex
     inputs = {key: x.to(dtype) if x.is_floating_point() else x for key, x in case.batch(batch).items()}
     return model, inputs
 
