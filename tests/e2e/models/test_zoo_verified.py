@@ -15,12 +15,11 @@ from torch import Tensor, nn
 WHOLE_BATCH = "needs %"
 REFUSED: Mapping[str, str] = {
     "reformer": "custom autograd.Function",
-    "crf": "depends on the data of a tensor",
     "unet": "depends on the data of a tensor",
-    "neural_ode": "depends on the data of a tensor",
     "gcn": "depends on the data of a tensor",
     "gat": "depends on the data of a tensor",
     "vector_quantize": "depends on the data of a tensor",
+    "tab_transformer": "depends on the data of a tensor",
     "triplets": "depends on the data of a tensor",
 }
 """Models of packages that capture refuses, with why; the line names file, line and remedy."""
