@@ -15,6 +15,7 @@ from torch import Tensor, nn
 WHOLE_BATCH = "needs %"
 REFUSED: Mapping[str, str] = {
     "reformer": "custom autograd.Function",
+    "fno": "is torch.complex64",
     "unet": "depends on the data of a tensor",
     "gcn": "depends on the data of a tensor",
     "gat": "depends on the data of a tensor",

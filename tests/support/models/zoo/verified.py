@@ -18,9 +18,11 @@ from support.harness.rank_pool import RankPool
 FORCES = ("dp=2,tp=2", "", "pp=2")
 REMEDY = re.compile(
     r"use torch.where|autopar.opaque|register_rule|plan without one|take fewer stages|force another degree|register_buffer|"
-    r"call it like|pass device|mend the model|leave it open"
+    r"call it like|keep it as pairs|pass device|mend the model|leave it open"
 )
-PLACE = re.compile(r"\.py:\d+|at [\w.]+ of \w+|module [\w.]+|\b\w+ has \d+ blocks|\w+ was captured at a batch of \d+")
+PLACE = re.compile(
+    r"\.py:\d+|at [\w.]+ of \w+|module [\w.]+|\b\w+ has \d+ blocks|\w+ was captured at a batch of \d+|[\w.]+ is torch\.complex"
+)
 
 
 def verdict(model: nn.Module, batch: Mapping[str, Tensor], force: str, ranks: RankPool) -> str:

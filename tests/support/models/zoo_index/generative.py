@@ -98,23 +98,6 @@ class FiniteScalars(nn.Module):
         return F.mse_loss(self.down(self.codes(self.up(x))[0]), x)
 
 
-class MaskedImages(nn.Module):
-    """A masked autoencoder of the package, which draws its masks."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        from vit_pytorch import MAE, ViT
-        from vit_pytorch.simmim import SimMIM
-
-        vit = ViT(image_size=8, patch_size=4, num_classes=4, dim=16, depth=1, heads=2, mlp_dim=16, dim_head=8)
-        options = {"decoder_dim": 16, "decoder_depth": 1, "decoder_heads": 2, "decoder_dim_head": 8} if name == "MAE" else {}
-        self.net = {"MAE": MAE, "SimMIM": SimMIM}[name](encoder=vit, masking_ratio=0.5, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.net(x)
-        return loss
-
-
 class Siamese(nn.Module):
     """One net for two views, and a loss of the package's metric learning."""
 
@@ -176,12 +159,6 @@ def generative_models() -> dict[str, IndexSpecimen]:
         ),
         "finite_scalars": IndexSpecimen(
             "vector_quantize_pytorch", "autoencoders", "2309.15505", FiniteScalars, lambda b: {"x": n(b, 4, 8)}
-        ),
-        "mae": IndexSpecimen(
-            "vit_pytorch", "self-supervision", "2111.06377", lambda: MaskedImages("MAE"), lambda b: {"x": n(b, 3, 8, 8)}
-        ),
-        "sim_mim": IndexSpecimen(
-            "vit_pytorch", "self-supervision", "2111.09886", lambda: MaskedImages("SimMIM"), lambda b: {"x": n(b, 3, 8, 8)}
         ),
         "triplets": IndexSpecimen(
             "pytorch_metric_learning",
