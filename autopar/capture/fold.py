@@ -170,6 +170,8 @@ def canonical_block(
     outputs = tuple(output for output in outputs if output in returned or output not in written)
     if flat.loss in graph_inputs:
         outputs = (*outputs, flat.loss)
+    if not outputs:  # a layer that only moves its running statistics: nothing reads what it returns
+        outputs = tuple(value.name for node in nodes for value in node.outputs if value.name not in written)[-1:]
     names: dict[str, str] = {}
     taken: set[str] = set()
 

@@ -86,10 +86,19 @@ def _relatives(reference: Mapping[str, Any], found: Mapping[str, Any]) -> list[D
         what = "parameters" if name in gradients else "buffers"
         there = found["state"].get(name)
         if there is not None:
-            out.append(Difference(what, name, relative(tensor, there, LEARNING_RATE * largest if what == "parameters" else 0.0)))
+            beside = LEARNING_RATE * largest if what == "parameters" else _largest_beside(name, reference["state"])
+            out.append(Difference(what, name, relative(tensor, there, beside)))
         elif what == "parameters" and bool(gradients[name].any()):
             out.append(Difference(what, name, math.inf))
     return out
+
+
+def _largest_beside(name: str, state: Mapping[str, Tensor]) -> float:
+    """The largest value of the same module's buffers and parameters: the running mean of what batch norm has centred before is
+    noise beside the running variance."""
+    module = name.rpartition(".")[0]
+    beside = (tensor for other, tensor in state.items() if other.rpartition(".")[0] == module and tensor.numel())
+    return max((float(tensor.detach().abs().max()) for tensor in beside if not tensor.is_complex()), default=0.0)
 
 
 def relative(reference: Tensor, found: Tensor, largest: float = 0.0) -> float:

@@ -3,13 +3,14 @@ compute in float64 throughout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from autopar.ir.graph import Arg, Block, DType, Graph, Node, Value
 
@@ -18,10 +19,17 @@ class LiftCasts(TorchDispatchMode):
     """While active, whatever an operation would make in float32 it makes in float64."""
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         lifted = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return func(*(torch.float64 if arg is torch.float32 else arg for arg in args), **lifted)
+        given = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        if not func._schema.is_mutable:  # constants of ``torch.FloatTensor``, which no dtype made
+            given = tree_map(_lifted, given)
+        return func(*given, **lifted)
+
+
+def _lifted(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 else leaf
 
 
 @contextmanager

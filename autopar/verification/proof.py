@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from autopar.ir.plan_file.plan_file import Plan
 from autopar.planning import ExampleInputs, registry, split_inputs
 from autopar.program.build import program_text
 from autopar.variants.planner import plan_variant
+from autopar.verification.apart import apart, in_dtype
 from autopar.verification.differences import Difference, compare
 from autopar.verification.draws import Draw, match_draws, with_given_draws
 from autopar.verification.lift import has_casts, lift_casts
@@ -69,13 +69,14 @@ class Subject:
     ) -> SingleRun:
         """The model on one process. `exact`: in float64, with the draws of that run. `given`: the draws of another run."""
         model, tensors, lift = self.model, self.tensors, self.lift
-        if exact is not None:
-            model, lift = copy.deepcopy(model).double(), True
-            tensors = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
-        return run_single(
-            model, self.bound, tensors, self.asked, backward=backward, lift=lift,
-            draws=given if exact is None else exact.draws, record_modules=record_modules,
-        )  # fmt: skip
+        with ExitStack() as stack:
+            if exact is not None:
+                model, lift = in_dtype(stack.enter_context(apart(model)), torch.float64), True
+                tensors = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+            return run_single(
+                model, self.bound, tensors, self.asked, backward=backward, lift=lift,
+                draws=given if exact is None else exact.draws, record_modules=record_modules,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def subject(
     def recapture() -> Graph:
         return lift_casts(captured(taken)) if lift else captured(taken)
 
-    return Subject(model.to(dtype), bound, tensors, dtype, graph, recapture, lift)
+    return Subject(in_dtype(model, dtype), bound, tensors, dtype, graph, recapture, lift)
 
 
 def run_reference(subject: Subject) -> SingleRun:
@@ -166,7 +167,9 @@ def prove(subject: Subject, plan: Plan, cluster: Cluster, say: Say, launch: Laun
             other = subject.capture()
             reference = subject.single(backward=not own)
         chosen = plan.candidate
-        if other.fingerprint != plan.graph.fingerprint:
+        if other.fingerprint == plan.graph.fingerprint:
+            other = graph  # with the blocks of the plan: a pipeline cuts those of the capture
+        else:
             say(f"planning the model in {mode_name(not own)}")
             other, chosen = plan_variant(other, plan.with_graph(graph), cluster, registry())
         programs.append((not own, other, chosen, reference))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from autopar.capture.bind import BoundInputs
 from autopar.capture.returned import find_loss, take_apart
 from autopar.errors import CaptureError
+from autopar.verification.apart import apart
 from autopar.verification.draws import Draw, GiveDraws, RecordDraws
 from autopar.verification.lift import lifting
 from autopar.verification.rank import weighted_sum
@@ -42,12 +42,12 @@ def run_single(
     draws: Sequence[Draw] | None = None,
     record_modules: bool = False,
 ) -> SingleRun:
-    """A copy of the model in the mode that it has, with `tensors` as inputs: a forward, with `backward` a step of SGD too.
+    """The model, apart, in the mode that it has, with `tensors` as inputs: a forward, with `backward` a step of SGD too.
     `draws`: what its random operations are given. CaptureError, one line, where the model itself fails."""
-    model = copy.deepcopy(model)
-    recorder = RecordDraws(model)
-    seen = _ModuleOutputs(model) if record_modules else None
     with ExitStack() as stack:
+        model = stack.enter_context(apart(model))
+        recorder = RecordDraws(model)
+        seen = _ModuleOutputs(model) if record_modules else None
         if lift:
             stack.enter_context(lifting())
         if draws is not None:
@@ -85,7 +85,7 @@ def _step(model: nn.Module, loss: Tensor) -> dict[str, Any]:
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    state = {name: tensor.detach() for name, tensor in (*trained.items(), *buffers.items())}
+    state = {name: tensor.detach().clone() for name, tensor in (*trained.items(), *buffers.items())}
     return {"gradients": gradients, "state": state}
 
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
 
+from autopar.capture.tracing.named_twice import read_from_modules
 from autopar.errors import CaptureError
 
 
@@ -97,6 +98,7 @@ def _fake_copy(model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode
                 empty._is_param = True
         return made[id(tensor)]
 
+    read_from_modules(clone)
     for module in clone.modules():
         for name, parameter in module._parameters.items():
             module._parameters[name] = fake(parameter)

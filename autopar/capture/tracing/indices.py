@@ -11,13 +11,16 @@ from torch.overrides import TorchFunctionMode
 
 
 class ListIndices(TorchFunctionMode):
-    """While a model is traced: one number in a list is a slice of length 1, several are a tensor with values."""
+    """While a model is traced: one number in a list is a slice of length 1, several are a tensor with values; old masks of
+    ``torch.where`` are those of today."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             args = (args[0], _with_values(args[1]), *args[2:])
+        elif func in (torch.where, torch.Tensor.where) and (mask := args[func is torch.Tensor.where]).dtype is torch.uint8:
+            args = tuple(mask.bool() if arg is mask else arg for arg in args)  # the kernels take it, fake tensors do not
         return func(*args, **(kwargs or {}))
 
 

@@ -23,9 +23,10 @@ from autopar.capture.tracing.experts import experts_as_operator
 from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
 from autopar.capture.tracing.guards import custom_functions, refuse_complex, refuse_hooks
-from autopar.capture.tracing.hints import masks_are_not_read
+from autopar.capture.tracing.hints import masks_are_not_read, to_the_same_device
 from autopar.capture.tracing.indices import ListIndices
 from autopar.capture.tracing.join_layers import join_layers
+from autopar.capture.tracing.known_values import KnownValues
 from autopar.capture.tracing.outline import outline
 from autopar.errors import CaptureError, OperatorError
 from autopar.ir.interface import Form, Interface
@@ -136,6 +137,7 @@ def trace(
     for symbolic, short in attempts:
         told: list[Told] = []
         clone: LossOnly | None = None
+        known = KnownValues()
         try:
             with ExitStack() as stack:
                 fake_copy = stack.enter_context(fake_tensors())
@@ -146,7 +148,9 @@ def trace(
                 stack.enter_context(custom_functions(allowed))
                 stack.enter_context(flex_as_operations())
                 stack.enter_context(ListIndices())
+                stack.enter_context(known)
                 stack.enter_context(masks_are_not_read())
+                stack.enter_context(to_the_same_device())
                 stack.enter_context(experts_as_operator(clone.module))
                 if short and not stack.enter_context(outline(clone.module)):
                     continue
@@ -166,7 +170,7 @@ def trace(
         except CaptureError:
             raise
         except Exception as error:
-            if short or (symbolic and not is_data_dependent(error)):
+            if short or (symbolic and (known.more_at_fixed_sizes or not is_data_dependent(error))):
                 continue
             raise explain(error, clone.module if clone is not None else model) from None
     raise AssertionError

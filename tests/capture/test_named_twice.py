@@ -1,0 +1,116 @@
+"""What modules do with their own tensors in a forward: name parameters twice, move them, read constants, leave a layer unread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.oracles.interpret_graph import loss_and_gradients
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.errors import CaptureError
+
+
+class NamedTwice(nn.Module):
+    """Parameters in a dictionary and in a list too, as liquid nets keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(8, 4))
+        self.register_buffer("scale", torch.rand(8) + 0.5)
+        self.named = {"up": self.up, "scale": self.scale, "power": 2}
+        self.listed = [self.down, 3.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.listed
+        h = (x @ self.named["up"] * self.named.get("scale")).relu() ** self.named["power"]
+        return (h @ first / second).square().sum() + sum(value.sum() for key, value in self.named.items() if key == "up")
+
+
+class Moves(nn.Module):
+    """Moves a part of itself to the device where it is, as mixtures of experts do that keep some on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.expert.to("cpu")
+        return self.expert.to(x.device)(x).square().sum()
+
+
+class KnownValues(nn.Module):
+    """Reads, in Python, what no input decides: as solvers of differential equations and fields of labels do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = torch.linspace(0, 1, 5, dtype=x.dtype)
+        steps = times[1:] - times[:-1]
+        assert (steps > 0).all()
+        steps[0] = 2 * steps[1]
+        written = times.clone().fill_(3.0)
+        for step in steps:
+            x = x + step * self.inner(x).tanh() * written[0]
+        mask = torch.ones_like(x, dtype=torch.uint8)
+        if not mask[0].all():
+            x = x * 100
+        return torch.where(mask[:, :1], x, -x).square().sum() * int(times.sum())
+
+
+class ReadsWhatItWrote(nn.Module):
+    """What an input was written into is known no longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flag = torch.zeros(1, dtype=x.dtype)
+        view = flag[:1]
+        flag += x.sum()
+        return self.inner(x).sum() * (2 if view > 0 else 3)
+
+
+@pytest.mark.parametrize("model_class", [NamedTwice, Moves, KnownValues])
+def test_the_model_is_captured_as_it_runs(model_class: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = model_class().double(), torch.randn(6, 4).double()
+    if isinstance(model, NamedTwice):
+        model.named |= {"scale": model.scale}
+    graph = capture(model, (x,))
+    expected = model(x)
+    expected.backward()
+    named = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    loss, gradients = loss_and_gradients(graph, named, {"x": x})
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    assert gradients.keys() == {name for name, _ in model.named_parameters()}
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, msg=name)
+
+
+def test_what_an_input_decides_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"test_named_twice.py:\d+.*depends on the data of a tensor"):
+        capture(ReadsWhatItWrote(), (torch.randn(6, 4),))
+
+
+class Deeper(nn.Module):
+    """Computes deeper features than anything reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for layer in self.layers:
+            features.append(layer(features[-1]))
+        return features[2].square().sum()
+
+
+def test_a_layer_that_only_moves_its_statistics_has_a_result() -> None:
+    graph = capture(Deeper(), (torch.randn(6, 4),))
+    assert all(call.outputs for call in graph.calls)
+    assert "layers.2.1.running_mean" in graph.parameters()
