@@ -40,7 +40,7 @@ def least_memory_pipeline(
     except AutoparError:
         return None
     best: MeshSolution | None = None
-    for point in _smallest(search.points):
+    for point in _least_memory_points(search.points):
         if seconds_left() <= 0 or (best is not None and best.solved):
             break
         try:
@@ -59,7 +59,7 @@ def _least(stages: StageSearch, point: GridPoint) -> MeshSolution | None:
     return stages.solve_with_least_memory(point, option) if option is not None else None
 
 
-def _smallest(points: Iterable[GridPoint]) -> list[GridPoint]:
+def _least_memory_points(points: Iterable[GridPoint]) -> list[GridPoint]:
     """Per stages and mesh the point with the smallest micro-batches and the widest state group."""
     found: dict[tuple[Mesh, int], GridPoint] = {}
     for point in points:

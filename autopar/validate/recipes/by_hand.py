@@ -61,7 +61,7 @@ def with_expert_prices(
 ) -> tuple[PricedRecipe, ...]:  # fmt: skip
     """The recipes with the prices that experts get. Unchanged where the model is no decoder that is known, or the devices are
     none that software was measured on. `plan_seconds`: the step of the plan that they are compared with (`with_reasons`).
-    `seed_seconds`: pipelines with context or expert parallelism that would take less by our programs are candidates too."""
+    `seed_seconds`: pipelines with context or expert parallelism that fit and take less by our programs are candidates too."""
     decoder = recognize(graph)
     if decoder is None or len({group.device.name for group in cluster.groups}) > 1:
         return tuple(recipes)
@@ -133,7 +133,7 @@ def _expert_price(
         return ExpertPrice(software, problem=f"a batch of {work.batch} divides by no such degrees", measured=measured)
     seed = _seed(found, pricer, cluster, graph, options) if found.fits else None
     own = seed.evaluation if seed is not None else _on_our_kernels(found, pricer, cluster) if found.fits else None
-    if seed is None and own is not None and own.step_seconds < seed_seconds:
+    if seed is None and own is not None and own.fits and own.step_seconds < seed_seconds:
         seed = stage_seed(found.knobs, graph, cluster, options)
     return ExpertPrice(
         software,
