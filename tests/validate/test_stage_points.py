@@ -45,7 +45,9 @@ def test_a_point_has_the_degrees_of_its_knobs(model: str, knobs: Knobs, names: t
 
 def test_what_has_no_mesh_is_no_seed() -> None:
     assert stage_mesh(Knobs(context=2, experts=2), 16) is None
-    assert stage_mesh(Knobs(tensor=2, experts=8, stages=2), 16) is None, "eight experts' ranks of four data ranks"
+    assert stage_mesh(Knobs(tensor=2, experts=16, stages=2), 16) is None, "eight ranks a stage"
+    across = stage_mesh(Knobs(tensor=2, experts=8, stages=2), 16)
+    assert across is not None and (across.names, across.sizes) == (("dp", "ep", "tp"), (1, 4, 2)), "eight experts' ranks of four"
     assert stage_seed(Knobs(tensor=2, context=2), bundled_graph("llama-tiny"), Cluster.parse("dgx-h100:1"), OPTIONS) is None
 
 

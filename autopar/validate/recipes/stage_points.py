@@ -31,13 +31,14 @@ _SECONDS = 3.0
 
 def stage_mesh(knobs: Knobs, size: int) -> Mesh | None:
     """The mesh of one stage on a cluster of `size` devices. The context is outside of the tensor axis, which joins neighbours;
-    the expert axis, whose ranks have batches of their own, takes its ranks from the data axis. None where both are cut, or the
-    experts' ranks are no part of the data ranks."""
+    the expert axis, whose ranks have batches of their own, takes its ranks from the data axis; where these are too few, the
+    tensor axis takes part in dealing experts out. None where context and experts are cut, or these degrees do not divide."""
     data = knobs.data(size)
     if knobs.experts > 1:
-        if knobs.context > 1 or data % knobs.experts:
+        dealt = knobs.experts if data % knobs.experts == 0 else knobs.experts // knobs.tensor
+        if knobs.context > 1 or not dealt or data % dealt:
             return None
-        return mesh_of(data // knobs.experts, knobs.tensor, ep=knobs.experts)
+        return mesh_of(data // dealt, knobs.tensor, ep=dealt)
     return mesh_of(data, knobs.context, knobs.tensor)
 
 
