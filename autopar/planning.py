@@ -25,7 +25,7 @@ from autopar.rules.registry import Registry, default_registry
 from autopar.solve.fixed.baselines import PricedRecipe, baselines
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
-from autopar.solve.fixed.seeds import with_seeds
+from autopar.solve.fixed.seeds import may_seed, with_seeds
 from autopar.solve.plan_cache import PlanCache, cache_key
 from autopar.solve.refine_schedule import with_synthesized_schedule
 from autopar.solve.report import plan_of_result
@@ -104,8 +104,9 @@ def make_plan(
 
     batched = replace(graph, batch=options.batch)
 
-    def by_hand() -> Sequence[PricedRecipe]:
-        return with_expert_prices(baselines(graph, cluster, options), graph, cluster, options)
+    def by_hand(seed_seconds: float = 0.0) -> Sequence[PricedRecipe]:
+        recipes = baselines(graph, cluster, options)
+        return with_expert_prices(recipes, graph, cluster, options, seed_seconds=seed_seconds)
 
     def described(found: PlanResult, recipes: Sequence[PricedRecipe]) -> Plan:
         recipes = with_reasons(recipes, found.evaluation.step_seconds)
@@ -122,7 +123,7 @@ def make_plan(
             progress(f"the search was done before: plan from {cache}")
         return known
     found = search(graph, cluster, options, progress)
-    recipes = by_hand()
+    recipes = by_hand(found.evaluation.step_seconds if may_seed(options) else 0.0)
     found = with_seeds(options, found, seeds_of(recipes))
     found = robust_choice(batched, cluster, options, found, recipes)
     made = described(_scheduled(cluster, options, forced, found, progress), recipes)

@@ -16,6 +16,7 @@ from autopar.ir.mesh import DATA_AXIS
 from autopar.rules.registry import Registry
 from autopar.solve.bounds.minimum_memory import MemoryPlan, MinimumMemory, forced_stages, without_forced
 from autopar.solve.ilp.solve_mesh import MeshSolver
+from autopar.solve.pipeline.least_memory import least_memory_pipeline
 from autopar.solve.space.meshes import divisors
 from autopar.solve.space.options import SearchOptions
 
@@ -46,7 +47,7 @@ def explanation(
 ) -> str:  # fmt: skip
     """One line of what is short, then one per change that would do, the cheapest first. `solvers` know a lower bound of the
     shortage. The search for changes ends after `search_seconds`."""
-    search = MinimumMemory(registry, monotonic() + search_seconds)
+    search = MinimumMemory(registry, monotonic() + search_seconds, least_memory_pipeline)
     nearest = minimum_memory_plan(graph, cluster, options, search)
     least = min((solver.result.shortage_bytes for solver in solvers), default=0.0)
     lines = [_short(graph, cluster, options, nearest, least)]
@@ -137,8 +138,9 @@ def relaxations(graph: Graph, cluster: Cluster, options: SearchOptions, search: 
 def _unforced(graph: Graph, cluster: Cluster, options: SearchOptions, search: MinimumMemory) -> Iterator[Relaxation]:
     """Each forced option alone left free; all of them where none suffices."""
     useful = False
-    for names in [*([name] for name in options.force), list(options.force)]:
-        if not names or (len(names) > 1 and useful):
+    together = [list(options.force)] if len(options.force) > 1 else []
+    for names in [*([name] for name in options.force), *together]:
+        if len(names) > 1 and useful:
             continue
         fit = search.fitting_plan(graph, cluster, without_forced(options, *names))
         if fit is not None:

@@ -20,6 +20,7 @@ from autopar.solve.bounds.warm_start import WarmStart
 from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
+from autopar.solve.pipeline.least_memory import least_memory_pipeline
 from autopar.solve.problem.forced_axes import MOST_REDUNDANT, forced_axes, why_disobeyed
 from autopar.solve.result import PlanResult
 from autopar.solve.search_bounds import SearchBounds
@@ -165,12 +166,12 @@ class _Search:
             self._take(solution)
 
     def _take_least_memory(self) -> None:
-        """The pipeline of layers dealt evenly that recomputes all, where none that the stage search makes fits: its estimates of
-        memory err on the safe side."""
+        """The pipeline of layers dealt evenly that recomputes all, or the one whose stages are partitioned for least memory,
+        where none that the stage search makes fits: its estimates of memory err on the safe side."""
         state = self.state
-        search = MinimumMemory(state.registry, monotonic() + _LEAST_MEMORY_SECONDS)
-        found = search.fixed_plan(state.graph, state.cluster, state.options)
-        if found is None or found.shortage_bytes:
+        search = MinimumMemory(state.registry, monotonic() + _LEAST_MEMORY_SECONDS, least_memory_pipeline)
+        found = search.fitting_plan(state.graph, state.cluster, state.options)
+        if found is None:
             return
         plan, pipeline = found.candidate, found.candidate.pipeline
         if any(whole > MOST_REDUNDANT for axis, whole in found.evaluation.redundant_share if axis in state.options.force):
@@ -178,7 +179,7 @@ class _Search:
         solution = MeshSolution(
             mesh=plan.mesh, status=Status.FEASIBLE, objective_seconds=found.evaluation.step_seconds, candidate=plan,
             evaluation=found.evaluation, micro_batches=plan.micro_batches, zero_group=plan.zero_group, stages=pipeline.stages,
-            virtual=pipeline.virtual, schedule=pipeline.schedule,
+            virtual=pipeline.virtual, schedule=pipeline.schedule, graph=found.graph,
         )  # fmt: skip
         state.pipelines.solutions.append(solution)
         self._take(solution)

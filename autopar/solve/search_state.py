@@ -124,10 +124,11 @@ class SearchState:
 
     def is_pruned(self, each: SearchPoint, bound_seconds: float = 0.0) -> bool:
         """Whether its bound, or this one, says that no plan of it is better than the best one by enough: two model axes have to
-        be worth more than `indifference`, a large problem `min_improvement_large`. Also where time is over: the bound
-        stays."""
+        be worth more than `indifference` where the best plan has fewer, a large problem `min_improvement_large`. Also where time
+        is over: the bound stays."""
         mesh, options = each.point.mesh, self.options
-        enough = max(options.min_improvement, options.indifference if len(mesh.axes) > 2 else 0.0)
+        wider = len(mesh.axes) > 2 and (self.best is None or len(mesh.axes) > len(self.best.mesh.axes))
+        enough = max(options.min_improvement, options.indifference if wider else 0.0)
         if self._is_large(mesh):
             enough = max(enough, options.min_improvement_large)
         bound_seconds = max(bound_seconds, each.bound_seconds)

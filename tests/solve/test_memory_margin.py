@@ -13,14 +13,16 @@ from support.models.handwritten_blocks import gpt2_graph
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost_models.hardware.allocator import MEMORY_MARGIN
+from autopar.cost_models.hardware.allocator import MEMORY_MARGIN, communicator_count, tensor_budget_bytes
 from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import Infeasible
 from autopar.ir.plan_file.plan_file import decode_plan
+from autopar.rules.registry import default_registry
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
+from autopar.solve.space.pipeline_grid import pipeline_points
 
 MARGINS = (0.0, 0.1, 0.3)
 
@@ -39,8 +41,10 @@ def planned(margin: float, pp: int = 1) -> tuple[PlanResult, Cluster]:
     return search(gpt2_graph(layers=4, batch=8), cluster, SearchOptions(force={"pp": pp})), cluster
 
 
-@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("margin", MARGINS)
+@pytest.mark.parametrize(
+    ("margin", "pp"),
+    [*((margin, 1) for margin in MARGINS), *(pytest.param(margin, 2, marks=pytest.mark.slow) for margin in (0.0, 0.1, 0.2))],
+)
 def test_a_plan_leaves_the_margin_free(margin: float, pp: int) -> None:
     found, cluster = planned(margin, pp)
     capacity = cluster.device.memory_bytes
@@ -51,6 +55,22 @@ def test_a_plan_leaves_the_margin_free(margin: float, pp: int) -> None:
     for each in found.solutions:
         if each.solved and each.evaluation is not None:
             assert each.evaluation.peak_memory_bytes <= (1 - margin) * capacity
+
+
+def test_a_margin_that_leaves_no_room_for_communicators_is_explained() -> None:
+    """Every pipeline of two stages on these devices has three communicators at least (its stage's mesh, the pipeline's, that of
+    all ranks), which alone take more than a margin of 30 % leaves: no tensor of any plan has a place."""
+    graph, whole = gpt2_graph(layers=4, batch=8), Cluster.parse("dgx-h100:1")
+    device = replace(whole.device, memory_bytes=roomy().evaluation.peak_memory_bytes)
+    cluster = with_memory_margin(replace(whole, device=device), 0.3)
+    points = list(pipeline_points(graph, cluster, {"pp": 2}, default_registry()))
+    assert points
+    for point in points:
+        assert tensor_budget_bytes(cluster.device, communicator_count(point.mesh, point.zero_group, point.stages)) < 0
+    with pytest.raises(Infeasible) as caught:
+        planned(0.3, 2)
+    said = str(caught.value)
+    assert "where the framework's base takes 2.7 GiB" in said and said.count("the same without forcing pp=2") == 1
 
 
 def test_a_larger_margin_is_never_faster() -> None:

@@ -8,7 +8,7 @@ fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from time import monotonic
 
@@ -26,6 +26,7 @@ from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.memory_events import add_memory_constraint
+from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import solve
 from autopar.solve.space.grid import GROUP, GridPoint, devices_per_node, grid_points, micro_batch_counts
 from autopar.solve.space.meshes import divisors
@@ -38,12 +39,16 @@ _MESHES = 4
 """Meshes that are solved, with one model axis at most (two where the second is forced)."""
 
 
+OfPipelines = Callable[[Graph, Cluster, SearchOptions, Registry, Callable[[], float]], MeshSolution | None]
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """A plan and its price."""
+    """A plan and its price; `graph` is that of the candidate, where its blocks differ by pipeline stage."""
 
     candidate: Candidate
     evaluation: Evaluation
+    graph: Graph | None = None
 
     @property
     def shortage_bytes(self) -> int:
@@ -58,10 +63,10 @@ class MemoryPlan:
 
 class MinimumMemory:
     """Minimum-memory plans of several problems; placements that do not depend on the cluster are cached. `until` is when to end,
-    by `time.monotonic`."""
+    by `time.monotonic`. `of_pipelines` solves for them (`pipeline.least_memory`); without it they have fixed plans alone."""
 
-    def __init__(self, registry: Registry, until: float) -> None:
-        self.registry, self.until = registry, until
+    def __init__(self, registry: Registry, until: float, of_pipelines: OfPipelines | None = None) -> None:
+        self.registry, self.until, self.of_pipelines = registry, until, of_pipelines
         self._placed: dict[tuple[str, int], BlockPlacements | None] = {}
 
     def out_of_time(self) -> bool:
@@ -123,10 +128,10 @@ class MinimumMemory:
         return self._placed[key]
 
     def solved_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> MemoryPlan | None:
-        """The least excess by the joint ILP, over the meshes until a plan fits or time ends. None where there is no mesh, and of
-        pipelines, whose stages are no one problem."""
+        """The least excess by the joint ILP, over the meshes until a plan fits or time ends. None where there is no mesh. Stages
+        of pipelines are no one problem: they are partitioned for least memory."""
         if forced_stages(options) > 1:
-            return None
+            return self._pipeline(graph, cluster, options)
         try:
             points = grid_points(graph, cluster.size, devices_per_node(cluster), options.force, self.registry)
         except AutoparError:
@@ -140,6 +145,14 @@ class MinimumMemory:
             if found is not None and (best is None or found.shortage_bytes < best.shortage_bytes):
                 best = found
         return best
+
+    def _pipeline(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> MemoryPlan | None:
+        if self.of_pipelines is None or options.pins:
+            return None
+        found = self.of_pipelines(graph, cluster, options, self.registry, lambda: self.until - monotonic())
+        if found is None or found.candidate is None or found.evaluation is None:
+            return None
+        return MemoryPlan(found.candidate, found.evaluation, found.graph)
 
     def _least_excess(self, tables: ProblemTables, point: GridPoint) -> MemoryPlan | None:
         problem = tables.problem(point)

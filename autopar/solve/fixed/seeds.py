@@ -10,11 +10,16 @@ from autopar.solve.result import PlanResult
 from autopar.solve.space.options import SearchOptions
 
 
+def may_seed(options: SearchOptions) -> bool:
+    """Whether nothing is forced: seeds obey nothing."""
+    return not (options.force or options.schedule or options.pins or options.stored or options.placed)
+
+
 def with_seeds(options: SearchOptions, found: PlanResult, seeds: Iterable[PlanResult]) -> PlanResult:
     """`found`, or the fastest of `seeds` where that fits and is predicted to be faster; those that fit are among the
     alternatives. Seeds are priced configurations (`candidate.price_configuration`) of the same model, batch and cluster.
     Unchanged where anything is forced: seeds obey nothing."""
-    if options.force or options.schedule or options.pins or options.stored or options.placed:
+    if not may_seed(options):
         return found
     priced = [each for each in seeds if each.evaluation.fits]
     if not priced:

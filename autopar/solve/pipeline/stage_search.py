@@ -30,6 +30,7 @@ from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.cut_points import allowed_ranges
 from autopar.solve.pipeline.repeated_values import values_worth_repeating
+from autopar.solve.pipeline.spare_bytes import spare_bytes
 from autopar.solve.pipeline.stage_partition import Matrix, best_partition
 from autopar.solve.pipeline.stage_tables import (
     BestRanges,
@@ -288,6 +289,26 @@ class StageSearch:
                 return self._solution(point, option, graph, candidate, found)
             margin += 1.02 * (found.peak_memory_bytes - found.memory_budget_bytes)
         return None
+
+    def solve_with_least_memory(self, point: GridPoint, option: ScheduleOption) -> MeshSolution | None:
+        """The point under one schedule with the partition whose fullest stage takes least memory, whether that fits or not. None
+        where it cannot be placed or partitioned."""
+        placed = self.place(point)
+        if placed is None:
+            return None
+        ranks = stage_of_chunks(Pipeline(point.stages, option.virtual, option.schedule))
+        devices = [part.device for part in stage_clusters(self.cluster, point.stages)]
+        every = {device: tables.range_options() for device, tables in placed.tables.items()}
+        chunks = [
+            (every[devices[rank]], count, self._usable_bytes(point, devices[rank]))
+            for rank, count in zip(ranks, self._in_flight(point, option), strict=True)
+        ]
+        spare = spare_bytes(chunks, self._allowed_ranges(), option.virtual)
+        made = self._partition(placed, option, spare - 1) if spare is not None else None
+        if made is None:
+            return None
+        graph, candidate, originals = made
+        return self._solution(point, option, graph, candidate, self._price(graph, candidate, placed, originals))
 
     def _solution(
         self, point: GridPoint, option: ScheduleOption, graph: Graph, candidate: Candidate, found: Evaluation

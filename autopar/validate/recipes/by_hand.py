@@ -26,6 +26,7 @@ from autopar.validate.recipes.knobs import Knobs, Workload
 from autopar.validate.recipes.published import MeasuredRun, recipe_of, runs_of
 from autopar.validate.recipes.recipe_price import PricedKnobs, RecipePricer
 from autopar.validate.recipes.recognize import RecognizedDecoder, recognize, same_model
+from autopar.validate.recipes.stage_points import stage_seed
 
 _PYTORCH = ("torchtitan-fsdp2", "fms-fsdp1", "llm-foundry-fsdp1")
 _MEGATRON = ("nemo-megatron-core", "megatron-bridge", "megatron-core")
@@ -55,10 +56,12 @@ def cluster_with(software: str, known: str, cluster: Cluster) -> Cluster:
 
 
 def with_expert_prices(
-    recipes: Sequence[PricedRecipe], graph: Graph, cluster: Cluster, options: SearchOptions, plan_seconds: float | None = None
-) -> tuple[PricedRecipe, ...]:
+    recipes: Sequence[PricedRecipe], graph: Graph, cluster: Cluster, options: SearchOptions, plan_seconds: float | None = None,
+    seed_seconds: float = 0.0,
+) -> tuple[PricedRecipe, ...]:  # fmt: skip
     """The recipes with the prices that experts get. Unchanged where the model is no decoder that is known, or the devices are
-    none that software was measured on. `plan_seconds`: the step of the plan that they are compared with (`with_reasons`)."""
+    none that software was measured on. `plan_seconds`: the step of the plan that they are compared with (`with_reasons`).
+    `seed_seconds`: pipelines with context or expert parallelism that fit and take less by our programs are candidates too."""
     decoder = recognize(graph)
     if decoder is None or len({group.device.name for group in cluster.groups}) > 1:
         return tuple(recipes)
@@ -75,7 +78,8 @@ def with_expert_prices(
         if name not in pricers:
             pricers[name] = _pricer(decoder, graph, cluster_with(name, known, cluster), name, batch, options)
         pricer = pricers[name]
-        price = _expert_price(key, name, pricer, cluster, replace(graph, batch=batch), options) if pricer is not None else None
+        of = replace(graph, batch=batch)
+        price = _expert_price(key, name, pricer, cluster, of, options, seed_seconds) if pricer is not None else None
         out.append(replace(each, expert=price))
     return tuple(out) if plan_seconds is None else with_reasons(out, plan_seconds)
 
@@ -114,7 +118,7 @@ def _pricer(
 
 
 def _expert_price(
-    recipe: str, software: str, pricer: RecipePricer, cluster: Cluster, graph: Graph, options: SearchOptions
+    recipe: str, software: str, pricer: RecipePricer, cluster: Cluster, graph: Graph, options: SearchOptions, seed_seconds: float
 ) -> ExpertPrice | None:
     work = pricer.work
     try:
@@ -128,13 +132,16 @@ def _expert_price(
     if found is None:
         return ExpertPrice(software, problem=f"a batch of {work.batch} divides by no such degrees", measured=measured)
     seed = _seed(found, pricer, cluster, graph, options) if found.fits else None
+    own = seed.evaluation if seed is not None else _on_our_kernels(found, pricer, cluster) if found.fits else None
+    if seed is None and own is not None and own.fits and own.step_seconds < seed_seconds:
+        seed = stage_seed(found.knobs, graph, cluster, options)
     return ExpertPrice(
         software,
         described(found, work),
         found.evaluation,
         measured=measured,
         measured_seconds=exact.row.step_seconds if exact is not None else None,
-        own=seed.evaluation if seed is not None else _on_our_kernels(found, pricer, cluster) if found.fits else None,
+        own=own,
         seed=seed,
         better=_better_kernels(found, pricer, cluster),
     )
@@ -205,7 +212,7 @@ def _reason(price: ExpertPrice, plan_seconds: float) -> str:
 
 def _seed(found: PricedKnobs, pricer: RecipePricer, cluster: Cluster, graph: Graph, options: SearchOptions) -> PlanResult | None:
     """The configuration on the model itself, by our programs. None with context or expert parallelism, which a fixed
-    configuration of a captured model has not."""
+    configuration of a captured model has not (`stage_points`)."""
     if found.knobs.context > 1 or found.knobs.experts > 1:
         return None
     try:

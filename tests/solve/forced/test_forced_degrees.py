@@ -201,6 +201,21 @@ def test_a_forced_pipeline_that_does_not_fit_is_explained() -> None:
     assert forced_search(graph, "pp=2,dp=2", cluster=roomy).evaluation.fits
 
 
+@pytest.mark.parametrize(("force", "said"), [("pp=2,dp=2,ep=2", "dp=2 x ep=2"), ("pp=2,tp=2,tp2=2", "dp=1 x tp=2 x tp2=2")])
+def test_a_forced_pipeline_with_experts_or_two_axes_that_does_not_fit_is_explained(force: str, said: str) -> None:
+    """As precisely as one with a tensor axis: what is short and where, and the memory in which the same plan fits."""
+    graph = gpt2_graph(layers=4, hidden=256, heads=4, vocabulary=512, seq=128, batch=64)
+    whole = Cluster.parse(f"local:{world_of(force)}")
+    tight = replace(whole, device=replace(whole.device, memory_bytes=whole.device.base_bytes + 2**22))
+    with pytest.raises(Infeasible) as caught:
+        forced_search(graph, force, cluster=tight)
+    first, *others = str(caught.value).splitlines()
+    assert "the plan that takes least memory, pp=2 (" in first and f"x {said}, " in first and "is short of" in first
+    need = int(others[-1].split("devices of ")[1].split(" MiB")[0])
+    roomy = replace(tight, device=replace(tight.device, memory_bytes=need * 2**20))
+    assert forced_search(graph, force, cluster=roomy).evaluation.fits
+
+
 def test_where_time_is_short_one_sharding_obeys_too() -> None:
     options = SearchOptions(batch=16, force={"pp": 1, "dp": 2, "tp": 2, "tp2": 2}, time_limit_seconds=0.0)
     found = search(small_pipeline(), Cluster.parse("local:8"), options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -13,12 +14,15 @@ import autopar.solve.pipeline.stage_search as stage_search
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
+from autopar.solve.fixed.candidate import price_configuration
+from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.solve.ilp import solver as ilp
 from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
 from autopar.solve.search import search
+from autopar.solve.search_state import SearchPoint, SearchState
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.meshes import mesh_of, meshes
 from autopar.solve.space.options import SearchOptions
@@ -101,6 +105,19 @@ def test_a_point_above_the_cutoff_keeps_its_bound(monkeypatch: pytest.MonkeyPatc
     MeshSolver(problem.graph, problem, (), 1e-4, cut).solve_with_memory(60.0, cutoff_seconds=0.5 * solved.step_seconds)
     assert cut.status is Status.PRUNED and cut.step_seconds is None
     assert 0.5 * solved.step_seconds < cut.bound_seconds <= solved.step_seconds * (1 + 1e-6) < inf
+
+
+@pytest.mark.parametrize(("best", "pruned"), [((16, 4), True), ((8, 4, 2), False)])
+def test_two_model_axes_must_pay_only_beside_plans_of_fewer(best: tuple[int, ...], pruned: bool) -> None:
+    """A bound 1 % below the best plan, on two model axes."""
+    cluster, options = Cluster.parse("dgx-h100:8"), SearchOptions(precision=BF16)
+    state = SearchState(llama_graph(layers=2, batch=64), cluster, options, lambda line: None)
+    found = price_configuration(state.graph, cluster, FixedConfiguration(zero=3, precision=BF16), default_registry()).solutions[0]
+    state.best = replace(found, mesh=mesh_of(*best))
+    point = SearchPoint(GridPoint(mesh_of(16, 2, 2)), MeshSolution(mesh_of(16, 2, 2), bound_seconds=0.99 * state.best_seconds()))
+    assert state.is_pruned(point) == pruned
+    one = SearchPoint(GridPoint(mesh_of(16, 4)), MeshSolution(mesh_of(16, 4), bound_seconds=0.99 * state.best_seconds()))
+    assert not state.is_pruned(one)
 
 
 def test_bounds_of_wide_meshes_are_tightened_where_the_certificate_needs_it() -> None:

@@ -1,0 +1,83 @@
+"""The pipeline that takes least memory under what is forced, by the stage search: what tells by how much a forced pipeline does
+not fit, and finds one where the faster partitions do not fit.
+
+Of each stage mesh it takes the smallest micro-batches and the schedule with the fewest in flight; the dynamic program then
+minimises the fullest stage's bytes in place of its seconds, over all options of the frontier (which end in full recomputation)
+and all ZeRO stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS, Mesh
+from autopar.rules.registry import Registry
+from autopar.solve.ilp.solve_mesh import MeshSolution
+from autopar.solve.pipeline.pipeline_search import PipelineSearch
+from autopar.solve.pipeline.stage_search import StageSearch
+from autopar.solve.problem.forced_axes import MOST_REDUNDANT
+from autopar.solve.space.grid import GridPoint
+from autopar.solve.space.options import SearchOptions
+from autopar.solve.space.pipeline_grid import schedule_options
+from autopar.solve.space.problem_tables import ProblemTables
+
+_MOST_MESHES = 6
+"""Stage meshes that are looked at, few axes first."""
+
+
+def least_memory_pipeline(
+    graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry, seconds_left: Callable[[], float]
+) -> MeshSolution | None:
+    """The pipeline with the least peak memory by the evaluator, or the first that fits; None where there is none under what is
+    forced, or in the time."""
+    try:
+        tables = ProblemTables(graph, cluster, options, registry)
+        search = PipelineSearch(graph, cluster, options, registry, tables, seconds_left)
+        search.list_points()
+    except AutoparError:
+        return None
+    best: MeshSolution | None = None
+    for point in _least_memory_points(search.points):
+        if seconds_left() <= 0 or (best is not None and best.solved):
+            break
+        try:
+            found = _least(search.stage_search, point)
+        except AutoparError:
+            continue
+        if found is not None and _obeys(found, options) and (best is None or _peak(found) < _peak(best)):
+            best = found
+    return best
+
+
+def _least(stages: StageSearch, point: GridPoint) -> MeshSolution | None:
+    asked = stages.options
+    schedules = schedule_options(stages.graph, point, asked.force, asked.schedule)
+    option = min(schedules, key=lambda each: (each.in_flight, each.virtual), default=None)
+    return stages.solve_with_least_memory(point, option) if option is not None else None
+
+
+def _least_memory_points(points: Iterable[GridPoint]) -> list[GridPoint]:
+    """Per stages and mesh the point with the smallest micro-batches and the widest state group."""
+    found: dict[tuple[Mesh, int], GridPoint] = {}
+    for point in points:
+        known = found.setdefault((point.mesh, point.stages), point)
+        if _size(point) > _size(known):
+            found[point.mesh, point.stages] = point
+    return sorted(found.values(), key=lambda each: (each.stages, len(each.mesh.axes)))[:_MOST_MESHES]
+
+
+def _size(point: GridPoint) -> tuple[int, int]:
+    return point.micro_batches, point.zero_group or point.mesh.size_of(DATA_AXIS)
+
+
+def _obeys(found: MeshSolution, options: SearchOptions) -> bool:
+    shares = found.evaluation.redundant_share if found.evaluation is not None else ()
+    return all(share <= MOST_REDUNDANT for axis, share in shares if axis in options.force)
+
+
+def _peak(found: MeshSolution) -> float:
+    assert found.evaluation is not None
+    return found.evaluation.peak_memory_bytes

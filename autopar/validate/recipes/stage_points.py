@@ -1,0 +1,75 @@
+"""An expert's pipeline as one point of the stage search: its stages, chunks, micro-batches and the mesh of one stage are given,
+and what our programs save, recompute and shard of the state in it is searched, as everywhere.
+
+The grid has one model axis a stage (`solve.space.pipeline_grid`). Experts also cut the context, or deal experts out, beside the
+tensor axis; with these degrees known one point is enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from time import monotonic
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.rules.registry import default_registry
+from autopar.solve.ilp.solver import Status
+from autopar.solve.pipeline.stage_search import StageSearch
+from autopar.solve.result import PlanResult
+from autopar.solve.space.grid import GridPoint
+from autopar.solve.space.meshes import mesh_of
+from autopar.solve.space.options import SearchOptions
+from autopar.solve.space.pipeline_grid import schedule_options
+from autopar.solve.space.problem_tables import ProblemTables
+from autopar.validate.recipes.knobs import Knobs
+
+_SECONDS = 3.0
+"""For one point."""
+
+
+def stage_mesh(knobs: Knobs, size: int) -> Mesh | None:
+    """The mesh of one stage on a cluster of `size` devices. The context is outside of the tensor axis, which joins neighbours;
+    the expert axis, whose ranks have batches of their own, takes its ranks from the data axis; where these are too few, the
+    tensor axis takes part in dealing experts out. None where context and experts are cut, or these degrees do not divide."""
+    data = knobs.data(size)
+    if knobs.experts > 1:
+        dealt = knobs.experts if data % knobs.experts == 0 else knobs.experts // knobs.tensor
+        if knobs.context > 1 or not dealt or data % dealt:
+            return None
+        return mesh_of(data // dealt, knobs.tensor, ep=dealt)
+    return mesh_of(data, knobs.context, knobs.tensor)
+
+
+def stage_seed(knobs: Knobs, graph: Graph, cluster: Cluster, options: SearchOptions) -> PlanResult | None:
+    """The plan of these degrees by our programs, for `graph` at its batch. None where it is no pipeline, or nothing of these
+    degrees fits."""
+    mesh = stage_mesh(knobs, cluster.size)
+    if mesh is None or knobs.stages == 1:
+        return None
+    began = monotonic()
+    registry = options.registry or default_registry()
+    free = replace(options, force={}, schedule="")
+    search = StageSearch(
+        graph, cluster, free, ProblemTables(graph, cluster, free, registry), lambda: _SECONDS - (monotonic() - began)
+    )
+    point = GridPoint(mesh, knobs.micro_batches(graph.batch, cluster.size), stages=knobs.stages)
+    try:
+        (option,) = schedule_options(graph, point, {"virtual": knobs.virtual}, "1f1b")
+        found = search.solve_point(point, option)
+    except AutoparError:
+        return None
+    if found is None or found.candidate is None or found.evaluation is None:
+        return None
+    seconds = found.evaluation.step_seconds
+    return PlanResult(
+        graph=found.graph or graph,
+        candidate=found.candidate,
+        evaluation=found.evaluation,
+        status=Status.FEASIBLE,
+        lower_bound_seconds=seconds,
+        gap=0.0,
+        solutions=(found,),
+        seconds=monotonic() - began,
+    )

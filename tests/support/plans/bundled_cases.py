@@ -1,0 +1,28 @@
+"""Bundled models of tiny sizes with their batches and what one process makes of them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from autopar.capture import capture
+from autopar.capture.models import load_model
+from support.harness.end_to_end import Prepared, reference
+from support.models.lift_casts import lift_graph
+from support.models.small_models import Case, make_case
+
+TINY = ("mlp", "convnet", "gpt2-tiny", "llama-tiny", "mixtral-tiny", "qwen3-tiny", "bert-tiny", "vit-tiny")
+
+
+@cache
+def prepare_bundled(name: str, batch: int = 16) -> Prepared:
+    """In float64, with the casts inside the model lifted, as `end_to_end.prepare` does."""
+    loaded = load_model(name, batch, None, "float64", device="cpu")
+    given = loaded.example_inputs
+    assert isinstance(given, dict)
+    model, inputs = make_case(Case(lambda: loaded.model, lambda size: given), torch.float64, batch)
+    graph = lift_graph(capture(model, (), inputs, compute_dtype="float64"))
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    state = {key: tensor.detach().clone() for key, tensor in tensors if key in graph.parameters()}
+    return Prepared(name, graph, state, inputs, reference(model, inputs, lift=True))
