@@ -1,0 +1,65 @@
+"""``python -m support.fuzzing.models --seed 7 --show``, or ``--first 0 --count 2000`` for many; run it in tests/."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from support.fuzzing.models.trial import Trial, is_said_well, many_trials, prepare, run_trials
+from support.harness.home import write_local_clusters
+from support.harness.rank_pool import RankPool
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, help="one trial")
+    parser.add_argument("--world", type=int, default=0, help="on 2 or 4 ranks, whatever the seed draws")
+    parser.add_argument("--force", help="under this plan, whatever the seed draws")
+    parser.add_argument("--show", action="store_true", help="print the model, and with --program the program")
+    parser.add_argument("--program", action="store_true")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=500)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="autopar_home_") as home:
+        os.environ["HOME"] = home
+        write_local_clusters(Path(home) / ".cache" / "autopar")
+        ranks = RankPool()
+        try:
+            return _one(options, ranks, home) if options.seed is not None else _many(options, ranks)
+        finally:
+            ranks.close()
+
+
+def _one(options: argparse.Namespace, ranks: RankPool, folder: str) -> int:
+    trial: Trial = prepare(options.seed, folder, options.world, options.force)
+    if options.show and trial.written is not None:
+        print(trial.written.text, {name: tuple(x.shape) for name, x in trial.written.inputs.items()}, sep="\n")
+        print("training" if trial.written.training else "evaluation")
+    if options.program and trial.case is not None:
+        print(trial.case.text)
+    run_trials([trial], ranks)
+    what = trial.wrong or (f"refused: {trial.refused}" if trial.refused else "equal")
+    print(f"{trial.headline} ({trial.stage}): {what}")
+    return int(bool(trial.wrong) or not is_said_well(trial.refused) if trial.refused else bool(trial.wrong))
+
+
+def _many(options: argparse.Namespace, ranks: RankPool) -> int:
+    tally = many_trials(
+        range(options.first, options.first + options.count), ranks, say=lambda line: print(line, flush=True)
+    )
+    kinds = Counter(f"{trial.stage}: {trial.refused[:110]}" for trial in tally.refusals)
+    for text, count in kinds.most_common(60):
+        print(f"{count:5d} {text}")
+    print(f"{tally.equal} equal, {tally.refused} refused, {len(tally.wrong)} wrong, {len(tally.badly_said)} badly said")
+    return int(bool(tally.wrong or tally.badly_said))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
