@@ -70,11 +70,11 @@ def cluster_of(world: int, wins: bool) -> Cluster:
     return sharding_wins(world) if wins else Cluster.parse(f"local:{world}")
 
 
-def prepare(seed: int, folder: str, world: int = 0, asked: str | None = None) -> Trial:
-    """Everything that one process does. `world` and `asked` replace what the seed draws."""
+def prepare(seed: int, folder: str, world: int = 0, asked: str | None = None, written: Written | None = None) -> Trial:
+    """Everything that one process does. `world`, `asked` and `written` replace what the seed draws."""
     draw = Random(f"plan {seed}")
     drawn_world = draw.choice((2, 2, 4))
-    trial = Trial(seed, world or drawn_world, asked or "")
+    trial = Trial(seed, world or drawn_world, asked or "", written)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -104,7 +104,7 @@ def drawn_plan(draw: Random, world: int, graph: Graph) -> str:
 
 def _prepare(trial: Trial, folder: str, draw: Random, free: bool) -> None:
     trial.stage = "written"
-    written = trial.written = write_model(trial.seed)
+    written = trial.written = trial.written or write_model(trial.seed)
     path = Path(folder) / f"fuzzed_{trial.seed}.py"
     path.write_text(written.text)
     trial.stage = "single process"
@@ -283,9 +283,9 @@ class Tally:
 
 
 def many_trials(
-    seeds: Iterable[int], ranks: RankPool, together: int = 25, say: Callable[[str], None] = lambda line: None
+    seeds: Iterable[int], ranks: RankPool, world: int = 0, together: int = 25, say: Callable[[str], None] = lambda line: None
 ) -> Tally:
-    """Trials of all seeds, `together` of them at once on the ranks."""
+    """Trials of all seeds, `together` of them at once on the ranks (`world` of them, or what each seed draws)."""
     tally, waiting = Tally(), list[Trial]()
 
     def finish() -> None:
@@ -307,7 +307,7 @@ def many_trials(
 
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
-            waiting.append(prepare(seed, folder))
+            waiting.append(prepare(seed, folder, world))
             if len(waiting) == together:
                 finish()
         finish()
