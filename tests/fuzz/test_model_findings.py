@@ -54,6 +54,31 @@ FINDINGS = {
     "adaptive pooling of two dimensions": Finding(
         "self.m = nn.Linear(4, 4)", "return F.adaptive_avg_pool2d(self.m(a), 1).square().sum()", {"a": normal(4, 4)},
     ),
+    # parts of one coalesced gather had gaps, which torch's batch norm reads over in its backward
+    "batch norm with weights of a coalesced gather": Finding(
+        "self.l = nn.Linear(4, 4); self.m = nn.BatchNorm1d(4, track_running_stats=False); self.n = nn.LayerNorm(4)",
+        "v = self.m(self.l(a)); return (self.n(v) * v.softmax(-1)).square().sum()",
+        {"a": normal(4, 4)}, ("drawn:tp=2", "tp=2"), seeds=range(8),
+    ),
+    # the search said "though dp=1 x tp=2 fits: force its degrees", which it refuses as well
+    "nothing to shard": Finding(
+        "self.m = nn.PReLU()", "return self.m(a.flatten(1)).square().sum()", {"a": normal(1, 5, 1)}, ("",),
+        refused="its batch of 1 is no multiple of 2",
+    ),
+    # halves of the batch: sizes that the batch does not multiply are captured at the batch of the example
+    "halves of the batch": Finding(
+        "self.m = nn.Linear(4, 4)", "x, y = self.m(a).chunk(2); return (x * y.flip(0)).sum(-1).exp().mean()", {"a": normal(8, 4)},
+        ("tp=2", "drawn:tp=2", "drawn:dp=2"),
+    ),
+    # `momentum=None` makes a number of a buffer, and was refused as control flow
+    "cumulative batch norm": Finding(
+        "self.m = nn.BatchNorm1d(4, momentum=None)", "return (self.m(a) * a.sin()).square().sum()", {"a": normal(4, 4)},
+    ),
+    # batch norm without running statistics was computed on every rank
+    "batch norm without running statistics": Finding(
+        "self.m = nn.BatchNorm2d(4, track_running_stats=False)", "return (self.m(a) * a.sin()).square().sum()",
+        {"a": normal(4, 4, 3, 3)},
+    ),
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ MOST_REFUSED = 0.2
 def check(first: int, count: int, world: int, ranks: RankPool) -> None:
     tally = many_trials(range(first, first + count), ranks, world)
     assert not tally.wrong and not tally.badly_said, tally.failures
+    assert tally.unsteady <= 0.03 * count
     assert tally.refused <= max(3, MOST_REFUSED * count), [trial.refused for trial in tally.refusals]
 
 

@@ -16,4 +16,5 @@ def test_on_four_ranks(first: int, ranks: RankPool) -> None:
     count = min(60, COUNT - first)
     tally = many_trials(range(50_000 + first, 50_000 + first + count), ranks, 4)
     assert not tally.wrong and not tally.badly_said, tally.failures
+    assert tally.unsteady <= 0.03 * count
     assert tally.refused <= max(3, 0.2 * count), [trial.refused for trial in tally.refusals]

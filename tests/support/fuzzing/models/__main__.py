@@ -45,7 +45,7 @@ def _one(options: argparse.Namespace, ranks: RankPool, folder: str) -> int:
     if options.program and trial.case is not None:
         print(trial.case.text)
     run_trials([trial], ranks)
-    what = trial.wrong or (f"refused: {trial.refused}" if trial.refused else "equal")
+    what = trial.wrong or (f"refused: {trial.refused}" if trial.refused else "unsteady" if trial.unsteady else "equal")
     print(f"{trial.headline} ({trial.stage}): {what}")
     return int(bool(trial.wrong) or not is_said_well(trial.refused) if trial.refused else bool(trial.wrong))
 
@@ -57,7 +57,7 @@ def _many(options: argparse.Namespace, ranks: RankPool) -> int:
     kinds = Counter(f"{trial.stage}: {trial.refused[:110]}" for trial in tally.refusals)
     for text, count in kinds.most_common(60):
         print(f"{count:5d} {text}")
-    print(f"{tally.equal} equal, {tally.refused} refused, {len(tally.wrong)} wrong, {len(tally.badly_said)} badly said")
+    print(f"{tally.equal} equal, {tally.refused} refused, {tally.unsteady} unsteady, {len(tally.wrong)} wrong, {len(tally.badly_said)} badly said")
     return int(bool(tally.wrong or tally.badly_said))
 
 

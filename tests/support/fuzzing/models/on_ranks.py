@@ -92,6 +92,18 @@ def mesh_of(axes: tuple[tuple[str, int], ...], number: int) -> Any:
     return MeshHandle(dict(axes))
 
 
+class _Keeper:
+    """Whom the heartbeat of a rank belongs to."""
+
+
+@cache
+def heartbeat_of(number: int) -> tuple[Any, _Keeper]:
+    """One heartbeat for all programs of a process group, since each has threads and a connection of its own."""
+    from autopar.runtime.comm.heartbeat import start_heartbeat
+
+    return start_heartbeat(lambda rank: f"rank {rank}"), _Keeper()
+
+
 def run_case(case: Case) -> Steps:
     """On a rank."""
     from autopar.program.load import load_program
@@ -100,8 +112,10 @@ def run_case(case: Case) -> Steps:
 
     program: Any = load_program(case.text).Program
     program.input_shapes = {name: shape for name, shape in program.input_shapes.items() if name not in case.given}
-    mesh = mesh_of(tuple(program.mesh_axes.items()), id(dist.group.WORLD))
-    parallel = Parallel(program(mesh), case.state, form=case.form, check_every=1)
+    number = id(dist.group.WORLD)
+    mesh, (heartbeat, keeper) = mesh_of(tuple(program.mesh_axes.items()), number), heartbeat_of(number)
+    parallel = Parallel(program(mesh), case.state, form=case.form, check_every=1, heartbeat=heartbeat)
+    heartbeat.stop_with(keeper)
     inputs = {name: tensor.clone() for name, tensor in case.inputs.items()}
     return two_steps(parallel, lambda: parallel(NamedBatch(inputs)))
 

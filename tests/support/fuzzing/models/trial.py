@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -59,6 +60,8 @@ class Trial:
     refused: str = ""
     wrong: str = ""
     stage: str = ""
+    unsteady: bool = False
+    """Whether one process with inputs that are off by a rounding differs as much from itself."""
 
     @property
     def headline(self) -> str:
@@ -219,6 +222,7 @@ def compared(trial: Trial, found: Sequence[Steps]) -> list[str]:
     other, _ = single(moved, replace(written, inputs=inputs))
     unsteady = step_differences(other, expected, tolerance / 10)
     unsteady += different_numbers("loss", other.losses, expected.losses, tolerance / 10)
+    trial.unsteady = bool(unsteady)
     return [] if unsteady else wrong
 
 
@@ -264,13 +268,14 @@ class Tally:
     """What came of many trials."""
 
     equal: int = 0
-    refused: int = 0
-    wrong: list[Trial] = None  # type: ignore[assignment]
-    badly_said: list[Trial] = None  # type: ignore[assignment]
-    refusals: list[Trial] = None  # type: ignore[assignment]
+    unsteady: int = 0
+    wrong: list[Trial] = field(default_factory=list)
+    badly_said: list[Trial] = field(default_factory=list)
+    refusals: list[Trial] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.wrong, self.badly_said, self.refusals = [], [], []
+    @property
+    def refused(self) -> int:
+        return len(self.refusals)
 
     @property
     def failures(self) -> str:
@@ -295,20 +300,26 @@ def many_trials(
                 tally.wrong.append(trial)
                 say(f"WRONG {trial.headline} ({trial.stage}): {trial.wrong.strip().splitlines()[-1][:300]}")
             elif trial.refused:
-                tally.refused += 1
                 tally.refusals.append(trial)
                 if not is_said_well(trial.refused):
                     tally.badly_said.append(trial)
                     say(f"BADLY SAID {trial.headline} ({trial.stage}): {trial.refused[:300]}")
+            elif trial.unsteady:
+                tally.unsteady += 1
             else:
                 tally.equal += 1
             trial.model = trial.expected = trial.case = None
         waiting.clear()
 
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in seeds:
-            waiting.append(prepare(seed, folder, world))
-            if len(waiting) == together:
-                finish()
-        finish()
+    gc.disable()  # captures make many objects, and a collection of all costs more than a capture
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for seed in seeds:
+                waiting.append(prepare(seed, folder, world))
+                if len(waiting) == together:
+                    finish()
+                    gc.collect()
+            finish()
+    finally:
+        gc.enable()
     return tally
