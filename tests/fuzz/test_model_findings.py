@@ -79,6 +79,11 @@ FINDINGS = {
         "self.m = nn.BatchNorm2d(4, track_running_stats=False)", "return (self.m(a) * a.sin()).square().sum()",
         {"a": normal(4, 4, 3, 3)},
     ),
+    # two axes of 2 took both groups of channels apart: each divides their number, together they do not
+    "groups of channels on two axes": Finding(
+        "self.m = nn.GroupNorm(2, 4); self.n = nn.Conv1d(4, 8, 1, groups=2)", "return self.n(self.m(a)).sin().square().sum()",
+        {"a": normal(4, 4, 4)}, ("drawn:tp=2,tp2=2", "tp=2,tp2=2"), world=4, seeds=range(6),
+    ),
 }  # fmt: skip
 
 
