@@ -105,7 +105,10 @@ def test_all_equal_one_process(ranks: RankPool) -> None:
     for name, each in found.items():
         for trial in each:
             assert not trial.wrong, f"{name}: {trial.headline} ({trial.stage}): {trial.wrong}"
-            assert trial.refused == "" if not FINDINGS[name].refused else FINDINGS[name].refused in trial.refused, (name, trial.refused)
+            assert trial.refused == "" if not FINDINGS[name].refused else FINDINGS[name].refused in trial.refused, (
+                name,
+                trial.refused,
+            )
             assert not trial.refused or is_said_well(trial.refused), (name, trial.refused)
         assert each
 

@@ -58,7 +58,7 @@ def squeezes(flat: FlatGraph) -> FlatGraph:
     values = flat.values()
 
     def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if not node.op.startswith("aten.squeeze."):
+        if node.op.split(".")[1] != "squeeze":
             return None
         shape = values[node.operands()[0]].shape
         asked = node.args[1] if len(node.args) > 1 else tuple(range(len(shape)))

@@ -51,13 +51,13 @@ def _one(options: argparse.Namespace, ranks: RankPool, folder: str) -> int:
 
 
 def _many(options: argparse.Namespace, ranks: RankPool) -> int:
-    tally = many_trials(
-        range(options.first, options.first + options.count), ranks, say=lambda line: print(line, flush=True)
-    )
+    tally = many_trials(range(options.first, options.first + options.count), ranks, say=lambda line: print(line, flush=True))
     kinds = Counter(f"{trial.stage}: {trial.refused[:110]}" for trial in tally.refusals)
     for text, count in kinds.most_common(60):
         print(f"{count:5d} {text}")
-    print(f"{tally.equal} equal, {tally.refused} refused, {tally.unsteady} unsteady, {len(tally.wrong)} wrong, {len(tally.badly_said)} badly said")
+    print(
+        f"{tally.equal} equal, {tally.refused} refused, {tally.unsteady} unsteady, {len(tally.wrong)} wrong, {len(tally.badly_said)} badly said"
+    )
     return int(bool(tally.wrong or tally.badly_said))
 
 
