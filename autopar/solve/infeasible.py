@@ -68,8 +68,8 @@ def _nothing_to_shard(graph: Graph, cluster: Cluster) -> str:
     if graph.batch % cluster.size == 0:
         batch = f"dp={cluster.size} is not possible"
     return (
-        f"no plan for {graph.name} shards it over {cluster.name}: {batch}, and on model axes most of it would be computed on every "
-        f"rank: give example inputs with a batch that {cluster.size} divides, or take fewer devices"
+        f"no plan for {graph.name} shards it over {cluster.name}: {batch}, and on model axes most of it would be computed on "
+        f"every rank: give example inputs with a batch that {cluster.size} divides, or take fewer devices"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from support.fuzzing.models.trial import many_trials
+from support.fuzzing.models.many import many_trials
 from support.harness.rank_pool import RankPool
 
 COUNT = int(os.environ.get("AUTOPAR_FUZZ", "240"))

@@ -35,7 +35,8 @@ def cumulative_statistics() -> Iterator[None]:
     stays a tensor."""
     before = _BatchNorm.forward
 
-    def forward(self: _BatchNorm, x: Tensor) -> Tensor:
+    def forward(self: _BatchNorm, input: Tensor) -> Tensor:
+        x = input
         seen, mean, variance = self.num_batches_tracked, self.running_mean, self.running_var
         if self.momentum is not None or not self.training or seen is None or mean is None or variance is None:
             return before(self, x)

@@ -119,6 +119,7 @@ def trace(
     outlined: bool = True,
     results: Results = Results(),
     open_dims: Mapping[str, tuple[int, ...]] | None = None,
+    *,
     fixed_batch: bool = False,
 ) -> Traced:
     """Exports the model with a symbolic batch; where the model specialises it, or with `fixed_batch`, with the batch size of the
@@ -133,8 +134,8 @@ def trace(
     bound = bind_inputs(model, args, kwargs, with_target=results.loss_fn is not None)
     tensors, batch = bound.tensors, batch_of(bound.tensors)
     dtype = getattr(torch, compute_dtype) if compute_dtype else None
-    attempts = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
-    attempts = attempts[-1:] if fixed_batch else attempts
+    ways = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
+    attempts: tuple[tuple[bool, bool], ...] = ways[-1:] if fixed_batch else ways
     for symbolic, short in attempts:
         told: list[Told] = []
         clone: LossOnly | None = None

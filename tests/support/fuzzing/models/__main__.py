@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
-from support.fuzzing.models.trial import Trial, is_said_well, many_trials, prepare, run_trials
+from support.fuzzing.models.compare import run_trials
+from support.fuzzing.models.many import is_said_well, many_trials
+from support.fuzzing.models.trial import Trial, prepare
 from support.harness.home import write_local_clusters
 from support.harness.rank_pool import RankPool
 
@@ -56,7 +58,8 @@ def _many(options: argparse.Namespace, ranks: RankPool) -> int:
     for text, count in kinds.most_common(60):
         print(f"{count:5d} {text}")
     print(
-        f"{tally.equal} equal, {tally.refused} refused, {tally.unsteady} unsteady, {len(tally.wrong)} wrong, {len(tally.badly_said)} badly said"
+        f"{tally.equal} equal, {tally.refused} refused, {tally.unsteady} unsteady, {len(tally.wrong)} wrong, "
+        f"{len(tally.badly_said)} badly said"
     )
     return int(bool(tally.wrong or tally.badly_said))
 

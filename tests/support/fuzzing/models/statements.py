@@ -6,6 +6,8 @@ dimensions of ``x``, ``{size}`` the size of ``d``, ``{last}``, ``{rows}`` and ``
 is what makes that module; a statement's value is its last line.
 """
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 ELEMENTWISE = """

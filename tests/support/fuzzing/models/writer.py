@@ -1,21 +1,18 @@
-"""Writes the text of a random model: each statement is drawn, tried on example tensors, and kept where it runs."""
+"""Writes the text of a random model, and makes models of texts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from support.fuzzing.models.statements import LOSS_STATEMENTS, STATEMENTS
+from support.fuzzing.models.body import SIZES, Body, fits, names
+from support.fuzzing.models.statements import LOSS_STATEMENTS
 
-SIZES = (1, 2, 2, 3, 4, 4, 4, 5, 6, 6, 8, 8, 12)
 BATCHES = (1, 2, 3, 4, 4, 4, 4, 6, 8, 8, 8)
-MOST_ELEMENTS, LARGEST, TRIES = 1500, 30.0, 12
 HEAD = """import torch
 import torch.nn.functional as F
 from torch import nn
@@ -40,128 +37,6 @@ class Written:
     random: bool
 
 
-def names() -> dict[str, Any]:
-    """What the text of a model may name."""
-    return {"torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "Plain": lambda tensor: tensor}
-
-
-@dataclass(slots=True)
-class Body:
-    """The body of one forward as it is written. `live` is a module to try statements on, `values` what they gave."""
-
-    draw: Random
-    live: nn.Module
-    values: dict[str, Tensor]
-    given: frozenset[str]
-    space: dict[str, Any]
-    made: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
-    kinds: set[str] = field(default_factory=set)
-    count: int = 0
-
-    def fresh(self, letter: str = "v") -> str:
-        self.count += 1
-        return f"{letter}{self.count}"
-
-    def statement(self, kind: str = "") -> str | None:
-        """Adds a statement, and gives the name of its value; None where none of a few draws runs."""
-        kinds = list(STATEMENTS)
-        for _ in range(TRIES):
-            chosen = kind or self.draw.choices(kinds, [weight for _, weight in STATEMENTS.values()])[0]
-            name = self.attempt(self.draw.choice(STATEMENTS[chosen][0]))
-            if name is not None:
-                self.kinds.add(chosen)
-                return name
-        return None
-
-    def attempt(self, template: str) -> str | None:
-        """Fills the slots and runs it."""
-        slots = self.slots(template)
-        if slots is None:
-            return None
-        module = self.fresh("m") if template.startswith(("nn.", "Plain(")) else ""
-        slots["M"] = module
-        try:
-            filled = template.format(**slots)
-        except (KeyError, IndexError, ValueError):
-            return None
-        maker, body = filled.split(" @ ", 1) if module else ("", filled)
-        *before, value = body.split(";")
-        result = self.fresh()
-        lines = [*before, f"{result} = {value}"]
-        space = {**names(), **self.space, **self.values, "self": self.live}
-        try:
-            if module:
-                made = eval(maker, space)
-                if isinstance(made, nn.Module):
-                    made.double().train(self.live.training)
-                elif isinstance(made, nn.Parameter):
-                    made = nn.Parameter(made.double(), made.requires_grad)
-                elif isinstance(made, nn.Buffer):
-                    made = nn.Buffer(made.double())
-                else:
-                    made = made.double()
-                setattr(self.live, module, made)
-            exec("\n".join(lines), space)
-            if not fits(space[result]):
-                raise ValueError
-        except Exception:
-            if module and hasattr(self.live, module):
-                delattr(self.live, module)
-            return None
-        if module:
-            maker = maker.removeprefix("Plain") if maker.startswith("Plain") else maker
-            self.made.append(f"self.{module} = {maker}")
-        self.lines += lines
-        self.keep(result, space[result], [str(slots[each]) for each in "xyzmn" if each in slots and f"{{{each}}}" in template])
-        return result
-
-    def keep(self, name: str, value: Tensor, read: list[str]) -> None:
-        self.values[name] = value
-        self.unused = [each for each in self.unused if each not in read]
-        if value.is_floating_point():
-            self.unused.append(name)
-
-    def slots(self, template: str) -> dict[str, Any] | None:
-        floats = [name for name, value in self.values.items() if value.is_floating_point()]
-        whole = [name for name, value in self.values.items() if value.dtype is torch.int64]
-        masks = [name for name, value in self.values.items() if value.dtype is torch.bool]
-        if not floats or ("{n}" in template and not whole) or ("{m}" in template and not masks):
-            return None
-        draw = self.draw
-        recent = self.unused[-3:] or floats
-        out: dict[str, Any] = {"x": draw.choice(recent if draw.random() < 0.7 else floats)}
-        x = self.values[out["x"]]
-        near = [name for name in floats if broadcasts(self.values[name], x)]
-        for slot in "yz":
-            out[slot] = draw.choice(near if draw.random() < 0.85 else floats)
-        out |= {"n": draw.choice(whole or [""]), "m": draw.choice(masks or [""])}
-        for slot in "de":
-            out[slot] = draw.randrange(-x.dim(), x.dim()) if x.dim() else 0
-        out["size"] = x.shape[out["d"]] if x.dim() else 1
-        out["last"] = x.shape[-1] if x.dim() else 1
-        out["rows"] = x.shape[-2] if x.dim() > 1 else 1
-        out["chan"] = x.shape[1] if x.dim() > 1 else 1
-        out |= {"o": draw.choice(SIZES), "k": draw.randrange(3)}
-        if any(f"{{{each}}}" in template for each in "tuv"):
-            out |= {each: self.fresh("t") for each in "tuv"}
-        return out
-
-
-def broadcasts(a: Tensor, b: Tensor) -> bool:
-    return all(i == j or 1 in (i, j) for i, j in zip(reversed(a.shape), reversed(b.shape), strict=False))
-
-
-def fits(value: Any) -> bool:
-    """Whether a value is a tensor that further statements can take."""
-    if not isinstance(value, Tensor) or not 0 < value.numel() <= MOST_ELEMENTS or value.dim() > 5:
-        return False
-    if value.is_floating_point():
-        return value.dtype is torch.float64 and bool(value.isfinite().all()) and float(value.detach().abs().max()) < LARGEST
-    return value.dtype in (torch.int64, torch.bool)
-
-
 def write_model(seed: int) -> Written:
     """The model of a seed."""
     draw = Random(f"model {seed}")
@@ -184,17 +59,7 @@ def _written(draw: Random) -> Written:
     count = draw.choice((3, 4, 5, 6, 7, 8, 10, 12))
     layers = draw.random() < 0.35
     if not any(each.is_floating_point() for each in body.values.values()):
-        if body.attempt("nn.Embedding(7, {o}) @ self.{M}({n})".replace("{n}", "{n}")) is None:
-            body.values["a0"] = torch.zeros(())
-            name = f"self.{body.fresh('m')}"
-            ids = draw.choice([each for each in body.values if body.values[each].dtype is torch.int64])
-            size = draw.choice(SIZES)
-            setattr(live, name[5:], nn.Embedding(7, size).double())
-            body.made.append(f"{name} = nn.Embedding(7, {size})")
-            value = body.fresh()
-            body.lines.append(f"{value} = {name}({ids})")
-            body.keep(value, getattr(live, name[5:])(body.values[ids]), [])
-            del body.values["a0"]
+        add_embedding(body)
     for number in range(count):
         if layers and number == count // 2:
             add_layers(body, classes)
@@ -216,6 +81,17 @@ def _written(draw: Random) -> Written:
     model = class_text("Model", body, list(inputs), [*returned])
     text = HEAD + "".join(f"\n\n{each}" for each in (*classes, model))
     return Written(text, inputs, training, "low" in body.kinds, "random" in body.kinds or "Dropout" in text)
+
+
+def add_embedding(body: Body) -> None:
+    """The first floating-point value of a model of integers."""
+    ids = body.draw.choice([name for name, each in body.values.items() if each.dtype is torch.int64])
+    module, value, size = body.fresh("m"), body.fresh(), body.draw.choice(SIZES)
+    embedding = nn.Embedding(7, size).double()
+    setattr(body.live, module, embedding)
+    body.made.append(f"self.{module} = nn.Embedding(7, {size})")
+    body.lines.append(f"{value} = self.{module}({ids})")
+    body.keep(value, embedding(body.values[ids]), [])
 
 
 def drawn_inputs(draw: Random) -> dict[str, Tensor]:
@@ -298,16 +174,17 @@ def add_layers(body: Body, classes: list[str]) -> None:
     result = draw.choice((result, f"h + 0.5 * ({result})", f"torch.tanh({result})"))
     own = f"Layer{len(classes)}"
     form = draw.choice(("layers", "layers", "shared", "twice", "sequential", "pair"))
-    second = f", h.mean(-1)" if form == "pair" else ""
+    second = ", h.mean(-1)" if form == "pair" else ""
     classes.append(class_text(own, inner, ["h"], [f"return {result}{second}"]))
     space = {**names()}
     exec("\n".join(classes), space)
     body.space |= {each: value for each, value in space.items() if each.startswith("Layer")}
     body.kinds |= inner.kinds
     many, t = draw.choice((2, 2, 3)), "{x}"
+    before = f"{{t}} = {t}"
     calls = {
-        "layers": f"nn.ModuleList({own}() for _ in range({many})) @ {{t}} = {t};for each in self.{{M}}: {{t}} = each({{t}});{{t}}",
-        "shared": f"nn.ModuleList({own}() for _ in range(1)) @ {{t}} = {t};for _ in range({many}): {{t}} = self.{{M}}[0]({{t}});{{t}}",
+        "layers": f"nn.ModuleList({own}() for _ in range({many})) @ {before};for each in self.{{M}}: {{t}} = each({{t}});{{t}}",
+        "shared": f"nn.ModuleList([{own}()]) @ {before};for _ in range({many}): {{t}} = self.{{M}}[0]({{t}});{{t}}",
         "twice": f"nn.ModuleList([{own}()]) @ self.{{M}}[0]({t}) - self.{{M}}[0]({t} * 0.5)",
         "sequential": f"nn.Sequential({own}(), {own}()) @ self.{{M}}({t})",
         "pair": f"nn.ModuleList([{own}(), {own}()]) @ {{t}}, {{u}} = self.{{M}}[0]({t});self.{{M}}[1]({{t}})[0] + {{u}}.sum()",
