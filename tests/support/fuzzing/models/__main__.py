@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -59,9 +60,19 @@ def _many(options: argparse.Namespace, ranks: RankPool) -> int:
         print(f"{count:5d} {text}")
     print(
         f"{tally.equal} equal, {tally.refused} refused, {tally.unsteady} unsteady, {len(tally.wrong)} wrong, "
-        f"{len(tally.badly_said)} badly said"
+        f"{len(tally.badly_said)} badly said; {time.process_time():.0f} s of this process, {_seconds_of(ranks):.0f} s of the ranks"
     )
     return int(bool(tally.wrong or tally.badly_said))
+
+
+def _seconds_of(ranks: RankPool) -> float:
+    """Processor seconds of the ranks that live."""
+    ticks = 0
+    for processes in ranks.sets.values():
+        for process in processes.processes:
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":
