@@ -60,7 +60,7 @@ def _many(options: argparse.Namespace, ranks: RankPool) -> int:
         print(f"{count:5d} {text}")
     print(
         f"{tally.equal} equal, {tally.refused} refused, {tally.unsteady} unsteady, {len(tally.wrong)} wrong, "
-        f"{len(tally.badly_said)} badly said; {time.process_time():.0f} s of this process, {_seconds_of(ranks):.0f} s of the ranks"
+        f"{len(tally.badly_said)} badly said; {time.process_time():.0f} s here, {_seconds_of(ranks):.0f} s on ranks"
     )
     return int(bool(tally.wrong or tally.badly_said))
 
