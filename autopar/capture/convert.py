@@ -40,6 +40,10 @@ def flatten_program(traced: Traced) -> FlatGraph:
     return _Converter(traced).run()
 
 
+class BatchIsDivided(CaptureError):
+    """A size that the batch does not multiply (``x.chunk(2)``): the graph holds at the batch of the example only."""
+
+
 class _Converter:
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
@@ -155,7 +159,7 @@ class _Converter:
         lengths = self.traced.lengths
         found = without_casts(expr).subs({symbol: lengths.get(symbol, batch) for symbol in expr.free_symbols})
         if not found.is_rational_function(batch):
-            raise CaptureError(
+            raise BatchIsDivided(
                 f"{where or 'the model'}: the size {found} is no polynomial in the batch B; use sizes that the batch multiplies"
             )
         return as_dim(found)

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from autopar.capture.bind import batch_of
-from autopar.capture.convert import flatten_program
+from autopar.capture.convert import BatchIsDivided, flatten_program
 from autopar.capture.flat import FlatGraph
 from autopar.capture.fold import fold
 from autopar.capture.normalize import normalize
@@ -63,6 +63,8 @@ class Export:
             self._take(trace(*given, results=results, open_dims=open_dims), open_dims or {})
         except CannotOutline:
             self._take(trace(*given, outlined=False, results=results, open_dims=open_dims), open_dims or {})
+        except BatchIsDivided:
+            self._take(trace(*given, outlined=False, results=results, open_dims=open_dims, fixed_batch=True), open_dims or {})
 
     def _take(self, traced: Traced, open_dims: Mapping[str, tuple[int, ...]]) -> None:
         self.traced, self.lengths = traced, _lengths(traced, open_dims) if open_dims else {}

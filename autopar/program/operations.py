@@ -202,6 +202,11 @@ def _constant(call: OperationCall) -> str:
     return f"C.constant({call.args[0]}, {call.args[1]}, torch.{call.node.outputs[0].dtype}, self.mesh)"
 
 
+def _adaptive_pool(call: OperationCall) -> str | None:
+    """``F.adaptive_avg_pool2d(x, (1, 1))``, which is stricter than the operation about tensors of two dimensions."""
+    return _function("F")(call) if len(call.node.outputs[0].shape) > 2 else None
+
+
 def _shape_method(call: OperationCall) -> str | None:
     """``x.reshape(B, 16, 64)``."""
     sizes = call.args[1][1:-1].rstrip(",") if len(call.args) == 2 and isinstance(call.node.args[1], tuple) else ""
@@ -258,6 +263,7 @@ EXPRESSION_WRITERS: dict[str, ExpressionWriter] = {
     "aten.layer_norm": _layer_norm,
     "aten.group_norm": _group_norm,
     "aten.embedding": _embedding,
+    "aten.adaptive_avg_pool2d": _adaptive_pool,
     "aten._softmax": _softmax("softmax"),
     "aten._log_softmax": _softmax("log_softmax"),
     "aten.convolution": _convolution,

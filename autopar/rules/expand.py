@@ -168,7 +168,9 @@ def shard_strategy(
     if function is not None and function.result is not None:
         results = tuple(function.result if value.differentiable else Replicate() for value in fitted.node.outputs)
     label = " ".join(factors) if parts == 1 else f"{factors[0]}({parts})"
-    strategy = AxisStrategy(tuple(place(terms, other) for terms, other in sides), results, label)
+    size = fitted.sizes[factors[0]] if label in fitted.sizes else 0
+    operands_at = tuple(place(terms, other) for terms, other in sides)
+    strategy = AxisStrategy(operands_at, results, label, factor_size=size if isinstance(size, int) else 0)
     return strategy if function is None else _with_function(strategy, function, fitted.node, operands)
 
 
@@ -230,6 +232,7 @@ def _with_function(strategy: AxisStrategy, function: NamedFunction, node: Node, 
         function=function.name,
         collectives=told,
         exclusive=function.exclusive,
+        factor_size=strategy.factor_size,
     )
 
 
@@ -260,6 +263,16 @@ def _passing(node: Node, operands: Sequence[Value], rule: Rule) -> Iterator[Axis
         yield AxisStrategy(places, (Partial(),) * len(node.outputs), PASS)
 
 
+def _whole_factors(chosen: Sequence[AxisStrategy], axis_sizes: Sequence[int]) -> bool:
+    """Whether the axes that shard one factor divide it together, which the sizes of dimensions do not show: ``(g c!)``."""
+    shards: dict[tuple[str, int], int] = {}
+    for item, size in zip(chosen, axis_sizes, strict=True):
+        if item.factor_size:
+            key = item.factor, item.factor_size
+            shards[key] = shards.get(key, 1) * size
+    return all(size % parts == 0 for (_, size), parts in shards.items())
+
+
 def _shared(strategy: AxisStrategy, chosen: Sequence[AxisStrategy]) -> bool:
     """Whether another axis shards a dimension that this strategy shards."""
     dims = [(index, place.dim) for index, place in enumerate(strategy.operands) if isinstance(place, Shard)]
@@ -288,6 +301,8 @@ def combine_axes(
     for chosen in product(*per_axis):
         functions = [item.function for item in chosen if item.function]
         if len(functions) > 1 or any(item.exclusive and _shared(item, chosen) for item in chosen):
+            continue
+        if len(chosen) > 1 and not _whole_factors(chosen, axis_sizes):
             continue
         operands: tuple[Placements, ...] = tuple(zip(*(item.operands for item in chosen), strict=True))
         produced: tuple[Placements, ...] = tuple(zip(*(item.results for item in chosen), strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.ir.dims import Shape
 from autopar.ir.placement import Placement
@@ -51,6 +51,8 @@ class AxisStrategy:
     collectives: tuple[OperationCollective, ...] = ()
     exclusive: bool = False
     """Whether no other axis may shard the dimensions that this one shards."""
+    factor_size: int = field(default=0, compare=False)
+    """The size of the factor (0: not known), which all axes together that shard it must divide: groups of channels stay whole."""
 
     def __str__(self) -> str:
         operands, results = (", ".join(map(str, side)) for side in (self.operands, self.results))

@@ -50,6 +50,8 @@ def explanation(
     search = MinimumMemory(registry, monotonic() + search_seconds, least_memory_pipeline)
     nearest = minimum_memory_plan(graph, cluster, options, search)
     least = min((solver.result.shortage_bytes for solver in solvers), default=0.0)
+    if nearest is not None and not nearest.shortage_bytes and not options.force:
+        return _nothing_to_shard(graph, cluster)
     lines = [_short(graph, cluster, options, nearest, least)]
     found = [str(each) for each in relaxations(graph, cluster, options, search)]
     if nearest is not None and nearest.shortage_bytes:
@@ -59,6 +61,17 @@ def explanation(
         found.append(f"devices of {need} {'GiB' if unit == _GIB else 'MiB'}: then {nearest} fits")
     lines += [f"  {'use' if index == 0 else 'or'} {each}" for index, each in enumerate(found)]
     return "\n".join(lines)
+
+
+def _nothing_to_shard(graph: Graph, cluster: Cluster) -> str:
+    """Memory is not short, and nothing is forced: what is sharded is too little for so many devices."""
+    batch = f"its batch of {graph.batch} is no multiple of {cluster.size}"
+    if graph.batch % cluster.size == 0:
+        batch = f"dp={cluster.size} is not possible"
+    return (
+        f"no plan for {graph.name} shards it over {cluster.name}: {batch}, and on model axes most of it would be computed on "
+        f"every rank: give example inputs with a batch that {cluster.size} divides, or take fewer devices"
+    )
 
 
 def _smaller_margin(nearest: MemoryPlan) -> Iterator[str]:

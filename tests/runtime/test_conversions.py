@@ -157,6 +157,17 @@ def mixed_bucket(axes: dict[str, int]) -> Any:
     return x.detach(), y.detach(), a.grad, b.grad
 
 
+def gathered_together(axes: dict[str, int]) -> list[tuple[int, ...]]:
+    tp = MeshHandle(axes).tp
+    both = C.convert_many((torch.ones(1, 8), torch.ones(1), torch.ones(2, 3)), tp, ("S(0) -> I", "S(0) -> I", "S(0) -> R"))
+    return [each.stride() for each in both]
+
+
+def test_parts_of_a_bucket_have_no_gaps(ranks: RankPool) -> None:
+    """The backward of batch norm on CPUs reads a weight with gaps wrongly (torch 2.13)."""
+    assert ranks.run(gathered_together, {"tp": 2}, world=2)[0] == [(8, 1), (1,), (3, 1)]
+
+
 def test_a_bucket_of_unlike_conversions(ranks: RankPool) -> None:
     for x, y, a, b in ranks.run(mixed_bucket, {"tp": 4}):
         assert x.shape == (8, 3) and y.eq(4).all() and a.eq(10).all() and b.eq(1).all()

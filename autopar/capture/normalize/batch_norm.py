@@ -16,6 +16,7 @@ from autopar.ir.dims import Dim, Shape, as_dim, as_sympy
 from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
 
 _TRAINING = ("aten._native_batch_norm_legit_functional", "aten.native_batch_norm")
+_WITHOUT_RUNNING = "aten._native_batch_norm_legit.no_stats"
 _INFERENCE = ("aten._native_batch_norm_legit_no_training",)
 
 
@@ -24,6 +25,7 @@ LOCAL = "batch norm takes its statistics from each data rank's own examples (bat
 
 def batch_norm(flat: FlatGraph, local: bool = False) -> FlatGraph:
     """``_native_batch_norm_legit_functional`` (training) and ``..._no_training`` into primitive operations."""
+    flat = _with_none_running(flat)
     values = flat.values()
     trained = any(node.op in _TRAINING and node.args[5] is True for node in flat.nodes)
 
@@ -39,6 +41,17 @@ def batch_norm(flat: FlatGraph, local: bool = False) -> FlatGraph:
 
     flat = rewrite_nodes(flat, step)
     return replace(flat, notes=(*flat.notes, LOCAL)) if local and trained else flat
+
+
+def _with_none_running(flat: FlatGraph) -> FlatGraph:
+    """Training without running statistics (``track_running_stats=False``) is the operation that has them, with None for them."""
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op != _WITHOUT_RUNNING or node.args[3] is not True:
+            return None
+        return (replace(node, op=_TRAINING[0], args=(*node.args[:3], None, None, *node.args[3:])),), {}
+
+    return rewrite_nodes(flat, step)
 
 
 class _Writer:

@@ -53,6 +53,22 @@ def reshapes(flat: FlatGraph) -> FlatGraph:
     return rewrite_nodes(flat, step)
 
 
+def squeezes(flat: FlatGraph) -> FlatGraph:
+    """``squeeze`` names the dimensions that it removes: those of size 1 in the whole tensor, of which a rank may have a shard."""
+    values = flat.values()
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op.split(".")[1] != "squeeze":
+            return None
+        shape = values[node.operands()[0]].shape
+        asked = node.args[1] if len(node.args) > 1 else tuple(range(len(shape)))
+        dims = {int(dim) % len(shape) for dim in (asked if isinstance(asked, tuple) else (asked,))} if shape else set()  # type: ignore[arg-type]
+        removed = tuple(dim for dim in sorted(dims) if shape[dim] == 1)
+        return (replace(node, op="aten.squeeze.dims", args=(node.args[0], removed), kwargs=()),), {}
+
+    return rewrite_nodes(flat, step)
+
+
 def factories(flat: FlatGraph) -> FlatGraph:
     """``new_zeros(x, sizes)`` is ``zeros(sizes)`` of its dtype: it reads nothing of x, which need not be whole for it."""
 

@@ -1,4 +1,4 @@
-"""What torch's own modules ask of data only to be faster: while a model is traced, they get an answer that is always right."""
+"""What torch's own modules ask of data, to be faster or to have a number: while a model is traced, they need not."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import batch_norm
 from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 @contextmanager
@@ -44,3 +46,30 @@ def to_the_same_device() -> Iterator[None]:
         yield
     finally:
         nn.Module.to = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def cumulative_statistics() -> Iterator[None]:
+    """Batch norm with ``momentum=None`` makes a number of how many batches it saw, for the mean over all of them. Here that
+    stays a tensor."""
+    before = _BatchNorm.forward
+
+    def forward(self: _BatchNorm, input: Tensor) -> Tensor:
+        x = input
+        seen, mean, variance = self.num_batches_tracked, self.running_mean, self.running_var
+        if self.momentum is not None or not self.training or seen is None or mean is None or variance is None:
+            return before(self, x)
+        self._check_input_dim(x)
+        with torch.no_grad():
+            seen.add_(1)
+            dims = [dim for dim in range(x.dim()) if dim != 1]
+            share = 1 / seen.to(mean.dtype)
+            for running, found in ((mean, x.mean(dims)), (variance, x.var(dims))):
+                running.copy_(running + share * (found - running))
+        return batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    _BatchNorm.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _BatchNorm.forward = before  # type: ignore[method-assign]

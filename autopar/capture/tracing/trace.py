@@ -23,7 +23,7 @@ from autopar.capture.tracing.experts import experts_as_operator
 from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
 from autopar.capture.tracing.guards import custom_functions, refuse_complex, refuse_hooks
-from autopar.capture.tracing.hints import masks_are_not_read, to_the_same_device
+from autopar.capture.tracing.hints import cumulative_statistics, masks_are_not_read, to_the_same_device
 from autopar.capture.tracing.indices import ListIndices
 from autopar.capture.tracing.join_layers import join_layers
 from autopar.capture.tracing.known_values import KnownValues
@@ -120,9 +120,11 @@ def trace(
     outlined: bool = True,
     results: Results = Results(),
     open_dims: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    fixed_batch: bool = False,
 ) -> Traced:
-    """Exports the model with a symbolic batch; where the model specialises it, with the batch size of the example. `open_dims`
-    are further dimensions of inputs, by name, that stay symbolic where the model allows it.
+    """Exports the model with a symbolic batch; where the model specialises it, or with `fixed_batch`, with the batch size of the
+    example. `open_dims` are further dimensions of inputs, by name, that stay symbolic where the model allows it.
 
     With `outlined` only one of equal layers is traced (see `outline`); where that fails, all are.
     """
@@ -133,7 +135,8 @@ def trace(
     bound = bind_inputs(model, args, kwargs, with_target=results.loss_fn is not None)
     tensors, batch = bound.tensors, batch_of(bound.tensors)
     dtype = getattr(torch, compute_dtype) if compute_dtype else None
-    attempts = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
+    ways = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
+    attempts: tuple[tuple[bool, bool], ...] = ways[-1:] if fixed_batch else ways
     for symbolic, short in attempts:
         told: list[Told] = []
         clone: LossOnly | None = None
@@ -151,6 +154,7 @@ def trace(
                 stack.enter_context(known)
                 stack.enter_context(masks_are_not_read())
                 stack.enter_context(to_the_same_device())
+                stack.enter_context(cumulative_statistics())
                 stack.enter_context(experts_as_operator(clone.module))
                 if short and not stack.enter_context(outline(clone.module)):
                     continue

@@ -91,7 +91,8 @@ def finish_collectives(
         for i in indices:
             shape = _shape(operations[i], xs[i], size)
             width = prod(shape)
-            part = received if len(indices) == 1 else received.narrow(1, offset, width)
+            # contiguous: the backward of torch's batch norm on CPUs reads the memory of a weight as if it were without gaps
+            part = received if len(indices) == 1 else received.narrow(1, offset, width).contiguous()
             offset += width
             out[i] = _assemble(operations[i], xs[i], part.reshape(rows, *shape), size, coordinate)
     return [x for x in out if x is not None]
