@@ -6,9 +6,13 @@ or `compute` writes it. A key without overload stands for all overloads.
 
 from __future__ import annotations
 
+from functools import cache
+
+from autopar.ir.dims import Shape
+from autopar.ir.graph import Node
 from autopar.ir.placement import Invariant
-from autopar.rules.rule import Derive, NamedFunction, Rule
-from autopar.rules.table import attention, compute, experts, opaque, pointwise, views
+from autopar.rules.rule import Derive, DerivedLine, NamedFunction, Rule
+from autopar.rules.table import attention, compute, experts, opaque, pointwise, regions, views
 from autopar.rules.table.images import IMAGES
 from autopar.rules.table.transforms import DISTANCES, TRANSFORMS
 
@@ -40,6 +44,17 @@ FUNCTIONS = {
 
 SEVERAL = {**dict.fromkeys(attention.OPERATIONS, attention.FUNCTIONS), "ap.moe_experts": experts.FUNCTIONS}
 
+
+def region_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
+    """Of operations with branches, by the rules of what is inside."""
+    return regions.regions_line(node, shapes, _known())
+
+
+@cache
+def _known() -> dict[str, Rule]:
+    return table()
+
+
 DERIVED: dict[str, Derive] = {
     **IMAGES,
     **TRANSFORMS,
@@ -51,6 +66,8 @@ DERIVED: dict[str, Derive] = {
     **dict.fromkeys(attention.OPERATIONS, attention.attention_rule),
     "ap.moe_experts": experts.moe_experts_rule,
     "ap.opaque": opaque.opaque_rule,
+    "ap.cond": region_rule,
+    "ap.while_loop": region_rule,
     "aten.conv1d": compute.convolution_rule,
     "aten.conv2d": compute.convolution_rule,
     "aten.conv3d": compute.convolution_rule,
