@@ -25,8 +25,8 @@ BATCH = [torch.ones(7)] * 8
 """Inputs that nothing reads, so that no dimension of a sample seems to be the batch."""
 
 
-def sampled_operations() -> list[Any]:
-    """All OpInfos of operations on float64."""
+def core_operations() -> list[Any]:
+    """The OpInfos of operations with a variant in ATen's core opset."""
     if (
         "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None
     ):  # torch's tests want it, its samples do not
@@ -35,17 +35,11 @@ def sampled_operations() -> list[Any]:
         sys.modules["expecttest"] = stub
     from torch.testing._internal.common_methods_invocations import op_db
 
-    return [info for info in op_db if torch.float64 in info.dtypes]
-
-
-def core_operations() -> list[Any]:
-    """The OpInfos of operations with a variant in ATen's core opset."""
-
     def is_core(name: str) -> bool:
         packet = getattr(torch.ops.aten, name, None)
         return packet is not None and any(torch.Tag.core in getattr(packet, each).tags for each in packet.overloads())
 
-    return [info for info in sampled_operations() if is_core(info.aten_name or info.name.replace(".", "_"))]
+    return [info for info in op_db if is_core(info.aten_name or info.name.replace(".", "_")) and torch.float64 in info.dtypes]
 
 
 class OneOperation(nn.Module):

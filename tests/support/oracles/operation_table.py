@@ -7,19 +7,13 @@ from pathlib import Path
 
 import torch
 
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3])]
-
 from autopar.capture.tracing.decompose import COMPOSITE, TABLED
 from autopar.rules.registry import default_registry
 from autopar.rules.table.aten import WHOLE
-from support.oracles.operation_samples import sampled_operations
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 HEAD = "## Operations that every rank computes whole"
 _WIDTH = 138
-KNOWN_BY_OTHER_NAMES = ("view", "_unsafe_view", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
-"""Capture writes them as operations that have rules."""
 
 
 def by_nature() -> list[str]:
@@ -28,24 +22,18 @@ def by_nature() -> list[str]:
 
 
 def without_rule() -> list[str]:
-    """Operations that torch's own tests have samples for, that the table does not know, and that capture does not rewrite."""
-    registry, rewritten = default_registry(), {*COMPOSITE.split(), *TABLED.split(), *KNOWN_BY_OTHER_NAMES}
-    names = {info.aten_name or info.name.replace(".", "_") for info in sampled_operations()}
+    """Operations of ATen's core opset that the table does not know, and that capture does not take apart."""
+    registry, apart = default_registry(), {*COMPOSITE.split(), *TABLED.split()}
     out = []
-    for name in sorted(names - rewritten):
-        packet = getattr(torch.ops.aten, name, None)
-        overloads = [] if packet is None else [(each, getattr(packet, each)) for each in packet.overloads()]
-        ops = [f"aten.{name}" if each == "default" else f"aten.{name}.{each}" for each, op in overloads if _is_plain(op)]
-        if ops and all(registry.rule(op) is None for op in ops):
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        overloads = packet.overloads() if hasattr(packet, "overloads") else []
+        core = [each for each in overloads if torch.Tag.core in getattr(packet, each).tags]
+        functional = [each for each in core if not getattr(packet, each)._schema.is_mutable]
+        ops = [f"aten.{name}" if each == "default" else f"aten.{name}.{each}" for each in functional]
+        if ops and name not in apart and all(registry.rule(op) is None for op in ops):
             out.append(name)
-    return out
-
-
-def _is_plain(op: torch._ops.OpOverload) -> bool:
-    """Whether it takes and gives tensors, writes into nothing, and has sizes that do not depend on data."""
-    schema, odd = op._schema, {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
-    takes = any("Tensor" in str(each.type) for each in schema.arguments)
-    return takes and not schema.is_mutable and any("Tensor" in str(each.type) for each in schema.returns) and not odd & set(op.tags)
+    return sorted(out)
 
 
 def _wrapped(names: list[str]) -> list[str]:
@@ -74,7 +62,7 @@ def section() -> str:
             "",
             *_wrapped(by_nature()),
             "",
-            "For lack of a rule, of the operations that torch's own tests have samples for:",
+            "For lack of a rule, of ATen's core opset (some are never met: export writes them in another way):",
             "",
             *_wrapped(without_rule()),
         ]
