@@ -27,6 +27,7 @@ from autopar.explain.progress import say_plan, saying_progress
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
+from autopar.ops.opaque import whole_modules
 from autopar.planning import (
     ExampleInputs,
     cache_folder,
@@ -79,6 +80,7 @@ def parallelize(
     loss_fn: LossFunction | None = None,
     check_every: int = 0,
     memory_margin: float | None = None,
+    batch_dim: int | Mapping[str, int] | None = None,
 ) -> Parallel:
     """The model as a program for the cluster: an `nn.Module` whose call takes the global batch and returns what the model does.
 
@@ -96,6 +98,7 @@ def parallelize(
     others end within `patience_seconds` with an error that names it; one that never joins, within `join_seconds`. Ranks compare
     their batches in the first three calls and then in one of `check_batch_every` (0: never). In one of `check_every` steps (0:
     never) a loss that is not finite, and replicas of parameters that have drifted apart, are errors that name the place.
+    `batch_dim` is where tensors have the batch, if not at dimension 0: all of them, or by argument (``{"src": 1}``).
     `memory_margin` is the share of each device's memory that the plan leaves free (see `make_plan`).
 
     A model that returns no loss returns what it returns, as full tensors that take gradients: ``criterion(parallel(x), y)`` is
@@ -112,7 +115,7 @@ def parallelize(
     options: dict[str, Any] = dict(
         precision=precision, force=force, optimizer=optimizer, strict=strict, time_limit_seconds=time_limit_seconds,
         outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,
-        memory_margin=memory_margin,
+        memory_margin=memory_margin, batch_dim=batch_dim,
     )  # fmt: skip
     if example_inputs is None:
         rest: dict[str, Any] = dict(
@@ -141,6 +144,7 @@ def parallelize(
         program = build_program(agreed.graph, agreed.candidate)
         with watched(heartbeat, "making process groups"):
             mesh = MeshHandle(program.Program.mesh_axes)
+            mesh.opaque_modules = whole_modules(model)
         form = agreed.graph.interface.returns if agreed.graph.interface else None
         parallel = Parallel(
             program.Program(mesh), BroadcastSource(tensors), compile=compile, form=form, heartbeat=heartbeat,
@@ -238,10 +242,17 @@ def _variant_maker(
         outputs=tuple(output.asked for output in agreed.graph.outputs) if has_loss else (),
         batch_norm="local" if LOCAL in agreed.graph.notes else "global",
         loss_fn=loss_fn,
+        batch_dim=_batch_dims(agreed),
     )
     skeleton = copy_without_data(model, None)
     modes = CapturedModes(skeleton, args, kwargs, options, agreed.graph)
     return VariantMaker(skeleton, agreed, cluster, registry(), options, modes)
+
+
+def _batch_dims(agreed: Plan) -> tuple[tuple[str, int], ...]:
+    """Where the tensors of the user have the batch, by argument, if not at dimension 0."""
+    interface = agreed.graph.interface
+    return () if interface is None else interface.said_batch_dims
 
 
 def _warn_of(model: nn.Module) -> None:
@@ -289,7 +300,7 @@ def check_plan(
     statistics = "local" if LOCAL in given.graph.notes else "global"
     graph = capture(
         model, args, kwargs, compute_dtype=given.candidate.precision.compute, batch_norm=statistics, loss_fn=loss_fn,
-        outputs=tuple(output.asked for output in planned.values()),
+        outputs=tuple(output.asked for output in planned.values()), batch_dim=_batch_dims(given),
     )  # fmt: skip
     if graph.fingerprint != given.graph.fingerprint:
         raise PlanMismatch(

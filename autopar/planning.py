@@ -63,6 +63,7 @@ def make_plan(
     expert_load: float | str = 1.0,
     loss_fn: LossFunction | None = None,
     memory_margin: float | None = None,
+    batch_dim: int | Mapping[str, int] | None = None,
     graph: Graph | None = None,
 ) -> Plan:
     """Plans without running: needs no process group, and the model may be on the meta device. `autopar.plan` is this function.
@@ -84,7 +85,7 @@ def make_plan(
     forced = parse_force(force)
     args, kwargs = split_inputs(example_inputs)
     if graph is None:
-        options_of_capture: dict[str, Any] = dict(outputs=outputs, batch_norm=batch_norm, loss_fn=loss_fn)
+        options_of_capture: dict[str, Any] = dict(outputs=outputs, batch_norm=batch_norm, loss_fn=loss_fn, batch_dim=batch_dim)
         graph = capture(model, args, kwargs, compute_dtype=chosen.compute, **options_of_capture)
     if batch not in (None, graph.batch) and not graph.batch_is_symbolic:
         raise BatchError(f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {batch}")

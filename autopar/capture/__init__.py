@@ -30,6 +30,7 @@ def capture(
     dropout: bool = True,
     loss_fn: LossFunction | None = None,
     usual_kind: str = "",
+    batch_dim: int | Mapping[str, int] | tuple[tuple[str, int], ...] | None = None,
 ) -> Graph:
     """The graph of the forward of `model` up to its loss. The model is not changed and may be on the meta device.
 
@@ -42,7 +43,11 @@ def capture(
     `ir.interface.OUTPUT_KINDS`; `usual_kind` where that is not said). With ``batch_norm="local"`` batch norm has the statistics
     of each data rank's own examples, as in DDP. ``dropout=False`` leaves dropout out, as a program in evaluation does.
 
+    `batch_dim` is where inputs have the batch, if not at dimension 0: all of them, or by argument (``{"src": 1}``). Where nobody
+    says it, it is read from the sizes, and the plan notes it.
+
     CaptureError, one line, with the user's file and line.
     """
-    options = CaptureOptions(compute_dtype, allowed_functions, tuple(outputs), batch_norm, dropout, loss_fn, usual_kind)
+    dims = tuple(batch_dim.items()) if isinstance(batch_dim, Mapping) else batch_dim
+    options = CaptureOptions(compute_dtype, allowed_functions, tuple(outputs), batch_norm, dropout, loss_fn, usual_kind, dims)
     return Export(model, args, kwargs or {}, options).graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,20 +23,29 @@ _FORCED = {"use_cache": False}
 
 _CACHE = "past_key_values"
 
+BatchDim = int | tuple[tuple[str, int], ...] | None
+"""Where inputs have the batch: all of them, or (argument, dimension); None: as their sizes say."""
+
 
 @dataclass(frozen=True, slots=True)
 class BoundInputs:
-    """The flattened arguments. `tensors` are the graph's inputs by name, `leaves` all leaves in order (a tensor as its name),
-    `spec` their structure."""
+    """The flattened arguments. `tensors` are the graph's inputs by name, with the batch at dimension 0, `leaves` all leaves in
+    order (a tensor as its name), `spec` their structure."""
 
     tensors: Mapping[str, Tensor]
     leaves: tuple[Any, ...]
     spec: TreeSpec
     interface: Interface
 
+    @property
+    def batch_dims(self) -> dict[str, int]:
+        return self.interface.batch_dims
+
     def arguments(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """The keyword arguments of a call with these tensors."""
-        filled = [tensors[leaf.name] if isinstance(leaf, _Input) else leaf for leaf in self.leaves]
+        dims = self.batch_dims
+        own = {name: tensor.movedim(0, dims[name]) if name in dims else tensor for name, tensor in tensors.items()}
+        filled = [own[leaf.name] if isinstance(leaf, _Input) else leaf for leaf in self.leaves]
         found: dict[str, Any] = tree_unflatten(filled, self.spec)
         return found
 
@@ -46,9 +55,12 @@ class _Input:
     name: str
 
 
-def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_target: bool = False) -> BoundInputs:
+def bind_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_target: bool = False, batch_dim: BatchDim = None
+) -> BoundInputs:
     """The leaves of the example inputs by path: an argument of the forward, keys of dicts, indices of tuples. CaptureError for
-    arguments without a name. `with_target`: the call takes a further argument `TARGET`, for the loss function."""
+    arguments without a name. `with_target`: the call takes a further argument `TARGET`, for the loss function. `batch_dim`: see
+    `batch_dims_of`."""
     name = type(model).__name__
     signature = inspect.signature(model.forward)
     if with_target:
@@ -89,6 +101,9 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
             arguments.append(Argument(path, constant=text, optional=optional))
     if not tensors:
         raise CaptureError("the example inputs hold no tensor; pass a dict of keyword arguments or a tuple")
+    dims = batch_dims_of(tensors, {argument.path: argument.input for argument in arguments if argument.input}, batch_dim)
+    tensors = {own: tensor.movedim(dims[own], 0) if own in dims else tensor for own, tensor in tensors.items()}
+    arguments = [replace(argument, batch_dim=dims.get(argument.input, 0)) for argument in arguments]
     named = {argument.path for argument in arguments}
     arguments += [
         Argument(key, constant=constant_text(each.default), optional=True)
@@ -111,21 +126,52 @@ def _with_target(signature: inspect.Signature) -> inspect.Signature:
 
 
 def batch_of(tensors: Mapping[str, Tensor]) -> int:
-    """The batch size: that of dimension 0 of most inputs. CaptureError where the batch of an input seems to be dimension 1."""
-    sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor.dim()}
-    leading = Counter(shape[0] for shape in sizes.values())
-    if not leading:
-        return 1
-    (batch, most), *others = leading.most_common()
-    rivals = [size for size, count in others if count == most]
-    for name, shape in sizes.items():
-        for rival in (batch, *rivals) if rivals else ():
-            if shape[0] != rival and rival in shape[1:2] and shape[0] in (batch, *rivals):
-                raise CaptureError(
-                    f"input {name} of shape {shape} seems to have the batch of {rival} at dimension 1: "
-                    "the batch must be dimension 0 of every input; pass it transposed"
-                )
-    return batch
+    """The batch size: that of dimension 0 of most inputs."""
+    leading = Counter(tensor.shape[0] for tensor in tensors.values() if tensor.dim())
+    return leading.most_common(1)[0][0] if leading else 1
+
+
+def batch_dims_of(tensors: Mapping[str, Tensor], names: Mapping[str, str], said: BatchDim) -> dict[str, int]:
+    """By input: the dimension of the batch where it is not 0. `names` are the inputs by path. CaptureError where `said` names
+    none.
+
+    Where nobody says it: dimension 1 of an input whose dimension 0 has another size than the batch of the others, if dimension 1
+    has the size (sequence first), and all inputs agree then.
+    """
+    if isinstance(said, int):
+        said = tuple((path, said) for path, name in names.items() if tensors[name].dim() > said)
+    if said is not None:
+        return _said(tensors, names, dict(said))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor.dim()}
+    leading = Counter(shape[0] for shape in shapes.values())
+    most = max(leading.values(), default=0)
+    candidates = [*leading.items(), *((shape[1], 0) for shape in shapes.values() if len(shape) > 2 and shape[1] not in leading)]
+    for batch, count in dict(candidates).items():
+        second = {name: 1 for name, shape in shapes.items() if shape[0] != batch and shape[1:2] == (batch,)}
+        others = [name for name, shape in shapes.items() if shape[0] != batch and name not in second]
+        tied = count == most and sum(each == most for each in leading.values()) > 1
+        clear = tied or (count in (0, most) and len(leading) > 1 and all(len(shapes[name]) > 2 for name in second))
+        if second and clear and not others and not _reads_both_ways(shapes, batch):
+            return second
+    return {}
+
+
+def _reads_both_ways(shapes: Mapping[str, tuple[int, ...]], batch: int) -> bool:
+    """Whether another size would do as well: at dimension 0 of some inputs, and at dimension 1 of all others."""
+    sizes = {shape[0] for shape in shapes.values()} - {batch}
+    return any(all(size in shape[:2] for shape in shapes.values()) for size in sizes)
+
+
+def _said(tensors: Mapping[str, Tensor], names: Mapping[str, str], said: Mapping[str, int]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for path, dim in said.items():
+        if path not in names:
+            raise CaptureError(f"batch_dim names {path}, which is no input: write one of {', '.join(names)}")
+        tensor = tensors[names[path]]
+        if not 0 <= dim < max(tensor.dim(), 1):
+            raise CaptureError(f"batch_dim={dim} of {path}: it has shape {tuple(tensor.shape)}")
+        found[names[path]] = dim
+    return {name: dim for name, dim in found.items() if dim}
 
 
 def _word(key: Any) -> str:

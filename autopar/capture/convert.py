@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 
 from autopar.capture.constants import constant_node
+from autopar.capture.control_flow import CONTROL_FLOW, is_control_flow, region_call, results_read
 from autopar.capture.flat import FlatGraph, StateTensor, drop_dead
 from autopar.capture.layers import CALL_MARK
 from autopar.capture.tracing.custom_functions import SEED, check_linear
@@ -27,6 +28,7 @@ from autopar.errors import CaptureError
 from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
 
+_NOT_THE_USERS = ("/torch/", "/autopar/capture/", "/autopar/ops/", "<eval_with_key>")
 _DROPPED = frozenset(("device", "layout", "memory_format", "pin_memory", "non_blocking"))
 _ASSERTS = ("_assert", "sym_constrain", "_guards")
 _NO_GRADIENT = frozenset(
@@ -129,7 +131,8 @@ class _Converter:
             )
         value = self.value(node.name, node.meta["val"], False)
         if not tensor.is_complex():
-            self.nodes.append(Node(*made, (("dtype", DType(value.dtype)),), (value,)))
+            kwargs = (("dtype", DType(value.dtype)),)
+            self.nodes.append(Node(*made, kwargs, (value,), source=source_line(user)))
             return
         real = Value(f"{node.name}_pair", tuple(pair.shape), str(pair.dtype).removeprefix("torch."), False)
         self.nodes.append(Node(*made, (("dtype", DType(real.dtype)),), (real,)))
@@ -164,9 +167,12 @@ class _Converter:
             )
         return as_dim(found)
 
-    def value(self, name: str, tensor: torch.Tensor, differentiable: bool) -> Value:
+    def made(self, name: str, tensor: torch.Tensor, differentiable: bool = False) -> Value:
         shape: Shape = tuple(self.dim(size) for size in tensor.shape)
-        value = Value(name, shape, str(tensor.dtype).removeprefix("torch."), differentiable)
+        return Value(name, shape, str(tensor.dtype).removeprefix("torch."), differentiable)
+
+    def value(self, name: str, tensor: torch.Tensor, differentiable: bool) -> Value:
+        value = self.made(name, tensor, differentiable)
         self.values[name] = value
         return value
 
@@ -213,9 +219,10 @@ class _Converter:
         tensors = result if isinstance(result, (tuple, list)) else (result,)
         if not all(isinstance(tensor, torch.Tensor) or tensor is None for tensor in tensors) or result is None:
             return  # a size: it is part of the values that use it
-        if not isinstance(node.target, torch._ops.OpOverload):
+        branches = is_control_flow(node.target)
+        if not branches and not isinstance(node.target, torch._ops.OpOverload):
             raise CaptureError(f"{source_line(node)}: {target} cannot be captured")
-        schema, overload = node.target._schema.name.replace("::", "."), node.target._overloadname
+        schema, overload = (CONTROL_FLOW[target], "default") if branches else name_of(node.target)
         op = schema if overload == "default" else f"{schema}.{overload}"
         if schema == SEED:
             self.seeds.append(str(node.args[1]))
@@ -225,21 +232,27 @@ class _Converter:
         if op == "aten.as_strided":
             refuse_strides(node)
         refuse_random(op, node, source_line(node) or "the model")
-        args = tuple(self.arg(arg) for arg in node.args)
+        if branches:
+            args = region_call(node, self.traced.program.graph_module, source_place(node), self.arg, self.made)
+        else:
+            args = tuple(self.arg(arg) for arg in node.args)
         if op == "aten.slice.Tensor" and args[2:3] == (None,):  # export writes 0 or None, by whether sizes are symbols
             args = (*args[:2], 0, *args[3:])
         kwargs = tuple((key, self.arg(arg)) for key, arg in node.kwargs.items() if key not in _DROPPED)
+        read = results_read(node) if branches else tuple(range(len(tensors)))
+        if len(read) < len(tensors):
+            kwargs = (*kwargs, ("results", read))
         trace = (node.meta.get("custom") or {}).get(NO_GRAD_MARK)
         no_grad = trace is not None
         draft = Node(op, args, kwargs, ())
         flows = any(self.values[name].differentiable for name in draft.operands()) and not no_grad
-        flows = flows and node.target._schema.name.partition("::")[2] not in _NO_GRADIENT
+        flows = flows and schema.partition(".")[2] not in _NO_GRADIENT
         own = self.own_name(node)
         names = tuple(f"{own}_{i}" if isinstance(result, (tuple, list)) else own for i in range(len(tensors)))
         outputs = tuple(
             self.value(name, tensor, flows and (tensor.is_floating_point() or tensor.is_complex()))
-            for name, tensor in zip(names, tensors, strict=True)
-            if tensor is not None
+            for index, (name, tensor) in enumerate(zip(names, tensors, strict=True))
+            if tensor is not None and index in read
         )
         if isinstance(result, (tuple, list)):
             self.several[node] = names
@@ -288,6 +301,11 @@ class _Converter:
             self.sources.update((source.name, source) for source in own)
             self.values.update((value.name, value) for copied in copies for value in copied.outputs)
         return outputs
+
+
+def name_of(target: Any) -> tuple[str, str]:
+    """``aten.add`` and ``Tensor`` of an operation of torch."""
+    return target._schema.name.replace("::", "."), target._overloadname
 
 
 def seeds_read(flat: FlatGraph) -> list[str]:
@@ -353,7 +371,7 @@ def source_line(node: fx.Node, stack_trace: str | None = None) -> str:
     lines = (stack_trace or node.meta.get("stack_trace") or "").splitlines()
     for line in lines:
         line = line.strip()
-        if line.startswith('File "') and not any(part in line for part in ("/torch/", "/autopar/capture/", "/autopar/ops/")):
+        if line.startswith('File "') and not any(part in line for part in _NOT_THE_USERS):
             file, number = line.split('"')[1], line.split(", line ")[1].split(",")[0]
             found = f"{file.rsplit('/', 1)[-1]}:{number}"
     return found

@@ -20,6 +20,9 @@ from autopar.ir.graph import Node
 CALL_MARK = "@call"
 """In module paths of the flat graph: the number of the module's call, from the second one on (``encoder@call1.layers.0``)."""
 
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+"""Modules whose elements may be layers."""
+
 MOST_DISTINCT = 0.75
 """A block is taken apart where the distinct ones of its parts have at most this share of its nodes."""
 
@@ -45,10 +48,10 @@ def without_marks(path: str) -> str:
 
 
 def layer_lists(model: nn.Module) -> frozenset[str]:
-    """The module paths of elements of ModuleLists, and of Sequentials that repeat a class; no leaf modules."""
+    """The module paths of elements of ModuleLists, and of Sequentials and ModuleDicts that repeat a class; no leaf modules."""
     found: list[str] = []
     for path, module in model.named_modules():
-        children = list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
+        children = list(module.children()) if isinstance(module, CONTAINERS) else []
         kinds = [type(child) for child in children]
         compound = bool(children) and all(any(True for _ in child.children()) for child in children)
         repeated = isinstance(module, nn.ModuleList) or len(set(kinds)) < len(kinds)

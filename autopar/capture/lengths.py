@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
-from autopar.capture.bind import batch_of
+from autopar.capture.bind import BatchDim, batch_of
 from autopar.capture.convert import BatchIsDivided, flatten_program
 from autopar.capture.flat import FlatGraph
 from autopar.capture.fold import fold
@@ -21,6 +21,7 @@ from autopar.capture.tracing.outline import CannotOutline
 from autopar.capture.tracing.trace import LossFunction, Results, Traced, trace
 from autopar.errors import CaptureError
 from autopar.ir.graph import Graph
+from autopar.ir.micro_batching import FIXED_AT
 
 LOSS_OUTSIDE = (
     "the loss is computed outside of the program: neither pipelines nor micro-batches (loss_fn= puts it into the program)"
@@ -38,6 +39,7 @@ class CaptureOptions:
     dropout: bool = True
     loss_fn: LossFunction | None = None
     usual_kind: str = ""
+    batch_dim: BatchDim = None
 
 
 class Export:
@@ -57,7 +59,7 @@ class Export:
         if options.batch_norm not in ("global", "local"):
             raise CaptureError(f"batch_norm={options.batch_norm!r} is not known: write global or local")
         self.model, self.options = model, options
-        results = Results(options.outputs, options.usual_kind, options.loss_fn)
+        results = Results(options.outputs, options.usual_kind, options.loss_fn, options.batch_dim)
         given = (model, args, kwargs, options.compute_dtype, options.allowed_functions)
         try:
             self._take(trace(*given, results=results, open_dims=open_dims), open_dims or {})
@@ -99,6 +101,11 @@ class Export:
         flat = flat if self.options.dropout else without_dropout(flat)
         if not traced.interface.has_loss:
             flat = replace(flat, notes=(*flat.notes, LOSS_OUTSIDE))
+        if traced.fixed_at:
+            flat = replace(flat, notes=(*flat.notes, f"{FIXED_AT} {traced.fixed_at}"))
+        if dims := traced.interface.batch_dims:
+            where = ", ".join(f"dimension {dim} of {name}" for name, dim in dims.items())
+            flat = replace(flat, notes=(*flat.notes, f"the batch is {where} (batch_dim= says another)"))
         return fold(self.model, normalize(flat, self.options.batch_norm == "local"), traced)
 
 

@@ -58,6 +58,7 @@ def examine(model: nn.Module, example: ExampleInputs, compute: str) -> Examinati
     left_whole = bool(found)  # here, so that the rest could be captured
     found += [each for each in findings.replicated(graph, registry()) if not (left_whole and " is opaque" in each.what)]
     found += findings.fixed(graph, closed)
+    found += findings.constants(graph)
     found += findings.slow(graph, compute)
     found += findings.unfolded(graph, model)
     return Examination(graph, _sorted(found), quick)

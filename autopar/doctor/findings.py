@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from autopar.capture.layers import CONTAINERS
 from autopar.ir.graph import Graph, Node
-from autopar.ir.micro_batching import why_one_graph
+from autopar.ir.micro_batching import FIXED_AT, why_one_graph
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry
 
@@ -47,7 +48,7 @@ def replicated(graph: Graph, registry: Registry) -> Iterator[Finding]:
         for node in missing_rules(block, registry):
             if node.op == "ap.opaque":
                 yield Finding(
-                    "replicated", f"{str(node.args[1]).rpartition('.')[0]} is opaque: every rank computes it whole",
+                    "replicated", f"the module {node.args[1]} is opaque: every rank computes it whole",
                     place(graph, block.name, node), "batchwise=True, where examples do not depend on each other",
                     graph.count(block.name),
                 )  # fmt: skip
@@ -62,7 +63,7 @@ def fixed(graph: Graph, closed: Mapping[str, tuple[int, ...]]) -> Iterator[Findi
     """Sizes that hold for the example only. `closed` are the dimensions of inputs, by name, that could not stay open."""
     if not graph.batch_is_symbolic:
         yield Finding(
-            "fixed", f"the batch is fixed at {graph.batch}: no micro-batches, no pipeline", "the model's forward",
+            "fixed", f"the batch is fixed at {graph.batch}: no micro-batches, no pipeline", _fixed_at(graph),
             "take sizes from x.shape[0] without int(), and make tensors of it with x.new_zeros or expand",
         )  # fmt: skip
     for name, sizes in closed.items():
@@ -75,6 +76,25 @@ def fixed(graph: Graph, closed: Mapping[str, tuple[int, ...]]) -> Iterator[Findi
         yield Finding(
             "fixed", f"{reason}: no pipeline, no micro-batches", "the model's result", "return the loss, or pass loss_fn="
         )
+
+
+def _fixed_at(graph: Graph) -> str:
+    """The line that makes a number of the batch."""
+    found = next((note.removeprefix(FIXED_AT).strip() for note in graph.notes if note.startswith(FIXED_AT)), "")
+    return found.rsplit("/", 1)[-1] or "the model's forward"
+
+
+def constants(graph: Graph) -> Iterator[Finding]:
+    """Tensors with values that are neither parameter nor buffer: they stand in the program, and train and move with nothing."""
+    for block in graph.blocks:
+        for node in block.nodes:
+            if node.op == "ap.constant":
+                shape = " x ".join(map(str, node.outputs[0].shape)) or "a scalar"
+                yield Finding(
+                    "fixed", f"a tensor of {shape} is neither parameter nor buffer: its values are those of now",
+                    place(graph, block.name, node), "nothing, where it never changes; else self.register_buffer(...)",
+                    graph.count(block.name),
+                )  # fmt: skip
 
 
 def slow(graph: Graph, compute: str) -> Iterator[Finding]:
@@ -96,7 +116,7 @@ def unfolded(graph: Graph, model: nn.Module) -> Iterator[Finding]:
     blocks = {call.prefix: call.block for call in graph.calls if call.prefix}
     counts = Counter(call.block for call in graph.calls)
     for path, container in model.named_modules():
-        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+        if not isinstance(container, CONTAINERS):
             continue
         for kind, many in Counter(type(child) for child in container.children()).items():
             layers = [f"{path}.{name}" if path else name for name, child in container.named_children() if type(child) is kind]

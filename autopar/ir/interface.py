@@ -16,13 +16,15 @@ class Argument:
     (``pairs.0``).
 
     `input` is the graph's input; it is empty for a constant, whose text is `constant` (empty: any value will do). `optional`: the
-    constant is the default of the forward and may be left out.
+    constant is the default of the forward and may be left out. `batch_dim`: where the user's tensor has the batch; the graph's
+    input has it at dimension 0.
     """
 
     path: str
     input: str = ""
     constant: str = ""
     optional: bool = False
+    batch_dim: int = 0
 
 
 OUTPUT_KINDS = ("gradient", "full", "dtensor")
@@ -53,6 +55,16 @@ class Interface:
     arguments: tuple[Argument, ...] = ()
     returns: Form = ("loss",)
     left_out: tuple[str, ...] = ()
+
+    @property
+    def batch_dims(self) -> dict[str, int]:
+        """By input: where the user's tensor has the batch, if not at dimension 0."""
+        return {each.input: each.batch_dim for each in self.arguments if each.batch_dim}
+
+    @property
+    def said_batch_dims(self) -> tuple[tuple[str, int], ...]:
+        """The same by path in the user's arguments."""
+        return tuple((each.path, each.batch_dim) for each in self.arguments if each.batch_dim)
 
     @property
     def has_loss(self) -> bool:

@@ -43,6 +43,17 @@ class BatchAxisPlacements:
         yield from ((name, at, None) for name, at in zip(block.outputs, self.outputs, strict=True))
 
 
+FIXED_AT = "the batch is fixed, since it becomes a number at"
+"""Begins the note of a graph whose batch is not symbolic; the line of the model follows."""
+
+
+def why_fixed(graph: Graph) -> str:
+    """Why a graph whose batch is not symbolic is of this batch only, with the line of the model."""
+    line = next((note.removeprefix(FIXED_AT).strip() for note in graph.notes if note.startswith(FIXED_AT)), "")
+    at = f" (it becomes a number at {line}: take it from x.shape[0], without int(), len() or a list)" if line else ""
+    return f"{graph.name} was captured at a batch of {graph.batch} only{at}"
+
+
 def why_one_graph(graph: Graph) -> str:
     """Why the backward runs from outside of the program, which excludes micro-batches and pipelines: in a sentence; empty where
     the program has a loss, and gradients flow into parameters only."""
@@ -60,7 +71,7 @@ def batch_totals(graph: Graph, along: Callable[[Block], BatchAxisPlacements]) ->
     """What must be computed for the whole batch before its micro-batches run. PlanError, which names the operation, where
     micro-batches cannot give the loss and the gradients of the whole batch."""
     if not graph.batch_is_symbolic:
-        raise PlanError(f"{graph.name} was captured at a batch of {graph.batch} only: it takes one micro-batch")
+        raise PlanError(f"{why_fixed(graph)}: it takes one micro-batch")
     if reason := why_one_graph(graph):
         raise PlanError(f"{reason}: it takes one micro-batch")
     given = {value.name for value in graph.inputs}
@@ -97,13 +108,30 @@ def _of_block(graph: Graph, block: Block, at: BatchAxisPlacements, known: set[st
             found[name] = BatchTotal(block.name, name, have.op)
         else:
             maker = next((each for each in block.nodes if any(value.name == name for value in each.outputs)), None)
-            origin = (maker or node or block.nodes[0]).source or name
-            raise PlanError(f"{block.name} needs %{name} ({origin}) of the whole batch: it takes one micro-batch")
+            raise PlanError(f"{block.name} needs {_named(name, maker)} of the whole batch: it takes one micro-batch")
     if found and (sum(each.block == block.name for each in graph.calls) > 1 or _nested(block, found)):
-        raise PlanError(f"{block.name} needs {', '.join(found)} of the whole batch: it takes one micro-batch")
+        makers = {value.name: node for node in block.nodes for value in node.outputs}
+        several = ", ".join(_named(name, makers.get(name)) for name in found)
+        raise PlanError(f"{block.name} needs {several} of the whole batch: it takes one micro-batch")
     if block.updates:
-        raise PlanError(f"{block.name} writes statistics of the batch: it takes one micro-batch")
+        written, value = block.updates[0]
+        maker = next((node for node in block.nodes if any(each.name == value for each in node.outputs)), None)
+        raise PlanError(
+            f"{block.name} writes statistics of the whole batch into {written} ({_place(maker) or 'batch norm'}; nn.GroupNorm, "
+            "or batch norm in eval mode, needs none): it takes one micro-batch"
+        )
     return list(found.values())
+
+
+def _named(name: str, maker: Node | None) -> str:
+    """``aten.mean.dim (%mean, model.py:12, module head)``."""
+    return f"{maker.op} (%{name}, {_place(maker) or 'the model'})" if maker is not None else f"%{name}"
+
+
+def _place(node: Node | None) -> str:
+    if node is None:
+        return ""
+    return ", ".join(filter(None, (node.source, f"module {node.module}" if node.module else "")))
 
 
 def _equal(placement: Placement) -> bool:

@@ -43,7 +43,7 @@ def export_program(
     whole = next((str(node.args[1]) for block in lowered.blocks for node in block.block.nodes if node.op == "ap.opaque"), "")
     if whole:
         raise PlanError(
-            f"{lowered.name} calls {whole.rpartition('.')[0]}, which autopar.opaque left whole: an exported folder cannot hold "
+            f"{lowered.name} calls the module {whole}, which autopar.opaque left whole: an exported folder cannot hold "
             "its code; run the plan with autopar.parallelize(model, ..., plan=...), or write it without control flow on data"
         )
     ranks = lowered.devices

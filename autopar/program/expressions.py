@@ -8,6 +8,7 @@ from math import isinf, isnan
 
 from autopar.ir.dims import BATCH
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol
+from autopar.ir.regions import REGION_OPS, without_shapes
 from autopar.program.operations import EXPRESSION_WRITERS, INFIX, OperationCall
 
 Names = Callable[[str], str]
@@ -49,9 +50,10 @@ def argument_source(arg: Arg, names: Names) -> str:
 
 def expression(node: Node, names: Names) -> str:
     """The expression of a node, the right-hand side of its line."""
+    given = (*node.args[:2], *map(without_shapes, node.args[2:])) if node.op in REGION_OPS else node.args
     call = OperationCall(
         node,
-        tuple(argument_source(arg, names) for arg in node.args),
+        tuple(argument_source(arg, names) for arg in given),
         {name: argument_source(arg, names) for name, arg in node.kwargs},
     )
     writer = EXPRESSION_WRITERS.get(node.op) or EXPRESSION_WRITERS.get(".".join(node.op.split(".")[:2]))

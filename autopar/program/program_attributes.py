@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from autopar.ir.interface import Interface
 from autopar.ir.placement import Shard, parse_placement
 from autopar.passes.lowered import Lowered, LoweredOutput
 from autopar.program.block_source import INDENT
@@ -114,7 +115,13 @@ def _interface_lines(lowered: Lowered) -> list[str]:
         *_dict_lines("arguments", nested, "paths in the user's arguments"),
         *_dict_lines("constants", fixed, "as captured"),
         *_dict_lines("defaults", usual, "optional arguments"),
+        *_batch_dim_lines(interface),
     ]
+
+
+def _batch_dim_lines(interface: Interface) -> list[str]:
+    items = ", ".join(f"{_literal(name)}: {dim}" for name, dim in interface.batch_dims.items())
+    return [f"{INDENT}batch_dims = {{{items}}}  # where the caller's tensors have the batch"] if items else []
 
 
 def _dict_lines(name: str, texts: Mapping[str, str], comment: str) -> list[str]:

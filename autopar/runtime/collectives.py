@@ -10,6 +10,7 @@ from .comm.convert import PendingConversion, convert, convert_many, start, wait
 from .device.rng import attention_dropout, dropout, random
 from .ops.attention import attention, attention_heads, attention_rows
 from .ops.constants import constant
+from .ops.control_flow import cond, while_loop
 from .ops.expert_parallel import moe_experts_dispatched, moe_experts_owned, moe_experts_start, moe_experts_wait
 from .ops.experts import expert_capacity, moe_experts
 from .ops.functions import (
@@ -36,6 +37,7 @@ __all__ = [
     "attention_ring",
     "attention_rows",
     "avg_pool_halo",
+    "cond",
     "constant",
     "convert",
     "convert_many",
@@ -64,4 +66,5 @@ __all__ = [
     "start",
     "transposed_convolution_halo",
     "wait",
+    "while_loop",
 ]

@@ -24,6 +24,7 @@ RESERVED_ATTRIBUTES = frozenset(
     + ("batch_statistics", "specs", "training", "split_backward", "shared_parameters", "blocks", "roots", "position", "precision")
     + ("mesh_axes", "micro_batches", "zero_group", "totals", "count", "loss_dtype", "weight_versions")
     + ("input_placements", "input_shapes", "input_dtypes", "positional", "arguments", "constants", "defaults", "outputs")
+    + ("batch_dims",)
     + ("chunks", "boundaries", "schedule", "batch_inputs", "micro_batch_size", "weight_grads")
     + ("all_chunks", "own_chunks", "chunk_stages", "actions", "output_kinds", "has_loss", "differentiable_inputs")
     + ("state_program",)
@@ -139,7 +140,8 @@ class Program(RootModule):
     ``gradient`` (a full tensor that takes gradients), ``full`` or ``dtensor``. Without `has_loss` the loss is a stand-in.
 
     `positional`: the names of the model's arguments in order. `arguments`: for inputs whose path in the user's arguments is not
-    their name, that path. `constants` and `defaults`: arguments that are not tensors; the latter may be left out.
+    their name, that path. `batch_dims`: inputs that are passed with the batch at another dimension than 0, where the forward has
+    it. `constants` and `defaults`: arguments that are not tensors; the latter may be left out.
 
     State is sharded over `zero_group` neighbours of the data axis and replicated between such groups (0: over the whole axis).
     With several `micro_batches` the forward takes one of them, and the `totals`: what `count` returns, reduced over all of them.
@@ -152,6 +154,7 @@ class Program(RootModule):
     differentiable_inputs: ClassVar[tuple[str, ...]] = ()
     positional: ClassVar[tuple[str, ...]] = ()
     arguments: ClassVar[dict[str, str]] = {}
+    batch_dims: ClassVar[dict[str, int]] = {}
     constants: ClassVar[dict[str, str]] = {}
     defaults: ClassVar[dict[str, str]] = {}
     outputs: ClassVar[dict[str, dict[str, str]]] = {}

@@ -152,11 +152,13 @@ class Variants:
         program = self.first.program
         given = arguments_by_name(program, args, keywords)
         leaves = [(".".join(map(path_word, keys)), leaf) for keys, leaf in tree_flatten_with_path(given)[0]]
-        own = batch_size([leaf for _, leaf in leaves])
+        paths = {name: path for path, name in program.arguments.items()}
+        dims = {paths.get(name, name): dim for name, dim in program.batch_dims.items()}
+        own = batch_size(leaves, dims)
         batch = own * times
         known = {**program.constants, **program.defaults}
         words = tuple(
-            (path, _words(leaf, own))
+            (path, _words(leaf, own, dims.get(path, 0)))
             for path, leaf in sorted(leaves, key=lambda leaf: leaf[0])
             if not (leaf is None and path not in program.constants) and not _is_default(known, program.defaults, path, leaf)
         )
@@ -237,17 +239,18 @@ def hash_of(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 4
 
 
-def batch_size(leaves: list[Any]) -> int:
-    """The size of dimension 0 of most tensors."""
-    sizes = Counter(int(leaf.shape[0]) for leaf in leaves if len(getattr(leaf, "shape", ())))
+def batch_size(leaves: list[tuple[str, Any]], dims: Mapping[str, int]) -> int:
+    """The size of the batch's dimension of most tensors: `dims` by path, 0 of others."""
+    shapes = [(leaf.shape, dims.get(path, 0)) for path, leaf in leaves if hasattr(leaf, "shape")]
+    sizes = Counter(int(shape[dim]) for shape, dim in shapes if len(shape) > dim)
     return sizes.most_common(1)[0][0] if sizes else 1
 
 
-def _words(leaf: Any, batch: int) -> str:
+def _words(leaf: Any, batch: int, dim: int) -> str:
     shape = getattr(leaf, "shape", None)
     if shape is None:
         return constant_text(leaf)
-    sizes = ["B" if number == 0 and size == batch else str(int(size)) for number, size in enumerate(shape)]
+    sizes = ["B" if number == dim and size == batch else str(int(size)) for number, size in enumerate(shape)]
     flows = isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
     dtype = str(getattr(leaf, "dtype", type(leaf).__name__)).removeprefix("torch.")
     placed = model_placements(leaf) if isinstance(leaf, DTensor) else {}

@@ -11,6 +11,7 @@ from autopar.ir.describe import parallelism
 from autopar.ir.graph import Graph
 from autopar.ir.plan_file.document import Baseline, ClusterInfo, FastestInfo, MeshResult, ModelInfo, Predicted, SearchInfo
 from autopar.ir.plan_file.plan_file import Plan, assemble_plan
+from autopar.ir.units import tokens_of
 from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.fixed.baselines import ExpertPrice, PricedRecipe, memory_word
 from autopar.solve.ilp.solver import Status
@@ -41,7 +42,7 @@ def plan_of_result(
         optimizer=optimizer,
         stage_chunks=chunks_of_stages(found.candidate.pipeline),
         seq=seq,
-        predicted=_predicted(cluster, found, seq),
+        predicted=_predicted(cluster, found),
         baselines={each.recipe.key: as_baseline(each) for each in recipes},
         search=_search(found),
         replicated_ops=replicated_ops,
@@ -53,12 +54,13 @@ def _parameter_count(graph: Graph) -> int:
     return sum(dims.numel(p.value.shape, 1) for p in graph.parameters().values() if not p.buffer)
 
 
-def _predicted(cluster: Cluster, found: PlanResult, seq: int | None) -> Predicted:
+def _predicted(cluster: Cluster, found: PlanResult) -> Predicted:
     evaluation = found.evaluation
     seconds = evaluation.step_seconds
+    rate, tokens = found.candidate.batch / seconds, tokens_of(found.graph)
     return Predicted(
         step_seconds=seconds,
-        tokens_per_second_per_device=found.candidate.batch * (seq or 1) / seconds / cluster.size,
+        tokens_per_second_per_device=rate * tokens / cluster.size if tokens is not None else None,
         tflops_per_device=evaluation.tflops_per_device,
         mfu=evaluation.mfu,
         peak_memory_bytes=int(evaluation.peak_memory_bytes),
@@ -68,6 +70,7 @@ def _predicted(cluster: Cluster, found: PlanResult, seq: int | None) -> Predicte
         bubble_share=evaluation.bubble_share,
         memory_capacity_bytes=evaluation.memory_capacity_bytes,
         memory_margin=cluster.device.memory_margin,
+        samples_per_second=rate,
     )
 
 

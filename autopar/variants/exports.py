@@ -34,7 +34,7 @@ class Exports:
 
     def graph(self, model: nn.Module, modes: tuple[bool, ...], arguments: Mapping[str, Any], options: CaptureOptions) -> Graph:
         """The graph of a call of the model, which is in these modes. A size that differed between calls stays a symbol."""
-        bound = bind_inputs(model, (), arguments, with_target=options.loss_fn is not None)
+        bound = bind_inputs(model, (), arguments, with_target=options.loss_fn is not None, batch_dim=options.batch_dim)
         kinds = tuple((name, x.dtype, x.dim(), x.requires_grad) for name, x in bound.tensors.items())
         trained = tuple(parameter.requires_grad for parameter in model.parameters())
         if not all(isinstance(leaf, Hashable) for leaf in bound.leaves):  # a constant that cannot be compared

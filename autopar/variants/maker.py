@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map_only, tree_map_with_path
 
 from autopar import errors
 from autopar.capture.bind import TARGET
@@ -25,6 +25,7 @@ from autopar.ir.plan_file.plan_file import Plan
 from autopar.program.build import build_program
 from autopar.rules.registry import Registry
 from autopar.runtime.device.axis import shares_of
+from autopar.runtime.step.inputs import path_word
 from autopar.runtime.variants import LOGGER, KeyedCall, MadeVariant
 from autopar.variants.exports import Exports
 from autopar.variants.placed import placed_values
@@ -94,11 +95,18 @@ class VariantMaker:
     def _captured(self, call: KeyedCall) -> Graph:
         own = call.batch // call.times
 
-        def on_meta(x: torch.Tensor) -> torch.Tensor:
-            shape = (call.batch, *x.shape[1:]) if x.dim() and x.shape[0] == own else x.shape
+        interface = self.plan.graph.interface
+        dims = {each.path: each.batch_dim for each in interface.arguments} if interface is not None else {}
+
+        def on_meta(keys: tuple[Any, ...], x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            shape, dim = list(x.shape), dims.get(".".join(map(path_word, keys)), 0)
+            if x.dim() > dim and shape[dim] == own:
+                shape[dim] = call.batch
             return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad and torch.is_grad_enabled())
 
-        arguments = tree_map_only(torch.Tensor, on_meta, _tensors(dict(call.arguments)))
+        arguments = tree_map_with_path(on_meta, _tensors(dict(call.arguments)))
         options = dict(self.options)
         options["outputs"] = tuple(dict.fromkeys((*options["outputs"], *call.key.outputs)))
         if TARGET not in arguments:

@@ -135,7 +135,8 @@ def subject(
     lift = compute == "float64" and has_casts(graph)
     graph = lift_casts(graph) if lift else graph
     dtype = getattr(torch, master)
-    bound = bind_inputs(model, args, kwargs)
+    dims = graph.interface.said_batch_dims if graph.interface is not None else ()
+    bound = bind_inputs(model, args, kwargs, batch_dim=dims)
     tensors = {name: x.detach().to(dtype) if x.is_floating_point() else x for name, x in bound.tensors.items()}
 
     def recapture() -> Graph:

@@ -25,8 +25,9 @@ def work(rank: int, size: int, folder: str) -> None:
         job = torch.load(Path(folder) / "job.pt", weights_only=True, mmap=True)
         if job["source"]:
             from autopar.capture.models import load_model
+            from autopar.ops.opaque import whole_modules
 
-            load_model(job["source"], *job["sizes"])  # registers the code of its opaque modules
+            job["opaque_modules"] = whole_modules(load_model(job["source"], *job["sizes"]).model)
         results = make_runs(job)
         if rank == 0:
             torch.save(results, Path(folder) / "result.pt")
@@ -57,7 +58,9 @@ def _run(job: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
         name: shape for name, shape in program_class.input_shapes.items() if name not in run["given"]
     }
     state = {name: tensor.clone() for name, tensor in job["state"].items()}
-    parallel = Parallel(program_class(MeshHandle(program_class.mesh_axes)), state).train(run["training"])
+    mesh = MeshHandle(program_class.mesh_axes)
+    mesh.opaque_modules = job.get("opaque_modules", {})
+    parallel = Parallel(program_class(mesh), state).train(run["training"])
     with nullcontext() if run["backward"] else torch.no_grad():
         found = parallel(NamedBatch(run["batch"]))
     outputs = {} if isinstance(found, Tensor) else {path: found.__dict__[path] for path in program_class.outputs}

@@ -138,3 +138,21 @@ def test_calls_of_a_shared_layer_have_its_parameters() -> None:
     assert len(calls) == 5
     assert len({call.parameters for call in calls}) == 1
     assert len([call for call in graph.calls if call.prefix.startswith("encoder.")]) == 6
+
+
+def test_elements_of_a_module_dict_are_layers() -> None:
+    """Where they repeat a class, by whatever names."""
+
+    class Named(nn.Module):
+        def __init__(self, names: str) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({name: Layer(16) for name in names})
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers.values():
+                x = layer(x)
+            return x.square().mean()
+
+    short, long = (capture(Named(names), (torch.randn(8, 4, 16),)) for names in ("abcd", "abcdefgh"))
+    assert [len(block.nodes) for block in short.blocks] == [len(block.nodes) for block in long.blocks]
+    assert max(long.count(block.name) for block in long.blocks) == 8

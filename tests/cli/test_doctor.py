@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.harness.processor_seconds import processor_seconds
 
 from autopar.cli import main
 
@@ -75,6 +76,26 @@ def fixed():
             return super().forward(x) + torch.ones(int(x.shape[0]) * 2, 16, device=x.device)[: len(x) : 1].reshape(8, 16)
 
     return Fixed(16, 16), {"x": torch.randn(8, 16)}
+
+
+def constant():
+    class Constant(nn.Linear):
+        def forward(self, x):
+            return (super().forward(x) * torch.tensor([float(i * i) for i in range(16)])).square().mean()
+
+    return Constant(16, 16), {"x": torch.randn(8, 16)}
+
+
+def whole():
+    import autopar
+
+    net = Net(gates=1, widths=(32, 32), odd=False)
+    autopar.opaque(net.gates[0])
+    return net, {"x": torch.randn(8, 16)}
+
+
+def deep():
+    return Net(widths=(256,) * 48, odd=False), {"x": torch.randn(8, 16)}
 """
 
 
@@ -122,7 +143,42 @@ def test_all_refusals_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_fixed_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = examined(tmp_path, "fixed", capsys)
     assert status == 0
-    assert any(each["what"].startswith("the batch is fixed at 8") for each in found), found
+    (batch,) = [each for each in found if each["what"].startswith("the batch is fixed at 8")]
+    assert batch["where"] == line_of("return super().forward(x) + torch.ones"), batch
+
+
+def test_constants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = examined(tmp_path, "constant", capsys)
+    assert status == 0
+    (held,) = [each for each in found if "neither parameter nor buffer" in each["what"]]
+    assert held["where"].startswith(line_of("torch.tensor([float")) and "register_buffer" in held["remedy"], held
+
+
+def test_what_is_left_whole_is_replicated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = examined(tmp_path, "whole", capsys)
+    assert status == 0
+    assert any(each["kind"] == "replicated" and "gates.0 is opaque" in each["what"] for each in found), found
+
+
+def test_it_takes_less_than_ten_seconds_of_the_processor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model of 48 layers; what grows with depth is the export of one layer's copies only."""
+    assert processor_seconds(lambda: examined(tmp_path, "deep", capsys)) < 10
+
+
+@pytest.mark.slow  # imports transformers
+def test_a_large_model_takes_less_than_ten_seconds_of_the_processor(capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice: what torch and transformers import counts once."""
+    assert processor_seconds(lambda: main(["doctor", "gpt2-xl", "--batch", "8"]), 2) < 10
+
+
+def test_verify_of_a_model_with_a_part_left_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks are processes of their own, which build the model for the code of this part."""
+    path = tmp_path / "people.py"
+    path.write_text(MODEL)
+    status = main(["verify", f"{path}:whole", "--cluster", "local:2", "--force", "dp=2", "--dtype", "float64"])
+    said = capsys.readouterr()
+    assert status == 0, said.out + said.err
+    assert "equal" in said.out
 
 
 def test_products_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from support.models.handwritten_blocks import gpt2_graph
 from support.models.solver_graphs import llama_graph
+from torch import Tensor, nn
 
+from autopar.capture import capture
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import BatchError
@@ -100,3 +103,30 @@ def test_the_search_is_never_slower(cluster: str) -> None:
         if each.fits:
             assert each.evaluation is not None
             assert chosen <= each.evaluation.step_seconds * (1 + SearchOptions().min_improvement), each.description
+
+
+def test_recipes_leave_out_of_recomputation_what_reads_updated_statistics() -> None:
+    """Batch norm in repeated layers: Megatron's recipe is priced, or its reason is one of the recipe."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(256, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 256)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.norm(self.up(x)).relu())
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    graph = capture(Net(), (torch.randn(64, 256),))
+    for cluster in (Cluster.parse("dgx-h100:8"), shrunk(Cluster.parse("dgx-h100:8"), 0.01)):
+        for each in priced(graph, cluster).values():
+            assert "not saved" not in each.problem, each.problem

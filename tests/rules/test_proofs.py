@@ -23,8 +23,8 @@ from autopar.rules.table.aten import WHOLE as NEVER_SHARDED
 REGISTRY = default_registry()
 CASES = [*single_operations(), *further_operations()]
 UNDEFINED = ("aten.empty", "aten.new_empty")  # results without defined values: shapes only
-PROVEN_WITH_ITS_MODULE = {"ap.opaque"}
-"""`tests/verification/test_opaque.py`: the operation calls a module of the user's."""
+PROVEN_WITH_ITS_MODULE = {"ap.opaque", "ap.cond", "ap.while_loop"}
+"""`tests/verification/test_opaque.py`, `tests/e2e/control_flow`: the operation calls a module of the user's, or has branches."""
 WHOLE = {"aten.arange", "aten.scalar_tensor", "ap.constant", *(f"aten.{name}" for name in NEVER_SHARDED.split())}
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._higher_order_ops import utils
 from torch.nn.attention import flex_attention as flex
 
 Modify = Callable[..., Tensor]
@@ -31,11 +32,22 @@ def flex_as_operations() -> Iterator[None]:
     try:
         for function, instead in pairs:
             function.__code__ = instead.__code__
+        utils._hop_compile_and_call = _branches_compiled
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        utils._hop_compile_and_call = _compile_and_call
         for (function, _), code in zip(pairs, before, strict=True):
             function.__code__ = code
+
+
+_compile_and_call = utils._hop_compile_and_call
+
+
+def _branches_compiled(*args: Any, **kwargs: Any) -> Any:
+    """``torch.cond`` and ``while_loop`` read their branches with dynamo, so that what these refer to becomes operands."""
+    with torch.compiler.set_stance("default"):
+        return _compile_and_call(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def _attention(  # type: ignore[no-untyped-def]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._guards import TracingContext
 
 from autopar.capture.normalize.random import KNOWN
 from autopar.capture.normalize.recurrent import RECURRENT
@@ -24,6 +25,25 @@ def user_line() -> str:
         if not frame.filename.startswith(_TORCH_ROOT) and "/autopar/capture/" not in frame.filename and "<" not in frame.filename:
             return f"{frame.filename}:{frame.lineno}"
     return "unknown line"
+
+
+@contextmanager
+def numbers_taken() -> Iterator[list[str]]:
+    """The lines, in order, at which the traced model makes a number of a size that should stay a symbol."""
+    environment: Any = TracingContext.get().fake_mode.shape_env  # type: ignore[union-attr]
+    lines: list[str] = []
+    replace = environment._set_replacement
+
+    def recorded(symbol: Any, target: Any, *args: Any) -> None:
+        if target.is_number:
+            lines.append(user_line().rsplit("/", 1)[-1])
+        replace(symbol, target, *args)
+
+    environment._set_replacement = recorded
+    try:
+        yield lines
+    finally:
+        del environment._set_replacement
 
 
 def refuse_hooks(model: nn.Module) -> None:

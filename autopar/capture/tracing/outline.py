@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from autopar.capture.layers import CONTAINERS
 from autopar.capture.tracing.fake_copy import has_no_data
 
 NAMESPACE = "autopar_capture"
@@ -201,7 +202,7 @@ def find_groups(model: nn.Module) -> list[EqualLayers]:
     groups: list[EqualLayers] = []
     opaque: list[str] = []
     for path, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(f"{path}.".startswith(f"{item}.") for item in opaque):
+        if not isinstance(module, CONTAINERS) or any(f"{path}.".startswith(f"{item}.") for item in opaque):
             continue
         indices = _indices(module)
         pools: list[tuple[nn.Module, list[tuple[str, set[str]]]]] = []

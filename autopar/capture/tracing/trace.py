@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
-from autopar.capture.bind import TARGET, BoundInputs, batch_of, bind_inputs
+from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of, bind_inputs
 from autopar.capture.returned import take_apart
 from autopar.capture.tracing.decompose import decomposed
 from autopar.capture.tracing.experts import experts_as_operator
 from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
-from autopar.capture.tracing.guards import custom_functions, refuse_complex, refuse_hooks
+from autopar.capture.tracing.guards import custom_functions, numbers_taken, refuse_complex, refuse_hooks
 from autopar.capture.tracing.hints import cumulative_statistics, masks_are_not_read, to_the_same_device
 from autopar.capture.tracing.indices import ListIndices
 from autopar.capture.tracing.join_layers import join_layers
@@ -30,6 +30,7 @@ from autopar.capture.tracing.known_values import KnownValues
 from autopar.capture.tracing.outline import outline
 from autopar.errors import CaptureError, OperatorError
 from autopar.ir.interface import Form, Interface
+from autopar.ops.opaque import opaque_modules
 
 NO_GRAD_MARK = "autopar_no_grad"
 
@@ -49,6 +50,8 @@ class Traced:
     interface: Interface = Interface()
     differentiable: frozenset[str] = frozenset()
     """The inputs that gradients flow into."""
+    fixed_at: str = ""
+    """The line that makes a number of the batch, where it is not symbolic."""
     lengths: Mapping[Any, int] = field(default_factory=dict)
     """Values of the symbols that are no batch (see `symbolic_lengths`)."""
 
@@ -63,11 +66,12 @@ LossFunction = Callable[[Any, Any], Any]
 @dataclass(frozen=True, slots=True)
 class Results:
     """What is wanted of the model: requested outputs (`asked`), how they come back where that is not said (`usual_kind`), and a
-    loss of its result and a target."""
+    loss of its result and a target. `batch_dim`: see `bind.batch_dims_of`."""
 
     asked: tuple[str, ...] = ()
     usual_kind: str = ""
     loss_fn: LossFunction | None = None
+    batch_dim: BatchDim = None
 
 
 class LossOnly(nn.Module):
@@ -132,11 +136,12 @@ def trace(
     refuse_uninitialized(model)
     refuse_complex(model)
     refuse_parameters(results.loss_fn)
-    bound = bind_inputs(model, args, kwargs, with_target=results.loss_fn is not None)
+    bound = bind_inputs(model, args, kwargs, with_target=results.loss_fn is not None, batch_dim=results.batch_dim)
     tensors, batch = bound.tensors, batch_of(bound.tensors)
     dtype = getattr(torch, compute_dtype) if compute_dtype else None
     ways = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
     attempts: tuple[tuple[bool, bool], ...] = ways[-1:] if fixed_batch else ways
+    fixed_at, lines = "", list[str]()
     for symbolic, short in attempts:
         told: list[Told] = []
         clone: LossOnly | None = None
@@ -155,6 +160,8 @@ def trace(
                 stack.enter_context(masks_are_not_read())
                 stack.enter_context(to_the_same_device())
                 stack.enter_context(cumulative_statistics())
+                lines = stack.enter_context(numbers_taken())
+                stack.enter_context(opaque_modules(model, clone.module))
                 stack.enter_context(experts_as_operator(clone.module))
                 if short and not stack.enter_context(outline(clone.module)):
                     continue
@@ -166,6 +173,7 @@ def trace(
                 input_names=tuple(tensors),
                 batch=batch,
                 symbolic=symbolic,
+                fixed_at="" if symbolic else fixed_at,
                 ties=tied_names(model),
                 outputs=paths,
                 interface=interface,
@@ -174,6 +182,7 @@ def trace(
         except CaptureError:
             raise
         except Exception as error:
+            fixed_at = fixed_at or next((line for line in lines if ".py:" in line), "")
             if short or (symbolic and (known.more_at_fixed_sizes or not is_data_dependent(error))):
                 continue
             raise explain(error, clone.module if clone is not None else model) from None
@@ -247,10 +256,11 @@ def is_data_dependent(error: Exception) -> bool:
 
 def data_dependent(where: str) -> str:
     """The message for control flow or sizes that depend on data."""
+    inside = "" if "(module " in where else " (it is the model's own forward: move it into a submodule)"
     return (
         f"{where}: control flow or a size depends on the data of a tensor; "
-        "use torch.where or masks instead of if, .item() or boolean indexing (routed experts: call autopar.ops.moe_experts), or "
-        "leave the smallest submodule around it whole: autopar.opaque(module)"
+        "use torch.where, torch.cond or masks instead of if, .item() or boolean indexing (routed experts: call "
+        f"autopar.ops.moe_experts), or leave the smallest submodule around it whole: autopar.opaque(module){inside}"
     )
 
 

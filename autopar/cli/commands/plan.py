@@ -16,6 +16,7 @@ from autopar.files import check_target
 from autopar.ir.describe import describe
 from autopar.ir.plan_file.document import MeshResult
 from autopar.ir.plan_file.plan_file import Plan
+from autopar.ir.units import unit_of
 
 if TYPE_CHECKING:
     from autopar.capture.models import LoadedModel
@@ -177,6 +178,8 @@ def _step(plan: Plan) -> str:
     parts = [seconds(predicted.step_seconds)]
     if predicted.tokens_per_second_per_device is not None:
         parts.append(f"{predicted.tokens_per_second_per_device:.4g} tokens/s per device")
+    elif predicted.samples_per_second is not None:
+        parts.append(f"{predicted.samples_per_second:.4g} {unit_of(plan.graph)}/s")
     if predicted.tflops_per_device is not None:
         parts.append(f"{predicted.tflops_per_device:.4g} TFLOP/s per device, {percent(predicted.mfu)} of peak")
     return ", ".join(parts)

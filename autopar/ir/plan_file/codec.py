@@ -132,14 +132,16 @@ def encode_graph(graph: Graph) -> GraphDoc:
 def _encode_interface(interface: Interface | None) -> InterfaceDoc | None:
     if interface is None:
         return None
-    arguments = tuple(ArgumentDoc(each.path, each.input, each.constant, each.optional) for each in interface.arguments)
+    arguments = tuple(
+        ArgumentDoc(each.path, each.input, each.constant, each.optional, each.batch_dim) for each in interface.arguments
+    )
     return InterfaceDoc(interface.positional, arguments, encode_arg(interface.returns), interface.left_out)
 
 
 def _decode_interface(doc: InterfaceDoc | None) -> Interface | None:
     if doc is None:
         return None
-    arguments = tuple(Argument(each.path, each.input, each.constant, each.optional) for each in doc.arguments)
+    arguments = tuple(Argument(each.path, each.input, each.constant, each.optional, each.batch_dim) for each in doc.arguments)
     returns: Any = decode_arg(doc.returns)
     return Interface(doc.positional, arguments, returns, doc.left_out)
 

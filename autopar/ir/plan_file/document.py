@@ -123,7 +123,9 @@ class BlockInfo(msgspec.Struct, frozen=True):
 class Predicted(msgspec.Struct, frozen=True):
     """The predicted cost of a step. `mfu` counts the model's FLOPs, without recomputation; `gap` is the relative distance to
     `lower_bound_seconds`; `bubble_share` is the share of the step in which a pipeline stage is idle, on average. The peak is at
-    most `memory_capacity_bytes` of the device without the share `memory_margin` (None in files of an older autopar)."""
+    most `memory_capacity_bytes` of the device without the share `memory_margin` (None in files of an older autopar).
+    `samples_per_second` are examples of the whole cluster; `tokens_per_second_per_device` is None where they are no sequences of
+    tokens."""
 
     step_seconds: float | None = None
     tokens_per_second_per_device: float | None = None
@@ -136,6 +138,7 @@ class Predicted(msgspec.Struct, frozen=True):
     bubble_share: float = 0.0
     memory_capacity_bytes: int | None = None
     memory_margin: float | None = None
+    samples_per_second: float | None = None
 
 
 class Baseline(msgspec.Struct, frozen=True):
@@ -241,6 +244,7 @@ class ArgumentDoc(msgspec.Struct, frozen=True, omit_defaults=True):
     input: str = ""
     constant: str = ""
     optional: bool = False
+    batch_dim: int = 0
 
 
 class InterfaceDoc(msgspec.Struct, frozen=True):

@@ -9,8 +9,11 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from autopar.ir.graph import Node
 from autopar.ir.interface import OUTPUT_KINDS
+from autopar.ir.plan_file.codec import decode_arg
 from autopar.ir.plan_file.document import BlockDoc, GraphDoc, NodeDoc, PlanDocument, ValueDoc
+from autopar.ir.regions import REGION_OPS, inner_nodes
 from autopar.ir.size_grammar import parse_size
 
 DTYPES = frozenset(
@@ -81,6 +84,9 @@ def _block(block: BlockDoc) -> None:
 
 def _node(node: NodeDoc) -> None:
     _all(_OP, "an operation", [node.op])
+    if node.op in REGION_OPS:
+        inside = Node(node.op, tuple(map(decode_arg, node.args)), (), ())
+        _all(_OP, "an operation", [inner.op for inner in inner_nodes(inside)])
     _all(_NAME, "the name of an argument", node.kwargs)
     _all(_LINE, "one line", (node.module, node.source))
     for value in node.outputs:

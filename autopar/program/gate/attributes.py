@@ -52,6 +52,7 @@ def _interface(lowered: Lowered) -> dict[str, Any]:
         "positional": interface.positional,
         "arguments": {one.path: one.input for one in each if one.input and one.path != one.input},
         "constants": {one.path: one.constant for one in each if not one.input and not one.optional},
+        "batch_dims": interface.batch_dims,
         "defaults": {one.path: one.constant for one in each if not one.input and one.optional},
     }
 

@@ -12,6 +12,7 @@ import torch
 
 from autopar.ir.graph import Arg, Node, Symbol
 from autopar.ir.plan_file.names import DTYPES
+from autopar.ir.regions import REGION_OPS, inner_nodes
 from autopar.program.expressions import OPERATORS, WHOLE_BATCH
 from autopar.program.gate.reading import SIZE_OPERATORS, dotted, expect, refuse
 from autopar.program.operations import EXPRESSION_WRITERS, FACTORIES, FUNCTIONAL, FUNCTIONS, INFIX, METHODS
@@ -76,8 +77,9 @@ def spelling(op: str) -> Spelling:
     return Spelling(frozenset(functions), frozenset(methods), frozenset(operators))
 
 
-def _is_torch_operation(op: str) -> bool:
-    """Whether the operation may be called by its registered name: it takes and gives tensors, and writes into nothing."""
+def _is_torch_operation(op: str, makes: bool = False) -> bool:
+    """Whether the operation may be called by its registered name: it takes and gives tensors, and writes into nothing. With
+    `makes` it may also be one of `FACTORIES`."""
     namespace, name, *overload = op.split(".")
     if namespace in TORCH_ONLY or len(overload) > 1:
         return False
@@ -85,7 +87,7 @@ def _is_torch_operation(op: str) -> bool:
         schema = getattr(getattr(getattr(torch.ops, namespace), name), overload[0] if overload else "default")._schema
     except (AttributeError, RuntimeError):
         return False
-    tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    tensors = any("Tensor" in str(argument.type) for argument in schema.arguments) or (makes and name in FACTORIES.split())
     return tensors and not schema.is_mutable and any("Tensor" in str(each.type) for each in schema.returns)
 
 
@@ -129,7 +131,10 @@ class NodeReader:
         self.axis = str(kwargs.get("axis", ""))
 
     def check(self, tree: ast.expr) -> None:
-        """Refuses what the node does not say."""
+        """Refuses what the node does not say, and regions with anything but operations of ATen."""
+        for inner in inner_nodes(self.node):
+            plain = inner.op.startswith("aten.") and _is_torch_operation(inner.op, makes=True)
+            expect(plain or inner.op in REGION_OPS, tree, f"{self.node.op} has {inner.op[:60]} inside")
         self._value(tree)
         operands = {self.written[name] for name in self.node.operands()}
         expect(self.read == operands, tree, f"{self.node.op} reads {', '.join(sorted(self.read ^ operands))[:80]}")

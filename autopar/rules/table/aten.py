@@ -6,9 +6,13 @@ or `compute` writes it. A key without overload stands for all overloads.
 
 from __future__ import annotations
 
+from functools import cache
+
+from autopar.ir.dims import Shape
+from autopar.ir.graph import Node
 from autopar.ir.placement import Invariant
-from autopar.rules.rule import Derive, NamedFunction, Rule
-from autopar.rules.table import attention, compute, experts, opaque, pointwise, space, views
+from autopar.rules.rule import Derive, DerivedLine, NamedFunction, Rule
+from autopar.rules.table import attention, compute, experts, opaque, pointwise, regions, space, views
 from autopar.rules.table.images import IMAGES, mean_rule
 from autopar.rules.table.transforms import DISTANCES, TRANSFORMS
 
@@ -44,6 +48,17 @@ SEVERAL = {
     **space.FUNCTIONS,
 }
 
+
+def region_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
+    """Of operations with branches, by the rules of what is inside."""
+    return regions.regions_line(node, shapes, _known())
+
+
+@cache
+def _known() -> dict[str, Rule]:
+    return table()
+
+
 DERIVED: dict[str, Derive] = {
     **IMAGES,
     **TRANSFORMS,
@@ -55,6 +70,8 @@ DERIVED: dict[str, Derive] = {
     **dict.fromkeys(attention.OPERATIONS, attention.attention_rule),
     "ap.moe_experts": experts.moe_experts_rule,
     "ap.opaque": opaque.opaque_rule,
+    "ap.cond": region_rule,
+    "ap.while_loop": region_rule,
     "aten.conv1d": compute.convolution_rule,
     "aten.conv2d": compute.convolution_rule,
     "aten.conv3d": compute.convolution_rule,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..compat import group_name
@@ -48,6 +49,7 @@ class MeshHandle:
 
     def __init__(self, axes: Mapping[str, int], *, seed: int = 0) -> None:
         self.axes = {name: size for name, size in axes.items() if name != PIPELINE_AXIS} or {DATA_AXIS: 1}
+        self.opaque_modules: Mapping[str, nn.Module] = {}  # the code of the model's opaque modules by path (`ops.opaque`)
         self.launched_axes = self.axes  # those of the ranks, also where a variant computes the whole batch on every data rank
         self.pipeline_axes = {PIPELINE_AXIS: axes[PIPELINE_AXIS]} if PIPELINE_AXIS in axes else {}
         all_axes = self.pipeline_axes | self.axes

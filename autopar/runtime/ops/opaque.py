@@ -1,7 +1,7 @@
-"""Modules that are left whole: a program calls them by key, with their tensors.
+"""Modules that are left whole: a program calls them by their path in the model, with their tensors.
 
-`register` notes the code of a module (on the meta device, without its values); every process that builds the model does so in the
-same order, so keys agree. A process that never built the model, such as one that runs an exported folder, has no code to call.
+`MeshHandle.opaque_modules` has their code (on the meta device, without values); whoever builds a program from a model sets it. A
+process that never built the model, such as one that runs an exported folder, has no code to call.
 """
 
 from __future__ import annotations
@@ -14,18 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import apply
+from ..device.mesh import MeshHandle
 from ..errors import RuntimeProblem
-
-_skeletons: dict[str, nn.Module] = {}
-
-
-def register(module: nn.Module) -> str:
-    """The key of a module: its class, and how many of that class were registered before."""
-    name = f"{type(module).__module__.rpartition('.')[2]}.{type(module).__qualname__}".replace("<locals>.", "")
-    name = "".join(letter if letter.isalnum() or letter in "._" else "_" for letter in name)
-    key = f"{name}.{sum(known.startswith(f'{name}.') for known in _skeletons)}"
-    _skeletons[key] = without_data(module)
-    return key
 
 
 def without_data(module: nn.Module) -> nn.Module:
@@ -38,21 +28,20 @@ def without_data(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def skeleton(key: str) -> nn.Module:
-    """The registered module. RuntimeProblem where this process never built it."""
-    found = _skeletons.get(key)
-    if found is None:
+def opaque(tensors: Sequence[Tensor], path: str, names: str, training: bool, batchwise: bool, mesh: MeshHandle) -> Any:
+    """What the module at `path` of the model gives, see `call_whole`. RuntimeProblem where this process never built the model."""
+    module = mesh.opaque_modules.get(path)
+    if module is None:
         raise RuntimeProblem(
-            f"the program calls {key.rpartition('.')[0]}, which autopar.opaque left whole, and this process never built it: "
-            "build the model before the program runs (an exported folder cannot hold it)"
+            f"the program calls the module {path}, which autopar.opaque left whole, and this process never built the model: "
+            "make the program with autopar.parallelize(model, ...) (an exported folder cannot hold its code)"
         )
-    return found
+    return call_whole(module, tensors, names, training, batchwise)
 
 
-def opaque(tensors: Sequence[Tensor], key: str, names: str, training: bool, batchwise: bool = False) -> Any:
-    """What the module gives: a tensor or several. `tensors` are its arguments, of which `names` has one word each (``*``: by
+def call_whole(module: nn.Module, tensors: Sequence[Tensor], names: str, training: bool, batchwise: bool = False) -> Any:
+    """What a module gives: a tensor or several. `tensors` are its arguments, of which `names` has one word each (``*``: by
     position), then its parameters and buffers. Autograd runs through it."""
-    module = skeleton(key)
     words = names.split()
     arguments = list(zip(words, tensors, strict=False))
     paths = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
@@ -64,9 +53,14 @@ def opaque(tensors: Sequence[Tensor], key: str, names: str, training: bool, batc
     out = torch.func.functional_call(module, state, positional, keywords)
     results = [out] if isinstance(out, Tensor) else list(out)
     if batchwise:  # ranks take branches of their own, and all must have all gradients to reduce
-        taking = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
-        results = [apply(_ReachAll, each, *taking) if taking and each.is_floating_point() else each for each in results]
+        results = reach_all(results, tensors)
     return results[0] if isinstance(out, Tensor) else results
+
+
+def reach_all(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Results whose backward reaches all of `tensors`, with zeros where no path leads to one."""
+    taking = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
+    return [apply(_ReachAll, each, *taking) if taking and each.is_floating_point() else each for each in results]
 
 
 class _ReachAll(torch.autograd.Function):

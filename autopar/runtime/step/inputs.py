@@ -39,13 +39,26 @@ def bind_arguments(program: Program, args: tuple[Any, ...], keywords: Mapping[st
             raise BatchProblem(f"argument {path} is {shown}, the plan is for {text}: pass that, or {REPLAN}")
     return _checked(
         program,
-        {name: _tensor(program, path, given[path], name in program.differentiable_inputs) for name, path in wanted.items()},
+        {
+            name: _batch_first(program, name, path, _tensor(program, path, given[path], name in program.differentiable_inputs))
+            for name, path in wanted.items()
+        },
         wanted,
     )
 
 
+def _batch_first(program: Program, name: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
+    dim = program.batch_dims.get(name, 0)
+    if dim >= tensor.dim() and dim:
+        raise BatchProblem(f"input {path} of shape {tuple(tensor.shape)} has no dimension {dim}, where its batch was planned")
+    if dim and isinstance(tensor, DTensor):
+        raise BatchProblem(f"input {path} is a DTensor, and has its batch at dimension {dim}: pass its full_tensor()")
+    return tensor.movedim(dim, 0) if dim else tensor
+
+
 class NamedBatch(dict[str, torch.Tensor]):
-    """A global batch by the names of the program's inputs, as an exported folder has it; constants are those of the plan."""
+    """A global batch by the names of the program's inputs, as an exported folder has it, with the batch at dimension 0; constants
+    are those of the plan."""
 
 
 def bind_named_batch(program: Program, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:

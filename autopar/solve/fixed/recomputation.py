@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from autopar.cost_models.step.recompute import overwritten_values
 from autopar.cost_models.tensors.flops import ATTENTION, packet
 from autopar.ir.graph import Block, Node
 from autopar.ir.placement import Partial
 from autopar.ir.plan import BlockPlan
 from autopar.solve.fixed.configuration import FixedConfiguration
+from autopar.solve.ilp.storages import recomputable_nodes
 
 MATRIX_PRODUCTS = frozenset(
     ["aten.linear", "ap.linear_kn", "ap.linear_float8", "aten.mm", "aten.matmul", "aten.addmm", "aten.bmm"]
@@ -17,6 +19,17 @@ MATRIX_PRODUCTS = frozenset(
 
 
 def with_recomputation(block: Block, plan: BlockPlan, fixed: FixedConfiguration, repeated: set[str]) -> BlockPlan:
+    """The plan of a block with what the configuration recomputes, but for what reads buffers that the forward has updated."""
+    plan = _with_recomputation(block, plan, fixed, repeated)
+    known, overwritten = recomputable_nodes(block), overwritten_values(block)
+    return replace(
+        plan,
+        recompute_nodes=tuple(name for name in plan.recompute_nodes if name in known),
+        recompute_conversions=tuple(each for each in plan.recompute_conversions if each.value not in overwritten),
+    )
+
+
+def _with_recomputation(block: Block, plan: BlockPlan, fixed: FixedConfiguration, repeated: set[str]) -> BlockPlan:
     if fixed.recompute == "none" or plan.block not in repeated:
         return plan
     if fixed.recompute == "full":

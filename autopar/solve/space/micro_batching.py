@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Block, Graph
-from autopar.ir.micro_batching import BatchAxisPlacements, batch_totals
+from autopar.ir.micro_batching import BatchAxisPlacements, batch_totals, why_fixed
 from autopar.rules.registry import Registry
 from autopar.solve.problem.boundary import BlockBoundaries, Slot
 from autopar.solve.problem.data_axis import propagate_data_axis
@@ -14,7 +14,7 @@ def why_one_micro_batch(graph: Graph, registry: Registry) -> str:
     """What forces one micro-batch, in a sentence; empty where any number of them gives the loss and gradients of the whole
     batch."""
     if not graph.batch_is_symbolic:
-        return f"{graph.name} was captured at a batch of {graph.batch} only"
+        return why_fixed(graph)
     boundary = BlockBoundaries(graph)
     found = propagate_data_axis(graph, boundary, 2, registry)
 

@@ -123,13 +123,13 @@ def test_all_kinds_of_arguments(force: dict[str, int], ranks: RankPool) -> None:
             assert re.search(words, said[name]), f"{name}: {said[name]}"
 
 
-def test_the_batch_is_dimension_0() -> None:
+def test_the_batch_may_be_dimension_1() -> None:
     class Sequence(nn.Linear):
         def forward(self, x: Tensor, target: Tensor) -> Tensor:
             return nn.functional.cross_entropy(super().forward(x).mean(0), target)
 
-    with pytest.raises(CaptureError, match=r"input x of shape \(10, 6, 4\) seems to have the batch of 6 at dimension 1"):
-        capture(Sequence(4, 4), (torch.randn(10, 6, 4), torch.randint(0, 4, (6,))))
+    graph = capture(Sequence(4, 4), (torch.randn(10, 6, 4), torch.randint(0, 4, (6,))))
+    assert graph.batch == 6 and graph.batch_is_symbolic and graph.inputs[0].shape == ("B", 10, 4)
 
 
 def test_complex_inputs_and_parameters_are_refused() -> None:

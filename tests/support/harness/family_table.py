@@ -10,6 +10,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from autopar.ir.micro_batching import FIXED_AT
 from autopar.solve.result import PlanResult
 from support.harness.end_to_end import Prepared, plan, prepare
 from support.models.model_families import families
@@ -28,7 +29,7 @@ def row(prepared: Prepared, result: PlanResult) -> str:
     found = not_sharded(prepared.graph, result.candidate, "tp")
     never = never_sharded(prepared.graph, 2)
     whole = [text for text in (found.named(), f"no rule: {', '.join(never.without_rule)}" if never.without_rule else "") if text]
-    notes = list(dict.fromkeys(_short(note) for note in prepared.graph.notes))
+    notes = list(dict.fromkeys(_short(note) for note in prepared.graph.notes if not note.startswith(FIXED_AT)))
     if not prepared.graph.batch_is_symbolic:
         notes.insert(0, "the batch size is fixed")
     cells = (

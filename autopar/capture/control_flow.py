@@ -1,0 +1,151 @@
+"""``torch.cond`` and ``while_loop`` of an exported program: their branches become regions (`ir.regions`) of one node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.capture.normalize.recurrent import RECURRENT
+from autopar.errors import CaptureError
+from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
+from autopar.ir.regions import Region, region_arg
+
+CONTROL_FLOW = {"cond": "ap.cond", "while_loop": "ap.while_loop"}
+"""Higher-order operations of torch, and ours."""
+
+_LEFT_OUT = ("_assert", "sym_constrain", "_guards")
+_VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view")
+
+ArgOf = Callable[[Any], Arg]
+"""The argument of a graph for one of an exported program."""
+ValueOf = Callable[[str, Tensor], Value]
+
+
+def region_call(node: fx.Node, owner: torch.nn.Module, where: str, arg: ArgOf, value: ValueOf) -> tuple[Arg, ...]:
+    """The arguments of the node for a call of ``cond`` or ``while_loop`` in a graph of `owner`. CaptureError, one line, for what
+    cannot run inside of a branch."""
+    given: tuple[Any, ...] = node.args
+    first, second = (given[1], given[2]) if str(node.target) == "cond" else (given[0], given[1])
+    rest: tuple[Any, ...] = given[3:] if str(node.target) == "cond" else given[2:]
+    groups = [[arg(item) for item in group] for group in rest]
+    operands = [item for group in groups for item in group]
+    title = f"{where or 'the model'}: {'torch.' if str(node.target) == 'cond' else ''}{node.target}"
+    if str(node.target) == "while_loop" and any(not isinstance(item, Ref) for item in groups[0]):
+        raise CaptureError(f"{title} carries a number: make it a tensor (torch.zeros(()))")
+    regions = [region_arg(_Region(getattr(owner, each.target), operands, title, arg, value).read()) for each in (first, second)]
+    tensors = [tuple(item for item in group if isinstance(item, Ref)) for group in groups]
+    if str(node.target) == "cond":
+        predicate = arg(given[0])
+        if not isinstance(predicate, Ref):
+            raise CaptureError(f"{title} of a size: write a Python if, each branch is captured for the sizes that take it")
+        return predicate, tensors[0], *regions
+    return tensors[0], tensors[1] if len(tensors) > 1 else (), *regions
+
+
+class _Region:
+    """Reads a branch. Operands that are sizes are filled in."""
+
+    def __init__(self, module: Any, operands: Sequence[Arg], title: str, arg: ArgOf, value: ValueOf) -> None:
+        self.module, self.operands, self.title, self.outer, self.value = module, operands, title, arg, value
+        self.known: dict[fx.Node, Arg] = {}
+        self.several: dict[fx.Node, tuple[Arg, ...]] = {}
+        self.nodes: list[Node] = []
+        self.made = 0
+
+    def read(self) -> Region:
+        graph: fx.Graph = self.module.graph
+        arguments: list[str] = []
+        for node, operand in zip((each for each in graph.nodes if each.op == "placeholder"), self.operands, strict=True):
+            if isinstance(operand, Ref):
+                arguments.append(f"a{len(arguments)}")
+                self.known[node] = Ref(arguments[-1])
+            else:
+                self.known[node] = operand
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self.call(node)
+        output: Any = next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
+        results = [self.arg(item) for item in (output if isinstance(output, (tuple, list)) else (output,))]
+        names = tuple(item.name for item in results if isinstance(item, Ref))
+        if len(names) != len(results):
+            raise CaptureError(f"{self.title} returns what is no tensor: return tensors")
+        return Region(tuple(arguments), tuple(self.nodes), names)
+
+    def arg(self, arg: Any) -> Arg:
+        if isinstance(arg, fx.Node):
+            if arg in self.known:
+                return self.known[arg]
+            if arg.op == "get_attr":
+                raise CaptureError(f"{self.title} holds the tensor {arg.target}: pass it as an operand")
+            return self.outer(arg)  # a size
+        if isinstance(arg, (list, tuple)):
+            return tuple(map(self.arg, arg))
+        found = self.outer(arg)
+        if isinstance(found, str) and found.startswith("%"):
+            raise CaptureError(f"{self.title} has the text {found!r}: choose another")
+        return found
+
+    def call(self, node: fx.Node) -> None:
+        target: Any = node.target
+        if target is operator.getitem:
+            self.known[node] = self.several[node.args[0]][node.args[1]]  # type: ignore[index]
+            return
+        result, text = node.meta.get("val"), str(target)
+        if text.startswith(("aten.item.", "aten._local_scalar_dense.")):
+            raise CaptureError(f"{self.title} reads a number of a tensor (.item()): leave it a tensor")
+        tensors: Any = result if isinstance(result, (tuple, list)) else (result,)
+        if any(word in text for word in _LEFT_OUT) or not all(isinstance(each, Tensor) for each in tensors):
+            return
+        if text in CONTROL_FLOW:
+            args = region_call(node, self.module, self.title, self.arg, self.value)
+            draft = Node(CONTROL_FLOW[text], args, (), ())
+        else:
+            draft = Node(*self.operation(node), ())
+        outputs = []
+        for tensor in tensors:
+            outputs.append(self.value(f"v{self.made}", tensor))
+            self.made += 1
+        self.nodes.append(replace(draft, outputs=tuple(outputs)))
+        names = tuple(Ref(value.name) for value in outputs)
+        if isinstance(result, (tuple, list)):
+            self.several[node] = names
+        else:
+            self.known[node] = names[0]
+
+    def operation(self, node: fx.Node) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+        target: Any = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+            raise CaptureError(f"{self.title}: {target} cannot be captured inside of a branch: move it outside")
+        schema, overload = target._schema.name.replace("::", "."), target._overloadname
+        if torch.Tag.nondeterministic_seeded in target.tags and schema not in RECURRENT:
+            raise CaptureError(f"{self.title}: {schema} draws random numbers inside of a branch: draw outside, and pass them in")
+        args = tuple(map(self.arg, node.args))
+        if schema in _VIEWS:
+            return "aten.reshape", (args[0], _one_open(args[1])), ()
+        left_out = ("device", "layout", "memory_format", "pin_memory", "non_blocking")
+        kwargs = tuple((key, self.arg(item)) for key, item in node.kwargs.items() if key not in left_out)
+        return schema if overload == "default" else f"{schema}.{overload}", args, kwargs
+
+
+def _one_open(sizes: Arg) -> Arg:
+    """Sizes of a view with -1 for the one that has the batch, so that it is right for a shard too."""
+    found = sizes if isinstance(sizes, tuple) else ()
+    if sum(isinstance(size, Symbol) for size in found) != 1 or -1 in found:
+        return sizes
+    return tuple(-1 if isinstance(size, Symbol) else size for size in found)
+
+
+def results_read(node: fx.Node) -> tuple[int, ...]:
+    """Which results of a call are read: the counter of a loop may not be."""
+    read = {int(user.args[1]) for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
+    return tuple(sorted(read)) or (0,)
+
+
+def is_control_flow(target: object) -> bool:
+    """Whether an operation of an exported program is one of `CONTROL_FLOW`."""
+    return not isinstance(target, torch._ops.OpOverload) and str(target) in CONTROL_FLOW
