@@ -10,7 +10,7 @@ import pytest
 from support.fuzzing.models.many import many_trials
 from support.harness.rank_pool import RankPool
 
-COUNT = int(os.environ.get("AUTOPAR_FUZZ", "110"))
+COUNT = int(os.environ.get("AUTOPAR_FUZZ", "90"))
 MOST_REFUSED = 0.2
 
 
@@ -21,9 +21,9 @@ def check(first: int, count: int, world: int, ranks: RankPool) -> None:
     assert tally.refused <= max(3, MOST_REFUSED * count), [trial.refused for trial in tally.refusals]
 
 
-@pytest.mark.parametrize("first", range(0, COUNT, 55))
+@pytest.mark.parametrize("first", range(0, COUNT, 45))
 def test_on_two_ranks(first: int, ranks: RankPool) -> None:
-    check(first, min(55, COUNT - first), 2, ranks)
+    check(first, min(45, COUNT - first), 2, ranks)
 
 
 @pytest.mark.slow
