@@ -17,7 +17,8 @@ class SearchOptions:
     names in the model, where another program has the same weights; `placed` those of inputs and results of the graph, by their
     names in it and mesh axis. `registry` holds rules that a user added. `relative_gap` is that of each ILP. A candidate is pruned
     whose lower bound is not below the best plan by at least `min_improvement` (relative), or `min_improvement_large` where its
-    problem is large. A lower bound within `sharp_gap` of the best plan is not sharpened. Plans whose steps differ by at most `indifference` (relative) count as equally fast (`robust_choice`)."""
+    problem is large. A lower bound within `sharp_gap` of the best plan is not sharpened. Plans whose steps differ by at most
+    `indifference` (relative) count as equally fast (`robust_choice`)."""
 
     batch: int = 0
     precision: Precision = field(default_factory=Precision)
