@@ -20,9 +20,7 @@ from .opaque import reach_all
 Region = tuple[tuple[str, ...], tuple[Any, ...], tuple[str, ...]]
 
 
-def cond(
-    predicate: Tensor, operands: Sequence[Tensor], true: Region, false: Region, results: Sequence[int] | None = None
-) -> Any:
+def cond(predicate: Tensor, operands: Sequence[Tensor], true: Region, false: Region, results: Sequence[int] | None = None) -> Any:
     """The results of one branch (those of number `results`): a tensor, or several. Gradients of what the branch did not read are
     zeros. Without data (a dry run) the first branch."""
     found = run(true if _decides(predicate, True) else false, operands)
