@@ -146,9 +146,11 @@ def test_elements_of_a_module_dict_are_layers() -> None:
     class Named(nn.Module):
         def __init__(self, names: str) -> None:
             super().__init__()
+            self.first = nn.Linear(16, 16)  # so that gradients flow into every layer
             self.layers = nn.ModuleDict({name: Layer(16) for name in names})
 
         def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
             for layer in self.layers.values():
                 x = layer(x)
             return x.square().mean()
