@@ -219,6 +219,8 @@ class _Converter:
         tensors = result if isinstance(result, (tuple, list)) else (result,)
         if not all(isinstance(tensor, torch.Tensor) or tensor is None for tensor in tensors) or result is None:
             return  # a size: it is part of the values that use it
+        if target == "aten.split.Tensor" and not isinstance(_cut_size(node), int):
+            raise BatchIsDivided(f"{source_line(node)}: how many parts split() makes depends on the batch: use chunk(n)")
         branches = is_control_flow(node.target)
         if not branches and not isinstance(node.target, torch._ops.OpOverload):
             raise CaptureError(f"{source_line(node)}: {target} cannot be captured")
@@ -363,6 +365,13 @@ def called_module_of(node: fx.Node) -> str:
         if "@" in key and number.isdigit() and depth <= len(parts):
             parts[depth - 1] += f"{CALL_MARK}{number}"
     return ".".join(parts)
+
+
+def _cut_size(node: fx.Node) -> int | torch.SymInt:
+    """Of the dimension that ``split(x, size, dim=0)`` cuts."""
+    x: Any = node.args[0]
+    dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    return x.meta["val"].shape[dim]  # type: ignore[no-any-return]
 
 
 def source_line(node: fx.Node, stack_trace: str | None = None) -> str:

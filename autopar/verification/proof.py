@@ -179,7 +179,7 @@ def prove(subject: Subject, plan: Plan, cluster: Cluster, say: Say, launch: Laun
     say(f"running the plan on {plan.candidate.devices} local processes")
     runs, given = [], []
     for training, each, candidate, reference in programs:
-        run, names = _run_of(subject, each, candidate, reference, backward=training or each is graph)
+        run, names = _run_of(subject, each, candidate, reference, backward=training or reference is first)
         runs.append(run)
         given.append(names)
     results = launch(job_of(subject, runs), plan.candidate.devices)
@@ -187,7 +187,7 @@ def prove(subject: Subject, plan: Plan, cluster: Cluster, say: Say, launch: Laun
     modes = []
     exact_all = compute == "float32"
     for (training, each, candidate, reference), found, count in zip(programs, results, given, strict=True):
-        exact = _exact(subject, reference, training, training or each is graph) if compute == "float32" else None
+        exact = _exact(subject, reference, training, training or reference is first) if compute == "float32" else None
         exact_all &= exact is not None
         differences = tuple(compare(reference.result, found, compute, exact))
         losses = (float(reference.result["loss"]), float(found["loss"]))

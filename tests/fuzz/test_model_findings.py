@@ -52,6 +52,10 @@ FINDINGS = {
         "self.m = nn.Linear(2, 2)", "v = self.m(a).squeeze(1).squeeze(0); return v.square().sum()",
         {"a": normal(2, 2, 2)}, ("dp=2", "drawn:tp=2", "drawn:dp=2"), seeds=range(6),
     ),
+    # how many parts there are depends on the batch: the graph holds at the batch of the example
+    "split of the batch": Finding(
+        "self.m = nn.Linear(4, 4)", "return self.m(a).split(2)[0].square().sum()", {"a": normal(4, 4)}, ("tp=2", "dp=2"),
+    ),
     # F.adaptive_avg_pool2d is stricter than its operation
     "adaptive pooling of two dimensions": Finding(
         "self.m = nn.Linear(4, 4)", "return F.adaptive_avg_pool2d(self.m(a), 1).square().sum()", {"a": normal(4, 4)},

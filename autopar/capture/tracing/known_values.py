@@ -48,6 +48,8 @@ class KnownValues(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # the branches of torch.cond
+            return func(*args, **kwargs)
         if func not in _MADE and not self._known:
             return func(*args, **kwargs)
         if func in _READ and args[0] in self._known:
