@@ -20,14 +20,15 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = "\n".join(path.read_text() for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))])
 
+ZOO = "tests/support/models/zoo_index"
 ELSEWHERE = {
     "make demo": ".ci/run and test_examples.py in its short form; the whole by hand",
     "make test": "the run that this test is part of",
     "make check": ".ci/run",
     "make test-full": "by hand",
-    "pip install --no-deps --target ../zoo -r tests/support/models/zoo_index/requirements.txt": "by hand: it needs the package index",
+    f"pip install --no-deps --target ../zoo -r {ZOO}/requirements.txt": "by hand: it needs the package index",
     "PYTHONPATH=../zoo .venv/bin/python -m pytest tests/e2e/models/test_zoo_verified.py": "by hand",
-    "PYTHONPATH=../zoo .venv/bin/autopar verify tests/support/models/zoo_index/catalog.py:deep_fm --cluster local:4 --dtype float64": "by hand",
+    f"PYTHONPATH=../zoo .venv/bin/autopar verify {ZOO}/catalog.py:deep_fm --cluster local:4 --dtype float64": "by hand",
     "torchrun --nproc-per-node 4 examples/quickstart.py": "tests/cli/test_examples.py, by torchrun itself in `make test-full`",
     "autopar calibrate -o cluster.yaml --processes 2": "tests/cli/test_calibrate.py, in full by `make test-full`",
     "autopar validate": "test_the_whole_table, below; some rows in tests/validate",
