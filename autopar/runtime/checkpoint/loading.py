@@ -182,7 +182,7 @@ def _set_random_state(held: HeldState, rounds: Rounds, found: Mapping[str, Any])
     random = RandomState.from_dict(found)
     if random.moved(rounds.size) and rounds.rank == 0:
         LOGGER.warning(
-            "%d processes saved different random states, and now there are %d: each goes on with that of its rank, new ones with "
+            "%d processes saved different random states, and this run has %d: each goes on with that of its rank, new ones with "
             "one of their own",
             len(random.of_rank), rounds.size,
         )  # fmt: skip
