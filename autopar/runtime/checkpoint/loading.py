@@ -130,7 +130,7 @@ def _take(held: HeldState, rounds: Rounds, verified: Verified, optimizers: Seque
     rounds.raise_together(made)
     states, tensors = made
     rounds.raise_together(attempt(lambda: _read(tensors, manifest, path)))
-    held.load_others({name: tensors[f"model.{name}"] for name in held.others}, found["model_extra"])
+    held.load_others({name: tensors[f"model.{name}"] for name in held.others if f"model.{name}" in tensors}, found["model_extra"])
     for optimizer, state, described in zip(optimizers, states, saved, strict=False):
         set_state(optimizer, state, described)
         if described["class"] != type(optimizer).__name__ and rounds.rank == 0:
@@ -141,7 +141,8 @@ def _take(held: HeldState, rounds: Rounds, verified: Verified, optimizers: Seque
 
 def _checked_model(held: HeldState, manifest: Manifest, path: Path) -> dict[str, torch.Tensor]:
     """The tensors of the model that are read. CheckpointProblem where the checkpoint is of another model."""
-    tensors = held.model_tensors()
+    absent = {f"model.{name}" for name in held.others} - manifest.tensors.keys()  # an exported program saves what it reads
+    tensors = {name: tensor for name, tensor in held.model_tensors().items() if name not in absent}
     for name, tensor in tensors.items():
         stored, plain = manifest.tensors.get(name), name.removeprefix("model.")
         if stored is None:
