@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from autopar.ir.plan_file.plan_file import Plan
     from autopar.ops.opaque import opaque
     from autopar.planning import plan, register_rule
+    from autopar.runtime.checkpoint.entry import load_checkpoint
 
 _LAZY = {
+    "load_checkpoint": "autopar.runtime.checkpoint.entry",
     "opaque": "autopar.ops.opaque",
     "parallelize": "autopar.api",
     "plan": "autopar.planning",
@@ -55,6 +57,7 @@ __all__ = [
     "Precision",
     "StateError",
     "UnsupportedOp",
+    "load_checkpoint",
     "opaque",
     "parallelize",
     "plan",

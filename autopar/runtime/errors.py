@@ -79,3 +79,13 @@ class MemoryProblem(RuntimeProblem):
 
 class StateProblem(RuntimeProblem, StateError):
     """State that does not fit the program."""
+
+
+class CheckpointProblem(StateProblem):
+    """A checkpoint that cannot be saved or loaded; all ranks raise it."""
+
+    on_all_ranks = True
+
+
+class DamagedCheckpoint(CheckpointProblem):
+    """A checkpoint that is not whole: a file of it is missing, cut or changed."""

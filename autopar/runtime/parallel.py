@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DistributedSampler
 
+from .checkpoint.entry import Checkpoints
 from .comm.agreement import Stated, agree_on_batch, program_digest, refused_together, require_agreement, stated_step
 from .comm.heartbeat import Heartbeat, start_heartbeat
 from .comm.peer_watch import PATIENCE_SECONDS
@@ -104,6 +105,7 @@ class Parallel(ShardedModule):
         self.__dict__["form"] = form
         self.__dict__["check_batch_every"], self.__dict__["compile"] = check_batch_every, compile
         self.__dict__["pipeline_step"], self.__dict__["compared"] = None, False
+        self.__dict__["checkpoints"] = Checkpoints()
         self.__dict__["program_digest"] = program_digest(program)  # FSDP2 changes the class
         heartbeat = heartbeat or start_heartbeat(program.mesh.describe, patience_seconds)
         self.__dict__["heartbeat"] = heartbeat
@@ -405,8 +407,12 @@ class Parallel(ShardedModule):
         finally:
             self.variants.outputs = before
 
+    def _check_steps_ended(self, what: str) -> None:
+        """RuntimeProblem while a batch is not ended, whose gradients and weights no checkpoint has."""
+        if isinstance(self.pipeline_step, PipeDreamStep) and self.pipeline_step.windows_run:
+            raise RuntimeProblem(f"the last batch is not ended: call flush() and optimizer.step() before {what}()")
+
     def reseed(self, seed: int) -> None:
-        """Restarts all random streams from `seed`; pass the same on every rank."""
-        self.program.mesh.reseed(seed)
+        super().reseed(seed)
         for variant in self.variants.known.values() if self.variants is not None else ():
             variant.program.mesh.reseed(seed)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -11,6 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import _IncompatibleKeys
 
+from .checkpoint.entry import Checkpoints, load_parallel, save_parallel
+from .checkpoint.loading import LoadedCheckpoint
+from .checkpoint.saving import PendingSave
 from .comm.heartbeat import Heartbeat
 from .errors import StateProblem
 from .module import Program
@@ -29,6 +33,7 @@ class ShardedModule(nn.Module):
     state: State
     heartbeat: Heartbeat | None
     memory: MemoryGuard
+    checkpoints: Checkpoints
     plain: PlainModel | None = None
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -138,6 +143,49 @@ class ShardedModule(nn.Module):
         (all ranks must call)."""
         with self._watched("load_full_optimizer_state"):
             load_full_optimizer_state(self.state, optimizer, state, self._parameter_order())
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        step: int,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        asynchronous: bool = False,
+    ) -> PendingSave:
+        """Saves a checkpoint as ``folder/step_00000100``: the model, the state of the optimizer (or of several), all random state
+        and `extra` (of rank 0: numbers, text, tensors, lists and dictionaries, such as a scheduler's state dict). Any plan on any
+        number of processes loads it. It is found once it is whole; then all but the `keep` newest are removed.
+
+        With `asynchronous` it is written by a thread, from copies in host memory, while training goes on. The next save waits for
+        it, and so does ``.wait()`` of what is returned: call that before the process ends. All ranks must call."""
+        self._check_steps_ended("save")
+        with self._watched("saving a checkpoint"):
+            return save_parallel(
+                self, folder, optimizer, step=step, extra=extra, keep=keep, asynchronous=asynchronous
+            )  # fmt: skip
+
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        step: int | None = None,
+    ) -> LoadedCheckpoint | None:
+        """Loads the newest whole checkpoint of the folder (or that of `step`), whichever plan saved it, into the model, the
+        optimizer and the random state. Returns its step and `extra`; None where the folder has no checkpoint. One that is damaged
+        is passed over with a warning. All ranks must call."""
+        self._check_steps_ended("load")
+        with self._watched("loading a checkpoint"):
+            return load_parallel(self, folder, optimizer, step=step)
+
+    def _check_steps_ended(self, what: str) -> None:
+        """For plans with two weight versions, whose steps overlap."""
+
+    def reseed(self, seed: int) -> None:
+        """Restarts all random streams from `seed`; pass the same on every rank."""
+        self.program.mesh.reseed(seed)
 
     def _parameter_order(self) -> list[str]:
         names = [name for name, spec in self.state.index.specs.items() if not spec.buffer]

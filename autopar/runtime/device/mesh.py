@@ -43,7 +43,7 @@ class MeshHandle:
 
     pp: AxisHandle
     dp: AxisHandle
-    seed_offset = 0
+    seed_offset = base_seed = 0
     own_examples = all_examples = 0
     """The examples of this data rank, and of all, where they have uneven shards of the batch."""
 
@@ -156,8 +156,9 @@ class MeshHandle:
 
     def reseed(self, seed: int) -> None:
         """Restarts all random streams from `seed`; each stage has streams of its own."""
+        self.base_seed = seed
         self.seed = seed + self.pp.coordinate * 1_000_003 + self.seed_offset
-        seed_stream.cache_clear()
+        seed_stream.restart()
 
 
 def _handle(name: str, size: int, mesh: DeviceMesh) -> AxisHandle:

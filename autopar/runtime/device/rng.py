@@ -6,7 +6,7 @@ backward draws the numbers of the forward: `RngRecorder` records the positions o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, Protocol
@@ -29,8 +29,8 @@ class SeedSource(Protocol):
 class SeedStream:
     """The seeds of one shard: a function of its key and of how many were taken before."""
 
-    def __init__(self, key: int) -> None:
-        self.key, self.count = key, 0
+    def __init__(self, key: int, count: int = 0) -> None:
+        self.key, self.count = key, count
 
     def next_seed(self) -> int:
         recorder = _recorder.get()
@@ -40,10 +40,32 @@ class SeedStream:
         return hash((self.key, self.count)) % (1 << 62)  # of whole numbers: the same in every process
 
 
-@lru_cache(maxsize=1024)
-def seed_stream(key: int) -> SeedStream:
-    """The stream of a shard, made at first use. `seed_stream.cache_clear()` restarts all streams."""
-    return SeedStream(key)
+class SeedStreams:
+    """The streams of this process, made at first use. `first_counts`: where streams begin, by key; all others begin at
+    `other_count`."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, SeedStream] = {}
+        self.first_counts: Mapping[int, int] = {}
+        self.other_count = 0
+
+    def __call__(self, key: int) -> SeedStream:
+        """The stream of a shard."""
+        found = self.streams.get(key)
+        if found is None:
+            found = self.streams[key] = SeedStream(key, self.first_counts.get(key, self.other_count))
+        return found
+
+    def restart(self, first_counts: Mapping[int, int] | None = None, other_count: int = 0) -> None:
+        """Begins all streams anew."""
+        self.streams, self.first_counts, self.other_count = {}, dict(first_counts or {}), other_count
+
+    def counts(self) -> dict[int, int]:
+        """How many seeds were taken of each stream, those included that begin further on and were not used yet."""
+        return {**self.first_counts, **{key: each.count for key, each in self.streams.items()}}
+
+
+seed_stream = SeedStreams()
 
 
 class RngRecorder:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.harness.habits import (
     OTHER_PLANS,
     check,
@@ -22,6 +25,8 @@ from support.harness.rank_pool import RankPool
 from support.harness.training_loop import adamw, train
 from support.models.habit_model import WIDTH, Net, batch, net
 from torch import nn
+
+import autopar
 
 
 def save_state_dict(plan: str) -> str:
@@ -70,6 +75,29 @@ def save_optimizer_state(plan: str) -> None:
     for name in expected:
         if name in found:
             torch.testing.assert_close(found[name], expected[name])
+
+
+def save_checkpoint(plan: str) -> None:
+    """Saved by one parallel model, loaded by another and by the plain model; both go on as the first one does."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    parallel, again, plain = parallel_of(net(), plan), parallel_of(net(), plan), net()
+    mine, theirs, one = adamw()(parallel), adamw(1.0)(again), torch.optim.AdamW(plain.parameters(), lr=1.0)
+    train(parallel, [batch()], mine)
+    assert parallel.load(folder[0], mine) is None
+    parallel.save(folder[0], mine, step=1, extra={"epoch": 4}, keep=1)
+    expected = train(parallel, [batch(1)], mine).state
+    found = again.load(folder[0], theirs)
+    assert found.step == 1 and found.extra == {"epoch": 4}
+    for name, value in train(again, [batch(1)], theirs).state.items():
+        assert torch.equal(value, expected[name]), name
+    assert autopar.load_checkpoint(folder[0], plain, one) is not None
+    for name, value in train(plain, [batch(1)], one).state.items():
+        if name in expected:
+            torch.testing.assert_close(value, expected[name])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
 
 
 def optimizer_round_trip(plan: str) -> None:

@@ -24,6 +24,7 @@ PLACES = {
     "backward": " in step 2, ",
     "saving": " after step 2",
     "full_state": " in step 2, full_state",
+    "checkpoint": " in step 2, saving a checkpoint",
 }
 PATIENCE_SECONDS = 10.0
 SHORT = [

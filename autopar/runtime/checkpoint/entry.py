@@ -1,0 +1,115 @@
+"""``parallel.save`` and ``parallel.load``, and the same checkpoints for a plain model on one process. Start here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import CheckpointProblem
+from ..state.materialize import State
+from ..state.plain_model import PlainModel
+from .folders import check_step
+from .held import as_optimizers, held_by_parallel, held_by_plain
+from .loading import LoadedCheckpoint, load
+from .rounds import Rounds
+from .saving import PendingSave, collect, copied, write
+
+
+class ParallelModel(Protocol):
+    """What this file needs of `parallel.Parallel`. `checkpoints`: what it keeps between two saves."""
+
+    state: State
+    plain: PlainModel | None
+    checkpoints: Checkpoints
+
+    def reseed(self, seed: int) -> None: ...
+
+
+class Checkpoints:
+    """The save that goes on, and the groups of all ranks, which are made at first use."""
+
+    pending: PendingSave | None = None
+    control: dist.ProcessGroup | None = None
+    writing: dist.ProcessGroup | None = None
+
+    def rounds(self, describe: Callable[[int], str]) -> Rounds:
+        """For the main thread. All ranks call it together."""
+        if self.control is None and dist.get_world_size() > 1:
+            self.control = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        return Rounds(self.control, describe)
+
+    def writing_rounds(self, describe: Callable[[int], str]) -> Rounds:
+        """For the thread that writes, whose collectives go beside those of the step. All ranks call it together."""
+        if self.writing is None and dist.get_world_size() > 1:
+            self.writing = dist.new_group(backend="gloo")
+        return Rounds(self.writing, describe)
+
+    def wait(self) -> None:
+        """Until the last save is finished. CheckpointProblem where it failed."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.wait()
+
+
+def save_parallel(
+    parallel: ParallelModel,
+    folder: str | os.PathLike[str],
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None,
+    keep: int | None,
+    asynchronous: bool,
+) -> PendingSave:
+    """Saves a parallel model. All ranks call it together."""
+    check_step(step, keep)
+    checkpoints, describe = parallel.checkpoints, parallel.state.mesh.describe
+    checkpoints.wait()
+    held = held_by_parallel(parallel.state, parallel.plain, parallel.reseed)
+    rounds = checkpoints.rounds(describe)
+    collected = collect(held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step, extra=extra)
+    if not asynchronous:
+        return PendingSave(lambda: write(collected, rounds, step=step, axes=held.axes, keep=keep), False)
+    later, own = copied(collected), checkpoints.writing_rounds(describe)
+    found = checkpoints.pending = PendingSave(lambda: write(later, own, step=step, axes=held.axes, keep=keep), True)
+    return found
+
+
+def load_parallel(
+    parallel: ParallelModel,
+    folder: str | os.PathLike[str],
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    *,
+    step: int | None,
+) -> LoadedCheckpoint | None:
+    """Loads into a parallel model. All ranks call it together."""
+    if step is not None:
+        check_step(step, None)
+    parallel.checkpoints.wait()
+    held = held_by_parallel(parallel.state, parallel.plain, parallel.reseed)
+    rounds = parallel.checkpoints.rounds(parallel.state.mesh.describe)
+    return load(held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step)
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    step: int | None = None,
+) -> LoadedCheckpoint | None:
+    """Loads what ``parallel.save`` wrote, under any plan, into the plain model and its optimizer on one process: weights,
+    optimizer state, and the generators of torch, Python and numpy.
+
+    `folder` is that of all checkpoints, of which the newest whole one is taken, or the one of `step`; or that of one checkpoint.
+    None where the folder has none."""
+    if hasattr(model, "checkpoints") and hasattr(model, "full_state"):
+        raise CheckpointProblem("load_checkpoint is for the plain model: call parallel.load(folder, optimizer)")
+    held, rounds = held_by_plain(model), Rounds(None, lambda rank: f"rank {rank}")
+    return load(held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step)

@@ -1,0 +1,125 @@
+"""What a checkpoint is made of, of a parallel model and of a plain one: tensors by name and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..device.mesh import MeshHandle
+from ..errors import StateProblem
+from ..state.materialize import State
+from ..state.plain_model import PlainModel
+
+
+@dataclass
+class HeldState:
+    """The state of this rank, by the original names. `others`: whole tensors of the model that its program does not read.
+    `extra`: entries of its state dict that are no tensors of its own. `writes`: whether this rank's stage is the one that saves
+    a parameter or buffer. `on_all_stages`: the value of each stage. `load_others` takes over `others` and `extra`; `reseed`
+    restarts the random streams of the program."""
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    others: Mapping[str, torch.Tensor]
+    extra: Mapping[str, Any]
+    device: torch.device
+    load_others: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], None]
+    writes: Callable[[str], bool] = lambda name: True
+    on_all_stages: Callable[[Any], list[Any]] = lambda value: [value]
+    mesh: MeshHandle | None = None
+    axes: Mapping[str, int] = field(default_factory=dict)
+    reseed: Callable[[int], None] = lambda seed: None
+
+    @property
+    def seed(self) -> int | None:
+        """What the program's random streams come from; None of a plain model, which has none."""
+        mesh = self.mesh
+        return None if mesh is None else mesh.base_seed
+
+    def model_tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of the model on this rank by their name in a checkpoint."""
+        every = {**self.parameters, **self.buffers, **self.others}
+        return {f"model.{name}": tensor.detach() for name, tensor in every.items()}
+
+
+def held_by_parallel(state: State, plain: PlainModel | None, reseed: Callable[[int], None]) -> HeldState:
+    """Of a parallel model: the shards of this rank."""
+    mesh, specs, saved = state.mesh, state.index.specs, set(plain.names.values()) if plain is not None else None
+
+    def load_others(tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
+        if plain is not None:
+            plain.load_unused({key: tensors[name] for key, name in plain.names.items() if name in tensors} | dict(extra))
+
+    def on_all_stages(value: Any) -> list[Any]:
+        out: list[Any] = [value]
+        if mesh.pp.size > 1:
+            out = [None] * mesh.pp.size
+            dist.all_gather_object(out, value, group=mesh.group(mesh.pp.name))
+        return out
+
+    return HeldState(
+        parameters=state.parameters,
+        buffers={name: b for name, b in state.buffers.items() if specs[name].persistent and (saved is None or name in saved)},
+        others=dict(plain.unused) if plain is not None else {},
+        extra=plain.extra if plain is not None else {},
+        device=mesh.device,
+        load_others=load_others,
+        writes=lambda name: name not in state.index.holders or state.index.holders[name][0] == mesh.pp.coordinate,
+        on_all_stages=on_all_stages,
+        mesh=mesh,
+        axes={**mesh.pipeline_axes, **mesh.launched_axes},
+        reseed=reseed,
+    )
+
+
+def held_by_plain(model: nn.Module) -> HeldState:
+    """Of a plain model on one process."""
+    persistent = {id(each) for each in model.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)}
+    parameters = dict(model.named_parameters())
+    buffers = {name: each for name, each in model.named_buffers() if id(each) in persistent}
+    known = {id(each) for each in (*parameters.values(), *buffers.values())}
+    extra = {key: value for key, value in model.state_dict(keep_vars=True).items() if id(value) not in known}
+
+    def load_others(tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
+        if extra:
+            model.load_state_dict(dict(extra), strict=False)
+
+    device = next((each.device for each in parameters.values()), torch.device("cpu"))
+    return HeldState(parameters, buffers, {}, extra, device, load_others)
+
+
+def as_optimizers(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """One optimizer, several, or none."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+def names_by_group(held: HeldState, optimizer: Optimizer) -> list[list[str]]:
+    """The names of this rank's parameters in each group. StateProblem where the optimizer has one of another model, or state that
+    belongs to none."""
+    names = {id(parameter): name for name, parameter in held.parameters.items()}
+    groups: list[list[str]] = []
+    known: set[int] = set()
+    for group in optimizer.param_groups:
+        if any(id(parameter) not in names and parameter.numel() for parameter in group["params"]):
+            raise StateProblem("the optimizer has a parameter that is not of this model: make it from the parallel model's")
+        known |= {id(parameter) for parameter in group["params"]}
+        groups.append([names[id(parameter)] for parameter in group["params"] if id(parameter) in names])
+    odd = next((key for key in optimizer.state if id(key) not in known), None)
+    if odd is not None:
+        what = f"under {odd!r}" if isinstance(odd, str) else "of a tensor that is in no group"
+        raise StateProblem(f"{type(optimizer).__name__} has state {what}, which belongs to no parameter: save it through extra=")
+    return groups
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor; of another tensor itself."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,0 +1,195 @@
+"""Loads the newest whole checkpoint into a model of any plan: its files are verified first, then each rank reads its shards,
+which torch's planner cuts from the parts that were written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.optim import Optimizer
+
+from ..errors import CheckpointProblem, DamagedCheckpoint
+from . import folders, objects
+from .held import HeldState, names_by_group
+from .manifest import MANIFEST, OBJECTS, Manifest
+from .optimizer_state import check_groups, made_state, set_state
+from .random_state import RandomState, set_generators
+from .rounds import Failed, Rounds, attempt
+from .tensor_file import OpenTensors, check_file
+
+LOGGER = logging.getLogger("autopar")
+
+
+class LoadedCheckpoint(NamedTuple):
+    """What was loaded: the `step` and the `extra` that it was saved with, and its folder."""
+
+    step: int
+    extra: Any
+    path: Path
+
+
+class Verified(NamedTuple):
+    """A checkpoint whose files are whole."""
+
+    path: Path
+    manifest: Manifest
+    objects: Mapping[str, Any]
+
+
+def load(
+    held: HeldState, rounds: Rounds, folder: Path, optimizers: Sequence[Optimizer], *, step: int | None
+) -> LoadedCheckpoint | None:
+    """Into the model and the optimizers, in place; None where the folder has no checkpoint. All ranks call it together.
+    CheckpointProblem on all of them where none is whole, or where it is of another model or another optimizer."""
+    paths = rounds.broadcast(attempt(lambda: folders.candidates(folder, step)) if rounds.rank == 0 else None)
+    if isinstance(paths, Failed):
+        raise CheckpointProblem(f"cannot read the folder {folder}: {paths.text}")
+    first = ""
+    for path in paths:
+        verified = _verified(rounds, path)
+        if not isinstance(verified, Failed):
+            if first and rounds.rank == 0:
+                LOGGER.warning("%s: loading %s, which is whole; remove the damaged one", first, path)
+            return _take(held, rounds, verified, optimizers)
+        first = first or verified.text
+    if first:
+        raise CheckpointProblem(
+            f"{first}, and {folder} has no other checkpoint that is whole: name another folder, or remove it to begin anew"
+        )
+    if step is not None:
+        raise CheckpointProblem(f"{folder} has no checkpoint of step {step}: leave step= out to load the newest")
+    if rounds.rank == 0:
+        LOGGER.info("%s has no checkpoint: nothing is loaded", folder)
+    return None
+
+
+def _verified(rounds: Rounds, path: Path) -> Verified | Failed:
+    """The checkpoint, where every file is the one that was written; each rank checks some of them."""
+
+    def read(name: str) -> bytes:
+        try:
+            return (path / name).read_bytes()
+        except OSError as error:
+            raise DamagedCheckpoint(f"cannot read {path / name}: {error.strerror}") from None
+
+    content = rounds.broadcast(attempt(lambda: read(MANIFEST)) if rounds.rank == 0 else None)
+    if isinstance(content, Failed):
+        return content
+    manifest = attempt(lambda: Manifest.from_bytes(content, path / MANIFEST))
+    if isinstance(manifest, Failed):  # on all ranks
+        return manifest
+
+    def check() -> None:
+        for name in sorted(manifest.files)[rounds.rank :: rounds.size]:
+            check_file(path / name, manifest.files[name])
+
+    failed = rounds.first_failure(rounds.gather_all(attempt(check)))
+    if failed is not None:
+        return failed
+    content = rounds.broadcast(attempt(lambda: read(OBJECTS)) if rounds.rank == 0 else None)
+    if isinstance(content, Failed):
+        return content
+    found = attempt(lambda: _objects(content, path / OBJECTS))
+    return found if isinstance(found, Failed) else Verified(path, manifest, found)
+
+
+def _objects(content: bytes, where: Path) -> Mapping[str, Any]:
+    value = objects.from_bytes(content, where)
+    kinds = {"extra": object, "model_extra": dict, "optimizers": list, "random": dict}
+    if not isinstance(value, dict) or any(not isinstance(value.get(key), kind) for key, kind in kinds.items()):
+        raise DamagedCheckpoint(f"{where} has not what a checkpoint has")
+    return value
+
+
+def _take(held: HeldState, rounds: Rounds, verified: Verified, optimizers: Sequence[Optimizer]) -> LoadedCheckpoint:
+    """Reads what this rank has."""
+    path, manifest, found = verified
+    names: Any = attempt(lambda: [names_by_group(held, each) for each in optimizers])
+    rounds.raise_together(names)
+    stages = [held.on_all_stages(each) for each in names]
+    saved: list[Any] = found["optimizers"]
+
+    def make() -> tuple[list[dict[torch.Tensor, dict[str, Any]]], dict[str, torch.Tensor]]:
+        if len(optimizers) > len(saved):
+            raise CheckpointProblem(f"{path} has the state of {len(saved)} optimizers: save it with optimizer=, or load without")
+        tensors = _checked_model(held, manifest, path)
+        states = []
+        for index, optimizer in enumerate(optimizers):
+            check_groups(stages[index], held.mesh is None, optimizer, saved[index], index)
+            state, parts = made_state(held, optimizer, saved[index], index, manifest)
+            states.append(state)
+            tensors |= parts
+        return states, tensors
+
+    made: Any = attempt(make)
+    rounds.raise_together(made)
+    states, tensors = made
+    rounds.raise_together(attempt(lambda: _read(tensors, manifest, path)))
+    held.load_others({name: tensors[f"model.{name}"] for name in held.others if f"model.{name}" in tensors}, found["model_extra"])
+    for optimizer, state, described in zip(optimizers, states, saved, strict=False):
+        set_state(optimizer, state, described)
+        if described["class"] != type(optimizer).__name__ and rounds.rank == 0:
+            LOGGER.warning("%s has the state of %s, and is loaded into %s", path, described["class"], type(optimizer).__name__)
+    rounds.raise_together(attempt(lambda: _set_random_state(held, rounds, found["random"])))
+    return LoadedCheckpoint(manifest.step, found["extra"], path)
+
+
+def _checked_model(held: HeldState, manifest: Manifest, path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the model that are read. CheckpointProblem where the checkpoint is of another model."""
+    absent = {f"model.{name}" for name in held.others} - manifest.tensors.keys()  # an exported program saves what it reads
+    tensors = {name: tensor for name, tensor in held.model_tensors().items() if name not in absent}
+    for name, tensor in tensors.items():
+        stored, plain = manifest.tensors.get(name), name.removeprefix("model.")
+        if stored is None:
+            raise CheckpointProblem(f"{path} has no {plain}: build the model that was saved")
+        if stored.shape != tuple(tensor.shape):
+            raise CheckpointProblem(
+                f"{plain} has shape {tuple(tensor.shape)}, and {stored.shape} in {path}: build the model that was saved"
+            )
+    return tensors
+
+
+def _read(tensors: Mapping[str, torch.Tensor], manifest: Manifest, path: Path) -> None:
+    """Fills the tensors of this rank, in place."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    wanted = Manifest.metadata(manifest._replace(tensors={name: manifest.tensors[name] for name in tensors}))
+    planner.set_up_planner(dict(tensors), wanted, False)
+    places = {(name, c.offsets): c for name in tensors for c in manifest.tensors[name].chunks}
+    files, left = OpenTensors(path), {name: _elements(tensor) for name, tensor in tensors.items()}
+    with torch.no_grad():
+        for item in planner.create_local_plan().items:
+            name = item.storage_index.fqn
+            chunk = places[name, tuple(item.storage_index.offset or ())]
+            part = files.read(chunk.file, chunk.start, manifest.tensors[name].torch_dtype, chunk.sizes)
+            for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                part = part.narrow(dim, start, size)
+            planner.resolve_tensor(item).copy_(part)
+            left[name] -= prod(item.lengths)
+    missing = next((name for name, count in left.items() if count), None)
+    if missing is not None:
+        raise DamagedCheckpoint(f"{path} has parts of {missing} that do not cover it")
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    return int(tensor.to_local().numel() if hasattr(tensor, "to_local") else tensor.numel())
+
+
+def _set_random_state(held: HeldState, rounds: Rounds, found: Mapping[str, Any]) -> None:
+    random = RandomState.from_dict(found)
+    if random.moved(rounds.size) and rounds.rank == 0:
+        LOGGER.warning(
+            "%d processes saved different random states, and this run has %d: each goes on with that of its rank, new ones with "
+            "one of their own",
+            len(random.of_rank), rounds.size,
+        )  # fmt: skip
+    mine, different = random.generators_of(rounds.rank)
+    set_generators(mine, held.device, different)
+    if held.mesh is not None:
+        if random.seed is not None:
+            held.reseed(random.seed)
+        random.restart_streams(held.axes)

@@ -1,0 +1,116 @@
+"""The random state of a run: the generators of torch, Python and numpy on each rank, and the random streams of the program."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..device.rng import seed_stream
+from ..errors import CheckpointProblem
+
+Generators = dict[str, Any]
+"""The state of each generator of a process by its name."""
+
+
+def generators(device: torch.device) -> Generators:
+    """Of this process: torch's of the CPU and of the device, Python's, and numpy's where it is imported."""
+    version, numbers, left = random.getstate()
+    found: Generators = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(numbers), left]}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *more = numpy.random.get_state()
+        found["numpy"] = [str(kind), torch.tensor(keys.tolist()), *map(float, more)]
+    return found
+
+
+def set_generators(found: Mapping[str, Any], device: torch.device, different: int = 0) -> None:
+    """The inverse. `different`: other than 0, torch's and Python's begin at a state of their own that is derived from it."""
+    try:
+        torch.set_rng_state(found["torch"])
+        version, numbers, left = found["python"]
+        random.setstate((version, tuple(numbers.tolist()), left))
+        if device.type == "cuda" and "cuda" in found:
+            torch.cuda.set_rng_state(found["cuda"], device)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and "numpy" in found:
+            kind, keys, place, has_gauss, gauss = found["numpy"]
+            state = (kind, numpy.asarray(keys.tolist(), dtype="uint32"), int(place), int(has_gauss), gauss)
+            numpy.random.set_state(state)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointProblem(f"the random state of the checkpoint does not fit ({error}): save it with this torch") from None
+    if different:
+        number = int.from_bytes(hashlib.sha256(bytes(found["torch"].tolist())).digest()[:6], "big") + different
+        torch.manual_seed(number)
+        random.seed(number)
+
+
+class RandomState:
+    """Of all ranks. `states`: those that differ; `of_rank`: which of them each rank has. `seed`, `counts`: of the streams of the
+    program (`device.rng`). `axes`: the mesh that it was drawn on."""
+
+    def __init__(
+        self,
+        states: Sequence[Generators],
+        of_rank: Sequence[int],
+        seed: int | None,
+        counts: Mapping[int, int],
+        axes: Mapping[str, int],
+    ) -> None:
+        self.states, self.of_rank, self.seed = list(states), list(of_rank), seed
+        self.counts, self.axes = dict(counts), dict(axes)
+
+    @staticmethod
+    def of_all(every: Sequence[tuple[Generators, Mapping[int, int]]], seed: int | None, axes: Mapping[str, int]) -> RandomState:
+        """Of what each rank has: its generators, and the counts of its streams."""
+        digests = [_digest(state) for state, _ in every]
+        distinct = list(dict.fromkeys(digests))
+        counts: dict[int, int] = {}
+        for _, mine in every:
+            for key, count in mine.items():
+                counts[key] = max(count, counts.get(key, 0))
+        states = [every[digests.index(digest)][0] for digest in distinct]
+        return RandomState(states, [distinct.index(digest) for digest in digests], seed, counts, axes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return dict(self.__dict__)
+
+    @staticmethod
+    def from_dict(value: Mapping[str, Any]) -> RandomState:
+        """The inverse."""
+        return RandomState(value["states"], value["of_rank"], value["seed"], value["counts"], value["axes"])
+
+    def generators_of(self, rank: int) -> tuple[Generators, int]:
+        """What a rank goes on with, and `different` of `set_generators`: its own state; where all ranks had one, that; else ranks
+        that there were not get a state of their own."""
+        if len(self.states) == 1:
+            return self.states[0], 0
+        if rank < len(self.of_rank):
+            return self.states[self.of_rank[rank]], 0
+        return self.states[0], rank
+
+    def moved(self, size: int) -> bool:
+        """Whether ranks had different states, and there are other ranks now."""
+        return len(self.states) > 1 and size != len(self.of_rank)
+
+    def restart_streams(self, axes: Mapping[str, int]) -> None:
+        """The streams of this process go on where they were. Under another mesh shards are others, and so are their streams: new
+        ones begin where none of the old ones has been."""
+        other = 0 if dict(axes) == self.axes else max(self.counts.values(), default=0)
+        seed_stream.restart(self.counts, other)
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, dict):
+        return hashlib.sha256("".join(f"{key}{_digest(each)}" for key, each in value.items()).encode()).hexdigest()
+    if isinstance(value, (list, tuple)):
+        return _digest(dict(enumerate(value)))
+    text = repr(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,210 @@
+"""Saves a checkpoint: torch's planner says which rank writes which part of each tensor, each rank writes and syncs one file, and
+rank 0 writes the objects and, last, the manifest, and gives the folder its name."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.optim import Optimizer
+
+from ..device.rng import seed_stream
+from ..errors import CheckpointProblem
+from . import folders, objects
+from .held import HeldState
+from .manifest import MANIFEST, OBJECTS, Chunk, Manifest, StoredTensor
+from .optimizer_state import describe, merged
+from .random_state import RandomState, generators
+from .rounds import Failed, Rounds, attempt
+from .tensor_file import FileEntry, dtype_name, write_bytes, write_tensors
+
+LOGGER = logging.getLogger("autopar")
+
+
+class Collected(NamedTuple):
+    """What a rank has to write: named tensors, of which `items` says the parts, into the folder `aside`; and on rank 0 the
+    objects and where each tensor's parts are."""
+
+    aside: Path
+    items: Sequence[WriteItem]
+    tensors: Sequence[torch.Tensor]
+    objects: bytes
+    metadata: Metadata | None
+
+
+class PendingSave:
+    """A checkpoint that is being written, or is finished. `wait` returns its folder."""
+
+    def __init__(self, work: Callable[[], Path], asynchronous: bool) -> None:
+        self.work, self.path, self.error = work, Path(), None
+        self.thread: threading.Thread | None = None
+        if asynchronous:
+            self.thread = threading.Thread(target=self._run, name="autopar checkpoint")
+            self.thread.start()
+        else:
+            self.path = work()
+
+    path: Path
+    error: Exception | None
+
+    def _run(self) -> None:
+        try:
+            self.path = self.work()
+        except Exception as error:
+            self.error = error
+            LOGGER.warning("a checkpoint was not saved: %s", error)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is being written any more."""
+        return self.thread is None or not self.thread.is_alive()
+
+    def wait(self) -> Path:
+        """The folder of the checkpoint, once it is finished. CheckpointProblem where it could not be written."""
+        if self.thread is not None:
+            self.thread.join()
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return self.path
+
+
+def collect(
+    held: HeldState,
+    rounds: Rounds,
+    folder: Path,
+    optimizers: Sequence[Optimizer],
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None,
+) -> Collected:
+    """The first half of a save, which reads the state and writes nothing but an empty folder. All ranks call it together;
+    CheckpointProblem on all of them."""
+    described: Any = attempt(lambda: [describe(held, each, index) for index, each in enumerate(optimizers)])
+    rounds.raise_together(described)
+    every = [merged(held.on_all_stages(each)) for each, _ in described]
+    tensors = {name: each for name, each in held.model_tensors().items() if held.writes(name.removeprefix("model."))}
+    for index, (kept, found) in enumerate(described):
+        for name in kept["state"]:
+            if held.writes(name):
+                tensors |= {key: each for key, each in found.items() if key.startswith(f"optimizer{index}.{name}.")}
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, is_coordinator=rounds.rank == 0)
+    mine = generators(held.device), seed_stream.counts()
+    told = rounds.gather((step, attempt(lambda: _local_plan(planner)), mine))
+    first: Any = None
+    if rounds.rank == 0:
+        random = RandomState.of_all([each for _, _, each in told], held.seed, held.axes).to_dict()
+        kept = {"extra": extra, "model_extra": dict(held.extra), "optimizers": every, "random": random}
+        first = attempt(lambda: _prepare(rounds, planner, told, folder, step, kept))
+    shares = [first] * rounds.size if isinstance(first, Failed) else [(first[0], plan) for plan in first[1]] if first else []
+    share = rounds.scatter(shares)
+    if isinstance(share, Failed):
+        raise CheckpointProblem(share.text)
+    plan = planner.finish_plan(share[1])
+    parts: list[torch.Tensor] = [planner.resolve_data(item) for item in plan.items]  # type: ignore[misc]
+    return Collected(share[0], plan.items, parts, first[3] if first else b"", first[2] if first else None)
+
+
+def _local_plan(planner: DefaultSavePlanner) -> SavePlan:
+    """What this rank could write; parts without elements only of tensors without elements."""
+    plan = planner.create_local_plan()
+    for item in plan.items:
+        if item.tensor_data is not None:
+            dtype_name(item.tensor_data.properties.dtype)
+    return replace(plan, items=[item for item in plan.items if item.tensor_data is not None and _wanted(item)])
+
+
+def _wanted(item: WriteItem) -> bool:
+    data = item.tensor_data
+    return data is not None and (prod(data.chunk.sizes) > 0 or prod(data.size) == 0)
+
+
+def _prepare(
+    rounds: Rounds, planner: DefaultSavePlanner, told: Sequence[Any], folder: Path, step: int, plain: Mapping[str, Any]
+) -> tuple[Path, list[SavePlan], Metadata, bytes]:
+    """On rank 0: the folder, the plan of each rank, and the objects."""
+    failed = rounds.first_failure(plan for _, plan, _ in told)
+    if failed is not None:
+        raise CheckpointProblem(failed.text)
+    other = next((rank for rank, (number, *_) in enumerate(told) if number != step), None)
+    if other is not None:
+        raise CheckpointProblem(
+            f"{rounds.describe(other)} saves step {told[other][0]}, and rank 0 step {step}: save the same step on all ranks"
+        )
+    objects.check_plain({"extra": plain["extra"]} if not isinstance(plain["extra"], dict) else plain["extra"], "extra")
+    objects.check_plain(plain["model_extra"], "the model's extra state")
+    for each in plain["optimizers"]:
+        for group in each["groups"]:
+            objects.check_plain(group["options"], f"a group of {each['class']}")
+    content = objects.to_bytes(plain)
+    plans, metadata = planner.create_global_plan([plan for _, plan, _ in told])
+    return folders.begin(folder, step), plans, metadata, content
+
+
+def copied(collected: Collected) -> Collected:
+    """With copies of the tensors on the host, so that training goes on."""
+    return collected._replace(tensors=[each.detach().to("cpu", copy=True) for each in collected.tensors])
+
+
+def write(collected: Collected, rounds: Rounds, *, step: int, axes: Mapping[str, int], keep: int | None) -> Path:
+    """The second half; its path. All ranks call it together; CheckpointProblem on all of them where one of them cannot write, and
+    then nothing is left of the checkpoint."""
+    name = f"rank_{rounds.rank:05d}.safetensors"
+    names = [f"{item.index.fqn}@{','.join(map(str, item.index.offset or ()))}" for item in collected.items]
+    written = attempt(lambda: write_tensors(collected.aside / name, list(zip(names, collected.tensors, strict=True))))
+    if not isinstance(written, Failed):
+        written = (*written, [item.index for item in collected.items])  # type: ignore[assignment]
+    told = rounds.gather(written)
+    outcome: Path | Failed | None = None
+    if rounds.rank == 0:
+        outcome = rounds.first_failure(told)
+        if outcome is None:
+            outcome = attempt(lambda: _finish(collected, told, step, axes, keep))
+        if isinstance(outcome, Failed):
+            folders.discard(collected.aside)
+    outcome = rounds.broadcast(outcome)
+    if not isinstance(outcome, Path):
+        text = outcome.text if outcome is not None else ""
+        raise CheckpointProblem(
+            f"cannot write the checkpoint {collected.aside.parent / folders.folder_name(step)}: {text}; those before are as they "
+            "were: make room, or name another folder"
+        )
+    return outcome
+
+
+def _finish(collected: Collected, told: Sequence[Any], step: int, axes: Mapping[str, int], keep: int | None) -> Path:
+    """On rank 0: the objects, the manifest, the name."""
+    files: dict[str, FileEntry] = {}
+    places: dict[tuple[str, torch.Size], tuple[str, int]] = {}
+    for rank, (entry, starts, indices) in enumerate(told):
+        name = f"rank_{rank:05d}.safetensors"
+        path = collected.aside / name
+        if not path.is_file() or path.stat().st_size != entry.size:
+            raise CheckpointProblem(f"rank 0 does not see {path}, which rank {rank} wrote: name a folder that all nodes share")
+        files[name] = entry
+        places |= {(index.fqn, index.offset): (name, start) for index, start in zip(indices, starts, strict=True)}
+    files[OBJECTS] = write_bytes(collected.aside / OBJECTS, collected.objects)
+    assert collected.metadata is not None
+    tensors: dict[str, StoredTensor] = {}
+    for name, each in collected.metadata.state_dict_metadata.items():
+        assert isinstance(each, TensorStorageMetadata)
+        chunks = tuple(Chunk(tuple(c.offsets), tuple(c.sizes), *places[name, c.offsets]) for c in each.chunks)
+        tensors[name] = StoredTensor(dtype_name(each.properties.dtype), tuple(each.size), chunks)
+    manifest = Manifest(step, len(told), dict(axes), str(torch.__version__), files, tensors)
+    write_bytes(collected.aside / MANIFEST, manifest.to_bytes())
+    path = folders.finish(collected.aside, step)
+    if keep is not None:
+        failed = attempt(lambda: folders.keep_newest(path.parent, keep, path))
+        if isinstance(failed, Failed):
+            LOGGER.warning("cannot remove an old checkpoint of %s: %s", path.parent, failed.text)
+    return path
