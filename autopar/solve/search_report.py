@@ -98,7 +98,7 @@ def _out_of_time(state: SearchState) -> str:
 def _refusals(state: SearchState) -> Iterator[str]:
     """Why plans were left out that do not obey a forced degree."""
     yield from (each.solution.refusal for each in state.points)
-    yield state.pipelines.stage_search.refusal
+    yield state.pipelines.stage_search.placement.refusal
 
 
 def _told(state: SearchState, best: MeshSolution) -> Iterator[str]:

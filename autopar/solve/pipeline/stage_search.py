@@ -5,7 +5,7 @@ the calls into model chunks, and the evaluator prices the most promising pipelin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 
@@ -13,35 +13,30 @@ from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.allocator import communicator_count, tensor_budget_bytes
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Device
-from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.cost_models.step.pipeline_clock import micro_batches_in_flight
-from autopar.cost_models.step.stage_devices import stage_cluster, stage_clusters
+from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.cost_models.step.stage_p2p import stage_link
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.verify import verify_candidate
 from autopar.schedules.placement import stage_of_chunks
-from autopar.solve.bounds.memory_frontier import MemoryFrontier, fastest_sharding, with_less_memory
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
+from autopar.solve.pipeline.bound_ratios import BoundRatios, bubble_factor
 from autopar.solve.pipeline.cut_points import allowed_ranges
 from autopar.solve.pipeline.repeated_values import values_worth_repeating
 from autopar.solve.pipeline.spare_bytes import spare_bytes
 from autopar.solve.pipeline.stage_partition import Matrix, best_partition
+from autopar.solve.pipeline.stage_placement import PlacedPoint, StagePlacement
 from autopar.solve.pipeline.stage_tables import (
     BestRanges,
     RangeOptions,
-    StageSetting,
-    StageTables,
-    TracedOptions,
     best_ranges,
     with_sends,
 )
-from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes, why_disobeyed
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
@@ -60,84 +55,37 @@ _TRIES = 3
 """How often a pipeline that does not fit by the evaluator is partitioned with a smaller memory budget."""
 
 
-def _bubble_factor(point: GridPoint, option: ScheduleOption) -> float:
-    """The step with its bubble over that of the fullest stage."""
-    return 1 + option.bubble_passes * (point.stages - 1) / point.micro_batches
-
-
-class _Ratios:
-    """Estimates without memory over bounds. A bound is of the largest micro-batch: smaller ones take as much longer at least, by
-    the example."""
-
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
-        self._known: dict[object, list[tuple[int, ScheduleOption, float]]] = {}
-
-    def examples(self, point: GridPoint) -> int:
-        """Of one micro-batch on one data rank."""
-        return self._batch // point.micro_batches // point.mesh.size_of(DATA_AXIS)
-
-    def least(self, point: GridPoint, option: ScheduleOption) -> float:
-        """What larger micro-batches showed of this schedule, or of any."""
-        known = [each for each in self._known.get(self._key(point), ()) if each[0] >= self.examples(point)]
-        same = [ratio for _, of, ratio in known if (of.schedule, of.virtual) == (option.schedule, option.virtual)]
-        return max(1.0, max(same, default=0.0) or min((ratio for *_, ratio in known), default=1.0))
-
-    def learn(self, point: GridPoint, ratios: Mapping[ScheduleOption, float]) -> None:
-        """The schedules of `point` take so many times what its bound with their bubble says."""
-        self._known.setdefault(self._key(point), []).extend((self.examples(point), *each) for each in ratios.items())
-
-    @staticmethod
-    def _key(point: GridPoint) -> object:
-        return point.mesh.axes[1:], point.mesh.size_of(DATA_AXIS) > 1
-
-
-_TracedFrontier = tuple[MemoryFrontier, TracedOptions]
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedPoint:
-    """A point whose blocks are placed, and priced on the devices of each stage."""
-
-    point: GridPoint
-    frontier: MemoryFrontier
-    costs: dict[Device, dict[str, BlockCosts]]
-    tables: dict[Device, StageTables]
-
-
 class StageSearch:
-    """Of one graph on one cluster. `seconds_left` says how long the search may still run, `refusal` why the last plan that did
-    not obey a forced degree was left out."""
+    """Of one graph on one cluster. `seconds_left` says how long the search may still run."""
 
     def __init__(
         self, graph: Graph, cluster: Cluster, options: SearchOptions, tables: ProblemTables, seconds_left: Callable[[], float]
     ) -> None:
         self.graph, self.cluster, self.options, self.tables, self.seconds_left = graph, cluster, options, tables, seconds_left
-        self._frontiers: dict[object, _TracedFrontier | None] = {}
+        self.placement = StagePlacement(graph, cluster, options, tables, seconds_left)
         self._ranges: dict[tuple[GridPoint, Device], RangeOptions] = {}
         self._allowed: Matrix | None = None
-        self.refusal = ""
 
     def promising(self, points: Mapping[GridPoint, float], best_seconds: float) -> list[tuple[float, GridPoint, ScheduleOption]]:
         """The estimated step of each point (with its lower bound) with each of its schedules, the shortest first. Half of the
         time is left for pricing. AutoparError where a forced schedule fits none of the points."""
         out, half = [], self.seconds_left() / 2
-        ratios = _Ratios(self.graph.batch)
+        ratios = BoundRatios(self.graph.batch)
         for point, every in self._with_schedules(sorted(points, key=lambda each: (points[each], -ratios.examples(each)))):
             if self.seconds_left() <= half:
                 break
-            least = {each: points[point] * _bubble_factor(point, each) for each in every}
+            least = {each: points[point] * bubble_factor(point, each) for each in every}
             schedules = [each for each in every if least[each] * ratios.least(point, each) < best_seconds]
             if not schedules:
                 continue
             try:
-                fastest = self.place(point, fastest=True)
+                fastest = self.placement.place(point, fastest=True)
                 if fastest is None:
                     continue
                 seconds = {each: self._estimate(fastest, each, inf) for each in schedules}
                 ratios.learn(point, {each: found / least[each] for each, found in seconds.items()})
                 schedules = [each for each in schedules if seconds[each] < best_seconds]
-                placed = self.place(point) if schedules else None
+                placed = self.placement.place(point) if schedules else None
             except AutoparError:
                 if self.options.force or self.options.schedule:
                     raise
@@ -181,67 +129,6 @@ class StageSearch:
 
     # -- one point
 
-    def place(self, point: GridPoint, fastest: bool = False) -> PlacedPoint | None:
-        """None where its blocks cannot be placed in time. `fastest`: with the option that saves all only."""
-        found = self._frontier(point, fastest)
-        if found is None:
-            return None
-        costs: dict[Device, dict[str, BlockCosts]] = {}
-        tables: dict[Device, StageTables] = {}
-        for part in stage_clusters(self.cluster, point.stages):
-            if part.device not in costs:
-                costs[part.device] = self._costs(found[0], point, part)
-                runs = found[1]
-                if part.device != found[0].problem.cluster.device:
-                    runs = TracedOptions.of(self.graph, found[0].options, costs[part.device])
-                tables[part.device] = self._tables(point, part, runs, costs[part.device])
-        return PlacedPoint(point, found[0], costs, tables)
-
-    def _costs(self, found: MemoryFrontier, point: GridPoint, part: Cluster) -> dict[str, BlockCosts]:
-        out = {}
-        for name, table in found.problem.blocks.items():
-            out[name] = BlockCosts(table.block, point.mesh, self.graph.batch // point.micro_batches, part, point.zero_group)
-            out[name].share_with(table.costs)
-        return out
-
-    def _tables(self, point: GridPoint, part: Cluster, runs: TracedOptions, costs: dict[str, BlockCosts]) -> StageTables:
-        data = point.mesh.size_of(DATA_AXIS)
-        zeros = self.options.zeros if data > 1 else (0,)
-        setting = StageSetting(
-            batch=self.graph.batch,
-            micro_batches=point.micro_batches,
-            shards=point.zero_group or data,
-            precision=self.options.precision,
-            optimizer=self.options.optimizer,
-            device=part.device,
-            overlap=part.overlap,
-        )
-        return StageTables(self.graph, runs, costs, zeros, setting)
-
-    def _frontier(self, point: GridPoint, fastest: bool) -> _TracedFrontier | None:
-        """Shared by points of the same model axes and micro-batch per data rank: the data degree changes only the price of the
-        state."""
-        data = point.mesh.size_of(DATA_AXIS)
-        key = point.mesh.axes[1:], self.graph.batch // point.micro_batches // data, data > 1
-        if (key, fastest) not in self._frontiers:
-            found = self._fastest_sharding(point) if fastest else None
-            if not fastest and (known := self._frontier(point, fastest=True)) is not None:
-                found = with_less_memory(known[0])
-            self._frontiers[key, fastest] = None if found is None else (found, self._traced(found))
-        return self._frontiers[key, fastest]
-
-    def _traced(self, found: MemoryFrontier) -> TracedOptions:
-        return TracedOptions.of(self.graph, found.options, found.problem.batch_costs)
-
-    def _fastest_sharding(self, point: GridPoint) -> MemoryFrontier | None:
-        problem = self.tables.problem(replace(point, zero_group=0), (0,), stage_cluster(self.cluster, point.stages))
-        axes = forced_axes(problem.mesh, self.options.force)
-        check_forced_axes(problem, axes)
-        found = fastest_sharding(problem, self.seconds_left(), axes)
-        if found is not None and (refusal := why_disobeyed(problem, found.sharding, axes)):
-            self.refusal, found = refusal, None
-        return found
-
     def _in_flight(self, point: GridPoint, option: ScheduleOption) -> tuple[float, ...]:
         """For each chunk, in the model's order: the peak of micro-batches in flight on its stage, on average over its chunks."""
         pipeline = Pipeline(point.stages, option.virtual, option.schedule)
@@ -275,7 +162,7 @@ class StageSearch:
     def solve_point(self, point: GridPoint, option: ScheduleOption) -> MeshSolution | None:
         """The point under one schedule: partitioned, priced, and partitioned with a smaller budget where it does not fit. None
         where no partition fits."""
-        placed = self.place(point)
+        placed = self.placement.place(point)
         if placed is None:
             return None
         margin = 0.0
@@ -293,7 +180,7 @@ class StageSearch:
     def solve_with_least_memory(self, point: GridPoint, option: ScheduleOption) -> MeshSolution | None:
         """The point under one schedule with the partition whose fullest stage takes least memory, whether that fits or not. None
         where it cannot be placed or partitioned."""
-        placed = self.place(point)
+        placed = self.placement.place(point)
         if placed is None:
             return None
         ranks = stage_of_chunks(Pipeline(point.stages, option.virtual, option.schedule))

@@ -10,7 +10,7 @@ import pytest
 from support.models.solver_graphs import llama_graph
 
 import autopar.solve.bounds.memory_frontier as frontiers
-import autopar.solve.pipeline.stage_search as stage_search
+import autopar.solve.pipeline.stage_placement as stage_placement
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
@@ -44,8 +44,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(module, name, call)
 
-    counted(stage_search, "fastest_sharding")
-    counted(stage_search, "with_less_memory")
+    counted(stage_placement, "fastest_sharding")
+    counted(stage_placement, "with_less_memory")
     counted(frontiers, "decode")
     counted(MeshSolver, "solve_with_memory")
     counted(MeshSolver, "relax_with_memory")

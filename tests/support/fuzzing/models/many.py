@@ -44,7 +44,7 @@ class Tally:
         """Each failure with what makes it again."""
         return "\n\n".join(
             f"{trial.headline} ({trial.stage}): {trial.wrong or trial.refused}\n"
-            f"  again: python -m support.fuzzing.models --seed {trial.seed} --show   (in tests/)"
+            f"  again: python -m support.fuzzing.models --seed {trial.seed} --world {trial.world} --show   (in tests/)"
             for trial in (*self.wrong, *self.badly_said)
         )
 

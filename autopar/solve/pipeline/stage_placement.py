@@ -1,0 +1,104 @@
+"""Placements of the blocks on the mesh of one pipeline stage: solved once for each stage mesh and micro-batch, and priced on the
+devices of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.device_specs import Device
+from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.cost_models.step.stage_devices import stage_cluster, stage_clusters
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DATA_AXIS
+from autopar.solve.bounds.memory_frontier import MemoryFrontier, fastest_sharding, with_less_memory
+from autopar.solve.pipeline.stage_tables import StageSetting, StageTables, TracedOptions
+from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes, why_disobeyed
+from autopar.solve.space.grid import GridPoint
+from autopar.solve.space.options import SearchOptions
+from autopar.solve.space.problem_tables import ProblemTables
+
+_TracedFrontier = tuple[MemoryFrontier, TracedOptions]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPoint:
+    """A point whose blocks are placed, and priced on the devices of each stage."""
+
+    point: GridPoint
+    frontier: MemoryFrontier
+    costs: dict[Device, dict[str, BlockCosts]]
+    tables: dict[Device, StageTables]
+
+
+class StagePlacement:
+    """Of one graph on one cluster. `refusal`: why the last sharding that did not obey a forced degree was left out."""
+
+    def __init__(
+        self, graph: Graph, cluster: Cluster, options: SearchOptions, tables: ProblemTables, seconds_left: Callable[[], float]
+    ) -> None:
+        self.graph, self.cluster, self.options, self.tables, self.seconds_left = graph, cluster, options, tables, seconds_left
+        self._frontiers: dict[object, _TracedFrontier | None] = {}
+        self.refusal = ""
+
+    def place(self, point: GridPoint, fastest: bool = False) -> PlacedPoint | None:
+        """None where its blocks cannot be placed in time. `fastest`: with the option that saves all only."""
+        found = self._frontier(point, fastest)
+        if found is None:
+            return None
+        costs: dict[Device, dict[str, BlockCosts]] = {}
+        tables: dict[Device, StageTables] = {}
+        for part in stage_clusters(self.cluster, point.stages):
+            if part.device not in costs:
+                costs[part.device] = self._costs(found[0], point, part)
+                runs = found[1]
+                if part.device != found[0].problem.cluster.device:
+                    runs = TracedOptions.of(self.graph, found[0].options, costs[part.device])
+                tables[part.device] = self._tables(point, part, runs, costs[part.device])
+        return PlacedPoint(point, found[0], costs, tables)
+
+    def _costs(self, found: MemoryFrontier, point: GridPoint, part: Cluster) -> dict[str, BlockCosts]:
+        out = {}
+        for name, table in found.problem.blocks.items():
+            out[name] = BlockCosts(table.block, point.mesh, self.graph.batch // point.micro_batches, part, point.zero_group)
+            out[name].share_with(table.costs)
+        return out
+
+    def _tables(self, point: GridPoint, part: Cluster, runs: TracedOptions, costs: dict[str, BlockCosts]) -> StageTables:
+        data = point.mesh.size_of(DATA_AXIS)
+        zeros = self.options.zeros if data > 1 else (0,)
+        setting = StageSetting(
+            batch=self.graph.batch,
+            micro_batches=point.micro_batches,
+            shards=point.zero_group or data,
+            precision=self.options.precision,
+            optimizer=self.options.optimizer,
+            device=part.device,
+            overlap=part.overlap,
+        )
+        return StageTables(self.graph, runs, costs, zeros, setting)
+
+    def _frontier(self, point: GridPoint, fastest: bool) -> _TracedFrontier | None:
+        """Shared by points of the same model axes and micro-batch per data rank: the data degree changes only the price of the
+        state."""
+        data = point.mesh.size_of(DATA_AXIS)
+        key = point.mesh.axes[1:], self.graph.batch // point.micro_batches // data, data > 1
+        if (key, fastest) not in self._frontiers:
+            found = self._fastest_sharding(point) if fastest else None
+            if not fastest and (known := self._frontier(point, fastest=True)) is not None:
+                found = with_less_memory(known[0])
+            self._frontiers[key, fastest] = None if found is None else (found, self._traced(found))
+        return self._frontiers[key, fastest]
+
+    def _traced(self, found: MemoryFrontier) -> TracedOptions:
+        return TracedOptions.of(self.graph, found.options, found.problem.batch_costs)
+
+    def _fastest_sharding(self, point: GridPoint) -> MemoryFrontier | None:
+        problem = self.tables.problem(replace(point, zero_group=0), (0,), stage_cluster(self.cluster, point.stages))
+        axes = forced_axes(problem.mesh, self.options.force)
+        check_forced_axes(problem, axes)
+        found = fastest_sharding(problem, self.seconds_left(), axes)
+        if found is not None and (refusal := why_disobeyed(problem, found.sharding, axes)):
+            self.refusal, found = refusal, None
+        return found
