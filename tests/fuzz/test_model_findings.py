@@ -118,7 +118,7 @@ def test_all_equal_one_process(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 7])
-def test_a_seed_makes_the_same_model_again(seed: int) -> None:
+def test_a_seed_makes_one_model(seed: int) -> None:
     from support.fuzzing.models.writer import model_of, write_model
 
     first, second = write_model(seed), write_model(seed)

@@ -57,7 +57,7 @@ def test_a_plan_leaves_the_margin_free(margin: float, pp: int) -> None:
             assert each.evaluation.peak_memory_bytes <= (1 - margin) * capacity
 
 
-def test_a_margin_that_leaves_no_room_for_communicators_is_explained() -> None:
+def test_infeasible_margin_below_context_and_communicators() -> None:
     """Every pipeline of two stages on these devices has three communicators at least (its stage's mesh, the pipeline's, that of
     all ranks), which alone take more than a margin of 30 % leaves: no tensor of any plan has a place."""
     graph, whole = gpt2_graph(layers=4, batch=8), Cluster.parse("dgx-h100:1")
