@@ -10,8 +10,9 @@ from math import inf
 from time import monotonic
 
 from autopar.ir.mesh import Mesh
+from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
 from autopar.solve.bounds.flow_bound import FlowRelaxation, bound_by_blocks, has_many_blocks, ideal_seconds, operation_bound
-from autopar.solve.bounds.memory_bound import BlockRelaxation, memory_bound, relax_blocks
+from autopar.solve.bounds.memory_bound import memory_bound
 from autopar.solve.ilp.solver import Status
 from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes
 from autopar.solve.problem.problem import Problem, with_zero_group

@@ -12,6 +12,7 @@ from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import BlockMemory, block_memory
 from autopar.cost_models.step.recompute import RecomputePlan
 from autopar.cost_models.tensors.aliases import aliases
+from autopar.ir.graph import Block
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
 
 Segment = tuple[float, frozenset[str]]
@@ -77,16 +78,23 @@ class CallTrace:
         return sum(seconds for seconds, links in (self.backward if backward else self.forward) if bool(links) == exposed)
 
 
+def weight_gradient_nodes(block: Block) -> frozenset[str]:
+    """Linears whose weight trains: a split backward computes the weight's gradient later."""
+    trained = {parameter.value.name for parameter in block.parameters if parameter.trainable and not parameter.buffer}
+    linears = [node for node in block.nodes if node.op in SPLIT_BACKWARD and len(node.operands()) > 1]
+    return frozenset(node.name for node in linears if node.operands()[1] in trained)
+
+
 def _weight_gradients(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float]:
     """(seconds, bytes) of linears whose weight trains: half of their backward is the weight gradient, which needs their input and
     the gradient of their result (Qi et al., arXiv 2401.10241, section 2)."""
-    trained = {parameter.value.name for parameter in costs.block.parameters if parameter.trainable and not parameter.buffer}
+    delayed = weight_gradient_nodes(costs.block)
     seconds, tensors = 0.0, {}
     for each in plan.nodes:
+        if each.node not in delayed:
+            continue
         node = costs.nodes[each.node]
         names = node.operands()
-        if node.op not in SPLIT_BACKWARD or len(names) < 2 or names[1] not in trained:
-            continue
         seconds += costs.node(each).backward_seconds / 2
         tensors[names[0], each.operands[0]] = costs.value_bytes(names[0], each.operands[0])
         tensors[f"gradient of {node.name}", each.results[0]] = costs.value_bytes(node.name, each.results[0])

@@ -31,7 +31,7 @@ def chunks_in_flight(
     reads (inputs of linears and gradients of their results; all of `saved_bytes` where they are not given)."""
     if _all_forwards_first(pipeline):
         return (InFlight(micro_batches, 0),) * pipeline.virtual
-    actions = schedule_of(pipeline, _repeats_from(pipeline, micro_batches)).ranks[stage]
+    actions = schedule_of(pipeline, repeats_from(pipeline, micro_batches)).ranks[stage]
     return peak_in_flight(actions, chunks_of_stages(pipeline)[stage], saved_bytes, weight_gradient_bytes)
 
 
@@ -39,7 +39,7 @@ def _all_forwards_first(pipeline: Pipeline) -> bool:
     return pipeline.schedule == "gpipe" and not pipeline.actions
 
 
-def _repeats_from(pipeline: Pipeline, micro_batches: int) -> int:
+def repeats_from(pipeline: Pipeline, micro_batches: int) -> int:
     """The number of micro-batches (at most all) from which on a builder's order repeats, p of them at a time: a few groups of p
     with the same remainder. (A remainder that is divided among the groups makes larger groups, of which there are few.)"""
     p = pipeline.stages
@@ -74,7 +74,7 @@ def run_schedule(
         )
 
     period = pipeline.stages
-    start = _repeats_from(pipeline, micro_batches)
+    start = repeats_from(pipeline, micro_batches)
     if micro_batches <= start + 5 * period or _all_forwards_first(pipeline):
         return walk(micro_batches)
     some = [walk(start + extra * period) for extra in (0, 1, 2, 4)]

@@ -7,7 +7,7 @@ is there. So the linear program is below every plan of the point; it has some hu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,161 +15,59 @@ from autopar.cost_models.hardware.allocator import communicator_count, fragmenta
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_communication import StateCommunication
 from autopar.cost_models.state.state_group import StateGroup
-from autopar.cost_models.tensors.flops import VIEWS, packet
-from autopar.ir.graph import Block, Graph, Node, Parameter
+from autopar.ir.graph import Parameter
 from autopar.ir.mesh import DATA_AXIS
-from autopar.ir.placement import Placements
+from autopar.solve.bounds.block_relaxation import BlockRelaxation
 from autopar.solve.ilp.linear_model import INFINITY, LinearModel, Terms, add, total
 from autopar.solve.ilp.solver import Status, solve
-from autopar.solve.ilp.storages import recomputable_nodes
 from autopar.solve.problem.problem import BlockTable, Problem
 
 
 @dataclass(frozen=True, slots=True)
-class RelaxedTensor:
-    """A storage that a backward may need. `bytes`: of one micro-batch at the smallest placement. `copies`: distinct ones in a
-    micro-batch. `producer`: the operation that produces it (empty: none). `needed`: some backward needs it under every
-    strategy."""
+class PipelineShape:
+    """What all pipelines of some stages and schedules have in common. Before a stage begins, it waits for others, `wait_seconds`
+    on average over the stages, and after it ends, others go on for `drain_seconds`; a step takes at least `factor` times what a
+    stage computes on average. Stages of the grid do not offload."""
 
-    bytes: float
-    copies: int
-    producer: str
-    needed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRelaxation:
-    """One distinct block. `recompute`: the operations that may be recomputed, with their least seconds and the tensors that they
-    read. `offload_seconds_per_byte`: to the host and back; None without a host."""
-
-    calls: int
-    tensors: Mapping[str, RelaxedTensor]
-    recompute: Mapping[str, tuple[float, tuple[str, ...]]]
-    offload_seconds_per_byte: float | None
+    stages: int = 1
+    wait_seconds: float = 0.0
+    drain_seconds: float = 0.0
+    factor: float = 1.0
 
 
-def relax_blocks(problem: Problem) -> tuple[BlockRelaxation, ...]:
-    """All blocks, at the batch of the tables."""
-    first = _first_readers(problem.graph)
-    return tuple(_relax_block(problem, name, table, first) for name, table in problem.blocks.items())
-
-
-def _first_readers(graph: Graph) -> dict[tuple[str, int], int]:
-    """How many tensors between calls each input of a block is the first to read: such a tensor is saved once."""
-    seen: set[str] = set()
-    out: dict[tuple[str, int], int] = {}
-    for call in graph.calls:
-        for index, name in enumerate(call.inputs):
-            out[call.block, index] = out.get((call.block, index), 0) + (name not in seen)
-            seen.add(name)
-    return out
-
-
-def _relax_block(problem: Problem, name: str, table: BlockTable, first: Mapping[tuple[str, int], int]) -> BlockRelaxation:
-    block, costs, calls = table.block, table.costs, problem.graph.count(name)
-    storage, producers = _storages(block)
-
-    def find(value: str) -> str:
-        return storage.get(value, value)
-
-    parameters = {parameter.value.name for parameter in block.parameters}
-    needed, extras = _needed(table, find)
-    ends = {find(output) for output in block.outputs}
-    inputs = {value.name: index for index, value in enumerate(block.inputs)}
-    tensors: dict[str, RelaxedTensor] = {}
-    for value in dict.fromkeys([*map(find, costs.values), *needed]):
-        if value in parameters:
-            continue
-        if value in extras:
-            tensors[value] = RelaxedTensor(extras[value], calls, value.removesuffix("+"), value in needed)
-            continue
-        copies = first[name, inputs[value]] if value in inputs else 0 if value in ends else calls
-        states = list(table.conversions[value].states) if value in table.conversions else []
-        states += _produced_placements(table, producers.get(value, ""), value)
-        least = min((costs.value_bytes(value, at) for at in states), default=0.0)
-        tensors[value] = RelaxedTensor(least, copies, producers.get(value, ""), value in needed)
-    recompute: dict[str, tuple[float, tuple[str, ...]]] = {}
-    recomputable = recomputable_nodes(block)
-    for node in block.nodes:
-        if node.name in recomputable and not _is_view(node):
-            reads = tuple(dict.fromkeys(find(value) for value in node.operands() if find(value) in tensors))
-            recompute[node.name] = min(each.seconds.forward for each in table.strategies[node.name]), reads
-    offload = sum(costs.offload_seconds(1.0)) if problem.cluster.host is not None else None
-    return BlockRelaxation(calls, tensors, recompute, offload)
-
-
-def _is_view(node: Node) -> bool:
-    return packet(node.op) in VIEWS and bool(node.operands())
-
-
-def _storages(block: Block) -> tuple[dict[str, str], dict[str, str]]:
-    """Results of operations -> the value whose storage they have; and such values -> the operation that produces them."""
-    storage: dict[str, str] = {}
-    producers: dict[str, str] = {}
-    for node in block.nodes:
-        for output in node.outputs:
-            if _is_view(node):
-                base = node.operands()[0]
-                storage[output.name] = storage.get(base, base)
-            else:
-                storage[output.name] = output.name
-                producers[output.name] = node.name
-    return storage, producers
-
-
-def _needed(table: BlockTable, find: Callable[[str], str]) -> tuple[dict[str, None], dict[str, float]]:
-    """Tensors that some operation saves whatever its strategy; and the least bytes of what is saved beside operands and
-    results."""
-    needed: dict[str, None] = {}
-    extras: dict[str, float] = {}
-    for strategies in table.strategies.values():
-        always: list[str] | None = None
-        for strategy in strategies:
-            saved = {}
-            for each in table.costs.saved_tensors(strategy.plan):
-                saved[each.value if each.value.endswith("+") else find(each.value)] = each.bytes
-            always = [value for value in saved if always is None or value in always]
-            for value, size in saved.items():
-                if value.endswith("+"):
-                    extras[value] = min(extras.get(value, size), size)
-        needed |= dict.fromkeys(always or ())
-    return needed, extras
-
-
-def _produced_placements(table: BlockTable, node: str, value: str) -> list[Placements]:
-    if not node:
-        return []
-    outputs = [output.name for output in table.costs.nodes[node].outputs]
-    return [strategy.plan.results[outputs.index(value)] for strategy in table.strategies[node]]
+NO_PIPELINE = PipelineShape()
 
 
 def memory_bound(
-    problem: Problem, blocks: Sequence[BlockRelaxation], micro_batches: int, flow: Mapping[float, float], stages: int = 1
+    problem: Problem,
+    blocks: Sequence[BlockRelaxation],
+    micro_batches: int,
+    flow: Mapping[float, float],
+    shape: PipelineShape = NO_PIPELINE,
 ) -> float:
     """Seconds below every plan of `problem`'s mesh and state group in `micro_batches` (a multiple of the tables'). `flow`: bounds
     of `FlowRelaxation` by their weight, at least for weight 1. Infinite where nothing fits.
 
-    Of a pipeline of `stages`, below every partition and schedule of it: the bottleneck stage takes at least as long as the stages
-    do on average, all stages together have so many times the memory, and each has at least one micro-batch in flight. `flow` is
-    of one pipeline stage then.
+    Of a pipeline, below every partition of it, and every schedule that `shape` holds for: the bottleneck stage takes at least as
+    long as the stages do on average, and all stages together have so many times the memory. `flow` is of one pipeline stage then.
 
-    ``minimise t + optimizer``, where ``t >= main + recomputation + contention x overlappable`` (what overlaps compute slows it by
-    its share, and what does not adds all of itself) and ``t >= state communication + shared``, so for every weight
-    ``t >= flow[weight] + weight x (recomputation + contention x overlappable) + (1 - weight) x state communication``.
+    ``minimise t + max(optimizer, drain)``, where ``t >= wait + main + recomputation + contention x overlappable`` (what overlaps
+    compute slows it by its share, and what does not adds all of itself) and ``t >= state communication + shared``, so for every
+    weight ``t >= flow[weight] + weight x (wait + recomputation + contention x overlappable) + (1 - weight) x communication``.
     Overlappable are the transfers of `micro_batch_clock`: neither the last call gathers between a forward and its backward, nor
     the first one between a backward and the next forward.
     """
-    device = problem.cluster.device
+    device, stages = problem.cluster.device, shape.stages
     budget_bytes = tensor_budget_bytes(device, communicator_count(problem.mesh, problem.zero_group, stages)) * stages
     if budget_bytes <= 0:
         return INFINITY
     flow = {weight: seconds * stages for weight, seconds in flow.items()}
     flow_seconds = flow[1.0]
-    relaxation = _MemoryRelaxation(problem, micro_batches, budget_bytes, unit=max(flow_seconds, 1e-9))
+    relaxation = _MemoryRelaxation(problem, micro_batches, budget_bytes, max(flow_seconds, 1e-9), offloads=stages == 1)
     relaxation.add_states()
     for each in blocks:
         relaxation.add_block(each)
-    relaxation.add_flow_bounds(flow)
+    relaxation.add_flow_bounds(flow, shape)
     relaxation.add_memory()
     outcome = solve(relaxation.model, relaxed=True)
     if outcome.status is Status.INFEASIBLE:
@@ -179,15 +77,20 @@ def memory_bound(
 
 
 class _MemoryRelaxation:
-    """The linear program. Seconds are in `unit`, bytes in `budget_bytes`; `t` is the column of the step without the optimizer."""
+    """The linear program. Seconds are in `unit`, bytes in `budget_bytes`; `t` is the column of the step without the optimizer,
+    `end` of what follows: it, or other stages' work."""
 
-    def __init__(self, problem: Problem, micro_batches: int, budget_bytes: float, unit: float) -> None:
+    def __init__(self, problem: Problem, micro_batches: int, budget_bytes: float, unit: float, offloads: bool) -> None:
+        self.offloads = offloads
         self.problem, self.micro_batches, self.budget_bytes, self.unit = problem, micro_batches, budget_bytes, unit
         self.held = 1 + fragmentation(problem.cluster.device)
         self.model = LinearModel()
         self.t = self.model.variable()
-        self.model.cost[self.t] = 1.0
+        self.end = self.model.variable()
+        self.model.minimise({self.t: 1.0, self.end: 1.0})
         self.recompute: dict[int, float] = {}
+        self.optimizer: dict[int, float] = {}
+        self.offload: dict[str, dict[int, float]] = {}
         self.communication: dict[int, float] = {}
         self.overlappable: dict[int, float] = {}
         self.memory: dict[int, float] = {}
@@ -225,7 +128,7 @@ class _MemoryRelaxation:
             kept += (self.micro_batches - 1) * communication.gather_each * is_first
             self.communication[z] = sent / self.unit
             self.overlappable[z] = (sent - kept) / self.unit
-            model.cost[z] = count * communication.optimizer_seconds / self.unit
+            self.optimizer[z] = count * communication.optimizer_seconds / self.unit
             state_bytes = cost.memory.parameters + cost.memory.optimizer
             state_bytes += 0.0 if cost.memory.gathered_is_transient else self.held * cost.memory.gathered
             state_bytes += self.held * cost.memory.accumulated if self.micro_batches > 1 else 0.0
@@ -237,12 +140,12 @@ class _MemoryRelaxation:
         byte = self.held * repeats / self.micro_batches / self.budget_bytes
         r = {name: model.variable(1.0) for name in block.recompute}
         available: dict[str, int] = {}
-        offload: dict[int, float] = {}
+        offload = self.offload.setdefault(block.name, {})
         for name, tensor in block.tensors.items():
             saved = model.variable(1.0)
-            add(self.memory, {saved: tensor.copies * tensor.bytes * byte})
+            add(self.memory, {saved: tensor.copies * tensor.in_flight * tensor.bytes * byte})
             support = {saved: 1.0}
-            if block.offload_seconds_per_byte is not None and tensor.bytes:
+            if self.offloads and block.offload_seconds_per_byte is not None and tensor.bytes:
                 offloaded = model.variable(1.0)
                 support[offloaded] = 1.0
                 offload[offloaded] = block.calls * repeats * tensor.bytes * block.offload_seconds_per_byte / self.unit
@@ -256,16 +159,26 @@ class _MemoryRelaxation:
             for value in reads:
                 # r <= A of what it reads
                 model.row([(available[value], 1.0), (r[name], -1.0)], 0.0, INFINITY)
-        # t >= copies to the host and back
-        model.at_least(self.t, offload)
 
-    def add_flow_bounds(self, flow: Mapping[float, float]) -> None:
-        """The seconds of the calls, by weight of their main stream."""
+    def add_flow_bounds(self, flow: Mapping[float, float], shape: PipelineShape) -> None:
+        """The seconds of the calls, by weight of their main stream; what a stage waits for others; the optimizer."""
+        model, wait, drain = self.model, *(shape.stages * each / self.unit for each in (shape.wait_seconds, shape.drain_seconds))
+        model.at_least(self.end, self.optimizer)
+        model.at_least(self.end, {}, drain)
+        for copied in self.offload.values():
+            # t >= copies of a block's tensors to the host and back
+            model.at_least(self.t, copied)
+        # t + end >= factor x (flow + sum r * seconds)
+        model.row(
+            total((1.0, {self.t: 1.0, self.end: 1.0}), (-shape.factor, self.recompute)),
+            shape.factor * flow[1.0] / self.unit,
+            INFINITY,
+        )
         for weight, seconds in flow.items():
-            # t >= flow[weight] + weight x (sum r * seconds + contention x overlappable) + (1 - weight) x state communication
+            # t >= flow[weight] + weight x (wait + sum r * seconds + contention x overlappable) + (1 - weight) x communication
             slowed = weight * self.problem.cluster.overlap.contention
             terms: Terms = total((weight, self.recompute), (slowed, self.overlappable), (1 - weight, self.communication))
-            self.model.at_least(self.t, terms, seconds / self.unit)
+            model.at_least(self.t, terms, seconds / self.unit + weight * wait)
 
     def add_memory(self) -> None:
         """The memory budget."""

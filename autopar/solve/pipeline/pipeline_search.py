@@ -18,16 +18,18 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, Axis
 from autopar.rules.registry import Registry
+from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
-from autopar.solve.bounds.memory_bound import BlockRelaxation, memory_bound, relax_blocks
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
+from autopar.solve.pipeline.bubble_bound import BubbleFactors
+from autopar.solve.pipeline.pipeline_bound import CallSeconds, StageRelaxation, call_seconds
 from autopar.solve.pipeline.split_blocks import with_split_blocks
 from autopar.solve.pipeline.stage_search import StageSearch
-from autopar.solve.problem.problem import Problem, with_zero_group
+from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
-from autopar.solve.space.pipeline_grid import chunks_per_stage, pipeline_asked, pipeline_points
+from autopar.solve.space.pipeline_grid import chunks_per_stage, pipeline_asked, pipeline_points, schedule_options
 from autopar.solve.space.problem_tables import ProblemTables
 
 Axes = tuple[Axis, ...]
@@ -52,7 +54,8 @@ class PipelineSearch:
         self.seconds_per_example: dict[tuple[Axes, int], float] = {}
         self.ran = False
         self.mixed_devices = len({group.device for group in cluster.groups}) > 1
-        self._flows: dict[object, tuple[float, tuple[BlockRelaxation, ...]]] = {}
+        self._bubbles = BubbleFactors()
+        self._relaxed: dict[object, tuple[float, tuple[BlockRelaxation, ...], dict[str, CallSeconds]]] = {}
 
     @property
     def all_solutions(self) -> list[MeshSolution]:
@@ -141,7 +144,7 @@ class PipelineSearch:
                 return
             sharp.add(point)
             result = self.points[point]
-            bound = self._sharp_bound(point)
+            bound = self.sharp_bound(point, best_seconds())
             result.bound_seconds = max(result.bound_seconds, bound)
             if bound == inf:
                 result.status = Status.INFEASIBLE
@@ -150,14 +153,17 @@ class PipelineSearch:
         """Of one stage, on devices that are no slower than those of any stage."""
         return self.tables.problem(replace(point, zero_group=0), None, fastest_stage_cluster(self.cluster, point.stages))
 
-    def _sharp_bound(self, point: GridPoint) -> float:
+    def sharp_bound(self, point: GridPoint, best_seconds: float) -> float:
         problem = self.problem(point)
         key = point.mesh.axes[1:], self._examples(point)
-        if key not in self._flows:
-            self._flows[key] = FlowRelaxation(problem).bound(self.seconds_left()) / point.stages, relax_blocks(problem)
-        flow, of = self._flows[key]
-        worked = memory_bound(with_zero_group(problem, point.zero_group), of, point.micro_batches, {1.0: flow}, point.stages)
-        return worked + fill_seconds(problem, point.stages)
+        if key not in self._relaxed:
+            flow = FlowRelaxation(problem).bound(self.seconds_left()) / point.stages
+            by_block = {name: FlowRelaxation(problem, (name,)).bound(self.seconds_left()) for name in problem.blocks}
+            calls = {name: call_seconds(problem, name, seconds) for name, seconds in by_block.items()}
+            self._relaxed[key] = flow, relax_blocks(problem), calls
+        flow, blocks, calls = self._relaxed[key]
+        options = schedule_options(self.graph, point, self.options.force, self.options.schedule)
+        return StageRelaxation(problem, flow, blocks, calls, self._bubbles).at_least(point, options, best_seconds)
 
     def bounds(self) -> Iterable[float]:
         """Below every pipeline of each point that is not shown to be infeasible."""
@@ -169,16 +175,3 @@ class PipelineSearch:
             if self.ran and result.status is Status.TIMEOUT:
                 result.status = Status.PRUNED
         return self.all_solutions
-
-
-def fill_seconds(problem: Problem, stages: int) -> float:
-    """What stages wait for their first input, on average: behind s others, at least the forwards of the first s calls. A stage
-    that waits so and then works is no faster than the average of waits and the average of works."""
-    least = {
-        name: sum(min(choice.seconds.forward for choice in choices) for choices in table.strategies.values())
-        for name, table in problem.blocks.items()
-    }
-    waits = [0.0]
-    for call in problem.graph.calls[: stages - 1]:
-        waits.append(waits[-1] + least[call.block])
-    return sum(waits) / len(waits)

@@ -1,0 +1,151 @@
+"""What memory looks at of every block: the tensors that a backward may need, each at its smallest placement, and what may be
+recomputed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.cost_models.tensors.flops import VIEWS, packet
+from autopar.ir.graph import Block, Graph, Node
+from autopar.ir.placement import Placements
+from autopar.solve.ilp.storages import recomputable_nodes
+from autopar.solve.problem.problem import BlockTable, Problem
+
+_Slot = tuple[str, int]
+"""An input of a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelaxedTensor:
+    """A storage that a backward may need. `bytes`: of one micro-batch at the smallest placement. `copies`: distinct ones in a
+    micro-batch. `producer`: the operation that produces it (empty: none). `needed`: some backward needs it under every
+    strategy. `in_flight`: micro-batches that hold it at once."""
+
+    bytes: float
+    copies: float
+    producer: str
+    needed: bool
+    in_flight: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRelaxation:
+    """One distinct block. `recompute`: the operations that may be recomputed, with their least seconds and the tensors that they
+    read. `offload_seconds_per_byte`: to the host and back; None without a host. `shared`: tensors that calls of more than one
+    block or several calls read."""
+
+    name: str
+    calls: float
+    tensors: Mapping[str, RelaxedTensor]
+    recompute: Mapping[str, tuple[float, tuple[str, ...]]]
+    offload_seconds_per_byte: float | None
+    shared: frozenset[str] = frozenset()
+
+    def part(self, share: float, in_flight: int) -> BlockRelaxation:
+        """A share of its calls, with so many micro-batches in flight. Of a tensor that several calls read nobody knows which of
+        them holds it: one."""
+        tensors = {
+            name: replace(each, copies=each.copies * share, in_flight=1 if name in self.shared else in_flight)
+            for name, each in self.tensors.items()
+        }
+        return replace(self, calls=self.calls * share, tensors=tensors)
+
+
+def relax_blocks(problem: Problem) -> tuple[BlockRelaxation, ...]:
+    """All blocks, at the batch of the tables."""
+    first, several = _first_readers(problem.graph)
+    return tuple(_relax_block(problem, name, table, first, several) for name, table in problem.blocks.items())
+
+
+def _first_readers(graph: Graph) -> tuple[dict[_Slot, int], set[_Slot]]:
+    """How many tensors between calls each input of a block is the first to read: such a tensor is saved once. And the inputs
+    that read some tensor which others read too."""
+    readers: dict[str, list[_Slot]] = {}
+    for call in graph.calls:
+        for index, name in enumerate(call.inputs):
+            readers.setdefault(name, []).append((call.block, index))
+    several = {slot for each in readers.values() if len(each) > 1 for slot in each}
+    return dict(Counter(each[0] for each in readers.values())), several
+
+
+def _relax_block(
+    problem: Problem, name: str, table: BlockTable, first: Mapping[_Slot, int], several: Collection[_Slot]
+) -> BlockRelaxation:
+    block, costs, calls = table.block, table.costs, problem.graph.count(name)
+    storage, producers = _storages(block)
+
+    def find(value: str) -> str:
+        return storage.get(value, value)
+
+    parameters = {parameter.value.name for parameter in block.parameters}
+    needed, extras = _needed(table, find)
+    ends = {find(output) for output in block.outputs}
+    inputs = {value.name: index for index, value in enumerate(block.inputs)}
+    tensors: dict[str, RelaxedTensor] = {}
+    for value in dict.fromkeys([*map(find, costs.values), *needed]):
+        if value in parameters:
+            continue
+        if value in extras:
+            tensors[value] = RelaxedTensor(extras[value], calls, value.removesuffix("+"), value in needed)
+            continue
+        copies = first.get((name, inputs[value]), 0) if value in inputs else 0 if value in ends else calls
+        states = list(table.conversions[value].states) if value in table.conversions else []
+        states += _produced_placements(table, producers.get(value, ""), value)
+        least = min((costs.value_bytes(value, at) for at in states), default=0.0)
+        tensors[value] = RelaxedTensor(least, copies, producers.get(value, ""), value in needed)
+    recompute: dict[str, tuple[float, tuple[str, ...]]] = {}
+    recomputable = recomputable_nodes(block)
+    for node in block.nodes:
+        if node.name in recomputable and not _is_view(node):
+            reads = tuple(dict.fromkeys(find(value) for value in node.operands() if find(value) in tensors))
+            recompute[node.name] = min(each.seconds.forward for each in table.strategies[node.name]), reads
+    offload = sum(costs.offload_seconds(1.0)) if problem.cluster.host is not None else None
+    shared = frozenset(value for value, index in inputs.items() if (name, index) in several)
+    return BlockRelaxation(name, calls, tensors, recompute, offload, shared)
+
+
+def _is_view(node: Node) -> bool:
+    return packet(node.op) in VIEWS and bool(node.operands())
+
+
+def _storages(block: Block) -> tuple[dict[str, str], dict[str, str]]:
+    """Results of operations -> the value whose storage they have; and such values -> the operation that produces them."""
+    storage: dict[str, str] = {}
+    producers: dict[str, str] = {}
+    for node in block.nodes:
+        for output in node.outputs:
+            if _is_view(node):
+                base = node.operands()[0]
+                storage[output.name] = storage.get(base, base)
+            else:
+                storage[output.name] = output.name
+                producers[output.name] = node.name
+    return storage, producers
+
+
+def _needed(table: BlockTable, find: Callable[[str], str]) -> tuple[dict[str, None], dict[str, float]]:
+    """Tensors that some operation saves whatever its strategy; and the least bytes of what is saved beside operands and
+    results."""
+    needed: dict[str, None] = {}
+    extras: dict[str, float] = {}
+    for strategies in table.strategies.values():
+        always: list[str] | None = None
+        for strategy in strategies:
+            saved = {}
+            for each in table.costs.saved_tensors(strategy.plan):
+                saved[each.value if each.value.endswith("+") else find(each.value)] = each.bytes
+            always = [value for value in saved if always is None or value in always]
+            for value, size in saved.items():
+                if value.endswith("+"):
+                    extras[value] = min(extras.get(value, size), size)
+        needed |= dict.fromkeys(always or ())
+    return needed, extras
+
+
+def _produced_placements(table: BlockTable, node: str, value: str) -> list[Placements]:
+    if not node:
+        return []
+    outputs = [output.name for output in table.costs.nodes[node].outputs]
+    return [strategy.plan.results[outputs.index(value)] for strategy in table.strategies[node]]
