@@ -1,5 +1,5 @@
-"""A job that goes on when processes die, and when their number changes: plans for those that are there, loads the last checkpoint,
-and goes on with the data where it was. The losses are those of one process.
+"""A job that goes on when processes die, and when their number changes: it plans for those that are there, loads the last
+checkpoint, and goes on with the data where it was. The losses are those of one process.
 
 ``torchrun --nnodes 1:4 --nproc-per-node 2 --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HOST:29400 examples/elastic.py``
 on each of up to four nodes; ``torchrun --standalone --nproc-per-node 4 --max-restarts 100 examples/elastic.py`` on one. A signal

@@ -178,8 +178,8 @@ UNFINISHED: set[Unfinished] = set()
 
 
 def shut_down() -> None:
-    """Ends this process with exit status 0 when all ranks are done; the last line of a script. CheckpointProblem on all ranks where
-    the last checkpoint could not be written.
+    """Ends this process with exit status 0 when all ranks are done; the last line of a script. CheckpointProblem on all ranks
+    where the last checkpoint could not be written.
 
     It skips the interpreter's shutdown: CPython 3.11 unwinds threads that wait for the interpreter, and a thread of gloo that is
     just then freeing the tensors of the last collective aborts (seen twice, on a loaded machine).

@@ -109,7 +109,8 @@ def _await_all(store: Any, rank: int, size: int, until: float, join_seconds: flo
 
 def _arrivals(store: Any, prefix: str, size: int) -> dict[int, list[str]]:
     """What ranks said when they came: a word of each process's own, and its host."""
-    return {rank: store.get(f"{prefix}/{rank}").decode().split(" ", 1) for rank in range(size) if store.check([f"{prefix}/{rank}"])}
+    came = [rank for rank in range(size) if store.check([f"{prefix}/{rank}"])]
+    return {rank: store.get(f"{prefix}/{rank}").decode().split(" ", 1) for rank in came}
 
 
 def _missing(store: Any, prefix: str, size: int, invitation: str, join_seconds: float) -> str:

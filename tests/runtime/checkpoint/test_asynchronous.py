@@ -128,7 +128,8 @@ def test_the_next_save_tells(ranks: RankPool, tmp_path: Path) -> None:
     folder, state = tmp_path / "checkpoints", dict(model.state_dict())
     for told in ranks.run(failing_saves, text, state, batch, str(folder), list(WORDS), world=WORLD):
         for number, ((kind, words), (said, found)) in enumerate(zip(WORDS.items(), told, strict=True)):
-            assert words in said and ("rank 0" if kind == "folder gone" else "rank 1") in said and said.isprintable(), f"{kind}: {said!r}"
+            culprit = "rank 0" if kind == "folder gone" else "rank 1"
+            assert words in said and culprit in said and said.isprintable(), f"{kind}: {said!r}"
             assert f"step_{2 * number + 2:08d}" in said and "those before are as they were" in said
             assert found == [f"step_{2 * number + 1:08d}"], (kind, found)
 

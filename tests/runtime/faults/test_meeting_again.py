@@ -1,4 +1,4 @@
-"""Processes that meet in a store which outlives them, as torchrun's does: words of those that died are told from those of others."""
+"""Processes that meet in a store which outlives them, as torchrun's does: words of those that died are told from others."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import re
@@ -11,11 +12,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+import torch
+
+import autopar
+
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "elastic.py"
 RENDEZVOUS = "join_timeout=120,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={}"
 _LINE = re.compile(r"^step (\d+) loss (\S+)$", re.MULTILINE)
@@ -34,17 +40,17 @@ class ElasticJob:
             self.port = int(found.getsockname()[1])
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start(self, agent: int, prefix: Sequence[str] = ()) -> None:
-        """Starts an agent, with words before its command. Agent 0 holds the store of the job."""
+    def start(self, agent: int, prefix: Sequence[str] = (), address: str = "", interface: str = "") -> None:
+        """Starts an agent, with words before its command. Agent 0 holds the store of the job. `address`, `interface`: its own."""
         torchrun = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{self.nodes}", "--nproc-per-node", str(self.ranks),
             "--max-restarts", "100", "--monitor-interval", "0.1", "--rdzv-id", "job", "--rdzv-backend", "c10d",
             "--rdzv-endpoint", f"{self.host}:{self.port}", "--rdzv-conf", RENDEZVOUS.format(int(agent == 0)),
-            "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1",
+            "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", *(["--local-addr", address] if address else []),
         ]  # fmt: skip
         environment = os.environ | {
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }  # fmt: skip
+        } | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})  # fmt: skip
         with open(self.output, "ab") as output:
             self.agents[agent] = subprocess.Popen(
                 [*prefix, *torchrun, str(SCRIPT), "--folder", str(self.checkpoints), *self.words],
@@ -113,8 +119,8 @@ class Killer:
     def kill(self, moment: str) -> None:
         """`moment`: starting, in a step, or saving."""
         job = self.job
-        job.wait_for(lambda: len(self._fresh()) == self.ranks, self.patience, "new processes")
-        victims, before = self._fresh(), len(job.starts())
+        job.wait_for(lambda: len(self.fresh()) == self.ranks, self.patience, "new processes")
+        victims, before = self.fresh(), len(job.starts())
         if moment == "starting":
             sleep(self.draw.uniform(0.0, 5.0))
         else:
@@ -128,7 +134,7 @@ class Killer:
         kill(self.draw.choice(victims))
         self.killed |= set(victims)
 
-    def _fresh(self) -> list[int]:
+    def fresh(self) -> list[int]:
         """Ranks of which none was killed, nor ended because another was."""
         return [each for each in self.job.workers() if each not in self.killed]
 
@@ -146,3 +152,46 @@ def kill(process: int) -> None:
     """kill -9."""
     with suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
+
+
+# -- what it is compared with
+
+
+@cache
+def example() -> Any:
+    """`examples/elastic.py` as a module."""
+    spec = importlib.util.spec_from_file_location("elastic_example", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def uninterrupted(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of one process, and its parameters at the end."""
+    model = example().make_model(torch.float64)
+    optimizer, text, losses = example().make_optimizer(model), example().corpus(), []
+    for step in range(steps):
+        loss = model(**example().global_batch(text, 1, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def check_job(job: ElasticJob, steps: int) -> None:
+    """Every loss that was computed, also in what was lost again, and what was saved last."""
+    losses, state = uninterrupted(steps)
+    computed = job.losses()
+    assert {step for step, _ in computed} == set(range(steps))
+    worst = max(abs(loss - losses[step]) / abs(losses[step]) for step, loss in computed)
+    assert worst < 1e-9, worst
+    model = example().make_model(torch.float64)
+    found = autopar.load_checkpoint(job.checkpoints, model, example().make_optimizer(model))
+    assert found is not None and found.step == steps
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-9)
+    left = sorted(path.name for path in job.checkpoints.iterdir())
+    assert len(left) <= 3 and not any(name.endswith((".tmp", ".old")) for name in left), left
