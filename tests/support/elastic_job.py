@@ -18,8 +18,10 @@ from time import monotonic, sleep
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import autopar
+from support.harness.fork_server import Fork, ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "elastic.py"
@@ -95,18 +97,70 @@ class ElasticJob:
         """Until `what` is true. AssertionError with the output, where that takes longer, or the job ends before."""
         until = monotonic() + seconds
         while not what():
-            ended = [agent.returncode for agent in self.agents.values() if agent.poll() is not None]
-            assert not ended or what(), f"the job ended with {ended} before {words}:\n{self.text()[-6000:]}"
+            assert not self.ended() or what(), f"the job ended with {self.ended()} before {words}:\n{self.text()[-6000:]}"
             assert monotonic() < until, f"no {words} within {seconds:g} s:\n{self.text()[-6000:]}"
             sleep(0.002)
+
+    def ended(self) -> list[int]:
+        """How those of the agents ended that have."""
+        return [agent.returncode for agent in self.agents.values() if agent.poll() is not None]
 
     def wait(self, seconds: float) -> list[int]:
         """How the agents ended."""
         until = monotonic() + seconds
-        while any(agent.poll() is None for agent in self.agents.values()):
+        while len(self.ended()) < len(self.agents):
             assert monotonic() < until, f"the job did not end within {seconds:g} s:\n{self.text()[-6000:]}"
             sleep(0.05)
-        return [agent.returncode for agent in self.agents.values()]
+        return self.ended()
+
+
+class ForkedJob(ElasticJob):
+    """The same without torchrun, on forked ranks, which have nothing to import: where one ends badly, all are ended and start
+    again, and meet in a store that stays."""
+
+    def __init__(self, template: ForkServer, folder: Path, ranks: int, words: Sequence[str]) -> None:
+        super().__init__(folder, 1, ranks, words)
+        self.template, self.attempt, self.forks = template, 0, list[Fork]()
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.store.port), "WORLD_SIZE": str(ranks)}
+        self.environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+    def begin(self) -> None:
+        """Starts all ranks."""
+        self.attempt += 1
+        self.forks = [
+            self.template.fork(
+                "support.harness.launch:run", str(SCRIPT), ("--folder", str(self.checkpoints), *self.words), "",
+                str(self.folder / f"{self.attempt}.{rank}"),
+                environment=self.environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(self.ranks)
+        ]  # fmt: skip
+
+    def workers(self, agent: int | None = None) -> list[int]:
+        return [each.pid for each in self.forks]
+
+    def text(self) -> str:
+        files = [self.folder / f"{attempt}.{rank}.{name}" for attempt in range(1, self.attempt + 1)
+                 for rank in range(self.ranks) for name in ("out", "err")]  # fmt: skip
+        return "".join(file.read_text() for file in files if file.exists())
+
+    def ended(self) -> list[int]:
+        """[0] once all ranks have; ranks of which one failed are started again."""
+        statuses = [each.poll() for each in self.forks]
+        if any(statuses):
+            self.close()
+            self.begin()
+            return []
+        return [0] if statuses and None not in statuses else []
+
+    def wait(self, seconds: float) -> list[int]:
+        self.wait_for(self.ended, seconds, "end")
+        return self.ended()
+
+    def close(self) -> None:
+        for each in self.forks:
+            each.kill()
 
 
 class Killer:

@@ -4,14 +4,32 @@ processes changes: it goes on by itself, and ends with the losses and the parame
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from time import sleep
 from typing import Any
 
 import pytest
-from support.elastic_job import Killer, check_job
+from support.elastic_job import ForkedJob, Killer, check_job
+from support.harness.rank_pool import RankPool
 
 
-def test_two_kills(jobs: Any) -> None:
+def test_two_kills(ranks: RankPool, tmp_path: Path) -> None:
+    """The second while a checkpoint is written. Without torchrun, on forked ranks."""
+    job = ForkedJob(ranks.template, tmp_path, 2, ["--steps", "30", "--every", "5", "--dtype", "float64"])
+    try:
+        job.begin()
+        killer = Killer(job, 0, 2)
+        killer.kill("in a step")
+        killer.kill("saving")
+        assert job.wait(120.0) == [0]
+    finally:
+        job.close()
+    assert len(job.starts()) == 3
+    check_job(job, 30)
+
+
+@pytest.mark.slow
+def test_two_kills_under_torchrun(jobs: Any) -> None:
     """The second while a checkpoint is written."""
     job = jobs(1, 2, 40)
     job.start(0)
