@@ -2,9 +2,9 @@
 
     python tests/benchmarks/bench_async_save.py [--width 1024] [--layers 8] [--every 20] [--pairs 5]
 
-Prints for each pair the ratio of the seconds by the clock and of the seconds of the processor (which other programs on the machine
-do not change), and how long the call of `parallel.save` held the loop. With as many ranks as cores the thread that hashes and writes
-takes its seconds from the steps; with a core more, or on GPUs, only the call and the copy do.
+Prints for each pair the ratio of the seconds by the clock and of the seconds of the processor (which other programs on the
+machine do not change), and how long the call of `parallel.save` held the loop. With as many ranks as cores the thread that hashes
+and writes takes its seconds from the steps; with a core more, or on GPUs, only the call and the copy do.
 """
 
 from __future__ import annotations

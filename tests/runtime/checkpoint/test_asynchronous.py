@@ -116,7 +116,8 @@ def failing_saves(text: str, state: Any, batch: Any, folder: str, kinds: list[st
     return out
 
 
-def test_the_next_save_tells(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", [["disk full", "folder gone"], pytest.param(list(WORDS), marks=pytest.mark.slow)])
+def test_the_next_save_tells(kinds: list[str], ranks: RankPool, tmp_path: Path) -> None:
     from support.harness.failing_run import PLANS, model_and_batch
 
     import autopar
@@ -126,8 +127,9 @@ def test_the_next_save_tells(ranks: RankPool, tmp_path: Path) -> None:
     plan = autopar.plan(model, f"local:{WORLD}", batch, force=PLANS["dp=4,zero=3"])
     text = program_text(plan.graph, plan.candidate)
     folder, state = tmp_path / "checkpoints", dict(model.state_dict())
-    for told in ranks.run(failing_saves, text, state, batch, str(folder), list(WORDS), world=WORLD):
-        for number, ((kind, words), (said, found)) in enumerate(zip(WORDS.items(), told, strict=True)):
+    for told in ranks.run(failing_saves, text, state, batch, str(folder), kinds, world=WORLD):
+        for number, (kind, (said, found)) in enumerate(zip(kinds, told, strict=True)):
+            words = WORDS[kind]
             culprit = "rank 0" if kind == "folder gone" else "rank 1"
             assert words in said and culprit in said and said.isprintable(), f"{kind}: {said!r}"
             assert f"step_{2 * number + 2:08d}" in said and "those before are as they were" in said
