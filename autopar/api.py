@@ -84,7 +84,8 @@ def parallelize(
 ) -> Parallel:
     """The model as a program for the cluster: an `nn.Module` whose call takes the global batch and returns what the model does.
 
-    Run it under ``torchrun`` with one process per device; rank 0 plans and tells the others. `example_inputs` are the forward's
+    Run it under ``torchrun`` with one process per device; rank 0 plans and tells the others. A `cluster` without a number
+    (``"local"``, ``"dgx-h100"``) has as many devices as processes were launched. `example_inputs` are the forward's
     keyword arguments (a dict) or arguments (a tuple); without them the first call is the example, and `parameters()` before it
     is a `StateError`. `plan` (a `Plan` or the path of a plan.json) skips the search. `precision` is ``"float32"``, ``"bf16"``
     (bf16 compute over float32 master shards) or a `Precision`; by default the model's own dtype. `force` fixes degrees
@@ -111,7 +112,9 @@ def parallelize(
     Raises `AutoparError`.
     """
     if isinstance(cluster, str):
-        cluster = Cluster.parse(cluster, cache=cache_folder())
+        # The other ranks need its size only: they neither measure this machine nor disturb the measurement.
+        folder = cache_folder() if os.environ.get("RANK", "0") == "0" else None
+        cluster = Cluster.parse(cluster, cache=folder, processes=_launched())
     options: dict[str, Any] = dict(
         precision=precision, force=force, optimizer=optimizer, strict=strict, time_limit_seconds=time_limit_seconds,
         outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,
@@ -211,13 +214,18 @@ def _join(cluster: Cluster, patience_seconds: float, join_seconds: float) -> Hea
             patience_seconds=patience_seconds, join_seconds=join_seconds,
         )  # fmt: skip
     except LaunchProblem:
-        launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        launched = _launched()
         if launched == cluster.size:
             raise
         raise PlanMismatch(
             f"the cluster {cluster.name} has {cluster.size} devices but {launched} processes were launched: "
             f"use torchrun --nproc-per-node {cluster.size}, or name a cluster of {launched}"
         ) from None
+
+
+def _launched() -> int:
+    """Processes of the run that this one is of."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _compare_models(model: nn.Module) -> None:

@@ -59,9 +59,10 @@ class Cluster:
         return hash((self.name, self.size, self.device.name))
 
     @staticmethod
-    def parse(text: str, cache: Path | None = None) -> Cluster:
+    def parse(text: str, cache: Path | None = None, processes: int = 0) -> Cluster:
         """``preset:nodes`` (``dgx-h100:8``), several of them joined by ``+``, ``local:processes``, or the path of a YAML file.
-        ClusterError where it is none.
+        A preset without a number is one node, or has a device for each of the `processes` that were launched. ClusterError where
+        it is none.
 
         ``local`` is measured on this machine, once, when `cache` names a folder that keeps the result; without one it is the
         conservative description beside this file, so that nothing depends on the hour.
@@ -82,7 +83,9 @@ class Cluster:
         if count and (not whole or int(count) < 1):
             raise ClusterError(f"cluster {text[:80]!r}: {count[:40]!r} is not a number of nodes; write {preset}:1")
         if preset == "local":
-            return _local(int(count or "1"), cache)
+            return _local(int(count or processes or "1"), cache)
+        if processes and not count:
+            return _of_processes(preset, processes)
         return with_nodes(read_cluster(preset_path(preset), preset), text, int(count or "1"))
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,6 +127,18 @@ def _local(processes: int, cache: Path | None) -> Cluster:
     local: Any = import_module("autopar.cost_models.calibrate.local_cluster")  # it imports this module
     found: Cluster = local.default_local_cluster(processes) if cache is None else local.measured_local_cluster(processes, cache)
     return found
+
+
+def _of_processes(preset: str, processes: int) -> Cluster:
+    """Whole nodes, or a part of one."""
+    one = read_cluster(preset_path(preset), preset)
+    if processes > one.size and processes % one.size:
+        raise ClusterError(
+            f"{processes} processes were launched, and a node of {preset} has {one.size} devices: launch a multiple of "
+            f"{one.size}, or describe the cluster in a .yaml file"
+        )
+    nodes = processes // one.size
+    return with_nodes(one, f"{preset}:{nodes}", nodes) if nodes else with_devices(one, f"{preset}:1/{processes}", processes)
 
 
 def read_cluster(path: Path, name: str) -> Cluster:

@@ -77,8 +77,9 @@ def save_parallel(
     if not asynchronous:
         return PendingSave(lambda: write(collected, rounds, step=step, axes=held.axes, keep=keep), False)
     later, own = copied(collected), checkpoints.writing_rounds(describe)
-    found = checkpoints.pending = PendingSave(lambda: write(later, own, step=step, axes=held.axes, keep=keep), True)
-    return found
+    work = lambda: write(later, own, step=step, axes=held.axes, keep=keep)  # noqa: E731
+    checkpoints.pending = PendingSave(work, True, speaks=own.rank == 0)
+    return checkpoints.pending
 
 
 def load_parallel(

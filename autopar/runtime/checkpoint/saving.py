@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.optim import Optimizer
 
+from ..device.mesh import UNFINISHED
 from ..device.rng import seed_stream
-from ..errors import CheckpointProblem
+from ..errors import CheckpointProblem, one_line
 from . import folders, objects
 from .held import HeldState
 from .manifest import MANIFEST, OBJECTS, Chunk, Manifest, StoredTensor
@@ -42,13 +43,15 @@ class Collected(NamedTuple):
 
 
 class PendingSave:
-    """A checkpoint that is being written, or is finished. `wait` returns its folder."""
+    """A checkpoint that is being written, or is finished. `wait` returns its folder. `speaks`: this process logs a failure."""
 
-    def __init__(self, work: Callable[[], Path], asynchronous: bool) -> None:
+    def __init__(self, work: Callable[[], Path], asynchronous: bool, speaks: bool = True) -> None:
         self.work, self.path, self.error = work, Path(), None
         self.thread: threading.Thread | None = None
+        self.speaks = speaks
         if asynchronous:
             self.thread = threading.Thread(target=self._run, name="autopar checkpoint")
+            UNFINISHED.add(self)
             self.thread.start()
         else:
             self.path = work()
@@ -59,9 +62,11 @@ class PendingSave:
     def _run(self) -> None:
         try:
             self.path = self.work()
+            UNFINISHED.discard(self)
         except Exception as error:
             self.error = error
-            LOGGER.warning("a checkpoint was not saved: %s", error)
+            if self.speaks:
+                LOGGER.warning("a checkpoint was not saved: %s", one_line(str(error)))
 
     @property
     def done(self) -> bool:
@@ -72,6 +77,7 @@ class PendingSave:
         """The folder of the checkpoint, once it is finished. CheckpointProblem where it could not be written."""
         if self.thread is not None:
             self.thread.join()
+            UNFINISHED.discard(self)
         error, self.error = self.error, None
         if error is not None:
             raise error

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -167,12 +167,25 @@ def _handle(name: str, size: int, mesh: DeviceMesh) -> AxisHandle:
     return AxisHandle(name, size, mesh.get_local_rank(name), group_name(mesh, name))
 
 
+class Unfinished(Protocol):
+    """Work of other threads, which all ranks do together. `wait`: until it has ended; it raises what went wrong."""
+
+    def wait(self) -> object: ...
+
+
+UNFINISHED: set[Unfinished] = set()
+"""What `shut_down` waits for: checkpoints that are being written, or could not be written and nobody was told."""
+
+
 def shut_down() -> None:
-    """Ends this process with exit status 0 when all ranks are done; the last line of a script.
+    """Ends this process with exit status 0 when all ranks are done; the last line of a script. CheckpointProblem on all ranks
+    where the last checkpoint could not be written.
 
     It skips the interpreter's shutdown: CPython 3.11 unwinds threads that wait for the interpreter, and a thread of gloo that is
     just then freeing the tensors of the last collective aborts (seen twice, on a loaded machine).
     """
+    for each in list(UNFINISHED):
+        each.wait()
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

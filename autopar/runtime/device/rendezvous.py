@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 
@@ -21,7 +22,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Meeting(NamedTuple):
-    """The store that all processes of the run have reached, and this one's place among them."""
+    """The store that all processes of the run have reached, with nothing in it yet, and this one's place among them."""
 
     store: Any
     rank: int
@@ -38,10 +39,10 @@ def meet(join_seconds: float = JOIN_SECONDS) -> Meeting:
     until = time.monotonic() + join_seconds
     store = _reach_store(rank, size, until, join_seconds)
     try:
-        _await_all(store, rank, size, until, join_seconds)
+        name = _await_all(store, rank, size, until, join_seconds)
     except RuntimeError as error:
         raise LaunchProblem(f"the store of the run was lost while ranks were joining: {_first_line(error)}") from error
-    return Meeting(store, rank, size)
+    return Meeting(torch.distributed.PrefixStore(f"autopar/run/{name}", store), rank, size)  # type: ignore[attr-defined]
 
 
 def _reach_store(rank: int, size: int, until: float, join_seconds: float) -> Any:
@@ -72,32 +73,64 @@ def _answers(address: str, port: int) -> bool:
     return False
 
 
-def _await_all(store: Any, rank: int, size: int, until: float, join_seconds: float) -> None:
-    prefix = f"autopar/joining/{store.add(f'autopar/joinings/{rank}', 1)}"
-    store.set(f"{prefix}/{rank}", socket.gethostname())
-    came = store.add(f"{prefix}/count", 1)
+def _await_all(store: Any, rank: int, size: int, until: float, join_seconds: float) -> str:
+    """Waits for all ranks; the name of the meeting, which is new. The store may be that of torchrun, which outlives a restart,
+    and have words of processes that have died: rank 0 proposes a meeting of those whose words it finds, which begins once all
+    of them have agreed and rank 0 has seen that. Whoever comes later replaces the words of a process of its rank, and rank 0
+    proposes again."""
+    prefix, mine = f"autopar/joining/{size}", uuid4().hex
+    store.set(f"{prefix}/{rank}", f"{mine} {socket.gethostname()}")
+    store.add(f"{prefix}/arrivals", 1)
+    seen, proposal, agreed = 0, "", ""
     while True:
-        if store.check([f"{prefix}/missing"]):
-            raise LaunchProblem(store.get(f"{prefix}/missing").decode())
-        if came >= size:
-            return
+        if store.check([f"{prefix}/missing/{mine}"]):
+            raise LaunchProblem(store.get(f"{prefix}/missing/{mine}").decode())
+        if rank == 0 and (came := store.add(f"{prefix}/arrivals", 0)) != seen:
+            seen, words = came, _arrivals(store, prefix, size)
+            if len(words) == size:
+                name = uuid4().hex
+                store.set(f"{prefix}/proposal", " ".join([name, *(words[each][0] for each in range(size))]))
+        if store.check([f"{prefix}/proposal"]):
+            proposal = store.get(f"{prefix}/proposal").decode()
+        name, *invited = proposal.split() or [""]
+        if name != agreed and len(invited) == size and invited[rank] == mine:
+            agreed = name
+            store.set(f"{prefix}/{name}/{rank}", "agreed")
+            store.add(f"{prefix}/{name}/agreed", 1)
+        if rank == 0 and agreed and store.add(f"{prefix}/{agreed}/agreed", 0) == size:
+            store.set(f"{prefix}/{agreed}/begun", "")
+        if agreed and store.check([f"{prefix}/{agreed}/begun"]):
+            return agreed
         if time.monotonic() > until:
-            raise LaunchProblem(_missing(store, prefix, size, join_seconds))
+            invitation = agreed if name == agreed else ""
+            raise LaunchProblem(_missing(store, prefix, size, invitation, join_seconds))
         time.sleep(_POLL_SECONDS)
-        came = store.add(f"{prefix}/count", 0)
 
 
-def _missing(store: Any, prefix: str, size: int, join_seconds: float) -> str:
-    """The message, which the first rank that has waited long enough writes for all."""
-    hosts = {rank: store.get(f"{prefix}/{rank}").decode() for rank in range(size) if store.check([f"{prefix}/{rank}"])}
-    absent = [rank for rank in range(size) if rank not in hosts]
+def _arrivals(store: Any, prefix: str, size: int) -> dict[int, list[str]]:
+    """What ranks said when they came: a word of each process's own, and its host."""
+    came = [rank for rank in range(size) if store.check([f"{prefix}/{rank}"])]
+    return {rank: store.get(f"{prefix}/{rank}").decode().split(" ", 1) for rank in came}
+
+
+def _missing(store: Any, prefix: str, size: int, invitation: str, join_seconds: float) -> str:
+    """The message, which the first rank that has waited long enough writes for all. `invitation`: a meeting that this rank has
+    agreed to and others have not."""
+    words = _arrivals(store, prefix, size)
+    absent = [rank for rank in range(size) if rank not in words]
+    if not absent:  # words of some of them are those of processes that have died
+        absent = [rank for rank in range(size) if not store.check([f"{prefix}/{invitation}/{rank}"])] if invitation else [0]
+    hosts = {rank: host for rank, (_, host) in words.items() if rank not in absent}
     named = ", ".join(f"rank {rank}" for rank in absent[:_NAMED]) + (" ..." if len(absent) > _NAMED else "")
     places = ", ".join(sorted(set(hosts.values()))[:_NAMED])
     text = (
         f"{len(hosts)} of {size} processes joined within {join_seconds:g} s, on {places}: {named} never came; see its own "
         f"output, and start all ranks again (join_seconds= waits longer)"
     )
-    said: str = store.compare_set(f"{prefix}/missing", "", text).decode() or text
+    first = words[min(hosts, default=min(words))][0]
+    said: str = store.compare_set(f"{prefix}/missing/{first}", "", text).decode() or text
+    for word, _ in words.values():
+        store.set(f"{prefix}/missing/{word}", said)
     time.sleep(10 * _POLL_SECONDS)  # the others read it before the store ends with the process that holds it
     return said
 
