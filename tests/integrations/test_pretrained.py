@@ -90,6 +90,6 @@ def test_tied_weights_from_the_meta_device(ranks: RankPool, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("force", ["dp=2,zero=3", "pp=2"])
-@pytest.mark.parametrize("make", [untied, tied, with_scaled_frequencies, gpt2_body_names, bert])
+@pytest.mark.parametrize("make", [untied, tied, with_scaled_frequencies, gpt2_body_names, bert, mixtral])
 def test_models_from_the_meta_device(make: object, force: str, ranks: RankPool, tmp_path: Path) -> None:
     check(make, force, ranks, tmp_path)
