@@ -1,5 +1,5 @@
-"""`parallel.save_pretrained`: the weights of a parallel model as files of the Hub's layout. Tensors are gathered one after the other,
-large ones in slices, and each file is written by one rank: none ever holds more than one whole tensor."""
+"""`parallel.save_pretrained`: the weights of a parallel model as files of the Hub's layout. Tensors are gathered one after the
+other, large ones in slices, and each file is written by one rank: none ever holds more than one whole tensor."""
 
 from __future__ import annotations
 

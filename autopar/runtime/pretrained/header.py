@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import mmap
 import os
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ..checkpoint.tensor_file import DTYPES
+from ..checkpoint.tensor_file import DTYPES, mapped_part
 from ..errors import CheckpointProblem, DamagedCheckpoint
 
 LONGEST_HEADER = 100_000_000
@@ -108,22 +107,11 @@ def _stored(path: Path, name: str, entry: Any, base: int) -> tuple[StoredWeight,
 
 
 def mapped(path: Path, weight: StoredWeight) -> torch.Tensor:
-    """The tensor over a private map of its own bytes of the file: memory is taken, and the file read, only where it is looked at.
-    DamagedCheckpoint where the file is shorter by now."""
-    if not weight.size:
-        return torch.empty(weight.shape, dtype=weight.dtype)
-    page = weight.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    """The tensor over a map of its own bytes of the file. CheckpointProblem where they cannot be read."""
     try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < weight.start + weight.size:
-                raise DamagedCheckpoint(f"{path} is shorter than it was: download or export it anew")
-            found = mmap.mmap(file.fileno(), weight.start - page + weight.size, access=mmap.ACCESS_COPY, offset=page)
+        return mapped_part(path, weight.start, weight.dtype, weight.shape)
     except (OSError, ValueError) as error:
-        raise CheckpointProblem(f"cannot map {path}: {error}") from None
-    content = torch.frombuffer(found, dtype=torch.uint8, count=weight.size, offset=weight.start - page)
-    if weight.start % weight.dtype.itemsize:  # files of other writers need not be aligned
-        content = content.clone()
-    return content.view(weight.dtype).view(weight.shape)
+        raise CheckpointProblem(f"cannot read {path}: {error}: download or export it anew") from None
 
 
 class WeightFileWriter:

@@ -39,13 +39,13 @@ def byte_count(size: int | str) -> int:
     found = re.fullmatch(r"([0-9]{1,12})(?:\s*([KMGT]i?B))?", str(size), re.IGNORECASE)
     count = int(found[1]) * _UNITS.get((found[2] or "").upper(), 1) if found and not isinstance(size, bool) else 0
     if not count:
-        raise CheckpointProblem(f'max_shard_size={str(size)[:40]} is no size: pass a number of bytes, or text such as "5GB"')
+        raise CheckpointProblem(f'max_shard_size={str(size)[:40]} is no size: pass bytes, or text such as "5GB"')
     return count
 
 
 def divide(tensors: Sequence[ExportedTensor], most: int) -> list[list[ExportedTensor]]:
-    """Files of at most `most` bytes, in the model's order; a larger tensor has one of its own. Tensors of large elements come first
-    in a file, so that all are aligned."""
+    """Files of at most `most` bytes, in the model's order; a larger tensor has one of its own. Tensors of large elements come
+    first in a file, so that all are aligned."""
     files: list[list[ExportedTensor]] = [[]]
     room = most
     for each in tensors:
@@ -68,8 +68,8 @@ def aside(name: str) -> str:
 
 
 def finish(folder: Path, files: Mapping[str, Sequence[ExportedTensor]]) -> None:
-    """On one rank, when all files lie aside: gives them their names. Whoever reads meanwhile finds the earlier export, none, or this
-    one, and never parts of both."""
+    """On one rank, when all files lie aside: gives them their names. Whoever reads meanwhile finds the earlier export, none, or
+    this one, and never parts of both."""
     index = folder / INDEX
     if len(files) == 1:
         (folder / aside(SINGLE)).replace(folder / SINGLE)

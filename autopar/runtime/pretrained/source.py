@@ -1,4 +1,5 @@
-"""``parallelize(state=folder)``: the weights of a folder for a model that may be on the meta device. Each rank reads its own part."""
+"""``parallelize(state=folder)``: the weights of a folder for a model that may be on the meta device. Each rank reads its own
+part."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ def _indexed(path: Path) -> dict[str, str]:
 
 
 class PretrainedWeights(Mapping[str, torch.Tensor]):
-    """Full tensors by the first names of a model's, each a map of its bytes on disk that is dropped with it. `unexpected`: names in
-    the files that the model has not."""
+    """Full tensors by the first names of a model's, each a map of its bytes on disk. `unexpected`: names in the
+    files that the model has not."""
 
     def __init__(self, files: WeightFiles, found: Mapping[str, StoredWeight], unexpected: Sequence[str]) -> None:
         self.files, self.found, self.unexpected = files, found, unexpected
@@ -128,8 +128,8 @@ def open_weights(path: Path, rounds: Rounds, names: Mapping[str, str], prefix: s
             one = mapped(files.folder / files.weights[other].file, files.weights[other])
             if one.shape != weights[first].shape or not torch.equal(one, weights[first]):
                 raise CheckpointProblem(
-                    f"{other} in {files.folder} is another tensor than {first}, to which the model ties it: build the model without "
-                    "that tie (tie_word_embeddings=False)"
+                    f"{other} in {files.folder} is another tensor than {first}, to which the model ties it: build the model "
+                    "without that tie (tie_word_embeddings=False)"
                 )
 
     rounds.raise_together(attempt(check))
@@ -145,10 +145,10 @@ def _name_in(weights: Mapping[str, StoredWeight], key: str, prefix: str) -> str 
 
 
 def misfit(name: str, weight: StoredWeight, shape: Sequence[int], dtype: torch.dtype, *, narrowing: bool) -> str:
-    """Why a weight of a file cannot be loaded into a tensor of the model; empty where it can. `narrowing`: a floating-point number
-    may be rounded to a shorter type."""
+    """Why a weight of a file cannot be loaded into a tensor of the model; empty where it can. `narrowing`: a floating-point
+    number may be rounded to a shorter type."""
     if weight.shape != tuple(shape):
-        return f"{name} has shape {weight.shape} in {weight.file}, and {tuple(shape)} in the model: build the model of that file's config"
+        return f"{name} has shape {weight.shape} in {weight.file}, and {tuple(shape)} in the model: build that file's model"
     if weight.dtype == dtype:
         return ""
     said = f"{name} is {_short(weight.dtype)} in {weight.file}, and {_short(dtype)} in the model"

@@ -157,7 +157,7 @@ def crafted(case: str, folder: Path) -> None:
 CASES = {
     "missing": "name the folder of this model's weights, or pass strict=False",
     "unexpected": "has, which the model has not, another.weight",
-    "shape": "build the model of that file's config",
+    "shape": "build that file's model",
     "kind": "int64 in model.safetensors, and float64 in the model",
     "float8": "float8_e4m3fn in model.safetensors, and float64 in the model",
     "cut": "it is cut or no safetensors file",

@@ -1,4 +1,5 @@
-"""Weights in Hugging Face's layout of every kind of plan: transformers' own `from_pretrained` reads them, and every other plan does."""
+"""Weights in Hugging Face's layout of every kind of plan: transformers' own `from_pretrained` reads them, and every other plan
+does."""
 
 from __future__ import annotations
 
@@ -24,9 +25,8 @@ def differ(one: State, other: State) -> list[str]:
     return [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])]
 
 
-def exported(texts: list[str], state: State, batch: State, folder: str) -> list[State] | list[str]:
-    """On a rank: each plan trains another number of steps and exports in small parts; then each loads all others'. Rank 0's answer:
-    the states; of other ranks what is wrong."""
+def exported(texts: list[str], state: State, batch: State, folder: str) -> list[State]:
+    """On a rank: each plan trains another number of steps and exports in small parts; then each loads all others'."""
     from autopar.runtime.pretrained import export as module
 
     module.SLICE_BYTES = 2**12
