@@ -48,6 +48,7 @@ from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
 from autopar.runtime.errors import LaunchProblem, MismatchProblem
 from autopar.runtime.parallel import Parallel
+from autopar.runtime.pretrained.source import pretrained_source
 from autopar.runtime.state.meta_buffers import fill_missing, named_state
 from autopar.runtime.state.plain_model import PlainModel, hooked_modules
 from autopar.runtime.state.weight_source import BroadcastSource
@@ -68,7 +69,7 @@ def parallelize(
     optimizer: str = "adamw",
     strict: bool = False,
     compile: bool | str = False,
-    state: Mapping[str, torch.Tensor] | None = None,
+    state: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None = None,
     time_limit_seconds: float = 60.0,
     cache: bool = True,
     outputs: Sequence[str] = (),
@@ -89,7 +90,8 @@ def parallelize(
     keyword arguments (a dict) or arguments (a tuple); without them the first call is the example, and `parameters()` before it
     is a `StateError`. `plan` (a `Plan` or the path of a plan.json) skips the search. `precision` is ``"float32"``, ``"bf16"``
     (bf16 compute over float32 master shards) or a `Precision`; by default the model's own dtype. `force` fixes degrees
-    (``"tp=4,zero=3"``). `state` gives full tensors by name for a model on the meta device. `cache` takes the plan of an equal
+    (``"tp=4,zero=3"``). `state` gives full tensors by name for a model on the meta device, or is a folder of safetensors files
+    in Hugging Face's layout, of which each rank reads its own part. `cache` takes the plan of an equal
     model, cluster and options from ``~/.cache/autopar/plans``, and keeps a new one there. `outputs` are fields of the model's
     result (``("logits", "hidden_states.1")``) that are wanted beside the loss: full tensors without gradients, or as
     ``"logits:gradient"`` and ``"logits:dtensor"`` say; fields that nobody asked for are None, and the plan lists them.
@@ -128,7 +130,8 @@ def parallelize(
         build = lambda args, batch: parallelize(model, cluster, _named(model, args, batch), **options, **rest)  # noqa: E731
         return Deferred(build, model.training)
     heartbeat = _join(cluster, patience_seconds, join_seconds)
-    tensors = named_state(model, state)
+    folder = state if isinstance(state, (str, os.PathLike)) else None
+    tensors = {} if isinstance(state, (str, os.PathLike)) else named_state(model, state)
 
     def chosen() -> Plan:
         fill_missing(model, tensors)
@@ -140,6 +143,7 @@ def parallelize(
     try:
         with watched(heartbeat, "comparing the models"):
             _compare_models(model)
+            source = BroadcastSource(tensors) if folder is None else pretrained_source(model, folder)
         with watched(heartbeat, "planning"):
             agreed = planfile.decode_plan(on_first_rank(lambda: chosen().to_json()))
             _warn_of(model)
@@ -150,7 +154,7 @@ def parallelize(
             mesh.opaque_modules = whole_modules(model)
         form = agreed.graph.interface.returns if agreed.graph.interface else None
         parallel = Parallel(
-            program.Program(mesh), BroadcastSource(tensors), compile=compile, form=form, heartbeat=heartbeat,
+            program.Program(mesh), source, compile=compile, form=form, heartbeat=heartbeat,
             plain=PlainModel(model, maker.model, maker.right_in), check_batch_every=check_batch_every, check_every=check_every,
             make_variant=maker.make,
         )  # fmt: skip
@@ -200,7 +204,7 @@ class Deferred(Parallel):
     parameters = named_parameters = buffers = named_buffers = state_dict = load_state_dict = _too_early
     _apply = local_batch = sampler = clip_grad_norm_ = load_full_state = reseed = zero_grad = _too_early
     expert_load = full_state = full_optimizer_state = full_gradients = flush = trace = _too_early
-    generate = load_full_optimizer_state = no_sync = save = load = __deepcopy__ = _too_early
+    generate = load_full_optimizer_state = no_sync = save = load = save_pretrained = load_pretrained = __deepcopy__ = _too_early
 
 
 # -- the steps

@@ -12,7 +12,7 @@ import platform
 import re
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,11 +26,19 @@ MOST_BYTES = 256 * 2**20
 """More than any file that autopar reads whole: a device without an end is refused."""
 
 
+def _parts(file: BinaryIO, most: int) -> Iterator[bytes]:
+    """Up to `most` bytes and a part: one read of so many would take them in memory at once, however short the file is."""
+    count = 0
+    while count <= most and (part := file.read(2**20)):
+        yield part
+        count += len(part)
+
+
 def read_bytes(path: str | Path, error: type[AutoparError], what: str, most: int = MOST_BYTES) -> bytes:
     """The content of a file; `error`, one line, where it cannot be read."""
     try:
         with open(path, "rb") as file:
-            content = file.read(most + 1)
+            content = b"".join(_parts(file, most))
     except (OSError, ValueError, MemoryError) as fault:  # ValueError: a zero byte in the name
         raise error(f"cannot read {what} {path}: {getattr(fault, 'strerror', None) or fault}") from None
     if len(content) > most:

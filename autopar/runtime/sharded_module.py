@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -18,6 +19,8 @@ from .checkpoint.saving import PendingSave
 from .comm.heartbeat import Heartbeat
 from .errors import StateProblem
 from .module import Program
+from .pretrained.export import save_pretrained
+from .pretrained.load import load_pretrained
 from .state.gradient_norm import clip_gradients
 from .state.materialize import State
 from .state.optimizer_state import full_optimizer_state, load_full_optimizer_state
@@ -180,6 +183,27 @@ class ShardedModule(nn.Module):
         self._check_steps_ended("load")
         with self._watched("loading a checkpoint"):
             return load_parallel(self, folder, optimizer, step=step)
+
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB", *, dtype: torch.dtype | None = None
+    ) -> Path:
+        """Writes the weights in Hugging Face's layout, under the names of the model: ``model.safetensors``, or parts of at most
+        `max_shard_size` with an index, and the configuration of a model that has one; `from_pretrained`, vLLM and
+        ``safetensors.torch.load_model`` load the folder. Floating-point weights are written as they are trained, or in `dtype`.
+        No rank ever holds more than one whole tensor. All ranks must call."""
+        self._check_steps_ended("save_pretrained")
+        with self._watched("writing the weights"):
+            rounds = self.checkpoints.rounds(self.state.mesh.describe)
+            return save_pretrained(self.state, self.plain, rounds, folder, max_shard_size=max_shard_size, dtype=dtype)
+
+    def load_pretrained(self, folder: str | os.PathLike[str], strict: bool = True) -> Any:
+        """Loads weights in that layout (a folder, or one safetensors file), of which each rank reads its own part. What does not
+        fit is refused before anything changes; without `strict` weights may be missing, unexpected or of a longer floating-point
+        type than the model's, and what is missing or unexpected is returned, as by `load_state_dict`. All ranks must call."""
+        self._check_steps_ended("load_pretrained")
+        with self._watched("loading weights"):
+            rounds = self.checkpoints.rounds(self.state.mesh.describe)
+            return load_pretrained(self.state, self.plain, rounds, folder, strict=strict)
 
     def _check_steps_ended(self, what: str) -> None:
         """For plans with two weight versions, whose steps overlap."""

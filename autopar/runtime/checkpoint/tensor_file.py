@@ -119,23 +119,32 @@ def check_file(path: Path, entry: FileEntry) -> None:
         raise DamagedCheckpoint(f"{path} has another checksum than the one that was written")
 
 
+def mapped_part(path: Path, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor over a private map of its own bytes of a file, from `start` on: memory is taken, and the file read, only where it is
+    looked at, and address space until the tensor is dropped. OSError or ValueError where the file does not have them."""
+    count = prod(shape) * dtype.itemsize
+    if not count:
+        return torch.empty(tuple(shape), dtype=dtype)
+    page = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size < start + count:
+            raise ValueError("it is shorter than it was")
+        found = mmap.mmap(file.fileno(), start - page + count, access=mmap.ACCESS_COPY, offset=page)
+    content = torch.frombuffer(found, dtype=torch.uint8, count=count, offset=start - page)
+    if start % dtype.itemsize:  # files of other writers need not be aligned
+        content = content.clone()
+    return content.view(dtype).view(tuple(shape))
+
+
 class OpenTensors:
-    """The tensor files of a checkpoint, mapped into memory when something is first read from them."""
+    """The tensor files of a checkpoint, of which a part is mapped into memory while it is read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.mapped: dict[str, mmap.mmap] = {}
 
     def read(self, name: str, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """A tensor over the bytes of the file at `start`. DamagedCheckpoint where it cannot be read."""
-        count = prod(shape)
-        if not count:
-            return torch.empty(tuple(shape), dtype=dtype)
-        path = self.folder / name
         try:
-            if name not in self.mapped:
-                with path.open("rb") as file:
-                    self.mapped[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            return torch.frombuffer(self.mapped[name], dtype=dtype, count=count, offset=start).view(tuple(shape))
+            return mapped_part(self.folder / name, start, dtype, shape)
         except (OSError, ValueError) as error:
-            raise DamagedCheckpoint(f"cannot read {path}: {error}") from None
+            raise DamagedCheckpoint(f"cannot read {self.folder / name}: {error}") from None

@@ -201,6 +201,11 @@ def _stage_gradients(mesh: MeshHandle, index: ParameterIndex) -> StageGradients 
     return StageGradients(mesh, index.holders, index.every_stage_trains(mesh.pp.size))
 
 
+def _as_stored(shard: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether FSDP2 can copy its part from this tensor, so that of a mapped file no more than that part is read."""
+    return shard.dtype == dtype and shard.device == device and shard.is_contiguous() and not shard.is_inference()
+
+
 @dataclass
 class _StateBuilder:
     """Parameters that are filled, by name: the first entry of each, its canonical parameter, and entries of further copies."""
@@ -218,8 +223,9 @@ class _StateBuilder:
         if known is None:
             shard = model_shard(_checked_weight(self.source, entry.name, entry.spec), entry.spec.placements, self.mesh)
             dtype: torch.dtype = getattr(torch, entry.spec.dtype)
-            data = torch.empty(shard.shape, dtype=dtype, device=self.mesh.device).copy_(shard)
-            entry.stored = nn.Parameter(data, requires_grad=entry.spec.trainable)
+            if entry.zero_dim is None or not _as_stored(shard, dtype, self.mesh.device):
+                shard = torch.empty(shard.shape, dtype=dtype, device=self.mesh.device).copy_(shard)
+            entry.stored = nn.Parameter(shard, requires_grad=entry.spec.trainable)
             self.first[entry.name] = entry
         else:
             assert known.stored is not None

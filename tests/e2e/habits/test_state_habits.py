@@ -175,6 +175,42 @@ def meta_model_with_unknown_buffer(plan: str) -> str:
     return refusal(lambda: parallel_of(empty, plan, state=net().state_dict()))
 
 
+def shared_folder() -> Path:
+    """One folder for all ranks."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    return Path(folder[0])
+
+
+def pretrained_weights(plan: str) -> None:
+    """From files without the buffer that is in none and with tied weights under one name; exported, and loaded once more."""
+    folder, reference = shared_folder(), net()
+    parallel_of(net(), plan).save_pretrained(folder / "first")
+    with torch.device("meta"):
+        empty = net()
+    parallel = parallel_of(empty, plan, state=folder / "first")
+    equals_one_process(parallel, reference)
+    parallel.save_pretrained(folder / "second", max_shard_size="2KB")
+    assert (folder / "second" / "model.safetensors.index.json").is_file()
+    other = parallel_of(net(), plan)
+    other.load_pretrained(folder / "second")
+    expected = parallel.full_state()
+    assert all(torch.equal(value, expected[name]) for name, value in other.full_state().items())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+def pretrained_weights_of_another_model(plan: str) -> str:
+    folder = shared_folder()
+    parallel = parallel_of(net(), plan)
+    parallel.save_pretrained(folder)
+    with torch.device("meta"):
+        empty = net()
+        empty.further = nn.Parameter(torch.zeros(3))
+    return refusal(lambda: parallel_of(empty, plan, state=folder))
+
+
 class Unresettable(Net):
     """A model that cannot initialise its buffer again."""
 

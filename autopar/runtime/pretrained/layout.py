@@ -1,0 +1,108 @@
+"""How an export is divided into files of the Hub's names, and how its files take the place of an earlier export's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..checkpoint.folders import sync
+from ..errors import CheckpointProblem
+from .weight_files import INDEX, SINGLE
+
+_PART = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+class ExportedTensor(NamedTuple):
+    """A tensor as it will be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def byte_count(size: int | str) -> int:
+    """Bytes of ``5GB``, ``200MiB`` or a number. CheckpointProblem for anything else."""
+    found = re.fullmatch(r"([0-9]{1,12})(?:\s*([KMGT]i?B))?", str(size), re.IGNORECASE)
+    count = int(found[1]) * _UNITS.get((found[2] or "").upper(), 1) if found and not isinstance(size, bool) else 0
+    if not count:
+        raise CheckpointProblem(f'max_shard_size={str(size)[:40]} is no size: pass bytes, or text such as "5GB"')
+    return count
+
+
+def divide(tensors: Sequence[ExportedTensor], most: int) -> list[list[ExportedTensor]]:
+    """Files of at most `most` bytes, in the model's order; a larger tensor has one of its own. Tensors of large elements come
+    first in a file, so that all are aligned."""
+    files: list[list[ExportedTensor]] = [[]]
+    room = most
+    for each in tensors:
+        if each.size > room and files[-1]:
+            files.append([])
+            room = most
+        files[-1].append(each)
+        room -= each.size
+    return [sorted(file, key=lambda each: -each.dtype.itemsize) for file in files]
+
+
+def file_names(count: int) -> list[str]:
+    """By the number of files."""
+    return [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+
+
+def aside(name: str) -> str:
+    """The name of a file until all files are whole."""
+    return f".{name}.tmp"
+
+
+def finish(folder: Path, files: Mapping[str, Sequence[ExportedTensor]]) -> None:
+    """On one rank, when all files lie aside: gives them their names. Whoever reads meanwhile finds the earlier export, none, or
+    this one, and never parts of both."""
+    index = folder / INDEX
+    if len(files) == 1:
+        (folder / aside(SINGLE)).replace(folder / SINGLE)
+        index.unlink(missing_ok=True)
+    else:
+        index.unlink(missing_ok=True)
+        sync(folder)
+        for name in files:
+            (folder / aside(name)).replace(folder / name)
+        said = {
+            "metadata": {"total_size": sum(each.size for file in files.values() for each in file)},
+            "weight_map": {each.name: name for name, file in files.items() for each in file},
+        }
+        write_synced(folder / aside(INDEX), json.dumps(said, indent=2, sort_keys=True) + "\n")
+        sync(folder)
+        (folder / aside(INDEX)).replace(index)
+        (folder / SINGLE).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if _PART.fullmatch(path.name) and path.name not in files:
+            path.unlink()
+    sync(folder)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """OSError where it cannot be kept."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def discard(folder: Path, names: Sequence[str]) -> None:
+    """Removes what lies aside."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            (folder / aside(name)).unlink(missing_ok=True)

@@ -1,0 +1,163 @@
+"""A folder of weights as the Hugging Face Hub has them: one ``model.safetensors``, or parts with an index; and the weights of it
+by the names of a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..checkpoint.rounds import Failed, Rounds, attempt
+from ..errors import CheckpointProblem, DamagedCheckpoint
+from .header import LONGEST_HEADER, StoredWeight, mapped, read_header
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class WeightFiles(NamedTuple):
+    """`sizes`: bytes by file name. `weights`: by their names in the files."""
+
+    folder: Path
+    sizes: Mapping[str, int]
+    weights: Mapping[str, StoredWeight]
+
+
+def list_files(path: Path) -> WeightFiles:
+    """The weights of a folder or of one file, from their headers. CheckpointProblem where there are none, DamagedCheckpoint where
+    a file is not whole."""
+    said: dict[str, str] = {}
+    folder, names = path, [SINGLE]
+    if path.is_file():
+        folder, names = path.parent, [path.name]
+        if path.suffix != ".safetensors":
+            raise CheckpointProblem(
+                f"{path} is no safetensors file: convert it with safetensors.torch.save_file; no pickle is read"
+            )
+    elif (path / INDEX).is_file() and not (path / SINGLE).is_file():  # transformers prefers the single file too
+        said = _indexed(path / INDEX)
+        names = sorted(set(said.values()))
+    elif not path.is_dir():
+        raise CheckpointProblem(f"there is no folder {path}: download the model first (`hf download`), and name its folder")
+    elif not (path / SINGLE).is_file():
+        single = sorted(path.glob("*.safetensors"))
+        pickled = next(iter(sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])), None)
+        if len(single) != 1:
+            other = f" ({pickled.name} is pickled, which is not read: save it with safe_serialization)" if pickled else ""
+            raise CheckpointProblem(f"{path} has no {SINGLE} and no {INDEX}{other}: name a folder that save_pretrained wrote")
+        names = [single[0].name]
+    sizes: dict[str, int] = {}
+    weights: dict[str, StoredWeight] = {}
+    for name in names:
+        found, sizes[name] = read_header(folder / name)
+        twice = next(iter(found.keys() & weights.keys()), None)
+        if twice is not None:
+            raise DamagedCheckpoint(f"{folder / name} has {twice!r}, which {weights[twice].file} has too: export it anew")
+        weights |= found
+    for weight, name in said.items():
+        if weight not in weights or weights[weight].file != name:
+            raise DamagedCheckpoint(f"{folder / name} has no {weight!r}, which {INDEX} says: download or export it anew")
+    return WeightFiles(folder, sizes, weights)
+
+
+def _indexed(path: Path) -> dict[str, str]:
+    """File by weight, as an index says. The files lie beside it."""
+    try:
+        if path.stat().st_size > LONGEST_HEADER:
+            raise ValueError
+        said = json.loads(path.read_bytes())["weight_map"]
+        plain = all(Path(name).name == name and name.endswith(".safetensors") for name in said.values())
+        if not plain or not said or "\\" in "".join(set(said.values())):
+            raise ValueError
+    except OSError as error:
+        raise CheckpointProblem(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise DamagedCheckpoint(f"{path} has no weight_map of safetensors files beside it: download or export it anew") from None
+    return dict(said)
+
+
+class PretrainedWeights(Mapping[str, torch.Tensor]):
+    """Full tensors by the first names of a model's, each a map of its bytes on disk. `unexpected`: names in the
+    files that the model has not."""
+
+    def __init__(self, files: WeightFiles, found: Mapping[str, StoredWeight], unexpected: Sequence[str]) -> None:
+        self.files, self.found, self.unexpected = files, found, unexpected
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = self.found[name]
+        return mapped(self.files.folder / weight.file, weight)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.found)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+
+def open_weights(path: Path, rounds: Rounds, names: Mapping[str, str], prefix: str = "") -> PretrainedWeights:
+    """The weights of a folder for a model. All ranks call it together; CheckpointProblem on all of them where one cannot read it.
+
+    `names`: each key of the model's state dict with the first name of that tensor; tied names need one of them in the files.
+    `prefix`: that of the model's body, with which or without which files may have a name (``transformer.h.0`` and ``h.0``)."""
+    files = rounds.broadcast(attempt(lambda: list_files(path)) if rounds.rank == 0 else None)
+    if isinstance(files, Failed):
+        raise (DamagedCheckpoint if files.damaged else CheckpointProblem)(files.text)
+    stored = {key: name for key in names if (name := _name_in(files.weights, key, prefix)) is not None}
+    found: dict[str, StoredWeight] = {}
+    twice: list[tuple[str, str]] = []
+    for key, name in stored.items():
+        if files.weights[name] != found.setdefault(names[key], files.weights[name]):
+            twice.append((names[key], name))
+    used = set(stored.values())
+    weights = PretrainedWeights(files, found, [name for name in files.weights if name not in used])
+
+    def check() -> None:
+        for file, size in files.sizes.items():
+            try:
+                if (files.folder / file).stat().st_size != size:
+                    raise DamagedCheckpoint(
+                        f"{files.folder / file} has another length than on rank 0: name a folder that all share"
+                    )
+            except OSError as error:
+                raise CheckpointProblem(
+                    f"cannot read {files.folder / file}: {error.strerror}: name a folder that all nodes share"
+                ) from None
+        for first, other in twice if rounds.rank == 0 else ():
+            one = mapped(files.folder / files.weights[other].file, files.weights[other])
+            if one.shape != weights[first].shape or not torch.equal(one, weights[first]):
+                raise CheckpointProblem(
+                    f"{other} in {files.folder} is another tensor than {first}, to which the model ties it: build the model "
+                    "without that tie (tie_word_embeddings=False)"
+                )
+
+    rounds.raise_together(attempt(check))
+    return weights
+
+
+def _name_in(weights: Mapping[str, StoredWeight], key: str, prefix: str) -> str | None:
+    """The name of a tensor in the files."""
+    if key in weights or not prefix:
+        return key if key in weights else None
+    other = key.removeprefix(f"{prefix}.") if key.startswith(f"{prefix}.") else f"{prefix}.{key}"
+    return other if other in weights else None
+
+
+def misfit(name: str, weight: StoredWeight, shape: Sequence[int], dtype: torch.dtype, *, narrowing: bool) -> str:
+    """Why a weight of a file cannot be loaded into a tensor of the model; empty where it can. `narrowing`: a floating-point
+    number may be rounded to a shorter type."""
+    if weight.shape != tuple(shape):
+        return f"{name} has shape {weight.shape} in {weight.file}, and {tuple(shape)} in the model: build that file's model"
+    if weight.dtype == dtype:
+        return ""
+    said = f"{name} is {_short(weight.dtype)} in {weight.file}, and {_short(dtype)} in the model"
+    if not (weight.dtype.is_floating_point and dtype.is_floating_point) or weight.dtype.itemsize == 1 or dtype.itemsize == 1:
+        return f"{said}: build the model in {_short(weight.dtype)}, or convert the file"
+    if not narrowing and torch.promote_types(weight.dtype, dtype) != dtype:
+        return f"{said}, which would round it: build the model in {_short(weight.dtype)}, or pass strict=False"
+    return ""
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
