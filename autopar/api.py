@@ -23,6 +23,7 @@ from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanMismatch, StateError
 from autopar.explain.out_of_memory import memory_answer
+from autopar.explain.predicted_step import predicted_step
 from autopar.explain.progress import say_plan, saying_progress
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file import plan_file as planfile
@@ -167,6 +168,7 @@ def parallelize(
         raise
     parallel.__dict__["plan"] = agreed
     parallel.memory.prediction = partial(memory_answer, agreed)
+    parallel.__dict__["predicted_step"] = partial(predicted_step, agreed)
     if dist.get_rank() == 0:
         say_plan(agreed)
     return parallel
@@ -204,7 +206,8 @@ class Deferred(Parallel):
     parameters = named_parameters = buffers = named_buffers = state_dict = load_state_dict = _too_early
     _apply = local_batch = sampler = clip_grad_norm_ = load_full_state = reseed = zero_grad = _too_early
     expert_load = full_state = full_optimizer_state = full_gradients = flush = trace = _too_early
-    generate = load_full_optimizer_state = no_sync = save = load = save_pretrained = load_pretrained = __deepcopy__ = _too_early
+    generate = load_full_optimizer_state = no_sync = save = load = save_pretrained = load_pretrained = _too_early
+    measure = report = __deepcopy__ = _too_early
 
 
 # -- the steps

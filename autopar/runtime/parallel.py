@@ -26,6 +26,8 @@ from .pipeline.other_stages import further_tensors
 from .pipeline.pipeline_step import PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .pipeline.weight_versions import PipeDreamStep
+from .report.measurement import Measurement, Predict
+from .report.step_report import StepReport
 from .sharded_module import ShardedModule
 from .state.fsdp import reshard_all
 from .state.lend import lend_state
@@ -63,6 +65,8 @@ class Parallel(ShardedModule):
     form: Any
     plan: Any = None
     """The plan (an `autopar.Plan`) that `parallelize` followed."""
+    predicted_step: Predict | None = None
+    measurement: Measurement | None = None
     call_count = 0
     first_variant: Variant
     variants: Variants | None = None
@@ -342,6 +346,20 @@ class Parallel(ShardedModule):
     def trace(self) -> tuple[str, ...]:
         """The actions of the schedule that this rank computed in the last step (``0F0``); empty without a pipeline."""
         return tuple(self.pipeline_step.executor.trace) if self.pipeline_step is not None else ()
+
+    def measure(self, steps: int = 3) -> Measurement:
+        """Measures the next `steps` training steps, and one more for its memory, for `report`; also as a context manager."""
+        if self.measurement is not None:
+            self.measurement.stop()
+        self.__dict__["measurement"] = Measurement(self, steps)
+        return self.measurement  # type: ignore[return-value]
+
+    def report(self) -> StepReport:
+        """The measured steps beside the plan's prediction: per block, collective and stage, memory, tokens a second, utilization,
+        and what to calibrate (all ranks must call)."""
+        measurement = self.measurement if self.measurement is not None else self.measure()
+        with self._watched("the report"):
+            return measurement.report()
 
     def local_batch(self, **batch: Any) -> LocalBatch:
         """Marks a batch of which this rank holds its own part: ``parallel(parallel.local_batch(**batch))``."""

@@ -1,0 +1,109 @@
+"""A plan's predicted step in the form of a measured one (`runtime.report`): parts, blocks, collectives and memory of each stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from autopar.cost_models.breakdown.cost_breakdown import CollectiveCost, StateCollective, cost_breakdown
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.call_trace import CallTrace
+from autopar.cost_models.step.evaluate import Evaluation, evaluate, stage_traces
+from autopar.cost_models.step.stage_devices import stage_clusters
+from autopar.cost_models.step.stage_times import StageTime
+from autopar.errors import PlanError
+from autopar.ir.plan_file.plan_file import Plan
+
+_OUTSIDE = ("base", "slack")
+"""Kinds of memory that tensors do not show."""
+
+
+def predicted_step(plan: Plan) -> dict[str, Any]:
+    """JSON. PlanError where the plan does not describe its cluster."""
+    description, candidate = plan.document.cluster.description, plan.candidate
+    if not description:
+        raise PlanError("the plan does not describe its cluster, so that there are no times: plan again with --cluster")
+    cluster = Cluster.from_dict(description)
+    evaluation = evaluate(plan.graph, candidate, cluster, plan.document.optimizer)
+    traces_of = stage_traces(plan.graph, candidate, cluster)
+    clusters = stage_clusters(cluster, candidate.pipeline.stages)
+    peak = sum(each.device.peak_flops_per_second(candidate.precision.compute) for each in clusters) * candidate.mesh.size
+    stages = [_stage(number, plan, stage, traces_of[number]) for number, stage in enumerate(evaluation.stages)]
+    return {
+        "step_seconds": evaluation.step_seconds,
+        "devices": candidate.devices,
+        "examples": candidate.batch,
+        "tokens_per_example": plan.document.batch.seq,
+        "model_flops": evaluation.model_flops,
+        "peak_flops_per_second": peak,
+        "mfu": evaluation.mfu,
+        "stages": stages,
+        "blocks": [
+            row
+            for number, stage in enumerate(evaluation.stages)
+            for row in _blocks(number, plan, stage, traces_of[number])
+        ],
+        "collectives": [row for number in range(len(evaluation.stages)) for row in _collectives(number, plan, cluster)],
+        "memory": list(_memory(evaluation)),
+    }
+
+
+def _stage(number: int, plan: Plan, stage: StageTime, traces: Mapping[str, CallTrace]) -> dict[str, Any]:
+    """The parts add up to the step; a stage that ends before the slowest one waits for it."""
+    micro_batches = plan.candidate.micro_batches
+    mine = [traces[plan.graph.calls[index].block] for index in stage.calls]
+    compute, exposed = (
+        micro_batches * sum(each.seconds(backward=back, exposed=seen) for each in mine for back in (False, True))
+        for seen in (False, True)
+    )
+    return {
+        "stage": number,
+        "seconds": stage.end_seconds,
+        "compute_seconds": compute,
+        "model_wait_seconds": exposed,
+        "data_wait_seconds": max(0.0, stage.busy_seconds + stage.tail_seconds - compute - exposed),
+        "pipeline_wait_seconds": stage.bubble_seconds,
+        "optimizer_seconds": stage.optimizer_seconds,
+    }
+
+
+def _blocks(number: int, plan: Plan, stage: StageTime, traces: Mapping[str, CallTrace]) -> Iterator[dict[str, Any]]:
+    calls = [plan.graph.calls[index] for index in stage.calls]
+    for block, count in Counter(call.block for call in calls).items():
+        first = next(call.prefix for call in calls if call.block == block)
+        row: dict[str, Any] = {"stage": number, "block": block, "first": first, "modules": count}
+        for kind, back in (("forward", False), ("backward", True)):
+            seconds = traces[block].seconds(backward=back, exposed=False)
+            row[f"{kind}_seconds"] = plan.candidate.micro_batches * count * seconds
+        yield row
+
+
+def _collectives(number: int, plan: Plan, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    """By kind and mesh axis, overlapped or exposed."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for cost in cost_breakdown(plan.graph, plan.candidate, cluster, plan.document.optimizer, number).collectives:
+        kinds = list(_kinds(cost))
+        for kind in kinds:
+            entry = found.setdefault((kind, cost.axis), [0.0, 0.0])
+            entry[0] += cost.times
+            entry[1] += cost.seconds / len(kinds)
+    for (kind, axis), (times, seconds) in found.items():
+        yield {"stage": number, "kind": kind, "axis": axis, "times": times, "seconds": seconds}
+
+
+def _kinds(cost: CollectiveCost) -> Iterator[str]:
+    """Of one call of it."""
+    kinds = [kind for kind, _, _ in cost.collectives] or list(cost.kinds)
+    if not kinds:
+        kinds = [cost.origin.name.partition(" ")[0]] if isinstance(cost.origin, StateCollective) else ["inside operations"]
+    yield from (kind.replace("_", "-") for kind in kinds)
+
+
+def _memory(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
+    """As the tensors show it: without the framework and the allocator."""
+    for number, each in enumerate(evaluation.stage_memory):
+        table = each.table
+        peak = each.peak_bytes - sum(table.get(kind, 0) for kind in _OUTSIDE)
+        kinds = {kind: table.get(kind, 0) for kind in ("parameters", "optimizer", "inputs")}
+        yield {"stage": number, "peak_bytes": peak, **kinds, "rest": peak - sum(kinds.values())}

@@ -1,0 +1,210 @@
+"""Divides the time of a training step: forward and backward of each block, waits for each kind of collective, optimizer, rest.
+
+The parts add up to the step. A block's backward begins when the gradient of its output is known, and ends where that of another
+begins; recomputation is part of it. Blocks that torch.compile compiled have their collectives inside.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from ..compat import at_end_of_backward, in_backward
+from ..module import BlockModule
+from .clock import Clock
+from .observe import Launched, Observer, observing
+
+Label = tuple[str, str]
+"""(``forward backward optimizer other``, block), or (``wait``, kind and axis)."""
+
+OTHER: Label = ("other", "")
+OPTIMIZER: Label = ("optimizer", "")
+
+
+class StepTimes:
+    """One step. `seconds`: of the clock, and of this thread's processor, by label. `sent`: how many collectives, their bytes, and
+    their seconds from the launch until the wait for them ended, by kind and axis. `calls`: forwards of each block."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Label, list[float]] = {}
+        self.sent: dict[tuple[str, str], list[float]] = {}
+        self.calls: dict[str, int] = {}
+        self.between_seconds = 0.0
+        self.examples = 0
+
+    def charge(self, label: Label, clock: float, processor: float) -> None:
+        """Adds to a label."""
+        entry = self.seconds.setdefault(label, [0.0, 0.0])
+        entry[0] += clock
+        entry[1] += processor
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(clock for clock, _ in self.seconds.values())
+
+
+class Meter(Observer):
+    """Measures steps while it is `installed`. `axes` names process groups. `owns` tells this model's optimizers; `ended` is
+    called after each step, `begun` before it with the arguments of the call."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        axes: Mapping[str, str],
+        owns: Callable[[Optimizer], bool],
+        begun: Callable[[Any], None],
+        ended: Callable[[StepTimes], None],
+    ) -> None:
+        self.clock, self.axes, self.owns, self.begun, self.ended = clock, axes, owns, begun, ended
+        self.step: StepTimes | None = None
+        self.stack: list[Label] = []
+        self.installed = ExitStack()
+        self.finished = False
+        """Measures no more; the hooks go with the next forward, since torch's optimizers are walking through theirs."""
+        self.between: StepTimes | None = None
+        self.flights: list[tuple[tuple[str, str], float]] = []
+
+    # -- hooks
+
+    def install(self, model: torch.nn.Module, blocks: Iterable[BlockModule]) -> None:
+        """Hooks into a model, its blocks, collectives and optimizers, until `remove`."""
+        self.installed = ExitStack()
+        keep = self.installed.callback
+        keep(model.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True).remove)
+        for block in blocks:
+            name = block_class(block)
+            keep(block.register_forward_pre_hook(partial(self._block_begins, name), prepend=True).remove)
+            keep(block.register_forward_hook(partial(self._block_ends, name), always_call=True).remove)
+        me = weakref.ref(self)
+        keep(register_optimizer_step_pre_hook(lambda o, *_: _told(me, o, True)).remove)
+        keep(register_optimizer_step_post_hook(lambda o, *_: _told(me, o, False)).remove)
+        self.installed.enter_context(observing(self))
+
+    def remove(self) -> None:
+        """Takes all hooks out."""
+        self.installed.close()
+        self.step, self.stack = None, []
+
+    def _forward_begins(self, model: Any, args: Any, kwargs: Any) -> None:
+        if self.finished:
+            self.remove()
+            return
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or in_backward():
+            return
+        if self.step is None:
+            self.step, self.stack = StepTimes(), [OTHER]
+            if self.between is not None:
+                self.clock.mark(partial(self._outside, self.step))
+            else:
+                self.clock.start()
+        self.begun((args, kwargs))
+
+    def _outside(self, step: StepTimes, clock: float, _: float) -> None:
+        step.between_seconds += clock
+
+    def optimizer(self, begins: bool) -> None:
+        """Before and after the step of this model's optimizer, which ends the step."""
+        if self.step is None:
+            return
+        if begins:
+            self._push(OPTIMIZER)
+            return
+        self._pop(OPTIMIZER)
+        self._mark(OTHER)
+        self.clock.settle()
+        done, self.step, self.stack, self.between = self.step, None, [], self.step
+        self.ended(done)
+
+    def _block_begins(self, name: str, *_: Any) -> None:
+        if self.step is not None:
+            self.step.calls[name] = self.step.calls.get(name, 0) + 1
+            self._push(("forward", name))
+
+    def _block_ends(self, name: str, module: Any, inputs: Any, result: Any) -> None:
+        if self.step is None:
+            return
+        self._pop(("forward", name))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each.requires_grad:
+                each.register_hook(partial(self._backward_begins, name))
+
+    def _backward_begins(self, name: str, _: torch.Tensor) -> None:
+        if self.step is None or not self.stack:
+            return
+        label = ("backward", name)
+        if self.stack[-1][0] == "backward":
+            self._mark(self.stack[-1])
+            self.stack[-1] = label
+            return
+        self._push(label)
+        at_end_of_backward(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        if self.stack and self.stack[-1][0] == "backward":
+            self._pop(self.stack[-1])
+
+    # -- collectives
+
+    def launched(self, collective: Launched) -> None:
+        if self.step is not None:
+            entry = self.step.sent.setdefault(self._key(collective), [0, 0, 0.0])
+            entry[0] += 1
+            entry[1] += collective.bytes
+
+    def waiting(self, collective: Launched | None, since: float) -> None:
+        if self.step is not None:
+            kind, axis = key = self._key(collective) if collective is not None else ("other", "all")
+            self._push(("wait", f"{kind} {axis}"))
+            self.flights.append((key, since))
+
+    def waited(self) -> None:
+        if self.step is None or not self.flights:
+            return
+        key, since = self.flights.pop()
+        if self.stack and self.stack[-1][0] == "wait":
+            self._pop(self.stack[-1])
+        if key in self.step.sent:
+            self.step.sent[key][2] += time.perf_counter() - since
+
+    def _key(self, collective: Launched) -> tuple[str, str]:
+        return collective.kind, self.axes.get(collective.group, "all")
+
+    # -- the clock
+
+    def _push(self, label: Label) -> None:
+        self._mark(self.stack[-1] if self.stack else OTHER)
+        self.stack.append(label)
+
+    def _pop(self, label: Label) -> None:
+        """Ends a label, and what an error left inside of it."""
+        if label not in self.stack:
+            return
+        while self.stack:
+            found = self.stack.pop()
+            self._mark(found)
+            if found == label:
+                return
+
+    def _mark(self, label: Label) -> None:
+        assert self.step is not None
+        self.clock.mark(partial(self.step.charge, label))
+
+
+def block_class(block: BlockModule) -> str:
+    """The name of the block's class, without what FSDP2 puts before it."""
+    kind = type(block)
+    return kind.__bases__[-1].__name__ if kind.__name__.startswith("FSDP") and len(kind.__bases__) > 1 else kind.__name__
+
+
+def _told(meter: Callable[[], Meter | None], optimizer: Optimizer, begins: bool) -> None:
+    found = meter()
+    if found is not None and found.owns(optimizer):
+        found.optimizer(begins)
