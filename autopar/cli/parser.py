@@ -47,6 +47,14 @@ def from_zero(text: str) -> int:
     return 0 if text == "0" else positive(text)
 
 
+def level_sizes(text: str) -> tuple[int, ...]:
+    """``8,64``: whole numbers that grow."""
+    sizes = tuple(positive(each) for each in text.split(","))
+    if list(sizes) != sorted(set(sizes)):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: write the smaller levels first, as 8,64")
+    return sizes
+
+
 def seconds(text: str) -> float:
     """Seconds above 0."""
     try:
@@ -182,6 +190,13 @@ def build_parser() -> argparse.ArgumentParser:
     calibrate = add("calibrate", "calibrate", "measure this machine's devices and links, in under a minute")
     calibrate.add_argument("-o", "--output", required=True, metavar="cluster.yaml", help="where to write the cluster")
     calibrate.add_argument("--processes", type=positive, metavar="N", help="ranks at once (default: the GPUs, else up to 4)")
+    calibrate.add_argument(
+        "--levels",
+        type=level_sizes,
+        default=(),
+        metavar="8,64",
+        help="under torchrun: devices that each level of links joins (default: a node)",
+    )
 
     add("models", "listing", "bundled models")
     add("clusters", "listing", "bundled clusters")

@@ -52,7 +52,7 @@ def fit_cluster(name: str, processes: int, run: CalibrationRun, day: str = "") -
         overlap=Overlap(contention=round(min(MAX_CONTENTION, run.contention), 3)),
         note=calibration_note(run, day),
     )
-    ratios = tuple(_predicted_seconds(link, processes, device.launch_seconds, each) / each.seconds for each in run.collectives)
+    ratios = tuple(predicted_seconds(link, processes, device.launch_seconds, each) / each.seconds for each in run.collectives)
     return Calibration(cluster, run, ratios)
 
 
@@ -137,7 +137,8 @@ def _host_memory(run: CalibrationRun) -> OffloadTarget | None:
     return OffloadTarget("host", float(run.facts["host_bytes"]), read_rate[0], write_rate[0], 1e-5)
 
 
-def _predicted_seconds(link: Link, size: int, launch_seconds: float, each: Timing) -> float:
+def predicted_seconds(link: Link, size: int, launch_seconds: float, each: Timing) -> float:
+    """Of a collective among `size` neighbours on one link."""
     return collective_seconds(each.name, each.work, AxisLink(size, (Level(link, size),), launch_seconds, ("ring",)))
 
 
@@ -161,9 +162,8 @@ def _fit_alpha_beta(link: Link, size: int, launch_seconds: float, run: Sequence[
     """(x, y) so that ``launch + x latency + y transfer`` is nearest to the measurements, in squares of relative errors; both are
     at least a thousandth of their share, since a measurement may say anything."""
     kind = run[0].name
-    cost = algorithm_cost(
-        kind, "direct" if kind == "all_to_all" else "ring", "", AxisLink(size, (Level(link, size),), 0.0, ("ring",))
-    )
+    algorithm = "direct" if kind in ("all_to_all", "point_to_point") else "ring"
+    cost = algorithm_cost(kind, algorithm, "", AxisLink(size, (Level(link, size),), 0.0, ("ring",)))
     a = [cost.latency_seconds / each.seconds for each in run]
     b = [cost.seconds_per_byte * each.work / each.seconds for each in run]
     t = [max(0.01, 1.0 - launch_seconds / each.seconds) for each in run]
@@ -184,7 +184,7 @@ def _fit_two_protocols(link: Link, size: int, launch_seconds: float, run: Sequen
 
     def error(trial: dict[str, float]) -> float:
         made = replace(link, **trial)  # type: ignore[arg-type]
-        return sum(abs(log(_predicted_seconds(made, size, launch_seconds, each) / each.seconds)) for each in run)
+        return sum(abs(log(predicted_seconds(made, size, launch_seconds, each) / each.seconds)) for each in run)
 
     best = error(numbers)
     for step in (2.0, 1.3, 1.1, 1.03, 1.01):

@@ -108,6 +108,16 @@ class CalibrationRun:
         return CalibrationRun(self.facts, pairs[0], pairs[1], *map(min, _quality(self), _quality(other)))
 
 
+@dataclass(frozen=True, slots=True)
+class LevelRuns:
+    """What was measured: for each level (how many devices it joins) the collectives among neighbours on it, and those of all
+    ranks together."""
+
+    levels: tuple[tuple[int, CalibrationRun], ...]
+    whole: CalibrationRun
+    nodes: int
+
+
 Progress = Callable[[str, float], object]
 """Called with what is measured, and which share is done."""
 
@@ -174,8 +184,9 @@ def _join(ranks: list[subprocess.Popen[str]], folder: Path, late: list[bool]) ->
         raise ClusterError(f"measuring {size} processes failed ({lines[-1]}): describe the machine in a .yaml file instead")
 
 
-def merge_ranks(each: list[dict[str, Any]]) -> CalibrationRun:
-    """Merges the rounds of all ranks: on shared cores by their mean, on devices of their own by the slowest."""
+def merge_ranks(each: list[dict[str, Any]], wire: bool = False) -> CalibrationRun:
+    """Merges the rounds of all ranks: on shared cores by their mean, on devices of their own by the slowest. Over a `wire`
+    between machines only the processor time of a collective is longer on a busy machine, and not what it waits for."""
     facts = each[0]["facts"]
     merge = _mean if facts["kind"] == "cpu" else max
     facts["memory_bytes"] = min(one["facts"]["memory_bytes"] for one in each)
@@ -192,7 +203,8 @@ def merge_ranks(each: list[dict[str, Any]]) -> CalibrationRun:
     for index, item in enumerate(each[0]["operations"]):
         operations.append(Timing(item["name"], item["work"], _counted(own["operations", index])))
     for index, item in enumerate(each[0]["collectives"]):
-        seconds = max(_counted(own["collectives", index]), _counted(clock["collectives", index]) / slowdown)
+        used, passed = _counted(own["collectives", index]), _counted(clock["collectives", index])
+        seconds = max(used, passed / slowdown, passed - (slowdown - 1) * used if wire else 0.0)
         collectives.append(Timing(item["name"], item["work"], seconds))
     spread = median(median(same) / _counted(same) for same in own.values()) - 1
     large = [each.work >= LARGE_BYTES for each in collectives]

@@ -8,22 +8,41 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+SMALL_SIZES, SIZES = (2**12, 2**22), (2**12, 2**18, 2**22, 2**24)
+"""Bytes of the whole tensor, of which a GPU takes eight times as many."""
 
-def collective_calls(device: torch.device, size: int, thorough: bool) -> Iterator[tuple[str, float, Callable[[], object]]]:
-    """(kind, bytes of the whole tensor, call) for each kind and message size."""
-    cuda = device.type == "cuda"
-    sizes = [2**12, 2**18, 2**22, 2**24] if thorough else [2**12, 2**22]
-    for full in sizes:
-        count = full * (8 if cuda else 1) // 4 // size**2 * size**2 or size**2
-        whole = torch.ones(count, device=device)
-        part = torch.ones(count // size, device=device)
-        other = torch.ones_like(part)
-        yield "all_reduce", 4.0 * count, partial(_reduce, whole)
-        yield "all_gather", 4.0 * count, partial(dist.all_gather_into_tensor, whole, part)
-        yield "reduce_scatter", 4.0 * count, partial(dist.reduce_scatter_tensor, part, whole)
-        yield "all_to_all", 4.0 * count, partial(dist.all_to_all_single, other, part)
+Collective = tuple[str, float, Callable[[], object]]
+"""Kind, bytes of the whole tensor (of a message: what is sent), and a call."""
 
 
-def _reduce(whole: torch.Tensor) -> object:
+def collective_calls(device: torch.device, size: int, thorough: bool) -> Iterator[Collective]:
+    """Each kind and message size over all ranks."""
+    for full in SIZES if thorough else SMALL_SIZES:
+        yield from calls_of_size(device, size, full)
+
+
+def calls_of_size(device: torch.device, size: int, full: int, group: dist.ProcessGroup | None = None) -> Iterator[Collective]:
+    """Each kind over the `size` ranks of `group`, of about `full` bytes."""
+    count = full * (8 if device.type == "cuda" else 1) // 4 // size**2 * size**2 or size**2
+    whole = torch.ones(count, device=device)
+    part = torch.ones(count // size, device=device)
+    other = torch.ones_like(part)
+    yield "all_reduce", 4.0 * count, partial(_reduce, whole, group)
+    yield "all_gather", 4.0 * count, partial(dist.all_gather_into_tensor, whole, part, group=group)
+    yield "reduce_scatter", 4.0 * count, partial(dist.reduce_scatter_tensor, part, whole, group=group)
+    yield "all_to_all", 4.0 * count, partial(dist.all_to_all_single, other, part, group=group)
+    yield "point_to_point", 4.0 * part.numel(), partial(_shift, part, other, group)
+
+
+def _reduce(whole: torch.Tensor, group: dist.ProcessGroup | None) -> object:
     """The average of ones stays one, however often."""
-    return dist.all_reduce(whole, op=dist.ReduceOp.MAX)
+    return dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
+
+
+def _shift(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Each rank sends to the next one while it receives from the one before, as a pipeline's ranks do."""
+    here, size = dist.get_rank(group), dist.get_world_size(group)
+    ends = (dist.isend, sent, (here + 1) % size), (dist.irecv, received, (here - 1) % size)
+    requests = [dist.P2POp(way, tensor, group=group, group_peer=peer) for way, tensor, peer in ends]
+    for work in dist.batch_isend_irecv(requests):
+        work.wait()

@@ -19,6 +19,9 @@ from autopar.cost_models.calibrate.measure import Effort, available_cores, machi
 from autopar.cost_models.calibrate.measure_collectives import collective_calls
 from autopar.cost_models.calibrate.measure_operations import operation_calls
 
+LONG_SECONDS = 0.1
+"""A call of at least so long fills a slice alone."""
+
 
 @dataclass(slots=True)
 class TimedCall:
@@ -31,6 +34,10 @@ class TimedCall:
     calls: int = 1
     clock: list[float] = field(default_factory=list)
     own: list[float] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is merged over ranks."""
+        return {"name": self.name, "work": self.work, "clock": self.clock, "own": self.own}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,8 @@ class RankBenchmark:
         _, own = self.slice(task)
         mean = torch.tensor([own], device=self.device)
         dist.all_reduce(mean)
-        return max(3, min(1000, int(self.effort.slice_seconds * dist.get_world_size() / float(mean))))
+        seconds = float(mean) / dist.get_world_size()
+        return max(1 if seconds > LONG_SECONDS else 3, min(1000, int(self.effort.slice_seconds / seconds)))
 
 
 def measure_as_rank(rank: int, job: str) -> None:
@@ -130,13 +138,15 @@ def _measure(bench: RankBenchmark, size: int) -> dict[str, Any]:
     if size > 1:
         sent = [TimedCall(*each) for each in collective_calls(bench.device, size, bench.effort.thorough)]
         bench.rounds("collectives", sent, (0.5, 1.0))
-    plain = [[{"name": t.name, "work": t.work, "clock": t.clock, "own": t.own} for t in tasks] for tasks in (made, sent)]
-    return {"facts": _facts(bench.device, size), "operations": plain[0], "collectives": plain[1]}
+    plain = [[task.to_dict() for task in tasks] for tasks in (made, sent)]
+    return {"facts": device_facts(bench.device, size), "operations": plain[0], "collectives": plain[1]}
 
 
-def _facts(device: torch.device, size: int) -> dict[str, Any]:
-    """Name, memory and the driver's properties of the device. `base_bytes`: used besides tensors, by context and
-    communicators."""
+def device_facts(device: torch.device, size: int) -> dict[str, Any]:
+    """Name, memory and the driver's properties of the device, of `size` on this machine.
+
+    `base_bytes`: used besides tensors, by context and communicators.
+    """
     if device.type == "cpu":
         name = platform.processor() or platform.machine() or "CPU"
         return {"kind": "cpu", "name": f"{name} process", "memory_bytes": machine_memory_bytes() // size, "base_bytes": 2**29}

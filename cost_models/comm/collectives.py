@@ -88,33 +88,36 @@ def algorithm_cost(kind: str, algorithm: str, protocol: str, link: AxisLink) -> 
     latency = found.value({**values, "N": 0.0})
     waits = ("launch", "s", *(f"a{index}" for index in range(1, len(link.levels) + 1)))
     moved = found.value({**values, **dict.fromkeys(waits, 0.0), "N": _REFERENCE_BYTES})
-    latency_factor, transfer_factor = measured_factors(kind, link)
-    latency = link.launch_seconds + latency_factor * (latency - link.launch_seconds)
-    return AlphaBetaCost(algorithm, protocol, latency, transfer_factor * moved / _REFERENCE_BYTES)
+    return AlphaBetaCost(algorithm, protocol, latency, moved / _REFERENCE_BYTES)
 
 
-def measured_factors(kind: str, link: AxisLink) -> tuple[float, float]:
-    """How many times longer than its formula the library takes, in latency and in transfer; 1 where nothing was measured."""
-    known = [(latency, transfer) for level in link.levels for name, latency, transfer in level.link.factors if name == kind]
-    return max((pair[0] for pair in known), default=1.0), max((pair[1] for pair in known), default=1.0)
+def measured_factors(kind: str, link: Link) -> tuple[float, float]:
+    """How many times longer than its formula the library takes on this level, in latency and in transfer; 1 where nothing was
+    measured."""
+    return next(((latency, transfer) for name, latency, transfer in link.factors if name == kind), (1.0, 1.0))
 
 
 def formula_values(kind: str, algorithm: str, protocol: str, link: AxisLink) -> dict[str, float]:
-    """Values for the formula ``kind.algorithm.levels`` but for the bytes `N`."""
+    """Values for the formula ``kind.algorithm.levels`` but for the bytes `N`. Steps and bandwidths of a level are those that its
+    factors say (a slow inner level does not make the network slower)."""
     levels = link.levels[-1:] if kind == "point_to_point" else link.levels
     nodes = prod(level.width for level in levels[1:]) if len(levels) > 1 else levels[0].width
     values = {"launch": link.launch_seconds, "c": 1.0 if nodes == 2 else 2.0}
     inside = 1
     for index, level in enumerate(levels, 1):
         values[f"w{index}"] = level.width
-        values[f"a{index}"], values[f"b{index}"] = _step(level.link, protocol)
+        step_seconds, rate = _step(level.link, protocol)
+        latency_factor, transfer_factor = measured_factors(kind, level.link)
+        values[f"a{index}"], values[f"b{index}"] = step_seconds * latency_factor, rate / transfer_factor
         values[f"d{index}"] = level.width - 1 if index == 1 < len(levels) else ceil(log2(level.width))
         values[f"h{index}"] = _all_to_all_share(level, inside, link.size)
         inside *= level.width
     if kind == "point_to_point" and level.peer_bandwidth_bytes_per_second:
         values["b1"] *= level.peer_bandwidth_bytes_per_second / level.link.bandwidth_bytes_per_second
     first = levels[0].link
-    values["s"], values["bs"] = first.switch_seconds, first.switch_bandwidth_bytes_per_second or first.bandwidth_bytes_per_second
+    latency_factor, transfer_factor = measured_factors(kind, first)
+    values["s"] = first.switch_seconds * latency_factor
+    values["bs"] = (first.switch_bandwidth_bytes_per_second or first.bandwidth_bytes_per_second) / transfer_factor
     return values
 
 
@@ -148,9 +151,12 @@ def explain_collective(kind: str, full_bytes: float, link: AxisLink) -> str:
         return f"{kind}: one member, nothing to send"
     found = formula(f"{kind}.{fastest.algorithm}.{1 if kind == 'point_to_point' else len(link.levels)}")
     values: Mapping[str, float] = {**formula_values(kind, fastest.algorithm, fastest.protocol, link), "N": full_bytes}
-    latency_factor, transfer_factor = measured_factors(kind, link)
-    more = ""
-    if (latency_factor, transfer_factor) != (1.0, 1.0):
-        measured = f"{latency_factor:.3g} x the latency and {transfer_factor:.3g} x the transfer as measured"
-        more = f"\n  with {measured} = {fastest.seconds:.6g} seconds"
+    levels = link.levels[-1:] if kind == "point_to_point" else link.levels
+    said = [
+        f"{level.link.name} {latency:.3g} x the latency and {transfer:.3g} x the transfer"
+        for level in levels
+        for latency, transfer in (measured_factors(kind, level.link),)
+        if (latency, transfer) != (1.0, 1.0)
+    ]
+    more = f"\n  with {', '.join(said)} as measured" if said else ""
     return found.explain({name: values[name] for name in found.names}) + more

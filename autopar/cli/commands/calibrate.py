@@ -1,8 +1,11 @@
-"""``autopar calibrate``: measures this machine and writes a cluster file that ``--cluster`` reads."""
+"""``autopar calibrate``: measures this machine and writes a cluster file that ``--cluster`` reads. Under torchrun, on any number
+of nodes, each rank that it has started measures, and rank 0 writes."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,31 +22,84 @@ from autopar.files import check_target, write_whole
 
 if TYPE_CHECKING:
     from autopar.cost_models.calibrate.fit import Calibration
+    from autopar.cost_models.calibrate.joined_ranks import JoinedRank
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Measures, writes the file, shows what was found."""
-    import yaml
-
-    from autopar.cost_models.calibrate.fit import calibration_document, is_reliable
     from autopar.cost_models.calibrate.local_cluster import measure_local
-    from autopar.cost_models.calibrate.measure import machine_name, thorough_effort
+    from autopar.cost_models.calibrate.measure import thorough_effort
 
     path = Path(arguments.output)
     if path.suffix not in (".yaml", ".yml"):
         raise ClusterError(f"{path} would not be read as a cluster: give it a name that ends in .yaml")
+    here = _launched()
+    if here is not None:
+        if arguments.processes:
+            raise ClusterError("--processes is for one machine: under torchrun --nproc-per-node says how many ranks a node has")
+        return _joined(here, path, arguments.levels, console)
+    if arguments.levels:
+        raise ClusterError("--levels needs ranks on several nodes: torchrun --nnodes N ... -m autopar calibrate")
     check_target(path)
     processes = arguments.processes or devices()
     start = time.monotonic()
     console.progress(f"measuring {processes} process{'es' if processes > 1 else ''} of this machine, under a minute")
     with _bar(console) as progress:
         found = measure_local(processes, thorough_effort(), progress)
-    source = {"measured": f"{machine_name()}, {date.today().isoformat()}, {time.monotonic() - start:.0f} s"}
+    _write(found, path, time.monotonic() - start, console)
+    return 0
+
+
+def _write(found: Calibration, path: Path, elapsed: float, console: Console) -> None:
+    import yaml
+
+    from autopar.cost_models.calibrate.fit import calibration_document, is_reliable
+    from autopar.cost_models.calibrate.measure import machine_name
+
+    source = {"measured": f"{machine_name()}, {date.today().isoformat()}, {elapsed:.0f} s"}
     write_whole(path, yaml.safe_dump(calibration_document(found, source), sort_keys=False, width=128))
     if not is_reliable(found.run):
         console.progress(f"{found.cluster.note} (things took {found.run.slowdown:.1f} times as long as their own processor time)")
     _show(found, path, console)
-    return 0
+
+
+def _launched() -> JoinedRank | None:
+    """What torchrun says of this process, where it started several; ClusterError where its numbers are none."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    told = [os.environ.get(name, "") for name in names]
+    if not told[0] or not told[1]:
+        return None
+    from autopar.cost_models.calibrate.joined_ranks import JoinedRank
+
+    try:
+        here = JoinedRank(*map(int, told))
+    except ValueError:
+        said = ", ".join(f"{name}={value!r}" for name, value in zip(names, told, strict=True))
+        raise ClusterError(
+            f"calibrate under a launcher needs RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; found {said}"
+        ) from None
+    return here if here.size > 1 else None
+
+
+def _joined(here: JoinedRank, path: Path, levels: tuple[int, ...], console: Console) -> int:
+    """Measures as one of the ranks; rank 0 writes."""
+    from autopar.cost_models.calibrate.fit_levels import fit_levels
+    from autopar.cost_models.calibrate.joined_ranks import check_levels, measure_joined
+    from autopar.cost_models.calibrate.measure import thorough_effort
+
+    wanted = check_levels(levels or (here.local_size,), here.size)
+    start = time.monotonic()
+    if here.rank == 0:
+        check_target(path)
+        console.progress(f"measuring {here.size} ranks on {here.size // here.local_size} nodes, for a minute or two")
+    with _bar(console) as progress:
+        found = measure_joined(here, wanted, thorough_effort(), progress)
+    if found is not None:
+        _write(fit_levels(found, date.today().isoformat()), path, time.monotonic() - start, console)
+    # A thread of gloo that lets go of its last tensors while the interpreter ends aborts now and then.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def devices() -> int:

@@ -1,0 +1,57 @@
+"""Fits a cluster of several levels of links to what `joined_ranks` measured: each level by the collectives among neighbours on
+it. Those of all ranks together are predicted from the levels, not fitted: their errors say how far the levels explain them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.cost_models.calibrate.fit import (
+    MAX_CONTENTION,
+    Calibration,
+    calibration_note,
+    fit_device,
+    fit_link,
+    predicted_seconds,
+)
+from autopar.cost_models.calibrate.measure import LevelRuns, Timing
+from autopar.cost_models.comm.collectives import collective_seconds
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.device_specs import Link
+from autopar.cost_models.hardware.mesh_links import links_of_axis
+from autopar.cost_models.hardware.overlap import Overlap
+from autopar.ir.mesh import Axis, Mesh
+
+
+def fit_levels(found: LevelRuns, day: str = "") -> Calibration:
+    """The cluster whose links `found` measured on that day. The ratios are of each level's collectives, then of all ranks'
+    together; the run has them all, named by their level."""
+    whole, size = found.whole, found.levels[-1][0]
+    device = fit_device(whole)
+    on_gpu = device.kind == "cuda"
+    links: list[Link] = []
+    timings: list[Timing] = []
+    ratios: list[float] = []
+    inside = 1
+    for devices, run in found.levels:
+        width = devices // inside
+        name = ("nvlink" if on_gpu else "loopback") if devices <= size // found.nodes else f"network{devices}"
+        link = fit_link(Link(name, devices, 1e9, 1e-6), width, device.launch_seconds, run.collectives, on_gpu)
+        links.append(link)
+        timings += [replace(each, name=f"{each.name} over {name}") for each in run.collectives]
+        ratios += [predicted_seconds(link, width, device.launch_seconds, each) / each.seconds for each in run.collectives]
+        inside = devices
+    cluster = Cluster(
+        f"measured:{found.nodes}x{size // found.nodes}",
+        device,
+        tuple(links),
+        size,
+        algorithms=("ring", "tree", "switch") if on_gpu else ("ring",),
+        overlap=Overlap(contention=round(min(MAX_CONTENTION, whole.contention), 3)),
+        note=calibration_note(whole, day),
+    )
+    if len(links) > 1:
+        axis = links_of_axis(cluster, Mesh((Axis("dp", size),)), 0)
+        together = [each for each in whole.collectives if each.name != "point_to_point"]
+        timings += [replace(each, name=f"{each.name} over all") for each in together]
+        ratios += [collective_seconds(each.name, each.work, axis) / each.seconds for each in together]
+    return Calibration(cluster, replace(whole, collectives=tuple(timings)), tuple(ratios))
