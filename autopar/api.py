@@ -13,8 +13,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autopar.capture import capture
+from autopar.capture import capture, current_autocast
 from autopar.capture.modes import CapturedModes
 from autopar.capture.normalize.batch_norm import LOCAL
 from autopar.capture.returned import parse_asked, within
@@ -32,6 +33,7 @@ from autopar.ops.opaque import whole_modules
 from autopar.planning import (
     ExampleInputs,
     cache_folder,
+    compute_dtype_of,
     make_plan,
     plan,
     plan_folder,
@@ -65,7 +67,7 @@ def parallelize(
     example_inputs: ExampleInputs | None = None,
     *,
     plan: Plan | str | Path | None = None,
-    precision: str | Precision | None = None,
+    precision: str | Precision | MixedPrecisionPolicy | None = None,
     force: str | Mapping[str, int] = "",
     optimizer: str = "adamw",
     strict: bool = False,
@@ -89,10 +91,11 @@ def parallelize(
     Run it under ``torchrun`` with one process per device; rank 0 plans and tells the others. A `cluster` without a number
     (``"local"``, ``"dgx-h100"``) has as many devices as processes were launched. `example_inputs` are the forward's
     keyword arguments (a dict) or arguments (a tuple); without them the first call is the example, and `parameters()` before it
-    is a `StateError`. `plan` (a `Plan` or the path of a plan.json) skips the search. `precision` is ``"float32"``, ``"bf16"``
-    (bf16 compute over float32 master shards) or a `Precision`; by default the model's own dtype. `force` fixes degrees
-    (``"tp=4,zero=3"``). `state` gives full tensors by name for a model on the meta device, or is a folder of safetensors files
-    in Hugging Face's layout, of which each rank reads its own part. `cache` takes the plan of an equal
+    is a `StateError`. `plan` (a `Plan` or the path of a plan.json) skips the search. `precision` is ``"float32"``,
+    ``"bf16"`` or ``"fp16"`` (compute over float32 master shards), a `Precision`, or FSDP2's `MixedPrecisionPolicy`; by default the
+    model's own dtype, or dtypes. `force` fixes degrees (``"tp=4,zero=3"``). `state` gives full tensors by name for a model on the
+    meta device, or is a folder of safetensors files in Hugging Face's layout, of which each rank reads its own part. `cache`
+    takes the plan of an equal
     model, cluster and options from ``~/.cache/autopar/plans``, and keeps a new one there. `outputs` are fields of the model's
     result (``("logits", "hidden_states.1")``) that are wanted beside the loss: full tensors without gradients, or as
     ``"logits:gradient"`` and ``"logits:dtensor"`` say; fields that nobody asked for are None, and the plan lists them.
@@ -253,11 +256,12 @@ def _variant_maker(
     args, kwargs = split_inputs(example_inputs)
     has_loss = agreed.graph.interface is None or agreed.graph.interface.has_loss
     options: dict[str, Any] = dict(
-        compute_dtype=agreed.candidate.precision.compute,
+        compute_dtype=compute_dtype_of(agreed.candidate.precision, model),
         outputs=tuple(output.asked for output in agreed.graph.outputs) if has_loss else (),
         batch_norm="local" if LOCAL in agreed.graph.notes else "global",
         loss_fn=loss_fn,
         batch_dim=_batch_dims(agreed),
+        autocast=current_autocast(model),
     )
     skeleton = copy_without_data(model, None)
     modes = CapturedModes(skeleton, args, kwargs, options, agreed.graph)
@@ -314,8 +318,8 @@ def check_plan(
             raise PlanMismatch(f"the plan returns no {path} beside the loss{how}: plan again with outputs={tuple(outputs)}")
     statistics = "local" if LOCAL in given.graph.notes else "global"
     graph = capture(
-        model, args, kwargs, compute_dtype=given.candidate.precision.compute, batch_norm=statistics, loss_fn=loss_fn,
-        outputs=tuple(output.asked for output in planned.values()), batch_dim=_batch_dims(given),
+        model, args, kwargs, compute_dtype=compute_dtype_of(given.candidate.precision, model), batch_norm=statistics,
+        loss_fn=loss_fn, outputs=tuple(output.asked for output in planned.values()), batch_dim=_batch_dims(given),
     )  # fmt: skip
     if graph.fingerprint != given.graph.fingerprint:
         raise PlanMismatch(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.capture import capture
 from autopar.capture.tracing.trace import LossFunction
@@ -39,7 +40,8 @@ from autopar.validate.recipes.by_hand import seeds_of, with_expert_prices, with_
 ExampleInputs = Mapping[str, Any] | tuple[Any, ...]
 Progress = Callable[[str], None]
 
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
+_FLOAT8 = ("fp8", "float8", "mxfp8", "float8_e4m3fn", "float8_e5m2")
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
 
 
 def make_plan(
@@ -47,7 +49,7 @@ def make_plan(
     cluster: str | Cluster,
     example_inputs: ExampleInputs,
     *,
-    precision: str | Precision | None = None,
+    precision: str | Precision | MixedPrecisionPolicy | None = None,
     force: str | Mapping[str, int | str] = "",
     optimizer: str = "adamw",
     strict: bool = False,
@@ -86,7 +88,7 @@ def make_plan(
     args, kwargs = split_inputs(example_inputs)
     if graph is None:
         options_of_capture: dict[str, Any] = dict(outputs=outputs, batch_norm=batch_norm, loss_fn=loss_fn, batch_dim=batch_dim)
-        graph = capture(model, args, kwargs, compute_dtype=chosen.compute, **options_of_capture)
+        graph = capture(model, args, kwargs, compute_dtype=compute_dtype_of(chosen, model), **options_of_capture)
     if batch not in (None, graph.batch) and not graph.batch_is_symbolic:
         raise BatchError(f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {batch}")
     rules = registry()
@@ -200,10 +202,12 @@ def _check_texts(**texts: str) -> None:
             raise AutoparError(f"{what} {str(text)[:40]!r} is no text that a plan can hold: write printable characters")
 
 
-def precision_of(precision: str | Precision | None, model: nn.Module) -> Precision:
+def precision_of(precision: str | Precision | MixedPrecisionPolicy | None, model: nn.Module) -> Precision:
     """What was asked for; by default the dtype that most of the model's parameters have."""
     if isinstance(precision, Precision):
         return precision
+    if isinstance(precision, MixedPrecisionPolicy):
+        return _precision_of_policy(precision, model)
     if precision is None:
         counts: dict[torch.dtype, int] = {}
         for parameter in model.parameters():
@@ -211,9 +215,34 @@ def precision_of(precision: str | Precision | None, model: nn.Module) -> Precisi
         own = str(max(counts, key=lambda dtype: counts[dtype], default=torch.float32)).removeprefix("torch.")
         return Precision(own, own)
     name = _DTYPES.get(precision, precision)
-    if name not in ("float32", "bfloat16", "float64"):
-        raise AutoparError(f"dtype {precision!r} is not known: write float32, bf16 or float64")
-    return Precision(name, "float32" if name == "bfloat16" else name)
+    if name in _FLOAT8:
+        raise AutoparError(
+            f'precision {precision!r} needs the float8 linear layers of torchao, which autopar does not run: take "bf16"'
+        )
+    if name not in ("float32", "bfloat16", "float16", "float64"):
+        raise AutoparError(f"dtype {precision!r} is not known: write float32, bf16, fp16 or float64")
+    return Precision(name, "float32" if name in ("bfloat16", "float16") else name)
+
+
+def _precision_of_policy(policy: MixedPrecisionPolicy, model: nn.Module) -> Precision:
+    """That of FSDP2's policy. AutoparError where it asks for what a program does not do."""
+    own = precision_of(None, model).master
+    compute, reduce = (str(each).removeprefix("torch.") if each else "" for each in (policy.param_dtype, policy.reduce_dtype))
+    if (reduce or compute or own) != own:
+        raise AutoparError(
+            f"MixedPrecisionPolicy(reduce_dtype={policy.reduce_dtype}): gradients are reduced in the dtype of the parameters: "
+            f"write reduce_dtype=torch.{own}"
+        )
+    if policy.output_dtype is not None:
+        raise AutoparError(f"MixedPrecisionPolicy(output_dtype={policy.output_dtype}) is not known: cast what the model returns")
+    return Precision(compute or own, own)
+
+
+def compute_dtype_of(precision: Precision, model: nn.Module) -> str | None:
+    """The dtype in which parameters and inputs enter the forward; None where a model of several dtypes keeps its own."""
+    own = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    kept = len(own) > 1 and precision == precision_of(None, model)
+    return None if kept else precision.compute
 
 
 def _unruled(graph: Graph, registry: Registry, strict: bool) -> tuple[str, ...]:

@@ -12,10 +12,12 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.lengths import LOSS_OUTSIDE, CaptureOptions, Export
+from autopar.capture.tracing.fake_copy import device_of
 from autopar.capture.tracing.trace import LossFunction
 from autopar.ir.graph import Graph
+from autopar.runtime.device.autocast import autocast_of
 
-__all__ = ["LOSS_OUTSIDE", "capture"]
+__all__ = ["LOSS_OUTSIDE", "capture", "current_autocast"]
 
 
 def capture(
@@ -31,6 +33,7 @@ def capture(
     loss_fn: LossFunction | None = None,
     usual_kind: str = "",
     batch_dim: int | Mapping[str, int] | tuple[tuple[str, int], ...] | None = None,
+    autocast: str | None = None,
 ) -> Graph:
     """The graph of the forward of `model` up to its loss. The model is not changed and may be on the meta device.
 
@@ -44,10 +47,19 @@ def capture(
     of each data rank's own examples, as in DDP. ``dropout=False`` leaves dropout out, as a program in evaluation does.
 
     `batch_dim` is where inputs have the batch, if not at dimension 0: all of them, or by argument (``{"src": 1}``). Where nobody
-    says it, it is read from the sizes, and the plan notes it.
+    says it, it is read from the sizes, and the plan notes it. `autocast` is the dtype of the ``torch.autocast`` under which the
+    forward runs, empty for none; by default the active one.
 
     CaptureError, one line, with the user's file and line.
     """
     dims = tuple(batch_dim.items()) if isinstance(batch_dim, Mapping) else batch_dim
-    options = CaptureOptions(compute_dtype, allowed_functions, tuple(outputs), batch_norm, dropout, loss_fn, usual_kind, dims)
+    cast = current_autocast(model) if autocast is None else autocast
+    options = CaptureOptions(
+        compute_dtype, allowed_functions, tuple(outputs), batch_norm, dropout, loss_fn, usual_kind, dims, cast
+    )  # fmt: skip
     return Export(model, args, kwargs or {}, options).graph
+
+
+def current_autocast(model: nn.Module) -> str:
+    """The dtype of the ``torch.autocast`` that is active where the model runs, or an empty string."""
+    return autocast_of(device_of(model).type)

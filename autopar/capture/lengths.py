@@ -40,6 +40,7 @@ class CaptureOptions:
     loss_fn: LossFunction | None = None
     usual_kind: str = ""
     batch_dim: BatchDim = None
+    autocast: str = ""
 
 
 class Export:
@@ -59,7 +60,7 @@ class Export:
         if options.batch_norm not in ("global", "local"):
             raise CaptureError(f"batch_norm={options.batch_norm!r} is not known: write global or local")
         self.model, self.options = model, options
-        results = Results(options.outputs, options.usual_kind, options.loss_fn, options.batch_dim)
+        results = Results(options.outputs, options.usual_kind, options.loss_fn, options.batch_dim, options.autocast)
         given = (model, args, kwargs, options.compute_dtype, options.allowed_functions)
         try:
             self._take(trace(*given, results=results, open_dims=open_dims), open_dims or {})

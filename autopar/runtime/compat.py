@@ -248,9 +248,21 @@ def profiling() -> bool:
     return bool(torch._C._autograd._profiler_enabled())
 
 
-def unscale_and_check() -> Any:
-    """What `torch.amp.GradScaler` calls with (gradients, found_inf, inverse scale). Seen on 2.13.0."""
-    return torch._amp_foreach_non_finite_check_and_unscale_
+def after_unscaling(agree: Callable[[torch.optim.Optimizer, dict[torch.device, torch.Tensor], torch.Tensor], None]) -> None:
+    """`agree` is called whenever a `torch.amp.GradScaler` has looked at the gradients of an optimizer, with what it found by
+    device (in place) and a 0. Seen on 2.13.0: `unscale_`, and `step` without it, also of fused optimizers, go through this method."""
+    original = torch.amp.GradScaler._unscale_grads_
+    if getattr(original, "autopar", False):
+        return
+
+    def unscale(self: Any, optimizer: Any, inverse: torch.Tensor, zero: torch.Tensor, *options: Any) -> Any:
+        none = zero.clone()
+        found = original(self, optimizer, inverse, zero, *options)
+        agree(optimizer, found, none)
+        return found
+
+    unscale.autopar = True  # type: ignore[attr-defined]
+    torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[assignment, method-assign]
 
 
 def own_store() -> Any:

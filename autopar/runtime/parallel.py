@@ -17,6 +17,7 @@ from .comm.heartbeat import Heartbeat, start_heartbeat
 from .comm.peer_watch import PATIENCE_SECONDS
 from .compat import further_operations, in_backward, save_strided_shards, whole_items
 from .copies import copied
+from .device.autocast import autocast_of, under_autocast
 from .device.mesh import MeshHandle
 from .errors import BatchProblem, RuntimeProblem
 from .generate import generate
@@ -33,6 +34,7 @@ from .state.fsdp import reshard_all
 from .state.lend import lend_state
 from .state.materialize import State, materialize
 from .state.optimizer_state import refuse_full_states
+from .state.overflow import agree_on_overflow
 from .state.plain_model import Container, PlainModel, check_parameters
 from .state.weight_source import WeightSource
 from .step.inputs import NamedBatch, bind_arguments, bind_named_batch, local_inputs
@@ -102,6 +104,7 @@ class Parallel(ShardedModule):
         whole_items()
         further_operations()
         explain_penalties()
+        agree_on_overflow()
         # FSDP2 warns of in-place writes into views that a block returns; generated code never writes in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         # The generated modules are not registered as children: their parameters are not the canonical ones.
@@ -223,6 +226,20 @@ class Parallel(ShardedModule):
         if torch.is_inference_mode_enabled():  # what is made in it (programs, gathered weights) could never train
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **batch)
+        device, cast = self.program.mesh.device.type, autocast_of(self.program.mesh.device.type)
+        if cast:  # the casts are part of the program
+            if self.variants is None:
+                raise RuntimeProblem(
+                    "this program was exported, with the casts that it was captured with: call it outside of torch.autocast"
+                )
+            with under_autocast(device, ""):
+                return self._call(args, batch, cast)
+        return self._call(args, batch)
+
+    def _call(self, args: tuple[Any, ...], batch: dict[str, Any], autocast: str = "") -> Any:
+        """The result of a call under that ``torch.autocast``."""
+        if self.variants is not None:
+            self.variants.autocast = autocast
         with self._refused_together():
             more = self.variants is not None and not isinstance(self.pipeline_step, PipeDreamStep)
             check_parameters(self.state.parameters, lambda name: more or self.state.specs[name].trainable)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from .comm.agreement import Stated, require_agreement
 from .compat import apply
+from .device.autocast import autocast_of
 from .device.mesh import MeshHandle
 from .module import Program
 from .pipeline.pipeline_step import PipelineStep
@@ -35,7 +36,8 @@ LOGGER = logging.getLogger("autopar")
 class CallKey(NamedTuple):
     """What selects a variant. `modes`: training or evaluation, of each module. `leaves`: each argument by its path, in words that
     leave the batch size out. `division`: how the batch divides over data ranks and micro-batches. `outputs`: what is asked for
-    beside the loss in this call. `unfrozen`: parameters that were frozen when the plan was made, and get gradients now."""
+    beside the loss in this call. `unfrozen`: parameters that were frozen when the plan was made, and get gradients now.
+    `autocast`: the dtype of a ``torch.autocast`` around the call."""
 
     modes: tuple[bool, ...]
     leaves: tuple[tuple[str, str], ...]
@@ -43,6 +45,7 @@ class CallKey(NamedTuple):
     gradients: bool
     outputs: tuple[str, ...] = ()
     unfrozen: tuple[str, ...] = ()
+    autocast: str = ""
 
 
 class KeyedCall(NamedTuple):
@@ -58,7 +61,8 @@ class KeyedCall(NamedTuple):
         """For messages."""
         inputs = ", ".join(f"{path} {text}" for path, text in self.key.leaves)
         trained = f", with gradients of {self.key.unfrozen[0]} ..." if self.key.unfrozen else ""
-        return f"{inputs}, batch {self.batch}{'' if all(self.key.modes) else ', in evaluation'}{trained}"
+        cast = f", under torch.autocast({self.key.autocast})" if self.key.autocast else ""
+        return f"{inputs}, batch {self.batch}{'' if all(self.key.modes) else ', in evaluation'}{trained}{cast}"
 
 
 class MadeVariant(NamedTuple):
@@ -145,6 +149,7 @@ class Variants:
         self.uneven: dict[CallKey, MadeVariant] = {}  # a program for each number of examples, of one class
         self.control: dist.ProcessGroup | None = None
         self.outputs: tuple[str, ...] = ()
+        self.autocast = ""
         self.unfrozen = UnfrozenParameters(first.state)
 
     def call(self, modes: tuple[bool, ...], args: tuple[Any, ...], keywords: Mapping[str, Any], times: int = 1) -> KeyedCall:
@@ -168,13 +173,15 @@ class Variants:
             division = "micro-batches"
         elif batch % ranks:
             division = "uneven" if batch > ranks and self.first.step is None else "whole"
-        key = CallKey(modes, words, division, self.first.step is not None and torch.is_grad_enabled(), self.outputs)
+        gradients = self.first.step is not None and torch.is_grad_enabled()
+        key = CallKey(modes, words, division, gradients, self.outputs, autocast=self.autocast)
         return KeyedCall(given, key, batch, times)
 
     def learn_first(
         self, args: tuple[Any, ...], keywords: Mapping[str, Any], modes: tuple[bool, ...], fixed_batch: int = 0
     ) -> None:
-        """The example inputs, which select the first program whether gradients are wanted or not."""
+        """The example inputs, which select the first program whether gradients are wanted or not. Under the active autocast."""
+        self.autocast = autocast_of(self.first.program.mesh.device.type)
         self.first.fixed_batch = fixed_batch
         key = self.call(modes, args, keywords).key._replace(division="micro-batches")
         for gradients in (False, True):

@@ -111,6 +111,7 @@ class VariantMaker:
         options["outputs"] = tuple(dict.fromkeys((*options["outputs"], *call.key.outputs)))
         if TARGET not in arguments:
             options["loss_fn"] = None
+        options["autocast"] = call.key.autocast
         outside = self.plan.candidate.pipeline.stages > 1 and not call.key.gradients
         chosen = CaptureOptions(**options, usual_kind="full" if outside else "")
         return self.exports.graph(self.model, call.key.modes, arguments, chosen)

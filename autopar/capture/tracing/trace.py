@@ -31,6 +31,7 @@ from autopar.capture.tracing.outline import outline
 from autopar.errors import CaptureError, OperatorError
 from autopar.ir.interface import Form, Interface
 from autopar.ops.opaque import opaque_modules
+from autopar.runtime.device.autocast import under_autocast
 
 NO_GRAD_MARK = "autopar_no_grad"
 
@@ -66,12 +67,14 @@ LossFunction = Callable[[Any, Any], Any]
 @dataclass(frozen=True, slots=True)
 class Results:
     """What is wanted of the model: requested outputs (`asked`), how they come back where that is not said (`usual_kind`), and a
-    loss of its result and a target. `batch_dim`: see `bind.batch_dims_of`."""
+    loss of its result and a target. `batch_dim`: see `bind.batch_dims_of`. `autocast`: the dtype of a ``torch.autocast`` around
+    it all."""
 
     asked: tuple[str, ...] = ()
     usual_kind: str = ""
     loss_fn: LossFunction | None = None
     batch_dim: BatchDim = None
+    autocast: str = ""
 
 
 class LossOnly(nn.Module):
@@ -165,6 +168,7 @@ def trace(
                 stack.enter_context(experts_as_operator(clone.module))
                 if short and not stack.enter_context(outline(clone.module)):
                     continue
+                stack.enter_context(under_autocast(device_of(model).type, results.autocast))
                 program = export_copy(clone, tensors, batch, symbolic, open_dims or {}, device_of(model))
             form, paths, left_out = told[-1]
             interface = replace(bound.interface, returns=form, left_out=left_out)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..comm.heartbeat import Heartbeat, watched
-from ..compat import over_local, unscale_and_check, whole
+from ..compat import over_local, whole
 from ..device.mesh import MeshHandle
 from ..errors import RuntimeProblem
 
@@ -69,8 +69,6 @@ class Gradient(DTensor):
             return result
         if me.stage is not None and word in _JOINS:
             raise _combined(word)
-        if func is unscale_and_check():
-            _agree_on_infinity(me, args[1])
         if isinstance(result, (list, tuple)):
             return type(result)(_whole(each, me) for each in result) if type(result) in (list, tuple) else result
         if word in _VIEWS and isinstance(result, DTensor):
@@ -158,18 +156,6 @@ def _whole(result: Any, me: Gradient) -> Any:
         return result
     number = result.to_local()
     return number if me.stage is None else _norms(number, me.stage, (me.parameter_name,))
-
-
-def _agree_on_infinity(one: Gradient, found: torch.Tensor) -> None:
-    """Gradients that are not finite on one rank count on all (`torch.amp.GradScaler`): DTensor looks at the placements of the
-    first gradient only, on 2.13.0."""
-    stage, mesh = one.stage, one.device_mesh
-    groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-    if stage is not None:
-        groups.append(stage.mesh.group(stage.mesh.pp.name))
-    with watched(stage.heartbeat if stage is not None else None, "GradScaler.unscale_"):
-        for group in groups:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group)
 
 
 def _norms(values: torch.Tensor, stage: StageGradients, names: tuple[str, ...]) -> StageNorms:
