@@ -83,7 +83,8 @@ def batch_size_source(inputs: Iterable[tuple[str, Shape]]) -> str | None:
     """The expression of ``B`` from the shape of an input: ``x.shape[0]``, ``x.shape[0] // 16`` or, where no input has a multiple
     of it, ``(x.shape[0] - 3) // 2``; None where no shape tells."""
     symbol = sympy.Symbol(dims.BATCH, integer=True, positive=True)
-    sizes = [(name, index, dims.as_sympy(dim)) for name, shape in inputs for index, dim in enumerate(shape) if dims.has_batch(dim)]
+    shapes = [(name, index, dim) for name, shape in inputs for index, dim in enumerate(shape) if dims.has_batch(dim)]
+    sizes = [(name, index, dims.as_sympy(dim)) for name, index, dim in shapes]
     sizes = [(name, index, size) for name, index, size in sizes if sympy.diff(size, symbol).is_number]
     found = min(sizes, key=lambda each: each[2].subs(symbol, 0) != 0, default=None)
     if found is None:
