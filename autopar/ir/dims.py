@@ -64,8 +64,13 @@ def has_batch(dim: Dim) -> bool:
 
 @lru_cache(maxsize=65536)
 def divisible(dim: Dim, by: int) -> bool:
-    """Whether `by` divides the size. For a size in ``B``, the batch itself may supply the factor: decided where B is known."""
-    return True if isinstance(dim, str) else dim % by == 0
+    """Whether `by` divides the size. For a size in ``B``, the batch itself may supply the factor, which is decided where B is
+    known, but not that of what is added to it: ``4*B + 2`` may divide by 2, ``B + 3`` does not where ``B`` does."""
+    if isinstance(dim, int):
+        return dim % by == 0
+    expression = _expression(dim)
+    added = expression.subs(dict.fromkeys(expression.free_symbols, 0))
+    return bool(added.is_Integer) and int(added) % by == 0
 
 
 @lru_cache(maxsize=65536)

@@ -80,17 +80,22 @@ def _symbols(arg: Arg) -> Iterator[Symbol]:
 
 
 def batch_size_source(inputs: Iterable[tuple[str, Shape]]) -> str | None:
-    """The expression of ``B`` from the shape of an input: ``x.shape[0]`` or ``x.shape[0] // 16``; None where no shape tells."""
+    """The expression of ``B`` from the shape of an input: ``x.shape[0]``, ``x.shape[0] // 16`` or, where no input has a multiple
+    of it, ``(x.shape[0] - 3) // 2``; None where no shape tells."""
     symbol = sympy.Symbol(dims.BATCH, integer=True, positive=True)
-    for name, shape in inputs:
-        for index, dim in enumerate(shape):
-            ratio = dims.as_sympy(dim) / symbol
-            if isinstance(dim, str) and ratio.is_number:
-                times, by = sympy.fraction(ratio)
-                read = f"{name}.shape[{index}]"
-                read = read if by == 1 else f"{read} * {by}"
-                return read if times == 1 else f"{read} // {times}"
-    return None
+    shapes = [(name, index, dim) for name, shape in inputs for index, dim in enumerate(shape) if dims.has_batch(dim)]
+    sizes = [(name, index, dims.as_sympy(dim)) for name, index, dim in shapes]
+    sizes = [(name, index, size) for name, index, size in sizes if sympy.diff(size, symbol).is_number]
+    found = min(sizes, key=lambda each: each[2].subs(symbol, 0) != 0, default=None)
+    if found is None:
+        return None
+    name, index, size = found
+    times, by = sympy.fraction(sympy.diff(size, symbol))
+    added = by * size.subs(symbol, 0)
+    read = f"{name}.shape[{index}]" if by == 1 else f"{name}.shape[{index}] * {by}"
+    if added:
+        read = f"({read} {'-' if added > 0 else '+'} {abs(added)})"
+    return read if times == 1 else f"{read} // {times}"
 
 
 def split_backward_nodes(block: Block) -> frozenset[str]:

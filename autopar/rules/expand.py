@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from autopar.errors import UnsupportedOp
-from autopar.ir.dims import Dim, Shape, has_batch
+from autopar.ir.dims import Dim, Shape, divisible, has_batch
 from autopar.ir.graph import Block, DType, Node, Value
 from autopar.ir.placement import Invariant, Partial, Placement, Placements, Replicate, Shard, can_shard
 from autopar.ir.plan import NodePlan
@@ -43,7 +43,9 @@ def block_strategies(
             return False
         if batch_is_symbolic and not any_size and has_batch(size) != batch_axis:
             return False
-        return divides_evenly(size, parts) if has_batch(size) else size % (parts * axis_size) == 0 and size > 1  # type: ignore[operator]
+        if has_batch(size):
+            return divides_evenly(size, parts) and divisible(size, parts * axis_size)
+        return size % (parts * axis_size) == 0 and size > 1  # type: ignore[operator]
 
     values = block.values()
     fitted = {item.node.name: item for node in block.nodes if (item := fit_node(node, values, registry)) is not None}

@@ -46,6 +46,23 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def moved_by_a_rounding(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model, in place, and its inputs with each floating-point number a rounding larger or smaller. What departs by more than
+    roundings then (the norm of a single number, the sign of a vanishing one) no other order of sums can keep."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def moved(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        signs = torch.randint(0, 2, tensor.shape, generator=draw).to(tensor.device, tensor.dtype) * 2 - 1
+        return tensor * (1 + torch.finfo(tensor.dtype).eps * signs)
+
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.copy_(moved(tensor))
+    return model, {name: moved(tensor) for name, tensor in inputs.items()}
+
+
 def _closes_over_itself(model: nn.Module) -> bool:
     own = {id(module) for module in model.modules()} | {id(parameter) for parameter in model.parameters()}
     seen: set[int] = set()

@@ -23,7 +23,7 @@ from autopar.ir.plan_file.plan_file import Plan
 from autopar.planning import ExampleInputs, registry, split_inputs
 from autopar.program.build import program_text
 from autopar.variants.planner import plan_variant
-from autopar.verification.apart import apart, in_dtype
+from autopar.verification.apart import apart, in_dtype, moved_by_a_rounding
 from autopar.verification.differences import Difference, compare
 from autopar.verification.draws import Draw, match_draws, with_given_draws
 from autopar.verification.lift import has_casts, lift_casts
@@ -34,6 +34,9 @@ from autopar.verification.single import LEARNING_RATE, SingleRun, run_single
 Say = Callable[[str], None]
 Job = dict[str, Any]
 Launch = Callable[[Job, int], list[dict[str, Any]]]
+
+_MOVES = 3
+"""How often one process is run with numbers that are off by a rounding."""
 
 
 @dataclass(slots=True)
@@ -66,10 +69,14 @@ class Subject:
         exact: SingleRun | None = None,
         given: Sequence[Draw] | None = None,
         record_modules: bool = False,
+        moved: int = 0,
     ) -> SingleRun:
-        """The model on one process. `exact`: in float64, with the draws of that run. `given`: the draws of another run."""
+        """The model on one process. `exact`: in float64, with the draws of that run. `given`: the draws of another run. `moved`:
+        all its numbers are off by a rounding, drawn anew for each number of it (0: none)."""
         model, tensors, lift = self.model, self.tensors, self.lift
         with ExitStack() as stack:
+            if moved:
+                model, tensors = moved_by_a_rounding(stack.enter_context(apart(model)), tensors, moved)
             if exact is not None:
                 model, lift = in_dtype(stack.enter_context(apart(model)), torch.float64), True
                 tensors = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
@@ -88,6 +95,8 @@ class ModeProof:
     losses: tuple[float, float] = (0.0, 0.0)
     draws: int = 0
     left_out: str = ""
+    unsteady: bool = False
+    """Whether one process was run beside itself with numbers that are off by a rounding, and was as far from itself."""
     departs: str = ""
     """Where they differ: the first module whose output or gradient departs, and by how much."""
 
@@ -192,6 +201,15 @@ def prove(subject: Subject, plan: Plan, cluster: Cluster, say: Say, launch: Laun
         differences = tuple(compare(reference.result, found, compute, exact))
         losses = (float(reference.result["loss"]), float(found["loss"]))
         proof = ModeProof(training, differences, losses, count)
+        if not proof.equal and exact is None:
+            backward = training or reference is first
+            with in_mode(subject.model, training):
+                moved = [
+                    subject.single(backward=backward, given=reference.draws, moved=number) for number in range(1, _MOVES + 1)
+                ]
+            compared = [compare(reference.result, found, compute, each.result) for each in moved]
+            differences = tuple(max(each, key=lambda d: d.allowed) for each in zip(*compared, strict=True))
+            proof = replace(proof, differences=differences, unsteady=all(each.equal for each in differences))
         if not proof.equal:
             say("looking for the first module that departs")
             with in_mode(subject.model, training):

@@ -56,6 +56,13 @@ FINDINGS = {
     "split of the batch": Finding(
         "self.m = nn.Linear(4, 4)", "return self.m(a).split(2)[0].square().sum()", {"a": normal(4, 4)}, ("tp=2", "dp=2"),
     ),
+    # a size to which something is added does not divide where the batch does, and tells the batch to a block that has no other
+    "random numbers of a padded batch": Finding(
+        "self.m = nn.ModuleList([nn.BatchNorm1d(2)])",
+        "v = F.pad(a, (0, 0, 1, 2)); w = self.m[0](v) - self.m[0](v * 0.5);"
+        "return (w * (torch.rand(v.shape[0], 1, dtype=v.dtype) > 0.3)).square().sum()",
+        {"a": normal(6, 2)}, ("dp=2", "", "drawn:dp=2"),
+    ),
     # F.adaptive_avg_pool2d is stricter than its operation
     "adaptive pooling of two dimensions": Finding(
         "self.m = nn.Linear(4, 4)", "return F.adaptive_avg_pool2d(self.m(a), 1).square().sum()", {"a": normal(4, 4)},

@@ -72,3 +72,9 @@ def test_what_sympy_prints_is_read_back(expression: sympy.Expr) -> None:
     text = str(sympy.expand(expression))
     if len(text) <= 200:
         assert sympy.expand(parse_size(text) - expression) == 0
+
+
+def test_a_sum_divides_where_what_is_added_does() -> None:
+    whole = {"B": 4, "3*B": 4, "4*B + 2": 2, "B - 6": 3, "floor(B/2)": 2}
+    assert all(dims.divisible(dim, by) for dim, by in whole.items())
+    assert not dims.divisible("B + 3", 2) and not dims.divisible("2*B - 1", 4) and not dims.divisible(9, 2)

@@ -100,3 +100,6 @@ def test_sizes_in_comments_and_where_the_batch_comes_from() -> None:
     assert batch_size_source([("cos", (1, 16)), ("x", (16, "4*B"))]) == "x.shape[1] // 4"
     assert batch_size_source([("x", ("B/2",))]) == "x.shape[0] * 2"
     assert batch_size_source([("x", (3,))]) is None
+    assert batch_size_source([("x", ("2*B + 3",))]) == "(x.shape[0] - 3) // 2"
+    assert batch_size_source([("x", ("B/2 - 1",)), ("y", ("floor(B/2)", "B**2"))]) == "(x.shape[0] * 2 + 2)"
+    assert batch_size_source([("x", ("B + 3",)), ("y", ("3*B",))]) == "y.shape[0] // 3"

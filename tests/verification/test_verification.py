@@ -110,6 +110,38 @@ def test_the_first_gradient_that_departs_is_named(ranks: RankPool) -> None:
     assert "the outputs of all modules agree" in training.departs
 
 
+class NormOfOne(torch.nn.Module):
+    """Groups of one number each: what is left of them after the mean is rounding, and the norm enlarges it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = torch.nn.Linear(16, 32), torch.nn.GroupNorm(32, 32), torch.nn.Linear(32, 4)
+        torch.nn.init.uniform_(self.norm.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(100 * self.up(x)).relu()).square().mean()
+
+
+@pytest.mark.parametrize("tampered", [False, True])
+def test_what_one_process_cannot_keep_itself_counts_as_equal(tampered: bool, ranks: RankPool) -> None:
+    def launch(job: Job, devices: int) -> list[dict[str, Any]]:
+        if tampered:
+            job["state"]["down.bias"] = job["state"]["down.bias"] * (1 + 1e-6)
+        found: list[dict[str, Any]] = ranks.run(make_runs, job, world=devices)[0]
+        return found
+
+    torch.manual_seed(0)
+    example = (torch.randn(8, 16).double(),)
+    whole = subject(NormOfOne().double(), example, "float64", "float64")
+    run_reference(whole)
+    plan = make_plan(whole.model, CLUSTER, example, precision="float64", force="dp=2,tp=2", graph=whole.graph)
+    proof = prove(whole, plan, Cluster.parse(CLUSTER), lambda line: None, launch)
+    assert proof.equal != tampered, whys(proof)
+    assert proof.modes[0].unsteady != tampered
+    steady = [each for each in proof.modes[0].differences if each.name in ("loss", "down.bias")]
+    assert steady and all(each.allowed < 1e-6 for each in steady)
+
+
 class Unlike(torch.nn.Linear):
     """Draws on one process what its capture does not know of."""
 

@@ -126,10 +126,16 @@ def _report_mode(plan: Plan, mode: ModeProof, dtype: str, console: Console) -> d
     title = f"{plan.document.model.name} in {name}: {describe(plan.graph, plan.candidate)} against one process, {dtype}"
     header = ("", "tensors", "largest difference", "of", "allowed", "rounding", "")
     console.table(title, header, rows)
+    if mode.unsteady:
+        console.text(
+            f"in {name} one process beside itself, with numbers off by a rounding, differs as much (rounding): 4 times that "
+            "counts as equal; example inputs of another size or scale may be steadier"
+        )
     if mode.departs:
         console.text(f"in {name}: {mode.departs}")
     return data | {
         "losses": {"single": mode.losses[0], "distributed": mode.losses[1]}, "draws": mode.draws, "departs": mode.departs,
+        "unsteady": mode.unsteady,
     }  # fmt: skip
 
 

@@ -28,6 +28,9 @@ RATIO = 1.03
 _TRIES = 4
 """How often a problem is solved with less and less memory, while its solution does not fit by the evaluator."""
 
+_REPEATS = 1e-6
+"""The share of FLOPs above what a forced axis may repeat that is more than rounding."""
+
 
 @dataclass(slots=True)
 class MeshSolution:
@@ -95,7 +98,7 @@ class MeshSolver:
         began = monotonic()
         form = formulate(self.problem, self.sharded_axes)
         self.result.variables, self.result.constraints = form.model.variables, form.model.constraints
-        outcome = solve_large(form.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap)
+        outcome = self._outcome(form, time_limit_seconds)
         self.result.bound_seconds = max(0.0, self._seconds(form, outcome, outcome.bound))
         if outcome.values:
             self._accept(form, outcome)
@@ -114,7 +117,7 @@ class MeshSolver:
             self.result.variables, self.result.constraints = form.model.variables, form.model.constraints
             left = time_limit_seconds - (monotonic() - began)
             cutoff = inf if form.penalties else cutoff_seconds / form.second_unit
-            outcome = solve_large(form.model, time_limit_seconds=left, relative_gap=self.relative_gap, cutoff=cutoff)
+            outcome = self._outcome(form, left, cutoff)
             if attempt == 0:
                 self.result.bound_seconds = max(self.result.bound_seconds, self._seconds(form, outcome, outcome.bound))
             if not outcome.values:
@@ -140,6 +143,19 @@ class MeshSolver:
             return None
         self.result.bound_seconds = max(self.result.bound_seconds, self._seconds(form, outcome, outcome.bound))
         return self.result.bound_seconds
+
+    def _outcome(self, form: Formulation, time_limit_seconds: float, cutoff: float = inf) -> Outcome:
+        """Where repeated FLOPs of a forced axis are cheaper than to shard them in spite of their price (small operations on slow
+        links), they are forbidden, and the program is solved again; the first outcome stays where nothing obeys that."""
+        began = monotonic()
+        outcome = solve_large(form.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap, cutoff=cutoff)
+        if not outcome.values or all(outcome.values[slack] <= _REPEATS for slack in form.penalties):
+            return outcome
+        for slack in form.penalties:
+            form.model.upper[slack] = 0.0
+        left = time_limit_seconds - (monotonic() - began)
+        obeying = solve_large(form.model, time_limit_seconds=left, relative_gap=self.relative_gap) if left > 0 else outcome
+        return obeying if obeying.values else outcome
 
     def _formulate_with_memory(self, margin_bytes: float) -> Formulation:
         form = formulate(self.problem, self.sharded_axes, recompute=True)

@@ -24,8 +24,6 @@ REFUSED: Mapping[str, str] = {
     "triplets": "depends on the data of a tensor",
 }
 """Models of packages that capture refuses, with why; the line names file, line and remedy."""
-SMALL = {"mae": "cannot be obeyed", "tab_transformer": "cannot be obeyed"}
-"""Written ones so small that dp=2,tp=2 leaves more than 2 % of their FLOPs whole."""
 
 
 @pytest.mark.parametrize(("name", "force"), [("autocast", "pp=2"), ("prototypes", "dp=2,tp=2")])
@@ -72,7 +70,7 @@ def agrees(found: str, force: str, reason: str) -> None:
 @pytest.mark.parametrize("force", FORCES)
 @pytest.mark.parametrize("name", list(zoo()))
 def test_each_written_model(name: str, force: str, ranks: RankPool) -> None:
-    agrees(verdict(*specimen(name), force, ranks), force, SMALL.get(name, "") if force == "dp=2,tp=2" else "")
+    agrees(verdict(*specimen(name), force, ranks), force, "")
 
 
 @pytest.mark.slow

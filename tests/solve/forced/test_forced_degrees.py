@@ -11,6 +11,7 @@ from support.harness.end_to_end import sharding_wins
 from support.models.handwritten_blocks import gpt2_graph
 from support.models.model_families import families
 from support.models.small_models import cases, long_cases, make_case, routed_cases
+from support.models.zoo.catalog import specimen
 from support.plans.forced_plans import MODEL_AXES, bundled_graph, forced_search, whole_of_able, world_of
 from torch import Tensor, nn
 
@@ -140,6 +141,14 @@ def test_an_operation_that_two_axes_cannot_share_is_sharded_over_one() -> None:
     """[16, 6] x [14, 6]: two divides each size, four none, so that each axis takes one of the operation's dimensions."""
     found = forced_search(odd(6, 14, 6, 2), "tp=2,tp2=2")
     assert all(whole_of_able(found, axis) <= 0.02 for axis in ("tp", "tp2"))
+
+
+def test_small_operations_on_slow_links_are_sharded_too() -> None:
+    """Each costs more to shard than to repeat, whatever a repeated FLOP is priced at; together they are 3 % of all."""
+    model, batch = specimen("tab_transformer")
+    graph = capture(model, (), batch)
+    found = forced_search(graph, "dp=2,tp=2", dtype="float64")
+    assert whole_of_able(found, "tp") <= 0.02
 
 
 def test_unforced_degrees_may_repeat_work() -> None:
