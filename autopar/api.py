@@ -134,7 +134,7 @@ def parallelize(
         build = lambda args, batch: parallelize(model, cluster, _named(model, args, batch), **options, **rest)  # noqa: E731
         return Deferred(build, model.training)
     heartbeat = _join(cluster, patience_seconds, join_seconds)
-    folder = state if isinstance(state, (str, os.PathLike)) else None
+    weights = state if isinstance(state, (str, os.PathLike)) else None
     tensors = {} if isinstance(state, (str, os.PathLike)) else named_state(model, state)
 
     def chosen() -> Plan:
@@ -147,7 +147,7 @@ def parallelize(
     try:
         with watched(heartbeat, "comparing the models"):
             _compare_models(model)
-            source = BroadcastSource(tensors) if folder is None else pretrained_source(model, folder)
+            source = BroadcastSource(tensors) if weights is None else pretrained_source(model, weights)
         with watched(heartbeat, "planning"):
             agreed = planfile.decode_plan(on_first_rank(lambda: chosen().to_json()))
             _warn_of(model)
