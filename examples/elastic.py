@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.planning import plan_folder
 from autopar.runtime.device.mesh import shut_down
 
 BATCH, SEQUENCE, HIDDEN, LAYERS, VOCABULARY = 16, 32, 32, 3, 256
@@ -50,7 +53,8 @@ class ByteModel(nn.Module):
         x = self.tokens(text)
         for layer in self.layers:
             x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), following.flatten())
+        loss: torch.Tensor = F.cross_entropy(self.head(x).flatten(0, 1), following.flatten())
+        return loss
 
 
 def make_model(dtype: torch.dtype) -> ByteModel:
@@ -77,6 +81,11 @@ def global_batch(text: torch.Tensor, seed: int, step: int) -> dict[str, torch.Te
     return {"text": windows[:, :-1].contiguous(), "following": windows[:, 1:].contiguous()}
 
 
+def plan_ahead(clusters: list[str], dtype: str) -> None:
+    """Another process plans, beside the training, for clusters that may come, and puts the plans where `parallelize` looks."""
+    subprocess.Popen(["nice", sys.executable, __file__, "--dtype", dtype, "--plan-for", *clusters], start_new_session=True)
+
+
 class StopSignal:
     """Whether one of the ranks was sent USR1, as Slurm does before the time limit."""
 
@@ -98,11 +107,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("checkpoints"), help="of all nodes")
     parser.add_argument("--cluster", default="local", help="dgx-h100, ...: as many devices as there are processes")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--expect", nargs="*", default=[], help="clusters that may come (local:2 ...), planned for meanwhile")
+    parser.add_argument("--plan-for", nargs="*", default=[], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    stop, text = StopSignal(), corpus()
+    text, model = corpus(), make_model(getattr(torch, arguments.dtype))
+    if arguments.plan_for:
+        for cluster in arguments.plan_for:
+            autopar.plan(model, cluster, global_batch(text, 0, 0), cache=plan_folder())
+        return
 
-    model = make_model(getattr(torch, arguments.dtype))
+    stop = StopSignal()
     parallel = autopar.parallelize(model, arguments.cluster, global_batch(text, 0, 0))
     optimizer = make_optimizer(parallel)
     resumed = parallel.load(arguments.folder, optimizer)
@@ -110,6 +125,8 @@ def main() -> None:
     log = torch.distributed.get_rank() == 0
     if log:
         print(f"{parallel.plan.describe()}: from step {first}", flush=True)
+        if arguments.expect:
+            plan_ahead(arguments.expect, arguments.dtype)
     for step in range(first, arguments.steps):
         loss = parallel(**global_batch(text, seed, step))
         loss.backward()

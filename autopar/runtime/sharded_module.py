@@ -162,8 +162,8 @@ class ShardedModule(nn.Module):
         number of processes loads it. It is found once it is whole; then all but the `keep` newest are removed.
 
         With `asynchronous` it is written by a thread, from copies in host memory, while training goes on. The next save waits for
-        it, and so do ``.wait()`` of what is returned and `shut_down`; they raise CheckpointProblem on all ranks where it could not
-        be written, and then the one before is the newest. All ranks must call."""
+        it, and so do ``.wait()`` of what is returned and `shut_down`; they raise CheckpointProblem on all ranks where it could
+        not be written, and then the one before is the newest. All ranks must call."""
         self._check_steps_ended("save")
         with self._watched("saving a checkpoint"):
             return save_parallel(

@@ -121,7 +121,7 @@ class ForkedJob(ElasticJob):
     def __init__(self, template: ForkServer, folder: Path, ranks: int, words: Sequence[str]) -> None:
         super().__init__(folder, 1, ranks, words)
         self.template, self.attempt, self.forks = template, 0, list[Fork]()
-        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self.environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.store.port), "WORLD_SIZE": str(ranks)}
         self.environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 

@@ -288,3 +288,15 @@ def test_files_that_would_fill_the_memory_are_one_line(text: str, tmp_path: Path
     with pytest.raises(ClusterError) as caught:
         Cluster.parse(str(tmp_path / "c.yaml"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_name_without_a_number_is_as_large_as_the_launch() -> None:
+    for processes, name, size in ((8, "dgx-h100:1", 8), (32, "dgx-h100:4", 32), (2, "dgx-h100:1/2", 2), (0, "dgx-h100", 8)):
+        cluster = Cluster.parse("dgx-h100", processes=processes)
+        assert (cluster.name, cluster.size) == (name, size)
+        cluster.from_dict(cluster.to_dict())
+    assert Cluster.parse("dgx-h100", processes=32) == Cluster.parse("dgx-h100:4")
+    assert Cluster.parse("dgx-h100:2", processes=32).size == 16
+    assert Cluster.parse("local", processes=3) == Cluster.parse("local:3")
+    with pytest.raises(ClusterError, match="12 processes were launched, and a node of dgx-h100 has 8 devices: launch a"):
+        Cluster.parse("dgx-h100", processes=12)

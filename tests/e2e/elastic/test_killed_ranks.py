@@ -3,6 +3,7 @@ processes changes: it goes on by itself, and ends with the losses and the parame
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from time import sleep
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 from support.elastic_job import ForkedJob, Killer, check_job
 from support.harness.rank_pool import RankPool
+
+from autopar.planning import plan_folder
 
 
 def test_two_kills(ranks: RankPool, tmp_path: Path) -> None:
@@ -82,3 +85,23 @@ def test_a_signal_saves_and_ends(jobs: Any) -> None:
     assert job.wait(120.0) == [0]
     assert job.starts() == [0, done] and len(job.losses()) == 60
     check_job(job, 60)
+
+
+@pytest.mark.slow
+def test_planned_for_before_it_comes(jobs: Any) -> None:
+    """``--expect``: the job on one process finds the plan that was made beside the job on two."""
+    folder = plan_folder()
+    assert folder is not None
+    shutil.rmtree(folder, ignore_errors=True)
+    job = jobs(1, 2, 400)
+    job.words = [*job.words, "--expect", "local:1"]
+    job.start(0)
+    job.wait_for(lambda: len(list(folder.glob("*.json"))) == 2, 200.0, "second plan")
+    job.agents[0].send_signal(signal.SIGUSR1)
+    job.wait(60.0)
+    job.ranks = 1
+    job.words = [word for word in job.words if word not in ("--expect", "local:1")]
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
+    job.start(0)
+    job.wait_for(lambda: len(job.starts()) == 2, 120.0, "start on one process")
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*.json")} == times
