@@ -201,7 +201,8 @@ class Deferred(Parallel):
     parameters = named_parameters = buffers = named_buffers = state_dict = load_state_dict = _too_early
     _apply = local_batch = sampler = clip_grad_norm_ = load_full_state = reseed = zero_grad = _too_early
     expert_load = full_state = full_optimizer_state = full_gradients = flush = trace = _too_early
-    generate = load_full_optimizer_state = no_sync = save = load = save_pretrained = load_pretrained = __deepcopy__ = _too_early
+    generate = load_full_optimizer_state = no_sync = save = load = __deepcopy__ = _too_early
+    save_pretrained = load_pretrained = offload_optimizer = _too_early
 
 
 # -- the steps
