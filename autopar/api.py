@@ -210,7 +210,7 @@ class Deferred(Parallel):
     _apply = local_batch = sampler = clip_grad_norm_ = load_full_state = reseed = zero_grad = _too_early
     expert_load = full_state = full_optimizer_state = full_gradients = flush = trace = _too_early
     generate = load_full_optimizer_state = no_sync = save = load = save_pretrained = load_pretrained = _too_early
-    measure = report = __deepcopy__ = _too_early
+    measure = report = offload_optimizer = __deepcopy__ = _too_early
 
 
 # -- the steps

@@ -22,6 +22,7 @@ from .module import Program
 from .pretrained.export import save_pretrained
 from .pretrained.load import load_pretrained
 from .state.gradient_norm import clip_gradients
+from .state.host_optimizer import offload_optimizer
 from .state.materialize import State
 from .state.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from .state.plain_model import PlainModel, ShardedStateDict
@@ -146,6 +147,11 @@ class ShardedModule(nn.Module):
         (all ranks must call)."""
         with self._watched("load_full_optimizer_state"):
             load_full_optimizer_state(self.state, optimizer, state, self._parameter_order())
+
+    def offload_optimizer(self, optimizer: torch.optim.Optimizer, device: str = "cpu") -> None:
+        """Keeps the optimizer's state in host memory (pinned on CUDA) between its steps. A step copies it to the device and back
+        part by part, and computes what it did before, bit by bit. Call it once, right after making the optimizer."""
+        offload_optimizer(optimizer, self.program.mesh.device, to=device)
 
     def save(
         self,

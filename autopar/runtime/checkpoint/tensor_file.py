@@ -120,8 +120,8 @@ def check_file(path: Path, entry: FileEntry) -> None:
 
 
 def mapped_part(path: Path, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor over a private map of its own bytes of a file, from `start` on: memory is taken, and the file read, only where it is
-    looked at, and address space until the tensor is dropped. OSError or ValueError where the file does not have them."""
+    """A tensor over a private map of its own bytes of a file, from `start` on: memory is taken, and the file read, only where it
+    is looked at, and address space until the tensor is dropped. OSError or ValueError where the file does not have them."""
     count = prod(shape) * dtype.itemsize
     if not count:
         return torch.empty(tuple(shape), dtype=dtype)

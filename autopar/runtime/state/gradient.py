@@ -73,6 +73,8 @@ class Gradient(DTensor):
             return type(result)(_whole(each, me) for each in result) if type(result) in (list, tuple) else result
         if word in _VIEWS and isinstance(result, DTensor):
             return as_gradient(result, me.stage, me.parameter_name)
+        if word == "clone" and isinstance(result, DTensor):  # of one element too: what SGD's momentum begins with
+            return result
         return _whole(result, me)
 
 

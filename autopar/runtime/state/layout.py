@@ -79,6 +79,7 @@ def gather_full(
 ) -> torch.Tensor:
     """The full tensor on every rank, from the stored shards: all shardings undone in reverse."""
     with torch.no_grad():
+        local = local.to(mesh.device)  # state of an optimizer may lie in host memory
         if dim is not None:
             extent = local_shape(shape, placements, mesh)[dim]
             padded = list(local.shape)

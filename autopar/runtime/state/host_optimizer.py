@@ -1,0 +1,149 @@
+"""Optimizer offload (`parallel.offload_optimizer`): between steps the state of the optimizer lies in host memory. A step takes
+the parameters in parts: the state of a part is copied to the device, updated there by the optimizer's own step, and copied back,
+while on CUDA the state of the next part is on its way. The numbers are those of the optimizer without it, bit by bit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..device.offload import HostMemory
+from ..errors import RuntimeProblem
+
+PART_BYTES = 2**28
+"""Of parameters whose state is on the device at the same time; twice of it with what is on its way."""
+
+
+def offload_optimizer(optimizer: Optimizer, device: torch.device, part_bytes: int = PART_BYTES, to: str = "cpu") -> None:
+    """Replaces the optimizer's step. RuntimeProblem where it is not one of parameter by parameter, or is offloaded already."""
+    kind = type(optimizer)
+    if to != "cpu":
+        raise RuntimeProblem(
+            f'no optimizer is offloaded to {str(to)[:40]}: pass device="cpu" (host memory), or take more devices'
+        )
+    if isinstance(getattr(optimizer.step, "__self__", None), Optimizer) is False or "step" in optimizer.__dict__:
+        raise RuntimeProblem(f"the step of this {kind.__name__} was replaced: call offload_optimizer before a scheduler has it")
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is None or closure.default is inspect.Parameter.empty:
+        raise RuntimeProblem(
+            f"{kind.__name__} needs its closure, and updates all parameters at once: offload an optimizer that takes them singly"
+        )
+    inner: Callable[..., Any] = getattr(kind.step, "__wrapped__", kind.step)  # without hooks, which run once a step
+    offloaded = _Offloaded(inner, device, part_bytes)
+    hooked: Any = Optimizer.profile_hook_step(offloaded.step)
+    optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+
+
+class _Offloaded:
+    """The step of one optimizer."""
+
+    def __init__(self, inner: Callable[..., Any], device: torch.device, part_bytes: int) -> None:
+        self.inner, self.device, self.part_bytes = inner, device, part_bytes
+        self.host = HostMemory(device)
+        self.step = self._step()
+
+    def _step(self) -> Callable[..., Any]:
+        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._check(optimizer)
+            self._run(optimizer)
+            return loss
+
+        return step
+
+    def _check(self, optimizer: Optimizer) -> None:
+        """RuntimeProblem for state that belongs to no parameter, which parts of a step would share."""
+        if odd := next((key for key in optimizer.state if not isinstance(key, torch.Tensor)), None):
+            raise RuntimeProblem(f"{type(optimizer).__name__} has state under {odd!r}, of no parameter: do not offload it")
+
+    def _run(self, optimizer: Optimizer) -> None:
+        groups = optimizer.param_groups
+        parts = list(self._parts(groups))
+        options: list[dict[str, Any] | None] = [None] * len(groups)
+        on_way = self._fetch(optimizer, parts[0][1]) if parts else None
+        try:
+            for number, (index, params) in enumerate(parts):
+                arrived, on_way = on_way, None
+                self._arrive(arrived or [])
+                if number + 1 < len(parts):
+                    on_way = self._fetch(optimizer, parts[number + 1][1])
+                part = {**groups[index], "params": params}
+                optimizer.param_groups = [part]
+                self.inner(optimizer)
+                self._offload(optimizer, params)
+                changed = {key: value for key, value in part.items() if key != "params"}
+                options[index] = changed if options[index] is None else options[index]
+        finally:
+            optimizer.param_groups = groups
+        for group, changed_options in zip(groups, options, strict=True):
+            group.update(changed_options or {})  # what counts its own steps in a group
+        if self.host.stream is not None:
+            self.host.stream.synchronize()
+
+    def _parts(self, groups: list[dict[str, Any]]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Parameters with a gradient: those of one group of at most so many bytes."""
+        for index, group in enumerate(groups):
+            part: list[torch.Tensor] = []
+            size = 0
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                count = _local(parameter).numel() * parameter.element_size()
+                if part and size + count > self.part_bytes:
+                    yield index, part
+                    part, size = [], 0
+                part.append(parameter)
+                size += count
+            if part:
+                yield index, part
+
+    def _fetch(self, optimizer: Optimizer, params: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor, Any]]:
+        """Starts the copies of a part's state to the device."""
+        out = []
+        for _, value in _state(optimizer, params):
+            local = _local(value)
+            if local.device.type == "cpu":
+                out.append((value, *self.host.copy_to_device(local, self.device)))
+        return out
+
+    def _arrive(self, copies: list[tuple[torch.Tensor, torch.Tensor, Any]]) -> None:
+        """The state of a part is on the device from here on."""
+        for value, on_device, copied in copies:
+            if copied is not None:
+                stream = torch.cuda.current_stream(self.device)
+                stream.wait_event(copied)
+                on_device.record_stream(stream)
+            _replace(value, on_device)
+
+    def _offload(self, optimizer: Optimizer, params: list[torch.Tensor]) -> None:
+        for _, value in _state(optimizer, params):
+            _replace(value, self.host.copy_to_host(_local(value)))
+
+
+def _state(optimizer: Optimizer, params: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """State tensors of more than one element: counters of steps stay where the optimizer has them."""
+    for parameter in params:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                yield key, value
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.data
+
+
+def _replace(value: torch.Tensor, local: torch.Tensor) -> None:
+    """Puts other memory under a state tensor, whoever holds it."""
+    if isinstance(value, DTensor):
+        value._local_tensor = local
+    else:
+        value.data = local
