@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
@@ -110,7 +110,7 @@ class Measurement:
         return {
             "parameters": kinds.get("parameters", 0),
             "optimizer": kinds.get("optimizer", 0),
-            "inputs": _sizes(tree_leaves(arguments)),
+            "inputs": _sizes(_tensors(arguments)),
             "left": max(kinds.get("gradients", 0), _sizes(spare)),
         }
 
@@ -143,6 +143,8 @@ class Measurement:
 def _axes(mesh: MeshHandle) -> dict[str, str]:
     """Names of process groups -> mesh axes; the parts of the data axis (HSDP) count as it."""
     found: dict[str, str] = {}
+    if dist.group.WORLD is not None:
+        found[str(dist.group.WORLD.group_name)] = "all"
     for name in (*mesh.state_axes, *mesh.axes):
         found[str(mesh.group(name).group_name)] = name if name in mesh.axes else DATA_AXIS
     if mesh.pp.size > 1:
@@ -153,11 +155,17 @@ def _axes(mesh: MeshHandle) -> dict[str, str]:
 def _examples(arguments: Any, mesh: MeshHandle) -> int:
     """Of the global batch: the size of the first tensor, times the data ranks where each passes its own part."""
     args, _ = arguments
+    first = next((int(each.shape[0]) for each in _tensors(arguments) if each.dim()), 0)
     local = len(args) == 1 and type(args[0]).__name__ == "LocalBatch"
-    tensors = [each for each in tree_leaves(dict(args[0]) if local else arguments) if isinstance(each, torch.Tensor)]
-    first = next((int(each.shape[0]) for each in tensors if each.dim()), 0)
     return first * (mesh.dp.size if local else 1)
 
 
-def _sizes(tensors: Any) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors if isinstance(each, torch.Tensor))
+def _tensors(arguments: Any) -> list[torch.Tensor]:
+    """Of a call; a `LocalBatch` or `NamedBatch` is a dict that pytrees do not know."""
+    args, _ = arguments
+    given = dict(args[0]) if len(args) == 1 and isinstance(args[0], dict) else arguments
+    return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+
+
+def _sizes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)

@@ -25,6 +25,8 @@ from .observe import Launched, Observer, observing
 Label = tuple[str, str]
 """(``forward backward optimizer other``, block), or (``wait``, kind and axis)."""
 
+TIED = "tied"
+"""The axis of groups that are of no mesh axis: stages that share parameters."""
 OTHER: Label = ("other", "")
 OPTIMIZER: Label = ("optimizer", "")
 
@@ -175,7 +177,7 @@ class Meter(Observer):
             self.step.sent[key][2] += time.perf_counter() - since
 
     def _key(self, collective: Launched) -> tuple[str, str]:
-        return collective.kind, self.axes.get(collective.group, "all")
+        return collective.kind, self.axes.get(collective.group, TIED)
 
     # -- the clock
 

@@ -4,6 +4,7 @@ tests/runtime/report/test_observe.py tests each. Nothing is replaced unless a st
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -157,7 +158,8 @@ class PeakWatch:
         if profiling():
             return False
         self.profiler = torch.autograd.profiler.profile(profile_memory=True, use_cpu=True)
-        self.profiler.__enter__()
+        with patch.dict(os.environ, KINETO_LOG_LEVEL=os.environ.get("KINETO_LOG_LEVEL", "99")):  # says on stderr that it starts
+            self.profiler.__enter__()
         return True
 
     def stop(self) -> int:

@@ -12,18 +12,19 @@ from typing import Any
 from ..device.mesh import DATA_AXIS, PIPELINE_AXIS
 from ..errors import StateProblem
 from .compare import comparison, scalars
+from .meter import TIED
 from .text import as_text
 
 FORMAT = "autopar measured step"
 VERSION = 1
 LOGGER = logging.getLogger("autopar")
 
-_DATA = (DATA_AXIS, "all")
+_DATA = (DATA_AXIS, "all", TIED)
 
 
 class StepReport:
-    """What `parallel.report()` returns, equal on all ranks. `measured` and `predicted` are the JSON of `save`; `predicted` is None
-    for an exported program, and `autopar compare plan.json measured.json` adds it.
+    """What `parallel.report()` returns, equal on all ranks. `measured` is the JSON of `save`; `predicted` is None for an exported
+    program, to which `autopar compare plan.json measured.json` adds it.
 
     ``print(report)`` shows all of it. `log`, `save` and `to_tensorboard` do nothing on ranks other than 0.
     """
