@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autopar.dryrun.compat import fake_group
-from autopar.dryrun.run import DryRun, make_optimizer, watch_steps
+from autopar.dryrun.run import make_optimizer
 from autopar.errors import AutoparError
 from autopar.explain.predicted_step import predicted_step
 from autopar.ir.plan_file.plan_file import Plan
@@ -31,24 +30,25 @@ _SCALE = 0.02
 @dataclass(frozen=True, slots=True)
 class RealRun:
     """What one rank took. `measured`: as `runtime.report` combines it, of this rank alone; its waits are of collectives that
-    moved nothing. `memory`: the peak of its tensors, by the same watch as a dry run on fake tensors."""
+    moved nothing. `peak_bytes`: of its tensors, as the allocator counted them."""
 
     rank: int
     stage: int
     device: str
     measured: dict[str, Any]
-    memory: DryRun
+    peak_bytes: int
 
 
-def measure_rank(plan: Plan, rank: int = 0, steps: int = 5) -> RealRun:
-    """Trains `steps` steps with random weights and a random batch, and three more under the memory watch. AutoparError where the
-    plan has no such rank. Ranks of CPUs compute with the threads that OMP_NUM_THREADS says, or one, as under torchrun."""
+def measure_rank(plan: Plan, rank: int = 0, steps: int = 5, threads: int = 1) -> RealRun:
+    """Trains `steps` steps with random weights and a random batch, and one more for its memory. AutoparError where the plan has
+    no such rank. On a CPU it computes with so many `threads`
+    (torchrun gives each rank one)."""
     candidate = plan.candidate
     if not 0 <= rank < candidate.devices:
         raise AutoparError(f"rank {rank} is not in the plan, which has ranks 0 to {candidate.devices - 1}")
     module = build_program(plan.graph, candidate)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
         with fake_group(rank, candidate.devices):
             parallel = _parallel(module.Program)
@@ -56,10 +56,10 @@ def measure_rank(plan: Plan, rank: int = 0, steps: int = 5) -> RealRun:
             batch = {name: tensor.to(device) for name, tensor in random_batch(lower(plan.graph, candidate)).items()}
             optimizer = make_optimizer(plan.document.optimizer, parallel, device.type != "cpu")
             measured = _measured(parallel, batch, optimizer, steps)
-            watched = watch_steps(parallel, batch, optimizer, rank)
-            return RealRun(rank, parallel.program.mesh.pp.coordinate, str(device), measured, watched)
+            peak = measured["memory"][0]["peak_bytes"] if measured["memory"] else 0
+            return RealRun(rank, parallel.program.mesh.pp.coordinate, str(device), measured, peak)
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def _parallel(program_class: Any) -> Parallel:
@@ -115,7 +115,7 @@ def _measured(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: tor
 
     train(1)
     measurement = parallel.measure(steps)
-    train(steps)
+    train(steps + 1)
     found = measurement.report().measured
     measurement.stop()
     return found
@@ -135,7 +135,7 @@ def compared(plan: Plan, found: RealRun) -> dict[str, Any]:
     if not row["least_processor_seconds"]:
         rows.pop()
     lines = [[name, seconds_words(m), seconds_words(p), ratio_words(m, p)] for name, m, p in rows]
-    measured = found.measured | {"collectives": [], "stages": [], "memory": _memory(found)}
+    measured = found.measured | {"collectives": [], "stages": []}
     rest = tables(measured, told | {"stages": [], "collectives": []})
     return {
         "compute": {name: {"measured": m, "predicted": p} for name, m, p in rows},
@@ -144,10 +144,3 @@ def compared(plan: Plan, found: RealRun) -> dict[str, Any]:
 
 
 _TOLD = ("stages", "blocks", "memory")
-
-
-def _memory(found: RealRun) -> list[dict[str, Any]]:
-    """In the form of a report."""
-    kinds = {kind: found.memory.memory[kind] for kind in ("parameters", "optimizer", "inputs")}
-    peak = found.memory.peak_bytes
-    return [{"stage": found.stage, "peak_bytes": peak, **kinds, "rest": peak - sum(kinds.values())}]

@@ -53,8 +53,8 @@ class _Collective(msgspec.Struct, forbid_unknown_fields=True):
     times: _Number
     bytes: _Number
     seconds: _Number
-    waited_seconds: _Number
-    most_waited_seconds: _Number
+    wait_seconds: _Number
+    most_wait_seconds: _Number
 
 
 class _Memory(msgspec.Struct, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import warnings
 
 from autopar.cli.console import Console, percent, size
@@ -56,21 +57,24 @@ def _measure(plan: Plan, rank: int, console: Console) -> int:
     """Real kernels: computing time and peak memory of the rank, beside the prediction."""
     from autopar.dryrun.real_kernels import compared, measure_rank
 
-    console.progress(f"running rank {rank} of {plan.candidate.devices} on real tensors, nine steps; collectives move nothing")
+    console.progress(f"running rank {rank} of {plan.candidate.devices} on real tensors, seven steps; collectives move nothing")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = measure_rank(plan, rank)
+        found = measure_rank(plan, rank, threads=_threads())
     console.text(f"Rank {rank} on {found.device}, of pipeline stage {found.stage}; what it waits for is left out")
     rows = compared(plan, found)
     for title, header, lines in rows["tables"]:
         console.table(title, header, lines)
-    console.text(f"the peak is at {found.memory.function} in the {found.memory.module}")
     document = {"rank": rank, "stage": found.stage, "device": found.device, "measured": found.measured}
-    console.document(
-        {**document, "peak_bytes": found.memory.peak_bytes, "memory": found.memory.memory, "compute": rows["compute"]}
-    )
+    console.document({**document, "peak_bytes": found.peak_bytes, "compute": rows["compute"]})
     return 0
+
+
+def _threads() -> int:
+    """OMP_NUM_THREADS, or one, as under torchrun."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(1024, int(told))) if told.isascii() and told.isdigit() and len(told) < 6 else 1
 
 
 def _predicted(plan: Plan, rank: int) -> tuple[dict[str, int], int]:

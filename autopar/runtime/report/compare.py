@@ -82,7 +82,7 @@ def scalars(measured: Mapping[str, Any], predicted: Mapping[str, Any] | None) ->
             found |= {f"{where}/{key}": row[key] for key in ("forward_seconds", "backward_seconds")}
         for row in table.get("collectives", ()):
             where = f"{prefix}stage{row['stage']}/collective/{row['kind']}/{row['axis']}"
-            found |= {f"{where}/{key}": row[key] for key in ("seconds", "waited_seconds", "bytes") if key in row}
+            found |= {f"{where}/{key}": row[key] for key in ("seconds", "wait_seconds", "bytes") if key in row}
         for row in table.get("memory", ()):
             found |= {f"{prefix}stage{row['stage']}/memory/{kind}": row[kind] for kind in row if kind != "stage"}
     return found
@@ -151,7 +151,7 @@ def _collectives(measured: Row, predicted: Row) -> Iterator[list[str]]:
         seen.add(key)
         other = told.get(key, {})
         yield [
-            *map(str, key), f"{row['times']:g}", size_or_none(row["bytes"]), seconds_words(row["waited_seconds"]),
+            *map(str, key), f"{row['times']:g}", size_or_none(row["bytes"]), seconds_words(row["wait_seconds"]),
             seconds_words(row["seconds"]), seconds_words(other.get("seconds")), f"{other['times']:g}" if other else "-",
         ]  # fmt: skip
     for key, other in told.items():

@@ -33,7 +33,6 @@ class Measurement:
         self.steps: list[StepTimes] = []
         self.memory: dict[str, int] = {}
         self.examples = 0
-        self.done = False
         mesh: MeshHandle = parallel.program.mesh
         self.peak = PeakWatch(mesh.device)
         self.held: dict[str, int] | None = None
@@ -48,16 +47,17 @@ class Measurement:
 
     def __exit__(self, *_: Any) -> None:
         self.stop()
-        self.meter.remove()
 
     def stop(self) -> None:
         """Ends the measurement with the steps that are done."""
-        if not self.done:
-            self.done = self.meter.finished = True
-            self.meter.step = None
-            if self.held is not None:
-                self.peak.stop()
-                self.held = None
+        self._finish()
+        self.meter.remove()
+
+    def _finish(self) -> None:
+        self.meter.finish()
+        if self.held is not None:
+            self.peak.stop()
+            self.held = None
 
     def report(self) -> StepReport:
         """What all ranks measured (all must call). RuntimeProblem where one has measured no step yet."""
@@ -70,6 +70,8 @@ class Measurement:
                 "no step is measured yet: call parallel.measure(steps=3), train for four steps (forward, backward, "
                 "optimizer.step()), and then parallel.report()"
             )
+        if self.meter.finished:
+            self.meter.remove()
         found = combine(everywhere, mesh.pipeline_axes | mesh.launched_axes, str(mesh.device.type))
         predicted = parallel.predicted_step() if parallel.predicted_step is not None else None
         return StepReport(found, predicted, dist.get_rank() if several else 0)
@@ -99,7 +101,7 @@ class Measurement:
             most = state + self.peak.stop()
             self.memory = self.held | {"gradients": gradients, "peak": most}
             self.held = None
-        self.stop()
+        self._finish()
 
     def _held(self, arguments: Any) -> dict[str, int]:
         """Bytes before the step, by kind. Gradients that are left from the step before are freed in it or written again."""

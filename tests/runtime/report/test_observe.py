@@ -31,7 +31,7 @@ def observed() -> dict[str, Any]:
             self.open += 1
             self.waits.append(collective.kind if collective is not None else "unknown")
 
-        def waited(self) -> None:
+        def wait_ended(self) -> None:
             self.open -= 1
 
     originals = dist.ProcessGroup.allreduce, dist.Work.wait, torch.ops._c10d_functional.all_reduce
