@@ -53,4 +53,4 @@ class PlanMismatch(AutoparError):
 
 
 class FileError(AutoparError):
-    """A file or folder that cannot be written."""
+    """A file or folder that cannot be written, or a file that is not what was asked for."""

@@ -173,6 +173,21 @@ def build_parser() -> argparse.ArgumentParser:
     dryrun.add_argument("plan", metavar="plan.json")
     dryrun.add_argument("--rank", type=from_zero, default=0, metavar="R", help="which rank of the cluster (default 0)")
 
+    dryrun.add_argument(
+        "--measure",
+        action="store_true",
+        help="on real tensors and the device at hand, while collectives move nothing: computing time and peak memory",
+    )
+
+    compare = add(
+        "compare", "compare", "a measured step beside the predicted one: per stage, block and collective, and what is off"
+    )
+    compare.add_argument("plan", metavar="plan.json")
+    compare.add_argument(
+        "measured", metavar="measured.json", nargs="?",
+        help="what parallel.report().save(...) wrote (default: measured.json beside the plan)",
+    )  # fmt: skip
+
     validate = add("validate", "validate", "price published training runs with the cost models, and summarise the errors")
     validate.add_argument("file", metavar="FILE.csv", nargs="?", help="a table of measurements (default: the bundled one)")
     validate.add_argument(

@@ -1,4 +1,4 @@
-"""A plan's predicted step in the form of a measured one (`runtime.report`): parts, blocks, collectives and memory of each stage."""
+"""A plan's predicted step in the form of a measured one (`runtime.report`): parts, blocks, collectives, memory of each stage."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ def predicted_step(plan: Plan) -> dict[str, Any]:
         "mfu": evaluation.mfu,
         "stages": stages,
         "blocks": [
-            row
-            for number, stage in enumerate(evaluation.stages)
-            for row in _blocks(number, plan, stage, traces_of[number])
+            row for number, stage in enumerate(evaluation.stages) for row in _blocks(number, plan, stage, traces_of[number])
         ],
         "collectives": [row for number in range(len(evaluation.stages)) for row in _collectives(number, plan, cluster)],
         "memory": list(_memory(evaluation)),

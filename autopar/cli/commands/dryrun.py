@@ -1,10 +1,12 @@
-"""``autopar dryrun``: runs one rank of the plan on fake tensors: peak memory, live tensors, and collectives."""
+"""``autopar dryrun``: runs one rank of the plan on fake tensors: peak memory, live tensors, and collectives. On real ones with
+``--measure``: computing time too."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import logging
+import os
 import warnings
 
 from autopar.cli.console import Console, percent, size
@@ -20,6 +22,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from autopar.dryrun.run import dry_run
 
     plan = read_plan(arguments.plan)
+    if arguments.measure:
+        return _measure(plan, arguments.rank, console)
     console.progress(f"running rank {arguments.rank} of {plan.candidate.devices} on fake tensors, three steps")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -47,6 +51,30 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     document["coordinates"] = dict(found.coordinates)
     console.document({**document, "predicted_bytes": expected})
     return 0
+
+
+def _measure(plan: Plan, rank: int, console: Console) -> int:
+    """Real kernels: computing time and peak memory of the rank, beside the prediction."""
+    from autopar.dryrun.real_kernels import compared, measure_rank
+
+    console.progress(f"running rank {rank} of {plan.candidate.devices} on real tensors, seven steps; collectives move nothing")
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = measure_rank(plan, rank, threads=_threads())
+    console.text(f"Rank {rank} on {found.device}, of pipeline stage {found.stage}; what it waits for is left out")
+    rows = compared(plan, found)
+    for title, header, lines in rows["tables"]:
+        console.table(title, header, lines)
+    document = {"rank": rank, "stage": found.stage, "device": found.device, "measured": found.measured}
+    console.document({**document, "peak_bytes": found.peak_bytes, "compute": rows["compute"]})
+    return 0
+
+
+def _threads() -> int:
+    """OMP_NUM_THREADS, or one, as under torchrun."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(1024, int(told))) if told.isascii() and told.isdigit() and len(told) < 6 else 1
 
 
 def _predicted(plan: Plan, rank: int) -> tuple[dict[str, int], int]:

@@ -49,14 +49,14 @@ class StreamClock(Clock):
 
     def _record(self, charge: Charge | None) -> None:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
         self.events.append((event, charge))
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)
         for (before, _), (after, charge) in zip(self.events, self.events[1:], strict=False):
             if charge is not None:
-                charge(before.elapsed_time(after) / 1e3, 0.0)  # type: ignore[no-untyped-call]
+                charge(before.elapsed_time(after) / 1e3, 0.0)
         self.events = self.events[-1:]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .text import bytes_words, ratio_words, seconds_words
+from .text import ratio_words, seconds_words, size_or_none
 
 PARTS = {
     "compute_seconds": "compute",
@@ -17,14 +17,14 @@ PARTS = {
 """Of a stage's step; they add up to it."""
 
 _CONSTANTS = {
-    "compute_seconds": "the device's matmul_fraction, attention_fraction, bandwidth_fraction and launch_us",
-    "model_wait_seconds": "bandwidth and latency of the link of these axes (links: bandwidth_gb_per_second, latency_us)",
-    "data_wait_seconds": "bandwidth and latency of the link of the data axis, and overlap.contention",
-    "pipeline_wait_seconds": "the link between stages (latency_us), and what makes stages differ in compute",
-    "optimizer_seconds": "the device's update_us (CPU) or bandwidth_fraction (GPU)",
+    "compute_seconds": "calibrate the device's matmul_fraction, attention_fraction, bandwidth_fraction and launch_us",
+    "model_wait_seconds": "calibrate the link of these axes (links: bandwidth_gb_per_second, latency_us)",
+    "data_wait_seconds": "calibrate bandwidth and latency of the link of the data axis, and overlap.contention",
+    "pipeline_wait_seconds": "calibrate the link between stages (latency_us), and what makes stages differ in compute",
+    "optimizer_seconds": "calibrate the device's update_us (CPU) or bandwidth_fraction (GPU)",
 }
 OFF = (0.8, 1.25)
-"""Measured over predicted within these is as predicted."""
+"""Measured over predicted: between these it is as predicted."""
 SMALLEST_SHARE = 0.05
 """Of the step: smaller differences are not spoken of."""
 
@@ -34,24 +34,27 @@ _BUSY = 1.3
 Row = Mapping[str, Any]
 
 
-def comparison(measured: Mapping[str, Any], predicted: Mapping[str, Any] | None) -> dict[str, Any]:
+def comparison(measured: Row, predicted: Row | None) -> dict[str, Any]:
     """`summary` (lines), `tables` (title, header, rows of text) and `advice` (lines)."""
     told = predicted or {}
-    tables = [
-        ("Parts of the step", ("stage", "part", "measured", "predicted", "ratio"), list(_parts(measured, told))),
-        ("Blocks", ("stage", "block", "modules", "pass", "measured", "predicted", "ratio"), list(_blocks(measured, told))),
-        (
-            "Collectives",
-            ("stage", "collective", "axis", "times", "bytes", "waited for", "took at most", "predicted", "predicted times"),
-            list(_collectives(measured, told)),
-        ),
-        ("Peak memory", ("stage", "kind", "measured", "predicted", "ratio"), list(_memory(measured, told))),
-    ]
     return {
         "summary": list(_summary(measured, told)),
-        "tables": [each for each in tables if each[2]],
+        "tables": tables(measured, told),
         "advice": list(_advice(measured, told)) if told else [],
     }
+
+
+def tables(measured: Row, told: Row) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
+    """Those that have rows."""
+    sides = ("measured", "predicted", "ratio")
+    waits = ("times", "bytes", "waited for", "took at most", "predicted", "predicted times")
+    found = [
+        ("Parts of the step", ("stage", "part", *sides), list(_parts(measured, told))),
+        ("Blocks", ("stage", "block", "modules", "pass", *sides), list(_blocks(measured, told))),
+        ("Collectives", ("stage", "collective", "axis", *waits), list(_collectives(measured, told))),
+        ("Peak memory", ("stage", "kind", *sides), list(_memory(measured, told))),
+    ]
+    return [each for each in found if each[2]]
 
 
 def rates(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[str, float | None]:
@@ -79,13 +82,14 @@ def scalars(measured: Mapping[str, Any], predicted: Mapping[str, Any] | None) ->
             found |= {f"{where}/{key}": row[key] for key in ("forward_seconds", "backward_seconds")}
         for row in table.get("collectives", ()):
             where = f"{prefix}stage{row['stage']}/collective/{row['kind']}/{row['axis']}"
-            found |= {f"{where}/{key}": row[key] for key in ("seconds", "waited_seconds", "bytes") if key in row}
+            found |= {f"{where}/{key}": row[key] for key in ("seconds", "wait_seconds", "bytes") if key in row}
         for row in table.get("memory", ()):
             found |= {f"{prefix}stage{row['stage']}/memory/{kind}": row[kind] for kind in row if kind != "stage"}
     return found
 
 
 def _summary(measured: Row, predicted: Row) -> Iterator[str]:
+    """The step; examples, tokens and utilization a second."""
     step, told = measured["step_seconds"], predicted.get("step_seconds")
     of = f"; predicted {seconds_words(told)}, measured over predicted {ratio_words(step, told)}" if told else ""
     yield (
@@ -113,7 +117,9 @@ def _parts(measured: Row, predicted: Row) -> Iterator[list[str]]:
             if row[key] or other.get(key):
                 yield _line([row["stage"], name], row[key], other.get(key))
             if key == "compute_seconds":
-                yield _line([row["stage"], "  of it outside of blocks (the host's own work)"], row[key] - row["blocks_seconds"], None)
+                yield _line(
+                    [row["stage"], "  of it outside of blocks (the host's own work)"], row[key] - row["blocks_seconds"], None
+                )
         yield _line([row["stage"], "step"], row["seconds"], other.get("seconds"))
 
 
@@ -145,7 +151,7 @@ def _collectives(measured: Row, predicted: Row) -> Iterator[list[str]]:
         seen.add(key)
         other = told.get(key, {})
         yield [
-            *map(str, key), f"{row['times']:g}", bytes_words(row["bytes"]), seconds_words(row["waited_seconds"]),
+            *map(str, key), f"{row['times']:g}", size_or_none(row["bytes"]), seconds_words(row["wait_seconds"]),
             seconds_words(row["seconds"]), seconds_words(other.get("seconds")), f"{other['times']:g}" if other else "-",
         ]  # fmt: skip
     for key, other in told.items():
@@ -167,7 +173,7 @@ def _memory(measured: Row, predicted: Row) -> Iterator[list[str]]:
     for row in measured["memory"]:
         other = told.get((row["stage"],), {})
         for kind, name in MEMORY_KINDS.items():
-            found = bytes_words(row[kind]), bytes_words(other.get(kind)), ratio_words(row[kind], other.get(kind))
+            found = size_or_none(row[kind]), size_or_none(other.get(kind)), ratio_words(row[kind], other.get(kind))
             yield [str(row["stage"]), name, *found]
 
 
@@ -186,12 +192,12 @@ def _advice(measured: Row, predicted: Row) -> Iterator[str]:
             if abs(difference) < SMALLEST_SHARE * step or OFF[0] <= row[key] / max(other[key], 1e-12) <= OFF[1]:
                 continue
             words = f"{name}{of}: {seconds_words(row[key])}, predicted {seconds_words(other[key])}"
-            found.append((abs(difference), f"{words}: calibrate {_constant(key, row, other)}"))
+            found.append((abs(difference), f"{words}: {_constant(key, row, other)}"))
     yield from (line for _, line in sorted(found, key=lambda each: -each[0]))
     for row in measured["memory"]:
         other_memory = _by(predicted.get("memory", ()), "stage").get((row["stage"],))
         if other_memory and not 0.9 <= row["peak_bytes"] / other_memory["peak_bytes"] <= 1.1:
-            sizes = f"{bytes_words(row['peak_bytes'])}, predicted {bytes_words(other_memory['peak_bytes'])}"
+            sizes = f"{size_or_none(row['peak_bytes'])}, predicted {size_or_none(other_memory['peak_bytes'])}"
             yield f"peak memory of stage {row['stage']}: {sizes}: run `autopar dryrun`, which lists the tensors at the peak"
     busy = max(row["compute_seconds"] / max(row["processor_seconds"], 1e-9) for row in measured["stages"])
     if measured["device"] == "cpu" and busy > _BUSY:
@@ -208,7 +214,7 @@ def _constant(key: str, row: Row, other: Row) -> str:
     outside = row["compute_seconds"] - row["blocks_seconds"]
     if key == "compute_seconds" and outside > (row["compute_seconds"] - other["compute_seconds"]) / 2 > 0:
         return (
-            "nothing: most of the difference is outside of blocks, the host's own work for each action and message, which no "
-            "constant describes (larger micro-batches or blocks make it a smaller share)"
+            "most of the difference is outside of blocks, the host's own work for each action and message, which no constant "
+            "describes (larger micro-batches make it a smaller share)"
         )
-    return f"{_CONSTANTS[key]} with `autopar calibrate`"
+    return f"{_CONSTANTS[key]} (`autopar calibrate`)"

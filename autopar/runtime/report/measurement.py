@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
@@ -33,7 +33,6 @@ class Measurement:
         self.steps: list[StepTimes] = []
         self.memory: dict[str, int] = {}
         self.examples = 0
-        self.done = False
         mesh: MeshHandle = parallel.program.mesh
         self.peak = PeakWatch(mesh.device)
         self.held: dict[str, int] | None = None
@@ -48,16 +47,17 @@ class Measurement:
 
     def __exit__(self, *_: Any) -> None:
         self.stop()
-        self.meter.remove()
 
     def stop(self) -> None:
         """Ends the measurement with the steps that are done."""
-        if not self.done:
-            self.done = self.meter.finished = True
-            self.meter.step = None
-            if self.held is not None:
-                self.peak.stop()
-                self.held = None
+        self._finish()
+        self.meter.remove()
+
+    def _finish(self) -> None:
+        self.meter.finish()
+        if self.held is not None:
+            self.peak.stop()
+            self.held = None
 
     def report(self) -> StepReport:
         """What all ranks measured (all must call). RuntimeProblem where one has measured no step yet."""
@@ -70,6 +70,8 @@ class Measurement:
                 "no step is measured yet: call parallel.measure(steps=3), train for four steps (forward, backward, "
                 "optimizer.step()), and then parallel.report()"
             )
+        if self.meter.finished:
+            self.meter.remove()
         found = combine(everywhere, mesh.pipeline_axes | mesh.launched_axes, str(mesh.device.type))
         predicted = parallel.predicted_step() if parallel.predicted_step is not None else None
         return StepReport(found, predicted, dist.get_rank() if several else 0)
@@ -99,7 +101,7 @@ class Measurement:
             most = state + self.peak.stop()
             self.memory = self.held | {"gradients": gradients, "peak": most}
             self.held = None
-        self.stop()
+        self._finish()
 
     def _held(self, arguments: Any) -> dict[str, int]:
         """Bytes before the step, by kind. Gradients that are left from the step before are freed in it or written again."""
@@ -110,7 +112,7 @@ class Measurement:
         return {
             "parameters": kinds.get("parameters", 0),
             "optimizer": kinds.get("optimizer", 0),
-            "inputs": _sizes(tree_leaves(arguments)),
+            "inputs": _sizes(_tensors(arguments)),
             "left": max(kinds.get("gradients", 0), _sizes(spare)),
         }
 
@@ -143,6 +145,8 @@ class Measurement:
 def _axes(mesh: MeshHandle) -> dict[str, str]:
     """Names of process groups -> mesh axes; the parts of the data axis (HSDP) count as it."""
     found: dict[str, str] = {}
+    if dist.group.WORLD is not None:
+        found[str(dist.group.WORLD.group_name)] = "all"
     for name in (*mesh.state_axes, *mesh.axes):
         found[str(mesh.group(name).group_name)] = name if name in mesh.axes else DATA_AXIS
     if mesh.pp.size > 1:
@@ -153,11 +157,17 @@ def _axes(mesh: MeshHandle) -> dict[str, str]:
 def _examples(arguments: Any, mesh: MeshHandle) -> int:
     """Of the global batch: the size of the first tensor, times the data ranks where each passes its own part."""
     args, _ = arguments
+    first = next((int(each.shape[0]) for each in _tensors(arguments) if each.dim()), 0)
     local = len(args) == 1 and type(args[0]).__name__ == "LocalBatch"
-    tensors = [each for each in tree_leaves(dict(args[0]) if local else arguments) if isinstance(each, torch.Tensor)]
-    first = next((int(each.shape[0]) for each in tensors if each.dim()), 0)
     return first * (mesh.dp.size if local else 1)
 
 
-def _sizes(tensors: Any) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors if isinstance(each, torch.Tensor))
+def _tensors(arguments: Any) -> list[torch.Tensor]:
+    """Of a call; a `LocalBatch` or `NamedBatch` is a dict that pytrees do not know."""
+    args, _ = arguments
+    given = dict(args[0]) if len(args) == 1 and isinstance(args[0], dict) else arguments
+    return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+
+
+def _sizes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)

@@ -25,6 +25,8 @@ from .observe import Launched, Observer, observing
 Label = tuple[str, str]
 """(``forward backward optimizer other``, block), or (``wait``, kind and axis)."""
 
+TIED = "tied"
+"""The axis of groups that are of no mesh axis: stages that share parameters."""
 OTHER: Label = ("other", "")
 OPTIMIZER: Label = ("optimizer", "")
 
@@ -66,9 +68,7 @@ class Meter(Observer):
         self.clock, self.axes, self.owns, self.begun, self.ended = clock, axes, owns, begun, ended
         self.step: StepTimes | None = None
         self.stack: list[Label] = []
-        self.installed = ExitStack()
-        self.finished = False
-        """Measures no more; the hooks go with the next forward, since torch's optimizers are walking through theirs."""
+        self.installed, self.observed, self.finished = ExitStack(), ExitStack(), False
         self.between: StepTimes | None = None
         self.flights: list[tuple[tuple[str, str], float]] = []
 
@@ -76,7 +76,6 @@ class Meter(Observer):
 
     def install(self, model: torch.nn.Module, blocks: Iterable[BlockModule]) -> None:
         """Hooks into a model, its blocks, collectives and optimizers, until `remove`."""
-        self.installed = ExitStack()
         keep = self.installed.callback
         keep(model.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True).remove)
         for block in blocks:
@@ -86,12 +85,19 @@ class Meter(Observer):
         me = weakref.ref(self)
         keep(register_optimizer_step_pre_hook(lambda o, *_: _told(me, o, True)).remove)
         keep(register_optimizer_step_post_hook(lambda o, *_: _told(me, o, False)).remove)
-        self.installed.enter_context(observing(self))
+        self.observed.enter_context(observing(self))
+
+    def finish(self) -> None:
+        """Measures no more. What cannot go now, since torch is walking through its hooks, goes with `remove` or the next
+        forward."""
+        self.finished, self.step = True, None
+        self.observed.close()
 
     def remove(self) -> None:
         """Takes all hooks out."""
+        self.finish()
         self.installed.close()
-        self.step, self.stack = None, []
+        self.stack = []
 
     def _forward_begins(self, model: Any, args: Any, kwargs: Any) -> None:
         if self.finished:
@@ -165,7 +171,7 @@ class Meter(Observer):
             self._push(("wait", f"{kind} {axis}"))
             self.flights.append((key, since))
 
-    def waited(self) -> None:
+    def wait_ended(self) -> None:
         if self.step is None or not self.flights:
             return
         key, since = self.flights.pop()
@@ -175,7 +181,7 @@ class Meter(Observer):
             self.step.sent[key][2] += time.perf_counter() - since
 
     def _key(self, collective: Launched) -> tuple[str, str]:
-        return collective.kind, self.axes.get(collective.group, "all")
+        return collective.kind, self.axes.get(collective.group, TIED)
 
     # -- the clock
 

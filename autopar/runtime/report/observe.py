@@ -4,6 +4,7 @@ tests/runtime/report/test_observe.py tests each. Nothing is replaced unless a st
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -62,7 +63,7 @@ class Observer(Protocol):
     def waiting(self, collective: Launched | None, since: float) -> None:
         """This thread begins to wait for a collective (None: of which nothing is known) that was launched at `since`."""
 
-    def waited(self) -> None:
+    def wait_ended(self) -> None:
         """It has ended to wait."""
 
 
@@ -115,15 +116,15 @@ def observing(observer: Observer) -> Iterator[None]:
             try:
                 return original(what, *args, **options)
             finally:
-                observer.waited()
+                observer.wait_ended()
 
         return run
 
     operations = torch.ops._c10d_functional
     patches = [
         *(patch.object(ProcessGroup, n, on_group(k, getattr(ProcessGroup, n))) for n, k in _group_methods()),
-        *(patch.object(operations, n, functional(k, getattr(operations, n))) for n, k in _FUNCTIONAL.items()),
-        patch.object(operations, "wait_tensor", waiter(operations.wait_tensor)),
+        *(patch.object(operations, n, _Operation(functional, getattr(operations, n), k)) for n, k in _FUNCTIONAL.items()),
+        patch.object(operations, "wait_tensor", _Operation(lambda _, wait: waiter(wait), operations.wait_tensor, "")),
         patch.object(Work, "wait", waiter(Work.wait)),
     ]
     for each in patches:
@@ -133,6 +134,19 @@ def observing(observer: Observer) -> Iterator[None]:
     finally:
         for each in reversed(patches):
             each.stop()
+
+
+class _Operation:
+    """An operation that is seen when it is called; its overloads (``.default``) are the original's."""
+
+    def __init__(self, seen: Callable[[str, Any], Callable[..., Any]], original: Any, kind: str) -> None:
+        self.original, self.run = original, seen(kind, original)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.run(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
 
 
 def _group_methods() -> list[tuple[str, str]]:
@@ -157,7 +171,8 @@ class PeakWatch:
         if profiling():
             return False
         self.profiler = torch.autograd.profiler.profile(profile_memory=True, use_cpu=True)
-        self.profiler.__enter__()
+        with patch.dict(os.environ, KINETO_LOG_LEVEL=os.environ.get("KINETO_LOG_LEVEL", "99")):  # says on stderr that it starts
+            self.profiler.__enter__()
         return True
 
     def stop(self) -> int:

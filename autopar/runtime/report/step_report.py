@@ -12,18 +12,19 @@ from typing import Any
 from ..device.mesh import DATA_AXIS, PIPELINE_AXIS
 from ..errors import StateProblem
 from .compare import comparison, scalars
+from .meter import TIED
 from .text import as_text
 
 FORMAT = "autopar measured step"
 VERSION = 1
 LOGGER = logging.getLogger("autopar")
 
-_DATA = (DATA_AXIS, "all")
+_DATA = (DATA_AXIS, "all", TIED)
 
 
 class StepReport:
-    """What `parallel.report()` returns, equal on all ranks. `measured` and `predicted` are the JSON of `save`; `predicted` is None
-    for an exported program, and `autopar compare plan.json measured.json` adds it.
+    """What `parallel.report()` returns, equal on all ranks. `measured` is the JSON of `save`; `predicted` is None for an exported
+    program, to which `autopar compare plan.json measured.json` adds it.
 
     ``print(report)`` shows all of it. `log`, `save` and `to_tensorboard` do nothing on ranks other than 0.
     """
@@ -94,10 +95,10 @@ def combine(ranks: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], device:
 
 def _seconds(step: Mapping[str, Any], *kinds: str, processor: bool = False) -> float:
     """Of all labels of these kinds (without any: of all)."""
-    return sum(each[processor] for label, each in step["seconds"].items() if not kinds or label.partition(" ")[0] in kinds)
+    return sum(float(each[processor]) for label, each in step["seconds"].items() if not kinds or label.partition(" ")[0] in kinds)
 
 
-def _waited(step: Mapping[str, Any], axes: str) -> float:
+def _wait_seconds(step: Mapping[str, Any], axes: str) -> float:
     """Of waits on the data axis, the pipeline axis or the others."""
     total = 0.0
     for label, (clock, _) in step["seconds"].items():
@@ -129,9 +130,9 @@ def _stage(stage: int, ranks: Sequence[Mapping[str, Any]], count: int) -> dict[s
         "blocks_seconds": _mean(_seconds(step, "forward", "backward") for step in steps),
         "least_processor_seconds": min(_seconds(step, *_COMPUTE, "optimizer", processor=True) for step in steps),
         "processor_seconds": _mean(_seconds(step, *_COMPUTE, processor=True) for step in steps),
-        "model_wait_seconds": _mean(_waited(step, "model") for step in steps),
-        "data_wait_seconds": _mean(_waited(step, "data") for step in steps),
-        "pipeline_wait_seconds": _mean(_waited(step, "pipeline") for step in steps),
+        "model_wait_seconds": _mean(_wait_seconds(step, "model") for step in steps),
+        "data_wait_seconds": _mean(_wait_seconds(step, "data") for step in steps),
+        "pipeline_wait_seconds": _mean(_wait_seconds(step, "pipeline") for step in steps),
         "optimizer_seconds": _mean(_seconds(step, "optimizer") for step in steps),
     }
 
@@ -157,10 +158,10 @@ def _collectives(stage: int, ranks: Sequence[Mapping[str, Any]], count: int) -> 
     for name in names:
         kind, _, axis = name.rpartition(" ")
         sent = [[step["sent"].get(name, (0, 0, 0.0)) for step in each["steps"][:count]] for each in ranks]
-        waited = [_mean(step["seconds"].get(f"wait {name}", (0.0,))[0] for step in each["steps"][:count]) for each in ranks]
+        waits = [_mean(step["seconds"].get(f"wait {name}", (0.0,))[0] for step in each["steps"][:count]) for each in ranks]
         row = {"stage": stage, "kind": kind, "axis": axis, "times": sent[0][0][0], "bytes": sent[0][0][1]}
         row["seconds"] = min(_mean(step[2] for step in each) for each in sent)
-        found.append(row | {"waited_seconds": _mean(waited), "most_waited_seconds": max(waited)})
+        found.append(row | {"wait_seconds": _mean(waits), "most_wait_seconds": max(waits)})
     return found
 
 

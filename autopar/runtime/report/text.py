@@ -18,7 +18,7 @@ def seconds_words(value: float | None) -> str:
     return f"{value / 1e-6:.3g} us"
 
 
-def bytes_words(value: float | None) -> str:
+def size_or_none(value: float | None) -> str:
     """``1.5 MiB``; ``-`` where there is none."""
     return "-" if value is None else size_words(value)
 
@@ -40,4 +40,6 @@ def as_text(found: dict[str, Any]) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)
+    ]

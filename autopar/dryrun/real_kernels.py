@@ -1,0 +1,146 @@
+"""One rank of a plan on the device at hand: real kernels on real tensors, while collectives move nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.dryrun.compat import fake_group
+from autopar.dryrun.run import make_optimizer
+from autopar.errors import AutoparError
+from autopar.explain.predicted_step import predicted_step
+from autopar.ir.plan_file.plan_file import Plan
+from autopar.passes.lower import lower
+from autopar.program.build import build_program
+from autopar.program.export import random_batch
+from autopar.runtime.comm.p2p import PendingReceive, PointToPoint
+from autopar.runtime.device.mesh import MeshHandle
+from autopar.runtime.module import ParameterSpec
+from autopar.runtime.parallel import Parallel
+from autopar.runtime.report.compare import tables
+from autopar.runtime.report.text import ratio_words, seconds_words
+from autopar.runtime.step.inputs import NamedBatch
+
+_SCALE = 0.02
+"""Standard deviation of the weights, and of what other stages would send."""
+
+
+@dataclass(frozen=True, slots=True)
+class RealRun:
+    """What one rank took. `measured`: as `runtime.report` combines it, of this rank alone; its waits are of collectives that
+    moved nothing. `peak_bytes`: of its tensors, as the allocator counted them."""
+
+    rank: int
+    stage: int
+    device: str
+    measured: dict[str, Any]
+    peak_bytes: int
+
+
+def measure_rank(plan: Plan, rank: int = 0, steps: int = 5, threads: int = 1) -> RealRun:
+    """Trains `steps` steps with random weights and a random batch, and one more for its memory. AutoparError where the plan has
+    no such rank. On a CPU it computes with so many `threads`
+    (torchrun gives each rank one)."""
+    candidate = plan.candidate
+    if not 0 <= rank < candidate.devices:
+        raise AutoparError(f"rank {rank} is not in the plan, which has ranks 0 to {candidate.devices - 1}")
+    module = build_program(plan.graph, candidate)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with fake_group(rank, candidate.devices):
+            parallel = _parallel(module.Program)
+            device = parallel.program.mesh.device
+            batch = {name: tensor.to(device) for name, tensor in random_batch(lower(plan.graph, candidate)).items()}
+            optimizer = make_optimizer(plan.document.optimizer, parallel, device.type != "cpu")
+            measured = _measured(parallel, batch, optimizer, steps)
+            peak = measured["memory"][0]["peak_bytes"] if measured["memory"] else 0
+            return RealRun(rank, parallel.program.mesh.pp.coordinate, str(device), measured, peak)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _parallel(program_class: Any) -> Parallel:
+    """The program of this rank with random weights, each made when it is asked for."""
+    program = program_class(MeshHandle(program_class.mesh_axes))
+    roots = [root for stage in program.roots() for root in stage]
+    specs = {block.original_names[spec.path]: spec for root in roots for block in root.blocks() for spec in block.specs}
+    generator = torch.Generator().manual_seed(0)
+    parallel = Parallel(program, lambda name: _random(specs[name], generator), check_batch_every=0)
+    if parallel.pipeline_step is not None:
+        executor = parallel.pipeline_step.executor
+        executor.p2p = _OtherStages(program.mesh, executor.p2p.groups)
+    return parallel
+
+
+def _random(spec: ParameterSpec, generator: torch.Generator) -> torch.Tensor:
+    """One for what may be a scale, normal numbers for the rest."""
+    dtype = getattr(torch, spec.dtype)
+    if not dtype.is_floating_point:
+        return torch.zeros(spec.shape, dtype=dtype)
+    if spec.buffer or (len(spec.shape) < 2 and spec.path.endswith("weight")):
+        return torch.ones(spec.shape, dtype=dtype)
+    return torch.randn(spec.shape, generator=generator).mul_(_SCALE).to(dtype)
+
+
+class _OtherStages(PointToPoint):
+    """Receives normal numbers (integers: zeros) instead of what lies in new memory, which may be no numbers."""
+
+    def receive(self, tensors: list[torch.Tensor], stage: int, tag: int) -> PendingReceive:
+        for each in tensors:
+            if each.dtype.is_floating_point:
+                each.copy_(self._numbers(each))
+            else:
+                each.zero_()
+        return super().receive(tensors, stage, tag)
+
+    def _numbers(self, like: torch.Tensor) -> torch.Tensor:
+        """Four thousand numbers, repeated: a copy of as many bytes as a message."""
+        few = torch.linspace(-3 * _SCALE, 3 * _SCALE, 4096, dtype=like.dtype, device=like.device)
+        times = -(-like.numel() // few.numel())
+        return few.expand(times, -1).reshape(-1)[: like.numel()].view(like.shape)
+
+
+def _measured(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, steps: int) -> dict[str, Any]:
+    """After one step that is not counted, which makes the optimizer's state."""
+
+    def train(count: int) -> None:
+        for _ in range(count):
+            result = parallel(NamedBatch(batch))
+            (result if isinstance(result, torch.Tensor) else result.loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(1)
+    measurement = parallel.measure(steps)
+    train(steps + 1)
+    found = measurement.report().measured
+    measurement.stop()
+    return found
+
+
+def compared(plan: Plan, found: RealRun) -> dict[str, Any]:
+    """`tables` of text and `compute` (seconds): computing time and memory beside the prediction, where the plan has one."""
+    predicted = predicted_step(plan) if plan.document.cluster.description else None
+    told = {name: [r for r in predicted[name] if r["stage"] == found.stage] for name in _TOLD} if predicted else {}
+    (row,) = found.measured["stages"]
+    (other,) = told.get("stages") or [{}]
+    parts = (("compute", "compute_seconds"), ("optimizer", "optimizer_seconds"))
+    rows = [[name, row[key], other.get(key)] for name, key in parts]
+    rows.append(["both", rows[0][1] + rows[1][1], rows[0][2] + rows[1][2] if other else None])
+    rows.append(["of it outside of blocks (the host's own work)", row["compute_seconds"] - row["blocks_seconds"], None])
+    rows.append(["processor time of both, the least of the steps", row["least_processor_seconds"], None])
+    if not row["least_processor_seconds"]:
+        rows.pop()
+    lines = [[name, seconds_words(m), seconds_words(p), ratio_words(m, p)] for name, m, p in rows]
+    measured = found.measured | {"collectives": [], "stages": []}
+    rest = tables(measured, told | {"stages": [], "collectives": []})
+    return {
+        "compute": {name: {"measured": m, "predicted": p} for name, m, p in rows},
+        "tables": [("Computing time of a step", ("part", "measured", "predicted", "ratio"), lines), *rest],
+    }
+
+
+_TOLD = ("stages", "blocks", "memory")
