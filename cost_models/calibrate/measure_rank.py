@@ -27,8 +27,8 @@ LONG_SECONDS = 0.1
 @dataclass(slots=True)
 class TimedCall:
     """An operation or collective to time: name, FLOPs or bytes, the call, and the seconds of each round, by the wall clock and
-    its own (see `RankBenchmark.slice`). `between`: what a rank computes before each call, whose seconds do not count; but what the
-    call waits for ranks that still compute on the same cores does."""
+    its own (see `RankBenchmark.slice`). `between`: what a rank computes before each call, whose seconds do not count; what the
+    call then waits, for ranks that still compute on the same cores, does."""
 
     name: str
     work: float

@@ -260,13 +260,12 @@ def main() -> None:
             )
         every = [ratio for row in rows for ratio in row[2]]
         within = sum(0.8 <= ratio <= 1.2 for ratio in every)
-        regrets = [row[0] for row in rows]
+        regrets, order = [row[0] for row in rows], statistics.mean(row[1] for row in rows)
         print(
-            f"{text}: regret mean {100 * statistics.mean(regrets):.1f} %, largest {100 * max(regrets):.1f} %; "
-            f"order {statistics.mean(row[1] for row in rows):.2f}; predicted over measured 0.8 to 1.2 in {within} of {len(every)}, "
-            f"in the median {statistics.median(every):.2f}",
-            flush=True,
+            f"{text}: regret mean {100 * statistics.mean(regrets):.1f} %, largest {100 * max(regrets):.1f} %; order {order:.2f};"
         )
+        median = statistics.median(every)
+        print(f"  predicted over measured 0.8 to 1.2 in {within} of {len(every)} plans, in the median {median:.2f}", flush=True)
 
 
 if __name__ == "__main__":
