@@ -139,7 +139,8 @@ def _level_timings(bench: RankBenchmark, level: _LevelGroup, what: str, share: t
     timing = replace(bench, effort=effort)
     out: list[TimedCall] = []
     for full in SIZES:
-        tasks = [TimedCall(*each) for each in calls_of_size(bench.device, level.width, full, level.group)]
+        made = calls_of_size(bench.device, level.width, full, level.group)
+        tasks = [TimedCall(*each, between=bench.between()) for each in made]
         timing.rounds(f"{what}, {full // 1024} KiB", tasks, share)
         out += tasks
         longest = torch.tensor([sum(min(task.clock) for task in tasks)], device=bench.device)

@@ -2,9 +2,10 @@
 
 Each operation and collective is timed in short slices, one slice per round, so that a disturbance affects one round of
 everything and not every round of one operation; of the rounds a fast one counts (`QUANTILE`). Every slice starts on all ranks
-together, since they share memory and perhaps cores. On a CPU an operation's seconds are its processor time, times the ranks
-over the cores that they share: other programs do not count. A collective also waits: its seconds are wall-clock seconds divided
-by the slowdown of the operations (`CalibrationRun.slowdown`), and at least the processor time of all ranks over the cores.
+together, since they share memory and perhaps cores (then collectives are timed between products: `RankBenchmark.between`).
+On a CPU an operation's seconds are its processor time, times the ranks over the cores that they share: other programs do not
+count. A collective also waits: its seconds are wall-clock seconds divided by the slowdown of the operations
+(`CalibrationRun.slowdown`), and at least the processor time of all ranks over the cores.
 """
 
 from __future__ import annotations

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from support.network_lab import NetworkLab, why_no_lab
 
@@ -13,7 +15,7 @@ from autopar.cli import main
 from autopar.cost_models.calibrate.fit import calibration_document
 from autopar.cost_models.calibrate.fit_levels import fit_levels
 from autopar.cost_models.calibrate.joined_ranks import check_levels
-from autopar.cost_models.calibrate.measure import CalibrationRun, LevelRuns, Timing, merge_ranks
+from autopar.cost_models.calibrate.measure import CalibrationRun, Effort, LevelRuns, Timing, merge_ranks
 from autopar.cost_models.comm.collectives import collective_seconds, explain_collective
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
@@ -21,6 +23,7 @@ from autopar.errors import ClusterError
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point")
 LAUNCH = 1e-5
+QUICK = Effort(1, 0.01, False, 1.0)
 INSIDE = Link(
     "loopback", 2, 1e9, 2e-4, factors=(("all_gather", 0.8, 1.6), ("reduce_scatter", 1.1, 2.9), ("point_to_point", 0.5, 1.0))
 )
@@ -106,6 +109,25 @@ def test_launchers_and_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert main(["calibrate", "-o", path, "--processes", "2"]) == 2
     assert "--processes is for one machine" in capsys.readouterr().err
+
+
+def test_collectives_wait_for_ranks_that_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks share cores a collective is timed after a product, whose own seconds do not count; elsewhere alone."""
+    from autopar.cost_models.calibrate import measure_rank
+
+    now = [0.0]
+
+    def takes(seconds: float) -> Callable[[], None]:
+        return lambda: now.__setitem__(0, now[0] + seconds)
+
+    for name in ("perf_counter", "process_time", "thread_time"):
+        monkeypatch.setattr(measure_rank.time, name, lambda: now[0])
+    monkeypatch.setattr(measure_rank.dist, "barrier", lambda: None)
+    shared, alone = (measure_rank.RankBenchmark(torch.device("cpu"), QUICK, share, share, print) for share in (2.0, 1.0))
+    assert alone.between() is None and shared.between() is not None
+    task = measure_rank.TimedCall("all_reduce", 4.0, takes(5e-3), calls=3, between=takes(6e-3))
+    assert alone.slice(task) == pytest.approx((5e-3, 5e-3))
+    assert alone.slice(replace(task, between=None)) == pytest.approx((5e-3, 5e-3))
 
 
 @pytest.mark.slow
