@@ -89,8 +89,8 @@ def parallelize(
     Run it under ``torchrun`` with one process per device; rank 0 plans and tells the others. `example_inputs` are the forward's
     keyword arguments (a dict) or arguments (a tuple); without them the first call is the example, and `parameters()` before it
     is a `StateError`. `plan` (a `Plan` or the path of a plan.json) skips the search. `precision` is ``"float32"``,
-    ``"bf16"`` or ``"fp16"`` (compute over float32 master shards), a `Precision`, or FSDP2's `MixedPrecisionPolicy`; by default the
-    model's own dtype, or dtypes. `force` fixes degrees
+    ``"bf16"`` or ``"fp16"`` (compute over float32 master shards), a `Precision`, or FSDP2's `MixedPrecisionPolicy`; by default
+    the model's own dtypes. `force` fixes degrees
     (``"tp=4,zero=3"``). `state` gives full tensors by name for a model on the meta device. `cache` takes the plan of an equal
     model, cluster and options from ``~/.cache/autopar/plans``, and keeps a new one there. `outputs` are fields of the model's
     result (``("logits", "hidden_states.1")``) that are wanted beside the loss: full tensors without gradients, or as

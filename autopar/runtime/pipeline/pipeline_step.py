@@ -32,6 +32,8 @@ class PipelineStep:
         if not torch.is_grad_enabled():
             loss = self._loss(self.executor.run(parts, totals))
         else:
+            self.state.loss_scale.begin(self.program.loss_dtype)
+            self.executor.loss_scale = self.state.loss_scale
             loss = run_with_deferred_gradients(self.state, lambda: self._loss(self.executor.run(parts, totals)))
             loss = loss if loss.requires_grad else loss.requires_grad_()  # a stage without parameters that train
         others, self.executor.outputs = self.executor.outputs, {}
