@@ -44,7 +44,7 @@ def model_of() -> CharacterModel:
 
 def losses_of(model: Any, steps: int, *, scaled: bool) -> list[float]:
     optimizer = model.make_optimizer(0.1, 3e-3)
-    scaler = torch.amp.GradScaler("cpu", enabled=scaled, growth_interval=50)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=2.0**12, growth_interval=50)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
