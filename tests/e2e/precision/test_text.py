@@ -18,9 +18,9 @@ from torch import Tensor
 import autopar
 
 LENGTH, BATCH = 32, 16
-BOUND = {"bf16": 0.04, "fp16": 0.01}
+BOUND = {"bf16": 0.005, "fp16": 0.005}
 """The largest difference of the mean loss over ten steps, relative; see docs/precision.md."""
-EACH = {"bf16": 0.12, "fp16": 0.03}
+EACH = {"bf16": 0.02, "fp16": 0.02}
 """The same of one step."""
 
 
