@@ -250,7 +250,7 @@ def profiling() -> bool:
 
 def after_unscaling(agree: Callable[[torch.optim.Optimizer, dict[torch.device, torch.Tensor], torch.Tensor], None]) -> None:
     """`agree` is called whenever a `torch.amp.GradScaler` has looked at the gradients of an optimizer, with what it found by
-    device (in place) and a 0. Seen on 2.13.0: `unscale_`, and `step` without it, also of fused optimizers, go through this method."""
+    device (in place) and a 0. Seen on 2.13.0: `unscale_`, and `step` without it, go through this method."""
     original = torch.amp.GradScaler._unscale_grads_
     if getattr(original, "autopar", False):
         return

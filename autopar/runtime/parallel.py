@@ -32,9 +32,9 @@ from .report.step_report import StepReport
 from .sharded_module import ShardedModule
 from .state.fsdp import reshard_all
 from .state.lend import lend_state
+from .state.loss_scale import agree_on_overflow
 from .state.materialize import State, materialize
 from .state.optimizer_state import refuse_full_states
-from .state.overflow import agree_on_overflow
 from .state.plain_model import Container, PlainModel, check_parameters
 from .state.weight_source import WeightSource
 from .step.inputs import NamedBatch, bind_arguments, bind_named_batch, local_inputs

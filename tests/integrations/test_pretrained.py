@@ -42,10 +42,6 @@ def bert() -> transformers.PreTrainedModel:
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **drop))
 
 
-def mixtral() -> transformers.PreTrainedModel:
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1))
-
-
 def check(make: object, force: str, ranks: RankPool, folder: Path) -> None:
     torch.manual_seed(0)
     model = make()  # type: ignore[operator]
@@ -80,7 +76,7 @@ def check(make: object, force: str, ranks: RankPool, folder: Path) -> None:
 
     one = {name: value for path in ours.values() for name, value in load_file(path).items()}
     other = {name: value for path in theirs.values() for name, value in load_file(path).items()}
-    assert make is mixtral or one.keys() == other.keys()
+    assert one.keys() == other.keys()
     assert all(torch.equal(value, other[name]) for name, value in one.items() if name in other)
 
 
@@ -90,6 +86,6 @@ def test_tied_weights_from_the_meta_device(ranks: RankPool, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("force", ["dp=2,zero=3", "pp=2"])
-@pytest.mark.parametrize("make", [untied, tied, with_scaled_frequencies, gpt2_body_names, bert, mixtral])
+@pytest.mark.parametrize("make", [untied, tied, with_scaled_frequencies, gpt2_body_names, bert])
 def test_models_from_the_meta_device(make: object, force: str, ranks: RankPool, tmp_path: Path) -> None:
     check(make, force, ranks, tmp_path)

@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..comm.p2p import PendingReceive, PointToPoint
 from ..errors import RuntimeProblem
+from ..state.loss_scale import LossScale
 from ..step.micro_batches import split_result
 from .actions import BACKWARD, COMPUTE, FORWARD_ONLY, RankAction
 from .gradient_reductions import GradientReductions
@@ -42,6 +43,7 @@ class Executor:
         self.trace: list[str] = []
         self.outputs: dict[int, Sequence[torch.Tensor]] = {}
         self.doing = ""
+        self.loss_scale: LossScale | None = None
 
     def run(self, micro_batches: Sequence[Batch], totals: Batch) -> list[torch.Tensor]:
         """The losses of the micro-batches, if this rank has the last model chunk. Without gradients only forwards run."""
@@ -175,6 +177,8 @@ class StepState:
                 self.executor.outputs[micro_batch] = others
             self.losses.append(made.detach())
             results = [made]
+            if self.training and self.executor.loss_scale is not None:
+                self.gradients[key] = [self.executor.loss_scale.gradient(made)]
             edges = [_edge(made)] if self.training else []
         else:
             after = self.program.boundaries[position]

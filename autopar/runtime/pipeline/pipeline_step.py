@@ -32,14 +32,17 @@ class PipelineStep:
         if not torch.is_grad_enabled():
             loss = self._loss(self.executor.run(parts, totals))
         else:
+            self.state.loss_scale.begin(self.program.loss_dtype)
+            self.executor.loss_scale = self.state.loss_scale
             loss = run_with_deferred_gradients(self.state, lambda: self._loss(self.executor.run(parts, totals)))
             loss = loss if loss.requires_grad else loss.requires_grad_()  # a stage without parameters that train
         others, self.executor.outputs = self.executor.outputs, {}
         return loss, join_micro_batches(self.program, [others[number] for number in sorted(others)]) if others else ()
 
     def _loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """The sum over all micro-batches, on every rank."""
+        """The sum over all micro-batches, on every rank; half-precision losses in float32, as without a pipeline."""
         mesh, dtype = self.program.mesh, getattr(torch, self.program.loss_dtype)
+        dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         with torch.no_grad():
             loss = sum_losses(losses).to(dtype) if losses else torch.zeros((), dtype=dtype, device=mesh.device)
             if mesh.pp.size > 1:

@@ -24,6 +24,7 @@ from .fsdp import hoist_shared, shard_block, shard_root
 from .gradient import StageGradients, own
 from .gradient_buckets import GradientBuckets, redirect_gradients
 from .layout import dtensor_placements, gather_full, model_shard, zero_shard
+from .loss_scale import LossScale
 from .parameter_table import ParameterEntry, ParameterIndex, Table, by_block, parameter_index, parameter_tables, shared_entries
 from .weight_source import OrderedSource, WeightSource, full_weight
 
@@ -51,6 +52,7 @@ class State:
     roots: tuple[RootModule, ...] = ()
     tables: tuple[Table, ...] = ()
     stage: StageGradients | None = None
+    loss_scale: LossScale = field(default_factory=lambda: LossScale(""))
 
     def full(self, name: str, value: torch.Tensor | None = None) -> torch.Tensor:
         """The full tensor of a parameter, or of `value` that is placed like it (its gradient, an optimizer state), on every rank
@@ -192,6 +194,7 @@ def materialize(program: Program, source: WeightSource) -> State:
         roots=tuple(roots),
         tables=tuple(own_tables),
         stage=stage,
+        loss_scale=LossScale(program.precision[0]),
     )
 
 

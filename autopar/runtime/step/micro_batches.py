@@ -14,6 +14,7 @@ from ..device.mesh import DATA_AXIS
 from ..errors import BatchProblem, RuntimeProblem
 from ..module import Program
 from ..state.fsdp import prepare_backward
+from ..state.loss_scale import LossScale
 from ..state.materialize import State
 from .outputs import join_micro_batches
 
@@ -29,6 +30,7 @@ def run_micro_batches(program: Program, state: State, inputs: Batch) -> StepResu
     totals = batch_totals(program, parts)
     others: list[Sequence[torch.Tensor]] = []
     if torch.is_grad_enabled():
+        state.loss_scale.begin(program.loss_dtype)
         loss = run_with_deferred_gradients(state, lambda: _train(program, state, parts, totals, others))
     else:
         losses = []
@@ -61,7 +63,7 @@ def _train(
             loss, outputs_of_part = split_result(program(**part, **totals))
             others.append(outputs_of_part)
             if loss.requires_grad:
-                torch.autograd.backward(loss)
+                torch.autograd.backward(loss, state.loss_scale.gradient(loss))
             losses.append(loss.detach())
         state.buckets.finish()
     finally:
@@ -85,7 +87,7 @@ def run_with_deferred_gradients(state: State, train: Callable[[], torch.Tensor])
     reached = {parameter: gradient for parameter, gradient in made if gradient is not None}
     if not reached:
         return loss
-    result: torch.Tensor = apply(_Deliver, loss, list(reached.values()), *reached)
+    result: torch.Tensor = apply(_Deliver, loss, list(reached.values()), state.loss_scale, *reached)
     return result
 
 
@@ -139,8 +141,10 @@ class _Deliver(torch.autograd.Function):
     """The loss as a function of the parameters: the known gradients, times the gradient of the loss, are handed out once."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor], *parameters: nn.Parameter) -> torch.Tensor:
-        ctx.gradients = gradients
+    def forward(
+        ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor], scale: LossScale, *parameters: nn.Parameter
+    ) -> torch.Tensor:
+        ctx.gradients, ctx.scale, ctx.used = gradients, scale, scale.used
         return loss.clone()
 
     @staticmethod
@@ -152,7 +156,8 @@ class _Deliver(torch.autograd.Function):
                 "call the model again"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return None, None, *(_scaled(gradient, grad) for gradient in gradients)
+        factor = ctx.scale.factor(grad, ctx.used)
+        return None, None, None, *(_scaled(gradient, factor) for gradient in gradients)
 
 
 def _scaled(gradient: Any, factor: torch.Tensor) -> torch.Tensor:

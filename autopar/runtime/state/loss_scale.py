@@ -1,0 +1,69 @@
+"""The factor of the loss in float16 (``torch.amp.GradScaler``), where gradients are spread over ranks and computed early.
+
+A gradient that is not finite on one rank counts on all of them: DTensor looks at the placements of the first gradient of each
+dtype (2.13.0), and a stage of a pipeline at its own gradients, of which it may have none. The ranks agree once in each
+`unscale_`, so all skip the same step and keep the same scale.
+
+Steps in micro-batches and pipelines run their backwards inside the call, when nobody knows yet by what a scaler multiplies the
+loss. In float16 small gradients would vanish: they are computed with the factor of the step before, and what the loss's backward
+then brings is divided by it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..comm.heartbeat import watched
+from ..compat import after_unscaling
+
+USUAL = 2.0**15
+"""In the first step; a `GradScaler` starts with twice as much."""
+
+
+class LossScale:
+    """`used`: the factor of the step that runs, equal on all ranks."""
+
+    def __init__(self, compute: str) -> None:
+        self.half = compute == "float16"
+        self.used, self.next = 1.0, USUAL if self.half else 1.0
+
+    def begin(self, loss_dtype: str) -> None:
+        """Before the backwards of a step."""
+        self.used = min(self.next, USUAL) if loss_dtype == "float16" else self.next
+
+    def gradient(self, loss: torch.Tensor) -> torch.Tensor | None:
+        """Of the loss of a micro-batch."""
+        return torch.full_like(loss, self.used) if self.used != 1.0 else None
+
+    def factor(self, gradient: torch.Tensor, used: float) -> torch.Tensor:
+        """What gradients that were computed with `used` are multiplied by, where `gradient` is that of the loss."""
+        if not self.half:
+            return gradient
+        value = float(gradient.detach())
+        if 0.0 < value < float("inf"):
+            self.next = value
+        return gradient / used
+
+
+def agree_on_overflow() -> None:
+    """From now on, for optimizers that have parameters of a parallel model."""
+    after_unscaling(_agree)
+
+
+def _agree(optimizer: torch.optim.Optimizer, found: dict[torch.device, torch.Tensor], none: torch.Tensor) -> None:
+    """`found`: by device, whether gradients are not finite (1) or are (0); empty where there are none. `none`: a 0."""
+    places = (getattr(p, "autopar_place", None) for group in optimizer.param_groups for p in group["params"])
+    place: Any = next((each for each in places if each is not None), None)
+    if place is None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    seen = torch.stack([none.new_tensor(float(bool(found))), *(each.to(none.device).reshape(()) for each in found.values())])
+    seen = torch.stack([seen[0], seen[1:].amax() if found else none.reshape(())])
+    with watched(place[0].heartbeat if place[0] is not None else None, "GradScaler.unscale_"):
+        dist.all_reduce(seen, dist.ReduceOp.MAX)
+    if seen[0] and not found:  # torch refuses a step without any gradients
+        found[none.device] = none.clone()
+    for flag in found.values():
+        flag.fill_(float(seen[1]))

@@ -1,0 +1,77 @@
+"""Habits of precision (docs/habits.md, docs/precision.md), on real ranks. `tests/e2e/precision` has more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.harness.comparison import different_numbers
+from support.harness.habits import OTHER_PLANS, check, parallel_of, refusal, rows_of
+from support.harness.rank_pool import RankPool
+from support.models.habit_model import batch, net
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+import autopar
+
+
+def scaler_of_some_ranks(plan: str) -> None:
+    def run(model: Any) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        said = []
+        for seed in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(**batch(seed))).backward()
+            gradient = next(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+            if seed == 1 and not (isinstance(gradient, DTensor) and dist.get_rank()):
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                local.view(-1)[:1] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            said += [scaler.get_scale(), float(model(**batch(5)).detach())]
+        return said
+
+    assert not (wrong := different_numbers("loss", run(parallel_of(net(), plan)), run(net()), 1e-9)), wrong
+
+
+def autocast(plan: str) -> None:
+    """float64 is not cast; what is cast is in `tests/e2e/precision`."""
+    parallel, plain = parallel_of(net(), plan), net()
+    for dtype in (torch.bfloat16, None):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            found, expected = parallel(**batch()), plain(**batch())
+        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=0)
+
+
+def autocast_on_some_ranks(plan: str) -> str:
+    parallel = parallel_of(net(), plan)
+    with torch.autocast("cpu", enabled=dist.get_rank() == 1):
+        return refusal(lambda: parallel(**batch()))
+
+
+def float8(plan: str) -> str:
+    return refusal(lambda: autopar.parallelize(net(), "local:4", batch(), precision="fp8"))
+
+
+def reduce_dtype(plan: str) -> str:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    return refusal(lambda: autopar.parallelize(net().float(), "local:4", batch(), precision=policy))
+
+
+# -- here
+
+
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", OTHER_PLANS)
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], force, ranks, tmp_path)
