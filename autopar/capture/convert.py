@@ -28,7 +28,7 @@ from autopar.errors import CaptureError
 from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
 
-_NOT_THE_USERS = ("/torch/", "/autopar/capture/", "/autopar/ops/", "<eval_with_key>")
+_NOT_THE_USERS = ("/torch/", "/autopar/capture/", "/autopar/ops/", "/einops/", "<eval_with_key>")
 _DROPPED = frozenset(("device", "layout", "memory_format", "pin_memory", "non_blocking"))
 _ASSERTS = ("_assert", "sym_constrain", "_guards")
 _NO_GRADIENT = frozenset(

@@ -77,6 +77,18 @@ def share(text: str) -> float:
     return value
 
 
+def batch_dims(text: str) -> int | dict[str, int]:
+    """``1``: where all inputs have the batch; or ``src=1,mask=0``, by argument."""
+    parts = [each.rpartition("=") for each in text.split(",")]
+    if not all(dim.isascii() and dim.isdigit() and len(dim) <= 2 for _, _, dim in parts):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no dimension: write 1, or src=1,mask=0 by argument of the forward")
+    if len(parts) == 1 and not parts[0][0]:
+        return int(parts[0][2])
+    if not all(name.isidentifier() for name, _, _ in parts):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} names no arguments of the forward: write src=1,mask=0")
+    return {name: int(dim) for name, _, dim in parts}
+
+
 def _lazy(module: str) -> Callable[[argparse.Namespace, Any], int]:
     """The command's `run`, imported when it is called."""
 
@@ -86,10 +98,16 @@ def _lazy(module: str) -> Callable[[argparse.Namespace, Any], int]:
     return run
 
 
+def _batch_dim(parser: argparse.ArgumentParser) -> None:
+    said = "where inputs have the batch, all of them or by argument (default: dimension 0, or found)"
+    parser.add_argument("--batch-dim", type=batch_dims, metavar="1", help=said)
+
+
 def _planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
     parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, for models that take tokens")
+    _batch_dim(parser)
     parser.add_argument("--dtype", default=None, help="float32 (default), bf16 or fp16 (compute over float32 masters) or float64")
     degrees = (
         "fix degrees: dp, tp, tp2, ep, pp, virtual, schedule (1f1b, interleaved, zbv, ...), zero, zero_group (0: all data "
@@ -167,6 +185,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     doctor.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
     doctor.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, for models that take tokens")
+    _batch_dim(doctor)
     doctor.add_argument("--dtype", default="bf16", help="bf16 (default), float32 or float64: the compute dtype")
 
     dryrun = add("dryrun", "dryrun", "run one rank of the plan on fake tensors: peak memory and collectives, without the cluster")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -38,13 +38,15 @@ class Examination:
         return self.graph is not None and not any(each.kind == "refused" for each in self.findings)
 
 
-def examine(model: nn.Module, example: ExampleInputs, compute: str) -> Examination:
+def examine(
+    model: nn.Module, example: ExampleInputs, compute: str, batch_dim: int | Mapping[str, int] | None = None
+) -> Examination:
     """Every finding, the worst first. The model may be on the meta device; it is not changed."""
     args, kwargs = split_inputs(example)
     found: list[Finding] = []
     for check in (refuse_hooks, refuse_complex):
         found += _refusal(check, model)
-    options = CaptureOptions(compute)
+    options = CaptureOptions(compute, batch_dim=batch_dim)
     began = monotonic()
     export, refusals = _captured(model, args, kwargs, options)
     found = list(dict.fromkeys((*found, *refusals)))

@@ -126,13 +126,14 @@ def subject(
     *,
     outputs: Sequence[str] = (),
     batch_norm: str = "global",
+    batch_dim: int | Mapping[str, int] | None = None,
     planned: Graph | None = None,
 ) -> Subject:
     """The model in the plan's dtype, captured. In float64 a model that casts to float32 itself has these casts lifted."""
     args, kwargs = split_inputs(example)
 
     def captured(dtype: str) -> Graph:
-        return capture(model, args, kwargs, compute_dtype=dtype, outputs=outputs, batch_norm=batch_norm)
+        return capture(model, args, kwargs, compute_dtype=dtype, outputs=outputs, batch_norm=batch_norm, batch_dim=batch_dim)
 
     taken = compute
     try:

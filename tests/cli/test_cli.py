@@ -144,6 +144,32 @@ def test_the_table_says_what_of_the_memory_may_be_taken(run: Run, tmp_path: Path
         assert status == 2 and "is not a share from 0 to below 1" in err and err.count("\n") == 1
 
 
+SEQUENCE_FIRST = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        return self.layer(x).square().sum((0, 2)).mean()
+def make():
+    return Model(), {"x": torch.randn(8, 8, 4)}
+"""
+
+
+def test_where_inputs_have_the_batch(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(SEQUENCE_FIRST)
+    model = f"{tmp_path / 'net.py'}:make"
+    for said in ("1", "x=1"):
+        status, out, err = run("plan", model, "--cluster", "local:2", "--force", "dp=2", "--batch-dim", said, "--json", "--no-cache")
+        assert status == 0, err
+        assert json.loads(out)["graph"]["interface"]["arguments"][0]["batch_dim"] == 1
+        assert run("doctor", model, "--batch-dim", said)[0] == 0
+    for wrong in ("x", "-1", "x=", "1,2", "=1", "²"):
+        status, _, err = run("plan", model, "--cluster", "local:2", "--batch-dim", wrong)
+        assert status == 2 and len(err.strip().splitlines()) == 1, err
+
+
 def test_inspect_comm_compares_with_parameter_servers(run: Run, plan_file: Path) -> None:
     """All of a device's gradients in one piece; one server is a bottleneck that the ring does not have."""
     gradients = json.loads(run("inspect", plan_file, "--comm", "--json")[1])["gradients"]

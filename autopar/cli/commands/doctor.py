@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     console.progress(f"capturing {arguments.model}")
     loaded = load_model(arguments.model, arguments.batch, arguments.seq)
     compute = precision_of(arguments.dtype, loaded.model).compute
-    found = examine(loaded.model, loaded.example_inputs, compute)
+    found = examine(loaded.model, loaded.example_inputs, compute, arguments.batch_dim)
     rows = [
         (each.kind, each.what + (f" (x {each.count})" if each.count > 1 else ""), each.where, each.remedy)
         for each in found.findings

@@ -79,6 +79,7 @@ def plan_of(
         expert_load=getattr(arguments, "expert_load", 1.0),
         memory_margin=arguments.memory_margin,
         outputs=outputs_of(arguments),
+        batch_dim=getattr(arguments, "batch_dim", None),
         graph=graph,
     )
 

@@ -50,7 +50,10 @@ def _planned(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Sub
     console.progress(f"capturing {arguments.model}")
     loaded = load_model(arguments.model, arguments.batch, arguments.seq, device="cpu")
     chosen = precision_of(arguments.dtype or "float32", loaded.model)
-    whole = subject(loaded.model, loaded.example_inputs, chosen.compute, chosen.master, outputs=outputs_of(arguments))
+    whole = subject(
+        loaded.model, loaded.example_inputs, chosen.compute, chosen.master,
+        outputs=outputs_of(arguments), batch_dim=arguments.batch_dim,
+    )  # fmt: skip
     whole.source, whole.sizes = arguments.model, (arguments.batch, arguments.seq)
     console.progress("running the model on one process")
     run_reference(whole)
