@@ -82,7 +82,7 @@ def batch_dims(text: str) -> int | dict[str, int]:
     parts = [each.rpartition("=") for each in text.split(",")]
     if not all(dim.isascii() and dim.isdigit() and len(dim) <= 2 for _, _, dim in parts):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is no dimension: write 1, or src=1,mask=0 by argument of the forward")
-    if len(parts) == 1 and not parts[0][0]:
+    if len(parts) == 1 and not parts[0][1]:
         return int(parts[0][2])
     if not all(name.isidentifier() for name, _, _ in parts):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} names no arguments of the forward: write src=1,mask=0")

@@ -161,7 +161,9 @@ def test_where_inputs_have_the_batch(run: Run, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(SEQUENCE_FIRST)
     model = f"{tmp_path / 'net.py'}:make"
     for said in ("1", "x=1"):
-        status, out, err = run("plan", model, "--cluster", "local:2", "--force", "dp=2", "--batch-dim", said, "--json", "--no-cache")
+        status, out, err = run(
+            "plan", model, "--cluster", "local:2", "--force", "dp=2", "--batch-dim", said, "--json", "--no-cache"
+        )
         assert status == 0, err
         assert json.loads(out)["graph"]["interface"]["arguments"][0]["batch_dim"] == 1
         assert run("doctor", model, "--batch-dim", said)[0] == 0
