@@ -92,9 +92,9 @@ def parallelize(
     (``"local"``, ``"dgx-h100"``) has as many devices as processes were launched. `example_inputs` are the forward's
     keyword arguments (a dict) or arguments (a tuple); without them the first call is the example, and `parameters()` before it
     is a `StateError`. `plan` (a `Plan` or the path of a plan.json) skips the search. `precision` is ``"float32"``,
-    ``"bf16"`` or ``"fp16"`` (compute over float32 master shards), a `Precision`, or FSDP2's `MixedPrecisionPolicy`; by default the
-    model's own dtype, or dtypes. `force` fixes degrees (``"tp=4,zero=3"``). `state` gives full tensors by name for a model on the
-    meta device, or is a folder of safetensors files in Hugging Face's layout, of which each rank reads its own part. `cache`
+    ``"bf16"`` or ``"fp16"`` (compute over float32 master shards), a `Precision`, or FSDP2's `MixedPrecisionPolicy`; by default
+    the model's own dtype, or dtypes. `force` fixes degrees (``"tp=4,zero=3"``). `state` gives full tensors by name for a model on
+    the meta device, or is a folder of safetensors files in Hugging Face's layout, of which each rank reads its own part. `cache`
     takes the plan of an equal
     model, cluster and options from ``~/.cache/autopar/plans``, and keeps a new one there. `outputs` are fields of the model's
     result (``("logits", "hidden_states.1")``) that are wanted beside the loss: full tensors without gradients, or as

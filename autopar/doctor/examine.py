@@ -46,7 +46,8 @@ def examine(
     found: list[Finding] = []
     for check in (refuse_hooks, refuse_complex):
         found += _refusal(check, model)
-    options = CaptureOptions(compute, batch_dim=batch_dim)
+    dims = tuple(batch_dim.items()) if isinstance(batch_dim, Mapping) else batch_dim
+    options = CaptureOptions(compute, batch_dim=dims)
     began = monotonic()
     export, refusals = _captured(model, args, kwargs, options)
     found = list(dict.fromkeys((*found, *refusals)))

@@ -16,7 +16,7 @@ from support.fuzzing.one_line import answer
 from autopar.errors import PlanError
 
 PLANNING = "mlp --cluster local:2 --batch 8 --force dp=2 --no-cache --time-limit 2"
-POSITIONALS = {"model": 1, "plan": 1, "file": 1, "folder": 2}
+POSITIONALS = {"model": 1, "plan": 1, "file": 1, "folder": 2, "measured": 2}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     assert made.status == 0, made
     out = {command: [command, plan] for command in ("inspect", "explain", "dryrun")}
     out |= {"plan": ["plan", *PLANNING.split()], "verify": ["verify", *PLANNING.split()], "validate": ["validate"]}
-    out |= {"doctor": ["doctor", "mlp"]}
+    out |= {"doctor": ["doctor", "mlp"], "compare": ["compare", plan, str(folder / "measured.json")]}
     out |= {"export": ["export", plan, str(folder / "out")], "calibrate": ["calibrate", "-o", str(folder / "c.yaml")]}
     return out | {"models": ["models"], "clusters": ["clusters"]}
 
