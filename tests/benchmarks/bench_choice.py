@@ -1,10 +1,10 @@
 """Is the chosen plan the fastest? Models under every forced plan and the chosen one, each built in the same four processes, whose
 steps are timed in turn; on this machine, and in labs of two and four nodes (tests/support/network_lab.py).
 
-    python tests/benchmarks/bench_choice.py [--where local,2x2@200mbit,4x1@1gbit] [--only gpt] [--cluster FILE]
+    python tests/benchmarks/bench_choice.py [--where local,2x2@200mbit,4x1@1gbit] [--only gpt] [--rounds 8]
 
-The cluster of each place comes from ``autopar calibrate`` there, unless ``--cluster`` names a file. What is printed of a plan: the
-fastest of its steps (forward, backward, AdamW), what its ranks took of the cores' time (in brackets the update's), and the
+The cluster of each place comes from ``autopar calibrate`` there, unless ``--cluster`` names a file. What is printed of a plan:
+the fastest of its steps (forward, backward, AdamW), what its ranks took of the cores' time (in brackets the update's), and the
 prediction over the first; of a model the regret (chosen over fastest), the order (concordant less discordant pairs, of plans more
 than 5 % apart), and how much faster than data parallelism. Other programs disturb: as root the ranks run at a high priority.
 """

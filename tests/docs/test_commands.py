@@ -32,6 +32,9 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 4 examples/quickstart.py": "tests/cli/test_examples.py, by torchrun itself in `make test-full`",
     "autopar calibrate -o cluster.yaml --processes 2": "tests/cli/test_calibrate.py, in full by `make test-full`",
     "autopar compare plan.json measured.json": "tests/runtime/report/test_report.py",
+    "torchrun --nnodes 2 --nproc-per-node 4 --node-rank N --master-addr HOST -m autopar calibrate -o cluster.yaml": (
+        "tests/cost_models/calibrate/test_levels.py, in a lab of network namespaces in `make test-full`"
+    ),
     "autopar validate": "test_the_whole_table, below; some rows in tests/validate",
     "autopar plan llama3-8b --cluster dgx-h100:8 --batch 128 --seq 8192 --dtype bf16": "test_the_large_plan, below",
     "autopar plan llama3-8b --cluster dgx-h100:4 --batch 4 --seq 131072 --dtype bf16": "test_the_long_plan, below",
