@@ -121,7 +121,7 @@ def observing(observer: Observer) -> Iterator[None]:
         return run
 
     operations = torch.ops._c10d_functional
-    patches = [
+    patches: list[Any] = [
         *(patch.object(ProcessGroup, n, on_group(k, getattr(ProcessGroup, n))) for n, k in _group_methods()),
         *(patch.object(operations, n, _Operation(functional, getattr(operations, n), k)) for n, k in _FUNCTIONAL.items()),
         patch.object(operations, "wait_tensor", _Operation(lambda _, wait: waiter(wait), operations.wait_tensor, "")),
