@@ -162,7 +162,10 @@ class PipelineSearch:
             calls = {name: call_seconds(problem, name, seconds) for name, seconds in by_block.items()}
             self._relaxed[key] = flow, relax_blocks(problem), calls
         flow, blocks, calls = self._relaxed[key]
-        options = schedule_options(self.graph, point, self.options.force, self.options.schedule)
+        try:
+            options = schedule_options(self.graph, point, self.options.force, self.options.schedule)
+        except PlanError:  # too few micro-batches for a forced schedule
+            return inf
         return StageRelaxation(problem, flow, blocks, calls, self._bubbles).at_least(point, options, best_seconds)
 
     def bounds(self) -> Iterable[float]:
