@@ -44,7 +44,7 @@ ELSEWHERE = {
 
 
 def commands(inline: bool) -> list[str]:
-    """Commands in shell blocks (``sh``; ``bash`` are scripts of clusters, whose page names their tests), in order; or those between
+    """Commands in shell blocks (``sh``; ``bash`` is for clusters, and the page names its tests), in order; or those between
     backquotes in the text."""
     blocks = re.findall(r"```sh\n(.*?)```", PAGES, re.S)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
