@@ -141,7 +141,11 @@ def test_bands(mask: Mask) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("mask", [causal, window, both_sides, triangle, padding_window], ids=lambda mask: mask.__name__)
+@pytest.mark.parametrize(
+    "mask",
+    [causal, window, both_sides, pytest.param(triangle, marks=pytest.mark.slow), padding_window],
+    ids=lambda mask: mask.__name__,
+)
 def test_a_long_sequence_is_read_without_its_square(mask: Mask) -> None:
     """131,072 positions: the mask would be 16 GiB."""
     model = Masked(mask)

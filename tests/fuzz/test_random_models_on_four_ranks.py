@@ -8,13 +8,13 @@ import pytest
 from support.fuzzing.models.many import many_trials
 from support.harness.rank_pool import RankPool
 
-COUNT = int(os.environ.get("AUTOPAR_FUZZ", "70"))
+COUNT = int(os.environ.get("AUTOPAR_FUZZ", "30"))
 
 
-@pytest.mark.parametrize("first", range(0, COUNT, 35))
+@pytest.mark.parametrize("first", range(0, COUNT, 30))
 def test_on_four_ranks(first: int, ranks: RankPool) -> None:
-    count = min(35, COUNT - first)
+    count = min(30, COUNT - first)
     tally = many_trials(range(50_000 + first, 50_000 + first + count), ranks, 4)
     assert not tally.wrong and not tally.badly_said, tally.failures
-    assert tally.unsteady <= 0.03 * count
+    assert tally.unsteady <= max(1, 0.03 * count)
     assert tally.refused <= max(3, 0.2 * count), [trial.refused for trial in tally.refusals]

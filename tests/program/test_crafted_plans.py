@@ -74,7 +74,9 @@ def attempt(kind: str, path: Path_, folder: Path) -> None:
         assert not mark.exists(), (path, payload)
 
 
-@pytest.mark.parametrize("kind", CAPTURED)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=[] if each == "pipeline" else [pytest.mark.slow]) for each in CAPTURED]
+)
 def test_nothing_crafted_runs(kind: str, tmp_path: Path) -> None:
     for path in one_of_each_kind(tiny_document(kind), str):
         attempt(kind, path, tmp_path)
