@@ -134,7 +134,7 @@ class PipelineSearch:
 
     def _tighten(self, best_seconds: Callable[[], float]) -> None:
         """The least bounds, as long as they are what the certificate is short of: with the tables of their own micro-batch,
-        memory, state, and the fill of the pipeline."""
+        memory, state, and the bubble."""
         sharp: set[GridPoint] = set()
         enough = best_seconds() * (1 - self.options.sharp_gap)
         while self.seconds_left() > 0:

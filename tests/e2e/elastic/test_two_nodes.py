@@ -40,7 +40,7 @@ def nodes() -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
-def test_a_node_is_lost_and_comes_again(jobs: Any, nodes: list[str]) -> None:
+def test_a_lost_node_returns(jobs: Any, nodes: list[str]) -> None:
     """A rank is killed while a checkpoint is written across the link; then a whole node, which comes again later."""
     job = jobs(2, 1, STEPS, host="10.77.0.1")
 
