@@ -27,6 +27,7 @@ from autopar.solve.fixed.baselines import PricedRecipe, baselines
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
 from autopar.solve.fixed.seeds import may_seed, with_seeds
+from autopar.solve.forked import Meanwhile
 from autopar.solve.plan_cache import PlanCache, cache_key
 from autopar.solve.refine_schedule import with_synthesized_schedule
 from autopar.solve.report import plan_of_result
@@ -35,7 +36,7 @@ from autopar.solve.robust_choice import robust_choice
 from autopar.solve.search import search
 from autopar.solve.space.force import Force, parse_force
 from autopar.solve.space.options import SearchOptions
-from autopar.validate.recipes.by_hand import seeds_of, with_expert_prices, with_reasons
+from autopar.validate.recipes.by_hand import seeds_of, with_expert_prices, with_reasons, with_stage_seeds
 
 ExampleInputs = Mapping[str, Any] | tuple[Any, ...]
 Progress = Callable[[str], None]
@@ -67,6 +68,7 @@ def make_plan(
     memory_margin: float | None = None,
     batch_dim: int | Mapping[str, int] | None = None,
     graph: Graph | None = None,
+    processes: int = 1,
 ) -> Plan:
     """Plans without running: needs no process group, and the model may be on the meta device. `autopar.plan` is this function.
 
@@ -75,7 +77,8 @@ def make_plan(
     folder of plans that were found before. `expert_load` is what the busiest rank of dealt-out experts is expected to get over
     the mean, or the path of a JSON list of tokens per expert. `memory_margin` is the share of each device's memory that the plan
     leaves free (None: that of the cluster's file, else `MEMORY_MARGIN`). A `force` that spells out a whole configuration
-    (`solve.space.force`) is priced as it is. `graph` is the model as it was captured before.
+    (`solve.space.force`) is priced as it is. `graph` is the model as it was captured before. `processes`: of the
+    search, forked from this one; more than one only where nothing else runs here (no CUDA, no process group).
     """
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster, cache=cache_folder())
@@ -102,14 +105,14 @@ def make_plan(
         strict=strict,
         time_limit_seconds=time_limit_seconds,
         registry=rules,
+        processes=processes,
     )
     said: dict[str, Any] = dict(name=name, source=source, seq=seq)
 
     batched = replace(graph, batch=options.batch)
 
-    def by_hand(seed_seconds: float = 0.0) -> Sequence[PricedRecipe]:
-        recipes = baselines(graph, cluster, options)
-        return with_expert_prices(recipes, graph, cluster, options, seed_seconds=seed_seconds)
+    def by_hand() -> Sequence[PricedRecipe]:
+        return with_expert_prices(baselines(graph, cluster, options), graph, cluster, options)
 
     def described(found: PlanResult, recipes: Sequence[PricedRecipe]) -> Plan:
         recipes = with_reasons(recipes, found.evaluation.step_seconds)
@@ -125,8 +128,11 @@ def make_plan(
         if progress is not None:
             progress(f"the search was done before: plan from {cache}")
         return known
-    found = search(graph, cluster, options, progress)
-    recipes = by_hand(found.evaluation.step_seconds if may_seed(options) else 0.0)
+    with Meanwhile(by_hand, processes) as priced:
+        found = search(graph, cluster, options, progress)
+        recipes = priced.result()
+    if may_seed(options):
+        recipes = with_stage_seeds(recipes, graph, cluster, options, found.evaluation.step_seconds)
     found = with_seeds(options, found, seeds_of(recipes))
     found = robust_choice(batched, cluster, options, found, recipes)
     made = described(_scheduled(cluster, options, forced, found, progress), recipes)

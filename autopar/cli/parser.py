@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -32,6 +33,16 @@ class Parser(argparse.ArgumentParser):
 
 MOST = 2**31 - 1
 """Of a number on the command line."""
+
+
+_MOST_PROCESSES = 4
+"""Of a search by default: few problems of it do not wait for each other."""
+
+
+def _usable_processes() -> int:
+    """One per core that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _MOST_PROCESSES)
 
 
 def positive(text: str) -> int:
@@ -125,6 +136,8 @@ def _planning(parser: argparse.ArgumentParser) -> None:
         "--no-cache", action="store_true", help="search without reading or writing the cache, ~/.cache/autopar/plans"
     )
     parser.add_argument("--time-limit", type=seconds, default=60.0, metavar="SECONDS", help="of the search (default 60)")
+    help_ = f"of the search (default: one per core, at most {_MOST_PROCESSES})"
+    parser.add_argument("--processes", type=positive, default=_usable_processes(), metavar="N", help=help_)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ every solution, and the least bound certifies the best one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from time import monotonic
 
@@ -17,6 +17,7 @@ from autopar.rules.expand import missing_rules
 from autopar.solve.bounds.memory_bound import memory_bound
 from autopar.solve.bounds.minimum_memory import MinimumMemory
 from autopar.solve.bounds.warm_start import WarmStart
+from autopar.solve.forked import Lookahead
 from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
@@ -59,6 +60,16 @@ def search(graph: Graph, cluster: Cluster, options: SearchOptions, progress: Pro
     where that plan fits, and then under it. KeyboardInterrupt ends the search with the best plan so far, where there is one.
     """
     return _Search(SearchState(graph, cluster, options, progress or (lambda line: None))).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """What a process found out about a point under memory, whether it `ran` the ILP, and how large slow problems are."""
+
+    solution: MeshSolution
+    done: bool
+    ran: bool
+    slow_variables: float
 
 
 class _Search:
@@ -121,9 +132,22 @@ class _Search:
         for each in state.promising(members):
             if not self.memory_binds and not state.is_pruned(each):
                 self._solve_without_memory(each)
-        for each in state.promising(members):
-            if not state.is_pruned(each):
-                self._solve_with_memory(each)
+        self._solve_all_with_memory(state.promising(members))
+
+    def _solve_all_with_memory(self, order: Sequence[SearchPoint]) -> None:
+        """One after the other, as long as none is pruned by those before; other processes begin with the next ones."""
+        state = self.state
+        with Lookahead(self._solved_with_memory, state.options.processes) as ahead:
+            for number, each in enumerate(order):
+                if not state.is_pruned(each):
+                    rest = (other for other in order[number + 1 :] if not state.is_pruned(other))
+                    upcoming = (other for other in rest if state.is_worth_a_copy(other))
+                    self._take_solved(each, ahead.result(each, upcoming))
+
+    def _take_solved(self, each: SearchPoint, found: _Solved) -> None:
+        each.solution, each.done, self.slow_variables = found.solution, found.done, min(self.slow_variables, found.slow_variables)
+        if found.ran:
+            self._take(found.solution)
 
     def _check_rules(self) -> None:
         if not self.state.options.strict:
@@ -207,13 +231,22 @@ class _Search:
         if state.forced:
             return
         plans = WarmStart(state.graph, state.cluster, state.options, state.tables, state.seconds_left)
-        for each in state.promising(members):
-            if not state.is_large(each) or state.is_pruned(each):
-                continue
+
+        def solve(each: SearchPoint) -> MeshSolution | None:
             began = monotonic()
             found = plans.fastest_fitting(each.point)
             if found is not None:
                 found.bound_seconds, found.seconds = each.bound_seconds, monotonic() - began
+            return found
+
+        order = [each for each in state.promising(members) if state.is_large(each)]
+        with Lookahead(solve, state.options.processes) as ahead:
+            for number, each in enumerate(order):
+                if state.is_pruned(each):
+                    continue
+                found = ahead.result(each, (other for other in order[number + 1 :] if not state.is_pruned(other)))
+                if found is None:
+                    continue
                 each.warm_start_seconds = found.step_seconds or 0.0
                 if 0 < each.warm_start_seconds < state.best_seconds():
                     self._take(found)
@@ -245,8 +278,12 @@ class _Search:
                 each.raise_bound(solved.bound_seconds)
                 each.settle(Status.PRUNED)
 
-    def _solve_with_memory(self, each: SearchPoint) -> None:
-        """Under the memory constraint. Before that the sharper bound of this number of micro-batches, and where the problem is
+    def _solved_with_memory(self, each: SearchPoint) -> _Solved:
+        ran = self._solve_with_memory(each)
+        return _Solved(each.solution, each.done, ran, self.slow_variables)
+
+    def _solve_with_memory(self, each: SearchPoint) -> bool:
+        """Whether it was solved. Under the memory constraint. Before that the sharper bound of this number of micro-batches, and where the problem is
         large, the linear relaxation: only what may be better by `min_improvement_large` is solved then."""
         state = self.state
         problem = state.tables.problem(each.point)
@@ -257,17 +294,17 @@ class _Search:
             variables = state.variables[each.point.mesh]
             hopeless = each.warm_start_seconds > _MOST_OVER_BEST * state.best_seconds()
             if hopeless or variables >= self.slow_variables:
-                return  # it stays with the bound that it has
+                return False  # it stays with the bound that it has
             left = state.seconds_left()
             found = solver.relax_with_memory(left if state.forced else min(left, _RELAXATION_SECONDS))
             if found is None and state.best is not None:
                 self.slow_variables = _NEARLY * variables
-                return
+                return False
             each.solution.bound_seconds = found or each.bound_seconds
         if each.bound_seconds == inf:
             each.settle(Status.INFEASIBLE)
         if state.is_pruned(each):
-            return
+            return False
         bound = each.bound_seconds
         hurry = state.best is not None and not state.forced
         left = min(state.seconds_left(), _MEMORY_SECONDS) if hurry else state.seconds_left()
@@ -275,4 +312,4 @@ class _Search:
         if each.solution.status is not Status.INFEASIBLE:
             each.raise_bound(bound)
         each.done = True
-        self._take(each.solution)
+        return True

@@ -3,7 +3,7 @@ memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
@@ -13,7 +13,9 @@ from autopar.ir.mesh import Mesh
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
 from autopar.solve.bounds.flow_bound import FlowRelaxation, bound_by_blocks, has_many_blocks, ideal_seconds, operation_bound
 from autopar.solve.bounds.memory_bound import memory_bound
+from autopar.solve.forked import Lookahead, forked_map
 from autopar.solve.ilp.solver import Status
+from autopar.solve.pipeline.pipeline_search import Axes
 from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes
 from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.search_state import SearchPoint, SearchState
@@ -24,15 +26,37 @@ _THREADS = 2
 @dataclass(slots=True)
 class _RoughBound:
     """What is known of the bounds of one mesh: those of `FlowRelaxation` by weight. `all_blocks` once every block was relaxed by
-    itself, `sharp` once nothing is left out."""
+    itself, `sharp` once nothing is left out. `tables` makes the problem again where another process had it."""
 
     members: tuple[SearchPoint, ...]
-    problem: Problem
+    tables: Callable[[], Problem]
     bounds: dict[float, float]
     flow: FlowRelaxation | None = None
     blocks: tuple[BlockRelaxation, ...] | None = None
     all_blocks: bool = False
     sharp: bool = False
+    _problem: Problem | None = None
+
+    @property
+    def problem(self) -> Problem:
+        if self._problem is None:
+            self._problem = self.tables()
+        return self._problem
+
+
+@dataclass(frozen=True, slots=True)
+class _Learned:
+    """What a process says of one mesh: the bound, status and end of each point, what remains to be sharpened, and what the rest
+    of the search is told of its size and of pipelines."""
+
+    points: tuple[tuple[float, Status, bool], ...]
+    seconds: float
+    weights: Mapping[float, float]
+    all_blocks: bool
+    sharp: bool
+    ideal_seconds: float
+    variables: Mapping[Mesh, int]
+    seconds_per_example: Mapping[tuple[Axes, int], float]
 
 
 class SearchBounds:
@@ -49,12 +73,53 @@ class SearchBounds:
         by_mesh: dict[Mesh, list[SearchPoint]] = {}
         for each in points:
             by_mesh.setdefault(each.point.mesh, []).append(each)
+        meshes = list(by_mesh.values())
+        if self.state.options.processes > 1:
+            for members, learned in zip(meshes, forked_map(self._learn, meshes, self.state.options.processes), strict=True):
+                self._take(members, learned)
+            return
         with ThreadPoolExecutor(_THREADS) as pool:  # one solves while the other writes tables
             try:
-                list(pool.map(self._bound_mesh, by_mesh.values()))
+                list(pool.map(self._bound_mesh, meshes))
             except KeyboardInterrupt:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+
+    def _learn(self, members: Sequence[SearchPoint]) -> _Learned:
+        self._bound_mesh(members)
+        return self._learned(members, self._rough.get(members[0].point.mesh))
+
+    def _learned(self, members: Sequence[SearchPoint], rough: _RoughBound | None) -> _Learned:
+        state = self.state
+        return _Learned(
+            points=tuple((each.bound_seconds, each.solution.status, each.done) for each in members),
+            seconds=members[0].solution.seconds,
+            weights=rough.bounds if rough else {},
+            all_blocks=rough.all_blocks if rough else False,
+            sharp=rough is None,
+            ideal_seconds=self.ideal_seconds,
+            variables=dict(state.variables),
+            seconds_per_example=dict(state.pipelines.seconds_per_example),
+        )
+
+    def _take(self, members: Sequence[SearchPoint], learned: _Learned) -> None:
+        """Into this process, where it is not from here."""
+        state, mesh = self.state, members[0].point.mesh
+        self.ideal_seconds = self.ideal_seconds or learned.ideal_seconds
+        state.variables.update(learned.variables)
+        state.pipelines.learn_rates(learned.seconds_per_example)
+        for each, (bound, status, done) in zip(members, learned.points, strict=True):
+            each.solution.bound_seconds, each.solution.status, each.done = bound, status, done
+        members[0].solution.seconds = learned.seconds
+        if not learned.sharp and mesh not in self._rough:
+            self._rough[mesh] = _RoughBound(
+                tuple(members), self._tables(members), dict(learned.weights), all_blocks=learned.all_blocks
+            )
+
+    def _tables(self, members: Sequence[SearchPoint]) -> Callable[[], Problem]:
+        """The problem of the least number of micro-batches, whose bound holds for its multiples."""
+        least = min((each.point for each in members), key=lambda point: point.micro_batches)
+        return lambda: self.state.tables.problem(least)
 
     def _bound_mesh(self, members: Sequence[SearchPoint]) -> None:
         state = self.state
@@ -63,7 +128,8 @@ class SearchBounds:
         if state.seconds_left() <= 0:
             return
         began = monotonic()
-        problem = state.tables.problem(min((each.point for each in members), key=lambda point: point.micro_batches))
+        rough = _RoughBound(tuple(members), self._tables(members), {})
+        problem = rough.problem
         check_forced_axes(problem, forced_axes(problem.mesh, state.options.force))
         if not state.forced and state.solver(problem, members[0].solution).has_useless_axis():
             for each in members:
@@ -73,7 +139,7 @@ class SearchBounds:
         state.pipelines.learn_bound(problem, least)
         for each in members:
             each.solution.bound_seconds = least
-        rough = _RoughBound(tuple(members), problem, {1.0: least})
+        rough.bounds[1.0] = least
         if state.any_open(members):
             least_point = min(members, key=lambda each: (each.done, each.bound_seconds))
             self._bound_by_blocks(rough, lambda seconds: state.is_pruned(least_point, seconds))
@@ -86,24 +152,36 @@ class SearchBounds:
     def bound_by_flow(self, each: SearchPoint, problem: Problem) -> None:
         """The linear relaxation of one point, by its own tables."""
         if self.state.any_open([each]):
-            self._bound_by_flow(_RoughBound((each,), problem, {1.0: each.bound_seconds}))
+            self._bound_by_flow(_RoughBound((each,), lambda: problem, {1.0: each.bound_seconds}))
 
     def tighten(self) -> None:
-        """The least bounds, as long as they are what the certificate is short of, and something was left out."""
+        """The least bounds, as long as they are what the certificate is short of, and something was left out. Other processes
+        begin with the next ones."""
         state = self.state
         enough = state.best_seconds() * (1 - state.options.sharp_gap)
-        while state.seconds_left() > 0:
-            able = [each for each in state.points if each.solution.status is not Status.INFEASIBLE]
-            least = min(able, key=lambda each: each.bound_seconds, default=None)
-            if least is None or least.bound_seconds > state.lower_bound_seconds() or least.bound_seconds >= enough:
-                return
-            rough = self._rough.get(least.point.mesh)
-            if rough is None or rough.sharp:
-                return
-            if not rough.all_blocks:
-                self._bound_by_blocks(rough, lambda seconds: seconds >= enough)
-            if min(each.bound_seconds for each in rough.members) < enough:
-                self._bound_by_flow(rough, fully=True)
+        with Lookahead(lambda mesh: self._sharpened(mesh, enough), state.options.processes) as ahead:
+            while state.seconds_left() > 0:
+                able = [each for each in state.points if each.solution.status is not Status.INFEASIBLE]
+                able = sorted((each for each in able if each.bound_seconds < enough), key=lambda each: each.bound_seconds)
+                if not able or able[0].bound_seconds > state.lower_bound_seconds():
+                    return
+                rough = list({each.point.mesh: self._rough.get(each.point.mesh) for each in able}.values())
+                first, *rest = (each if each is not None and not each.sharp else None for each in rough)
+                if first is None:
+                    return
+                upcoming = (each for each in rest if each is not None and state.is_worth_a_copy(each.members[0]))
+                learned = ahead.result(first, upcoming)
+                first.all_blocks, first.sharp = learned.all_blocks, True
+                self._take(first.members, learned)
+
+    def _sharpened(self, rough: _RoughBound, enough: float) -> _Learned:
+        began = monotonic()
+        if not rough.all_blocks:
+            self._bound_by_blocks(rough, lambda seconds: seconds >= enough)
+        if min(each.bound_seconds for each in rough.members) < enough:
+            self._bound_by_flow(rough, fully=True)
+        rough.members[0].solution.seconds += monotonic() - began
+        return self._learned(rough.members, rough)
 
     def _bound_by_blocks(self, rough: _RoughBound, is_enough: Callable[[float], bool]) -> None:
         """With the linear relaxations of single blocks, which are small."""

@@ -26,6 +26,9 @@ Progress = Callable[[str], None]
 LARGE = 8000
 """Variables of placements from which on the problem under memory takes long."""
 
+_WORTH_A_COPY = 2000
+"""Variables of placements from which on a problem takes more than a tenth of a second."""
+
 _PIPELINES_SHARE, _LARGE_SHARE = 0.4, 0.1
 """Of the time, for pipelines; and where their stages are large problems by themselves."""
 
@@ -140,6 +143,10 @@ class SearchState:
 
     def is_large(self, each: SearchPoint) -> bool:
         return self._is_large(each.point.mesh)
+
+    def is_worth_a_copy(self, each: SearchPoint) -> bool:
+        """Whether its problem takes much longer than a copy of this process."""
+        return self.variables.get(each.point.mesh, 0) > _WORTH_A_COPY
 
     def _is_large(self, mesh: Mesh) -> bool:
         """Its problem, or where its size is not known, those of as many axes."""

@@ -16,10 +16,10 @@ from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.architectures import architecture_of
 from autopar.validate.graphs import RunOptions, graph_of
-from autopar.validate.recipes.by_hand import seeds_of, with_expert_prices
+from autopar.validate.recipes.by_hand import seeds_of, with_expert_prices, with_stage_seeds
 from autopar.validate.recipes.knobs import Knobs
 from autopar.validate.recipes.recipe_price import PricedKnobs, RecipePricer
-from autopar.validate.recipes.stage_points import stage_mesh, stage_seed
+from autopar.validate.recipes.stage_points import stage_mesh, stage_point, stage_seed
 
 OPTIONS = SearchOptions(batch=16, precision=Precision("bfloat16", "float32"))
 
@@ -34,7 +34,9 @@ OPTIONS = SearchOptions(batch=16, precision=Precision("bfloat16", "float32"))
 )
 def test_a_point_has_the_degrees_of_its_knobs(model: str, knobs: Knobs, names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     graph, cluster = bundled_graph(model), Cluster.parse("dgx-h100:1")
-    found = stage_seed(knobs, graph, cluster, OPTIONS)
+    point = stage_point(knobs, graph, cluster)
+    assert point is not None
+    found = stage_seed(*point, graph, cluster, OPTIONS)
     assert found is not None and found.evaluation.fits
     plan = found.candidate
     assert (plan.mesh.names, plan.mesh.sizes, plan.pipeline.stages) == (names, sizes, knobs.stages)
@@ -48,7 +50,7 @@ def test_what_has_no_mesh_is_no_seed() -> None:
     assert stage_mesh(Knobs(tensor=2, experts=16, stages=2), 16) is None, "eight ranks a stage"
     across = stage_mesh(Knobs(tensor=2, experts=8, stages=2), 16)
     assert across is not None and (across.names, across.sizes) == (("dp", "ep", "tp"), (1, 4, 2)), "eight experts' ranks of four"
-    assert stage_seed(Knobs(tensor=2, context=2), bundled_graph("llama-tiny"), Cluster.parse("dgx-h100:1"), OPTIONS) is None
+    assert stage_point(Knobs(tensor=2, context=2), bundled_graph("llama-tiny"), Cluster.parse("dgx-h100:1")) is None
 
 
 @pytest.mark.parametrize(("seed_seconds", "seeds"), [(0.0, 0), (1e9, 1)])
@@ -62,7 +64,8 @@ def test_what_fits_and_beats_the_plan_is_a_candidate(seed_seconds: float, seeds:
     cluster = Cluster.parse("dgx-h100:1")
     graph = replace(graph_of(architecture_of(row("dg-001", software_stack="x")), 8, "bfloat16", RunOptions()), batch=16)
     recipes = baselines(graph, cluster, OPTIONS, RECIPES[-1:])
-    (priced,) = with_expert_prices(recipes, graph, cluster, OPTIONS, seed_seconds=seed_seconds)
+    priced_recipes = with_expert_prices(recipes, graph, cluster, OPTIONS)
+    (priced,) = with_stage_seeds(priced_recipes, graph, cluster, OPTIONS, seed_seconds)
     assert priced.expert is not None and priced.expert.own is not None and priced.expert.own.fits
     found = seeds_of([priced])
     assert len(found) == seeds and all(each.candidate.mesh.sizes == (1, 2, 2) for each in found)

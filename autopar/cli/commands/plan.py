@@ -81,6 +81,7 @@ def plan_of(
         outputs=outputs_of(arguments),
         batch_dim=getattr(arguments, "batch_dim", None),
         graph=graph,
+        processes=getattr(arguments, "processes", 1),
     )
 
 

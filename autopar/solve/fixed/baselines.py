@@ -25,7 +25,7 @@ from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import TENSOR_AXIS, FixedConfiguration
 from autopar.solve.result import PlanResult
-from autopar.solve.space.grid import devices_per_node, micro_batch_counts
+from autopar.solve.space.grid import GridPoint, devices_per_node, micro_batch_counts
 from autopar.solve.space.meshes import divisors
 from autopar.solve.space.micro_batching import why_one_micro_batch
 from autopar.solve.space.options import SearchOptions
@@ -74,7 +74,8 @@ class ExpertPrice:
     """The recipe on the software that people run it on, the best of its usual knobs (`validate.recipes`): a comparison, and no
     bound of the search. `measured` is a published run in words, `measured_seconds` its time where batch and precision are the
     same too. `own` is the same configuration on our programs' kernels, `seed` is it as a candidate of the search, where a fixed
-    configuration has all of its degrees; `better` says which kernels of the software are better than ours. `reason` says by how
+    configuration has all of its degrees; `stage` is the point of its pipeline, with the chunks per stage, where it has not;
+    `better` says which kernels of the software are better than ours. `reason` says by how
     much and why it is faster than the plan, where it is."""
 
     software: str
@@ -85,6 +86,7 @@ class ExpertPrice:
     measured_seconds: float | None = None
     own: Evaluation | None = None
     seed: PlanResult | None = None
+    stage: tuple[GridPoint, int] | None = None
     better: str = ""
     reason: str = ""
 

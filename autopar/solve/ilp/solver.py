@@ -17,11 +17,15 @@ from typing import Literal
 import numpy
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
+from ortools.math_opt.solvers import highs_pb2
 
 from autopar.solve.ilp.linear_model import LinearModel
 
 SolverName = Literal["highs", "scip", "glop"]
 
+
+_ONE_THREAD = {"threads": 1}
+"""HiGHS takes half of the cores otherwise, in threads that a forked copy of this process has not and would wait for."""
 
 _SHORT_MODEL = 1000
 """Variables of a model that takes a few milliseconds."""
@@ -94,6 +98,7 @@ def _call_solver(
     parameters = mathopt.SolveParameters(
         time_limit=None if time_limit_seconds is None else timedelta(seconds=max(0.05, time_limit_seconds)),
         relative_gap_tolerance=None if relaxed else relative_gap,
+        highs=highs_pb2.HighsOptionsProto(int_options=_ONE_THREAD),
     )
     call = partial(mathopt.solve, mathopt.Model.from_model_proto(_proto(model, relaxed)), kind, params=parameters)
     try:

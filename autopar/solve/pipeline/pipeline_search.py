@@ -8,7 +8,7 @@ schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
@@ -79,8 +79,12 @@ class PipelineSearch:
         data = problem.mesh.size_of(DATA_AXIS)
         examples = problem.batch // data
         share = step_seconds * problem.cluster.size / self.cluster.size
-        key = problem.mesh.axes[1:], examples
-        self.seconds_per_example[key] = max(self.seconds_per_example.get(key, 0.0), share)
+        self.learn_rates({(problem.mesh.axes[1:], examples): share})
+
+    def learn_rates(self, rates: Mapping[tuple[Axes, int], float]) -> None:
+        """As `seconds_per_example` of another search."""
+        for key, rate in rates.items():
+            self.seconds_per_example[key] = max(self.seconds_per_example.get(key, 0.0), rate)
 
     def run(self, best_seconds: Callable[[], float]) -> Iterator[MeshSolution]:
         """Solves the points that bounds and estimates do not prune; those that fit."""

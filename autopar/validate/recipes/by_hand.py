@@ -26,7 +26,7 @@ from autopar.validate.recipes.knobs import Knobs, Workload
 from autopar.validate.recipes.published import MeasuredRun, recipe_of, runs_of
 from autopar.validate.recipes.recipe_price import PricedKnobs, RecipePricer
 from autopar.validate.recipes.recognize import RecognizedDecoder, recognize, same_model
-from autopar.validate.recipes.stage_points import stage_seed
+from autopar.validate.recipes.stage_points import stage_point, stage_seed
 
 _PYTORCH = ("torchtitan-fsdp2", "fms-fsdp1", "llm-foundry-fsdp1")
 _MEGATRON = ("nemo-megatron-core", "megatron-bridge", "megatron-core")
@@ -56,12 +56,10 @@ def cluster_with(software: str, known: str, cluster: Cluster) -> Cluster:
 
 
 def with_expert_prices(
-    recipes: Sequence[PricedRecipe], graph: Graph, cluster: Cluster, options: SearchOptions, plan_seconds: float | None = None,
-    seed_seconds: float = 0.0,
-) -> tuple[PricedRecipe, ...]:  # fmt: skip
+    recipes: Sequence[PricedRecipe], graph: Graph, cluster: Cluster, options: SearchOptions, plan_seconds: float | None = None
+) -> tuple[PricedRecipe, ...]:
     """The recipes with the prices that experts get. Unchanged where the model is no decoder that is known, or the devices are
-    none that software was measured on. `plan_seconds`: the step of the plan that they are compared with (`with_reasons`).
-    `seed_seconds`: pipelines with context or expert parallelism that fit and take less by our programs are candidates too."""
+    none that software was measured on. `plan_seconds`: the step of the plan that they are compared with (`with_reasons`)."""
     decoder = recognize(graph)
     if decoder is None or len({group.device.name for group in cluster.groups}) > 1:
         return tuple(recipes)
@@ -79,7 +77,7 @@ def with_expert_prices(
             pricers[name] = _pricer(decoder, graph, cluster_with(name, known, cluster), name, batch, options)
         pricer = pricers[name]
         of = replace(graph, batch=batch)
-        price = _expert_price(key, name, pricer, cluster, of, options, seed_seconds) if pricer is not None else None
+        price = _expert_price(key, name, pricer, cluster, of, options) if pricer is not None else None
         out.append(replace(each, expert=price))
     return tuple(out) if plan_seconds is None else with_reasons(out, plan_seconds)
 
@@ -90,6 +88,22 @@ def with_reasons(recipes: Sequence[PricedRecipe], plan_seconds: float) -> tuple[
         replace(each, expert=replace(each.expert, reason=_reason(each.expert, plan_seconds))) if each.expert is not None else each
         for each in recipes
     )
+
+
+def with_stage_seeds(
+    recipes: Sequence[PricedRecipe], graph: Graph, cluster: Cluster, options: SearchOptions, seed_seconds: float
+) -> tuple[PricedRecipe, ...]:
+    """The recipes with pipelines with context or expert parallelism as candidates too, where these take less than `seed_seconds` by
+    our programs."""
+    of = replace(graph, batch=options.batch or graph.batch)
+
+    def seeded(each: PricedRecipe) -> PricedRecipe:
+        expert = each.expert
+        if expert is None or expert.stage is None or expert.own is None or expert.own.step_seconds >= seed_seconds:
+            return each
+        return replace(each, expert=replace(expert, seed=stage_seed(*expert.stage, of, cluster, options)))
+
+    return tuple(map(seeded, recipes))
 
 
 def seeds_of(recipes: Sequence[PricedRecipe]) -> list[PlanResult]:
@@ -118,7 +132,7 @@ def _pricer(
 
 
 def _expert_price(
-    recipe: str, software: str, pricer: RecipePricer, cluster: Cluster, graph: Graph, options: SearchOptions, seed_seconds: float
+    recipe: str, software: str, pricer: RecipePricer, cluster: Cluster, graph: Graph, options: SearchOptions
 ) -> ExpertPrice | None:
     work = pricer.work
     try:
@@ -133,8 +147,7 @@ def _expert_price(
         return ExpertPrice(software, problem=f"a batch of {work.batch} divides by no such degrees", measured=measured)
     seed = _seed(found, pricer, cluster, graph, options) if found.fits else None
     own = seed.evaluation if seed is not None else _on_our_kernels(found, pricer, cluster) if found.fits else None
-    if seed is None and own is not None and own.fits and own.step_seconds < seed_seconds:
-        seed = stage_seed(found.knobs, graph, cluster, options)
+    stage = stage_point(found.knobs, graph, cluster) if seed is None and own is not None and own.fits else None
     return ExpertPrice(
         software,
         described(found, work),
@@ -143,6 +156,7 @@ def _expert_price(
         measured_seconds=exact.row.step_seconds if exact is not None else None,
         own=own,
         seed=seed,
+        stage=stage,
         better=_better_kernels(found, pricer, cluster),
     )
 

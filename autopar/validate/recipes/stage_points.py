@@ -42,21 +42,25 @@ def stage_mesh(knobs: Knobs, size: int) -> Mesh | None:
     return mesh_of(data, knobs.context, knobs.tensor)
 
 
-def stage_seed(knobs: Knobs, graph: Graph, cluster: Cluster, options: SearchOptions) -> PlanResult | None:
-    """The plan of these degrees by our programs, for `graph` at its batch. None where it is no pipeline, or nothing of these
-    degrees fits."""
+def stage_point(knobs: Knobs, graph: Graph, cluster: Cluster) -> tuple[GridPoint, int] | None:
+    """The pipeline of these degrees for `graph` at its batch, and its chunks per stage. None where it is no pipeline, or its
+    stages have no mesh."""
     mesh = stage_mesh(knobs, cluster.size)
     if mesh is None or knobs.stages == 1:
         return None
+    return GridPoint(mesh, knobs.micro_batches(graph.batch, cluster.size), stages=knobs.stages), knobs.virtual
+
+
+def stage_seed(point: GridPoint, virtual: int, graph: Graph, cluster: Cluster, options: SearchOptions) -> PlanResult | None:
+    """The plan of a `stage_point` by our programs. None where nothing of these degrees fits."""
     began = monotonic()
     registry = options.registry or default_registry()
     free = replace(options, force={}, schedule="")
     search = StageSearch(
         graph, cluster, free, ProblemTables(graph, cluster, free, registry), lambda: _SECONDS - (monotonic() - began)
     )
-    point = GridPoint(mesh, knobs.micro_batches(graph.batch, cluster.size), stages=knobs.stages)
     try:
-        (option,) = schedule_options(graph, point, {"virtual": knobs.virtual}, "1f1b")
+        (option,) = schedule_options(graph, point, {"virtual": virtual}, "1f1b")
         found = search.solve_point(point, option)
     except AutoparError:
         return None
