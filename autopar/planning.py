@@ -33,7 +33,7 @@ from autopar.solve.report import plan_of_result
 from autopar.solve.result import PlanResult
 from autopar.solve.robust_choice import robust_choice
 from autopar.solve.search import search
-from autopar.solve.space.force import Force, parse_force
+from autopar.solve.space.force import NO_OFFLOAD, Force, parse_force
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.recipes.by_hand import seeds_of, with_expert_prices, with_reasons
 
@@ -93,30 +93,34 @@ def make_plan(
         raise BatchError(f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {batch}")
     rules = registry()
     unruled = _unruled(graph, rules, strict)
+    asked_offload = "" if forced.offload_optimizer == NO_OFFLOAD else forced.offload_optimizer
+    placed = replace(chosen, offload_optimizer=asked_offload)
     options = SearchOptions(
         batch=batch or graph.batch,
-        precision=chosen,
+        precision=placed,
         optimizer=optimizer,
         force={} if forced.is_configuration else forced.degrees,
         schedule="" if forced.is_configuration else forced.schedule,
         strict=strict,
         time_limit_seconds=time_limit_seconds,
         registry=rules,
+        may_offload_optimizer=not forced.offload_optimizer,
     )
     said: dict[str, Any] = dict(name=name, source=source, seq=seq)
 
     batched = replace(graph, batch=options.batch)
 
     def by_hand(seed_seconds: float = 0.0) -> Sequence[PricedRecipe]:
-        recipes = baselines(graph, cluster, options)
-        return with_expert_prices(recipes, graph, cluster, options, seed_seconds=seed_seconds)
+        on_device = replace(options, precision=chosen)
+        recipes = baselines(graph, cluster, on_device)
+        return with_expert_prices(recipes, graph, cluster, on_device, seed_seconds=seed_seconds)
 
     def described(found: PlanResult, recipes: Sequence[PricedRecipe]) -> Plan:
         recipes = with_reasons(recipes, found.evaluation.step_seconds)
         return plan_of_result(graph, cluster, found, recipes, optimizer=optimizer, replicated_ops=unruled, **said)
 
     if forced.is_configuration:
-        fixed = configuration_of(forced, chosen, optimizer)
+        fixed = configuration_of(forced, placed, optimizer)
         return described(price_configuration(batched, cluster, fixed, rules), by_hand())
     plans = PlanCache(cache) if cache is not None else None
     key = cache_key(graph, cluster, options, _USER_RULES, dict(said, synthesized=forced.synthesize)) if plans else ""
