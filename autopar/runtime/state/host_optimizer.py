@@ -20,7 +20,7 @@ PART_BYTES = 2**28
 """Of parameters whose state is on the device at the same time; twice of it with what is on its way."""
 
 
-def offload_optimizer(optimizer: Optimizer, device: torch.device, part_bytes: int = PART_BYTES, to: str = "cpu") -> None:
+def offload_optimizer(optimizer: Optimizer, device: torch.device, part_bytes: int | None = None, to: str = "cpu") -> None:
     """Replaces the optimizer's step. RuntimeProblem where it is not one of parameter by parameter, or is offloaded already."""
     kind = type(optimizer)
     check_offload_device(to)
@@ -44,7 +44,7 @@ def check_offload_device(to: str) -> None:
         )
 
 
-def offloaded_step(optimizer: Optimizer, host: HostMemory, device: torch.device, part_bytes: int = PART_BYTES) -> OffloadedStep:
+def offloaded_step(optimizer: Optimizer, host: HostMemory, device: torch.device, part_bytes: int | None = None) -> OffloadedStep:
     """The step of this optimizer by parts. RuntimeProblem where it is not one of parameter by parameter."""
     kind = type(optimizer)
     closure = inspect.signature(kind.step).parameters.get("closure")
@@ -53,7 +53,7 @@ def offloaded_step(optimizer: Optimizer, host: HostMemory, device: torch.device,
             f"{kind.__name__} needs its closure, and updates all parameters at once: offload an optimizer that takes them singly"
         )
     inner: Callable[..., Any] = getattr(kind.step, "__wrapped__", kind.step)  # without hooks, which run once a step
-    return OffloadedStep(inner, host, device, part_bytes)
+    return OffloadedStep(inner, host, device, part_bytes or PART_BYTES)
 
 
 class OffloadedStep:
