@@ -1,4 +1,4 @@
-"""Optimizer offload that a plan has: found where nothing fits without it, forced, priced, and run without a call of the user's."""
+"""Optimizer offload that a plan has: found where nothing fits without it, forced, priced, and run without a call by hand."""
 
 from __future__ import annotations
 
