@@ -27,13 +27,14 @@ from autopar.solve.fixed.baselines import PricedRecipe, baselines
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
 from autopar.solve.fixed.seeds import may_seed, with_seeds
+from autopar.solve.offload_state import with_forced_offload
 from autopar.solve.plan_cache import PlanCache, cache_key
 from autopar.solve.refine_schedule import with_synthesized_schedule
 from autopar.solve.report import plan_of_result
 from autopar.solve.result import PlanResult
 from autopar.solve.robust_choice import robust_choice
 from autopar.solve.search import search
-from autopar.solve.space.force import NO_OFFLOAD, Force, parse_force
+from autopar.solve.space.force import Force, parse_force
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.recipes.by_hand import seeds_of, with_expert_prices, with_reasons
 
@@ -93,19 +94,17 @@ def make_plan(
         raise BatchError(f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {batch}")
     rules = registry()
     unruled = _unruled(graph, rules, strict)
-    asked_offload = "" if forced.offload_optimizer == NO_OFFLOAD else forced.offload_optimizer
-    placed = replace(chosen, offload_optimizer=asked_offload)
     options = SearchOptions(
         batch=batch or graph.batch,
-        precision=placed,
+        precision=chosen,
         optimizer=optimizer,
         force={} if forced.is_configuration else forced.degrees,
         schedule="" if forced.is_configuration else forced.schedule,
         strict=strict,
         time_limit_seconds=time_limit_seconds,
         registry=rules,
-        may_offload_optimizer=not forced.offload_optimizer,
     )
+    options = with_forced_offload(options, forced)
     said: dict[str, Any] = dict(name=name, source=source, seq=seq)
 
     batched = replace(graph, batch=options.batch)
@@ -120,7 +119,7 @@ def make_plan(
         return plan_of_result(graph, cluster, found, recipes, optimizer=optimizer, replicated_ops=unruled, **said)
 
     if forced.is_configuration:
-        fixed = configuration_of(forced, placed, optimizer)
+        fixed = configuration_of(forced, options.precision, optimizer)
         return described(price_configuration(batched, cluster, fixed, rules), by_hand())
     plans = PlanCache(cache) if cache is not None else None
     key = cache_key(graph, cluster, options, _USER_RULES, dict(said, synthesized=forced.synthesize)) if plans else ""

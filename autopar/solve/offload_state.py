@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.optimizers import optimizer_named
+from autopar.solve.space.force import NO_OFFLOAD, Force
 from autopar.solve.space.options import SearchOptions
 
 
@@ -18,3 +19,10 @@ def with_offloaded_optimizer(cluster: Cluster, options: SearchOptions) -> Search
     if not useful or not options.may_offload_optimizer or options.precision.offload_optimizer:
         return None
     return replace(options, precision=replace(options.precision, offload_optimizer="cpu"))
+
+
+def with_forced_offload(options: SearchOptions, force: Force) -> SearchOptions:
+    """The search with the optimizer's state where `force` says, on the device where it says nothing."""
+    asked = force.offload_optimizer
+    where = "" if asked == NO_OFFLOAD else asked
+    return replace(options, precision=replace(options.precision, offload_optimizer=where), may_offload_optimizer=not asked)
