@@ -28,6 +28,7 @@ from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
 from autopar.solve.fixed.seeds import may_seed, with_seeds
 from autopar.solve.forked import Meanwhile
+from autopar.solve.offload_state import with_forced_offload
 from autopar.solve.plan_cache import PlanCache, cache_key
 from autopar.solve.refine_schedule import with_synthesized_schedule
 from autopar.solve.report import plan_of_result
@@ -107,19 +108,21 @@ def make_plan(
         registry=rules,
         processes=processes,
     )
+    options = with_forced_offload(options, forced)
     said: dict[str, Any] = dict(name=name, source=source, seq=seq)
 
     batched = replace(graph, batch=options.batch)
 
     def by_hand() -> Sequence[PricedRecipe]:
-        return with_expert_prices(baselines(graph, cluster, options), graph, cluster, options)
+        on_device = replace(options, precision=chosen)
+        return with_expert_prices(baselines(graph, cluster, on_device), graph, cluster, on_device)
 
     def described(found: PlanResult, recipes: Sequence[PricedRecipe]) -> Plan:
         recipes = with_reasons(recipes, found.evaluation.step_seconds)
         return plan_of_result(graph, cluster, found, recipes, optimizer=optimizer, replicated_ops=unruled, **said)
 
     if forced.is_configuration:
-        fixed = configuration_of(forced, chosen, optimizer)
+        fixed = configuration_of(forced, options.precision, optimizer)
         return described(price_configuration(batched, cluster, fixed, rules), by_hand())
     plans = PlanCache(cache) if cache is not None else None
     key = cache_key(graph, cluster, options, _USER_RULES, dict(said, synthesized=forced.synthesize)) if plans else ""

@@ -11,6 +11,7 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.solve.infeasible import enlarged
+from autopar.solve.offload_state import with_forced_offload
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.force import Force, parse_force
@@ -61,7 +62,7 @@ def plan_what_if(
     if question.memory_gib:
         cluster = replace(cluster, device=replace(cluster.device, memory_bytes=int(question.memory_gib * _GIB)))
     options = replace(
-        options,
+        with_forced_offload(options, question.force),
         force={**options.force, **question.force.degrees},
         schedule=question.force.schedule or options.schedule,
         batch=question.batch or options.batch,

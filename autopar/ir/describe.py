@@ -87,6 +87,8 @@ def describe(graph: Graph, candidate: Candidate, bubble_share: float | None = No
     partly = [plan.block for plan in candidate.blocks if plan.recompute_nodes and not plan.recompute]
     more += [f"{', '.join(partly)} recomputed in part"] * bool(partly)
     offloaded = [plan.block for plan in candidate.blocks if plan.offload]
+    where = {"": "", "cpu": "host memory", "nvme": "NVMe"}.get(candidate.precision.offload_optimizer, "")
+    more += [f"optimizer state in {where}"] * bool(where)
     more += [f"activations of {', '.join(offloaded)} offloaded"] * bool(offloaded)
     return ", ".join([" x ".join(parts), *more])
 

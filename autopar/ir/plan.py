@@ -61,12 +61,19 @@ class BlockPlan:
     offload: tuple[tuple[str, Placements], ...] = ()
 
 
+OFFLOAD_DEVICES = ("cpu", "nvme")
+"""Where optimizer state may lie between steps, beside the device."""
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """`compute` is the dtype of forward and backward, `master` that of the stored parameters and of gradient reduction."""
+    """How a step computes and keeps its state: `compute` is the dtype of forward and backward, `master` that of the stored
+    parameters and of gradient reduction. `offload_optimizer` is where the optimizer's state lies between steps: ``cpu`` (host
+    memory), ``nvme``, or empty (on the device)."""
 
     compute: str = "float32"
     master: str = "float32"
+    offload_optimizer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

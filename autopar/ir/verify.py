@@ -15,7 +15,7 @@ from autopar.ir.micro_batching import candidate_totals
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.stage_values import check_chunk_borders, repeatable_values
 from autopar.ir.placement import Invariant, Placements, can_shard, format_placements
-from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan
+from autopar.ir.plan import OFFLOAD_DEVICES, BlockPlan, Candidate, Conversion, NodePlan
 
 
 def _verify_weight_versions(candidate: Candidate) -> None:
@@ -47,6 +47,8 @@ def verify_candidate(graph: Graph, candidate: Candidate, devices: int | None = N
         raise PlanError(f"{count} micro-batches do not divide the {candidate.batch // degree} examples of each data rank")
     if candidate.zero_group < 0 or (candidate.zero_group and degree % candidate.zero_group):
         raise PlanError(f"zero_group={candidate.zero_group} does not divide the data axis dp={degree}: write a divisor, or 0")
+    if (where := candidate.precision.offload_optimizer) not in ("", *OFFLOAD_DEVICES):
+        raise PlanError(f"offload_optimizer={where[:40]!r}: write one of {', '.join(OFFLOAD_DEVICES)}, or leave it out")
     planned, known = [plan.block for plan in candidate.blocks], [block.name for block in graph.blocks]
     if sorted(planned) != sorted(known):
         different = sorted(set(planned) ^ set(known)) or planned

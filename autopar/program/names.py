@@ -12,7 +12,7 @@ from autopar.passes.readable_names import identifier
 RESERVED_ATTRIBUTES = frozenset(
     ("mesh", "prefix", "original_names", "zero", "recompute", "selective_recompute", "uses_rng", "training_noise")
     + ("batch_statistics", "specs", "training", "split_backward", "shared_parameters", "blocks", "roots", "position", "precision")
-    + ("mesh_axes", "micro_batches", "zero_group", "totals", "count", "loss_dtype", "weight_versions")
+    + ("mesh_axes", "micro_batches", "zero_group", "totals", "count", "loss_dtype", "weight_versions", "offload_optimizer")
     + ("input_placements", "input_shapes", "input_dtypes", "positional", "arguments", "constants", "defaults", "outputs")
     + ("batch_dims",)
     + ("chunks", "boundaries", "schedule", "batch_inputs", "micro_batch_size", "weight_grads")

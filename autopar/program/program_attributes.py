@@ -58,6 +58,7 @@ def program_attributes(lowered: Lowered, totals: Totals) -> list[str]:
     flowing = "".join(f'"{value.name}", ' for value in lowered.inputs if value.differentiable).rstrip()
     grouped = 0 < lowered.zero_group < lowered.mesh.size_of("dp")
     ops = ", ".join(f'"{name}": "{op}"' for name, op in zip(totals.names, totals.ops, strict=True))
+    offload = lowered.precision.offload_optimizer
     return [
         f"{INDENT}mesh_axes = {{{mesh}}}",
         *([f"{INDENT}input_placements = {{", *inputs, f"{INDENT}}}"] if inputs else []),
@@ -73,6 +74,7 @@ def program_attributes(lowered: Lowered, totals: Totals) -> list[str]:
             if grouped
             else []
         ),
+        *([f'{INDENT}offload_optimizer = "{offload}"  # between steps its state lies there'] if offload else []),
         *([f"{INDENT}totals = {{{ops}}}  # over all micro-batches, before the first"] if totals.names else []),
     ]
 

@@ -22,7 +22,7 @@ from .state.layout import local_shape
 RESERVED_ATTRIBUTES = frozenset(
     ("mesh", "prefix", "original_names", "zero", "recompute", "selective_recompute", "uses_rng", "training_noise")
     + ("batch_statistics", "specs", "training", "split_backward", "shared_parameters", "blocks", "roots", "position", "precision")
-    + ("mesh_axes", "micro_batches", "zero_group", "totals", "count", "loss_dtype", "weight_versions")
+    + ("mesh_axes", "micro_batches", "zero_group", "totals", "count", "loss_dtype", "weight_versions", "offload_optimizer")
     + ("input_placements", "input_shapes", "input_dtypes", "positional", "arguments", "constants", "defaults", "outputs")
     + ("batch_dims",)
     + ("chunks", "boundaries", "schedule", "batch_inputs", "micro_batch_size", "weight_grads")
@@ -144,6 +144,7 @@ class Program(RootModule):
     it. `constants` and `defaults`: arguments that are not tensors; the latter may be left out.
 
     State is sharded over `zero_group` neighbours of the data axis and replicated between such groups (0: over the whole axis).
+    `offload_optimizer`: where the optimizer's state lies between steps (``cpu``, ``nvme``; empty: on the device).
     With several `micro_batches` the forward takes one of them, and the `totals`: what `count` returns, reduced over all of them.
     """
 
@@ -163,6 +164,7 @@ class Program(RootModule):
     loss_dtype: ClassVar[str] = "float32"
     micro_batches: ClassVar[int] = 1
     zero_group: ClassVar[int] = 0
+    offload_optimizer: ClassVar[str] = ""
     totals: ClassVar[dict[str, str]] = {}
 
     def __init__(self, mesh: MeshHandle) -> None:

@@ -43,6 +43,7 @@ from .step.out_of_memory import MemoryGuard
 from .step.outputs import build_result, plain_result, returned_outputs
 from .step.penalties import explain_penalties, with_plain_gradient
 from .step.placed_inputs import plain_inputs
+from .step.planned_offload import check_planned_offload, offload_as_planned
 from .step.same_batch import check_same_batch, is_checked
 from .step.step_checks import StepChecks
 from .variants import KeyedCall, MadeVariant, Variant, Variants
@@ -100,6 +101,7 @@ class Parallel(ShardedModule):
         makes the others end with an error that names it, within `patience_seconds`. `heartbeat`: one that runs already.
         """
         super().__init__()
+        check_planned_offload(program.offload_optimizer)
         save_strided_shards()
         whole_items()
         further_operations()
@@ -124,6 +126,8 @@ class Parallel(ShardedModule):
             self.__dict__["state"] = self.memory.state = materialize(program, source)
         self.__dict__["checks"] = StepChecks(program, self.state, check_every)
         refuse_full_states(self.state)
+        trained, mesh = self.state.parameters.values(), program.mesh
+        offload_as_planned(self, trained, mesh.device, mesh.host_memory, program.offload_optimizer)
         if self.state.stage is not None:
             self.state.stage.heartbeat = heartbeat
         if isinstance(program, PipelineProgram):

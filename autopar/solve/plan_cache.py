@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -55,10 +55,13 @@ def _answers(plan: Plan, graph: Graph, cluster: Cluster, options: SearchOptions)
     """Whether the file under a key is what was asked for: a name is no proof."""
     document, candidate = plan.document, plan.candidate
     degrees = {axis.name: axis.size for axis in candidate.mesh.axes} | {"pp": candidate.pipeline.stages}
+    precision = candidate.precision
+    if options.may_offload_optimizer and not options.precision.offload_optimizer:
+        precision = replace(precision, offload_optimizer="")  # the search may have taken it
     return (
         plan.graph.fingerprint == graph.fingerprint
         and document.cluster.description == json.loads(json.dumps(cluster.to_dict()))
-        and (candidate.batch, candidate.precision, document.optimizer) == (options.batch, options.precision, options.optimizer)
+        and (candidate.batch, precision, document.optimizer) == (options.batch, options.precision, options.optimizer)
         and all(degrees.get(name, 1) == size for name, size in options.force.items() if name in ("dp", "tp", "tp2", "ep", "pp"))
     )
 
@@ -71,6 +74,7 @@ def cache_key(
     asked = {
         "batch": options.batch, "precision": asdict(options.precision), "optimizer": options.optimizer, "strict": options.strict,
         "force": dict(sorted(options.force.items())), "pins": dict(sorted(options.pins.items())),
+        "offload": options.may_offload_optimizer,
         "gap": (options.relative_gap, options.sharp_gap, options.min_improvement),
     }  # fmt: skip
     parts = (graph.fingerprint, graph.batch, cluster.to_dict(), asked, dict(sorted(rules.items())), dict(described), _version())

@@ -18,6 +18,7 @@ from autopar.ir.describe import describe
 from autopar.ir.graph import Graph
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.solve.fixed.baselines import PricedRecipe
+from autopar.solve.fixed.seeds import may_seed
 from autopar.solve.result import Fastest, PlanResult
 from autopar.solve.space.options import SearchOptions
 
@@ -36,7 +37,8 @@ def complexity(candidate: Candidate) -> int:
     interleaved chunks, state groups; offloading and unusual schedules count twice."""
     pipeline = candidate.pipeline
     unusual = pipeline.stages > 1 and (pipeline.schedule not in _USUAL_SCHEDULES or bool(pipeline.actions))
-    heavy = (any(plan.offload for plan in candidate.blocks), unusual, pipeline.weight_versions > 1)
+    offloads = any(plan.offload for plan in candidate.blocks)
+    heavy = (offloads, bool(candidate.precision.offload_optimizer), unusual, pipeline.weight_versions > 1)
     light = (
         *(axis.size > 1 for axis in candidate.mesh.axes[1:]),
         pipeline.stages > 1,
@@ -79,7 +81,7 @@ def _rank(alternative: Alternative) -> tuple[int, int, float]:
 
 def _plain(graph: Graph, options: SearchOptions, recipes: Sequence[PricedRecipe]) -> Iterator[Alternative]:
     """Data parallelism as people write it, with nothing or all of the layers recomputed."""
-    if options.force or options.schedule or options.pins or options.stored or options.placed:
+    if not may_seed(options):
         return
     for each in recipes:
         wanted = each.configuration

@@ -21,6 +21,7 @@ from autopar.solve.forked import Lookahead
 from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
+from autopar.solve.offload_state import with_offloaded_optimizer
 from autopar.solve.pipeline.least_memory import least_memory_pipeline
 from autopar.solve.problem.forced_axes import MOST_REDUNDANT, forced_axes, why_disobeyed
 from autopar.solve.result import PlanResult
@@ -85,6 +86,31 @@ class _Search:
     def run(self) -> PlanResult:
         state = self.state
         self._check_rules()
+        interrupted = self._find()
+        if state.best is None and state.seconds_left() > 0:
+            interrupted = self._find_with_offloaded_optimizer() or interrupted
+            state = self.state
+        if state.best is None:
+            raise_infeasible(state)
+        assert state.best is not None
+        return result_of(state, state.best, interrupted)
+
+    def _find_with_offloaded_optimizer(self) -> bool:
+        """Where no plan fits: the same search with the optimizer's state in host memory, which is taken where it finds one."""
+        state = self.state
+        options = with_offloaded_optimizer(state.cluster, state.options)
+        if options is None:
+            return False
+        state.progress("no plan fits: once more with the optimizer's state in host memory")
+        again = _Search(SearchState(state.graph, state.cluster, options, state.progress))
+        interrupted = again._find()
+        if again.state.best is not None:
+            self.state = again.state
+        return interrupted
+
+    def _find(self) -> bool:
+        """Searches; whether it was interrupted."""
+        state = self.state
         state.list_points()
         report_grid(state)
         interrupted = False
@@ -99,10 +125,7 @@ class _Search:
             self._take_least_memory()
         elif state.best is None and state.forced:
             self._take_warm_start()
-        if state.best is None:
-            raise_infeasible(state)
-        assert state.best is not None
-        return result_of(state, state.best, interrupted)
+        return interrupted
 
     def _solve(self) -> None:
         """At most one model axis first: such problems are small, and what they give prunes most of the others. Before the

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.device_specs import AxisLink, Device
+from autopar.cost_models.state.offload_cost import offloaded_update_seconds
 from autopar.cost_models.state.optimizers import Optimizer, optimizer_seconds
 from autopar.cost_models.state.state_group import StateGroup
 from autopar.cost_models.state.state_memory import StateMemory, StatePolicy, state_memory
@@ -66,12 +67,16 @@ def state_cost(
         reduce = parts * collective_seconds("reduce_scatter" if zero else "all_reduce", reduce_bytes / parts, data)
     if across is not None and reduce_bytes:
         reduce += collective_seconds("all_reduce", reduce_bytes / (data.size if zero else 1), across)
+    memory = state_memory(group, zero, data.size, policy, device.kind)
+    update = optimizer_seconds(group, zero, data.size, device, precision, optimizer, policy.memory_accesses)
+    if policy.offload is not None:
+        update = offloaded_update_seconds(update, memory.offloaded, policy.offload, device)
     return StateCost(
-        memory=state_memory(group, zero, data.size, policy, device.kind),
+        memory=memory,
         gather_forward_seconds=gather,
         gather_backward_seconds=gather if zero == 3 else 0.0,
         reduce_seconds=reduce,
-        optimizer_seconds=optimizer_seconds(group, zero, data.size, device, precision, optimizer, policy.memory_accesses),
+        optimizer_seconds=update,
         gather_bytes=gather_bytes if zero else 0.0,
         reduce_bytes=reduce_bytes,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from autopar.cost_models.hardware.device_specs import OffloadTarget
 from autopar.cost_models.hardware.state_layouts import StateLayout
 from autopar.cost_models.state.optimizers import Optimizer
 from autopar.cost_models.state.state_group import StateGroup
@@ -22,6 +23,7 @@ class StatePolicy:
         agree.
     stored_master_bytes: of a stored master weight; less than `master_bytes` where the compute weight has its other half.
     memory_accesses, update_copies, owners_broadcast, gathers_tensors: see `StateLayout`.
+    offload: where the optimizer's state lies between steps; None: on the device.
     """
 
     compute_bytes: int
@@ -34,9 +36,12 @@ class StatePolicy:
     update_copies: bool = True
     owners_broadcast: bool = False
     gathers_tensors: bool = False
+    offload: OffloadTarget | None = None
 
     @staticmethod
-    def of(precision: Precision, optimizer: Optimizer, layout: StateLayout | None = None) -> StatePolicy:
+    def of(
+        precision: Precision, optimizer: Optimizer, layout: StateLayout | None = None, offload: OffloadTarget | None = None
+    ) -> StatePolicy:
         """Under `layout`; without it, that of autopar's own programs."""
         compute, master, layout = itemsize(precision.compute), itemsize(precision.master), layout or StateLayout()
         remainders = layout.master_remainders and layout.stored_compute and (precision.compute, master) == ("bfloat16", 4)
@@ -52,6 +57,7 @@ class StatePolicy:
             update_copies=layout.update_copies,
             owners_broadcast=layout.owners_broadcast,
             gathers_tensors=layout.gathers_tensors,
+            offload=offload,
         )
 
     @staticmethod
@@ -77,6 +83,8 @@ class StateMemory:
     update_temporaries: one temporary of the master's size for every trainable parameter (foreach optimizers).
     largest_tensor: such a temporary for the largest parameter.
     persistent_reduce_buffer: the buffer is reused in the next step and never freed (CPU: runtime `gradient_buckets`).
+    offloaded: the optimizer's state, where it lies in host memory (or on NVMe) between steps; `optimizer` is 0 then.
+    offloaded_masters: the trainable master weights that it belongs to.
     """
 
     parameters: float
@@ -92,6 +100,8 @@ class StateMemory:
     update_temporaries: float = 0.0
     largest_tensor: float = 0.0
     persistent_reduce_buffer: bool = False
+    offloaded: float = 0.0
+    offloaded_masters: float = 0.0
 
     def __add__(self, other: StateMemory) -> StateMemory:
         """The groups of one block call (its own parameters, and its experts), which are live at the same time. An optimizer that
@@ -130,7 +140,7 @@ def state_memory(group: StateGroup, zero: int, shards: int, policy: StatePolicy,
     return StateMemory(
         parameters=parameters,
         gradients=gradients,
-        optimizer=trainable * policy.optimizer_bytes / optimizer_shards,
+        optimizer=0.0 if policy.offload else trainable * policy.optimizer_bytes / optimizer_shards,
         gathered=elements * policy.compute_bytes if separate_copy and not policy.stored_compute else 0.0,
         gathered_is_transient=zero == 3,
         unsharded_gradients=unsharded,
@@ -141,4 +151,6 @@ def state_memory(group: StateGroup, zero: int, shards: int, policy: StatePolicy,
         update_temporaries=trainable * policy.master_bytes / optimizer_shards * policy.update_copies,
         largest_tensor=min(group.largest, trainable) * policy.master_bytes / optimizer_shards,
         persistent_reduce_buffer=kind == "cpu" and not sharded and reduce_buffer > 0,
+        offloaded=trainable * policy.optimizer_bytes / optimizer_shards if policy.offload else 0.0,
+        offloaded_masters=trainable * policy.master_bytes / optimizer_shards if policy.offload else 0.0,
     )

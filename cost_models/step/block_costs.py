@@ -13,6 +13,7 @@ from autopar.cost_models.compute.fused_saves import with_fused_saves
 from autopar.cost_models.compute.fusion import FusableValues, fusable_values, fused_profile
 from autopar.cost_models.compute.operations import NodeCost, Profile, expert_imbalance, node_cost, profile, token_copy_share
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.offload_target import offload_target
 from autopar.cost_models.state.optimizers import Optimizer
 from autopar.cost_models.state.state_communication import accumulate_seconds
 from autopar.cost_models.state.state_cost import StateCost, state_cost
@@ -178,7 +179,7 @@ class BlockCosts:
         local = StateGroup(
             group.elements / degree, group.trainable / degree, group.tensors, group.buffer_bytes, group.largest / degree
         )
-        policy = StatePolicy.of(precision, optimizer, self.cluster.state_layout)
+        policy = self._state_policy(precision, optimizer)
         return cost + state_cost(local, zero, links, self.cluster.device, precision, optimizer, policy)
 
     def accumulate_seconds(self, cost: StateCost, zero: int, precision: Precision) -> float:
@@ -188,5 +189,9 @@ class BlockCosts:
     def group_state_cost(self, group: StateGroup, zero: int, precision: Precision, optimizer: Optimizer) -> StateCost:
         """As `state_cost`, of one group (linear in its counts but for latencies)."""
         data, across = self.state_links
-        policy = StatePolicy.of(precision, optimizer, self.cluster.state_layout)
+        policy = self._state_policy(precision, optimizer)
         return state_cost(group, zero, data, self.cluster.device, precision, optimizer, policy, across)
+
+    def _state_policy(self, precision: Precision, optimizer: Optimizer) -> StatePolicy:
+        """That of the cluster's software. PlanError where state is offloaded to what the cluster does not describe."""
+        return StatePolicy.of(precision, optimizer, self.cluster.state_layout, offload_target(self.cluster, precision))

@@ -96,9 +96,9 @@ class Evaluation:
 
     @property
     def fits(self) -> bool:
-        """No stage exceeds the memory budget of its devices."""
+        """No stage exceeds the memory budget of its devices, nor that of their hosts."""
         fullest = self.fullest_stage
-        return fullest.peak_bytes <= fullest.budget_bytes
+        return fullest.peak_bytes <= fullest.budget_bytes and all(each.host_fits for each in self.stage_memory)
 
     @property
     def can_run(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autopar.cost_models.state.offload_cost import update_temporaries
 from autopar.cost_models.state.state_memory import StateMemory
 
 KINDS = (
@@ -122,13 +123,6 @@ def peak_memory(
     table = fixed | {kind: getattr(peak, kind) for kind in VARYING}
     table["slack"] = slack * peak.total_bytes
     return PeakMemory(peak, {kind: table[kind] for kind in KINDS})
-
-
-def update_temporaries(states: Sequence[StateMemory], foreach: bool) -> float:
-    """Bytes that the optimizer's update allocates."""
-    if foreach:
-        return sum(state.update_temporaries for state in states)
-    return 2 * max(state.largest_tensor for state in states)
 
 
 def _always_gathered(calls: Sequence[CallMemory], root: StateMemory) -> float:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models.hardware.allocator import NOT_TENSORS, communicator_count, fragmentation, process_bytes
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.offload_target import offload_target
+from autopar.cost_models.state.offload_cost import update_temporaries
 from autopar.cost_models.state.state_memory import StateMemory
 from autopar.cost_models.step.block_memory import call_saved_bytes
 from autopar.cost_models.step.call_trace import CallTrace
@@ -17,7 +19,6 @@ from autopar.cost_models.step.memory_events import (
     MemoryEvent,
     PeakMemory,
     peak_memory,
-    update_temporaries,
 )
 from autopar.cost_models.step.pipeline_clock import chunks_in_flight
 from autopar.cost_models.step.stage_devices import stage_clusters
@@ -36,6 +37,7 @@ class StageMemory:
     node, source: the operation, and its line in the user's code.
     capacity_bytes: memory of the stage's devices.
     budget_bytes: the part of it that the plan may take; the rest is the margin.
+    host_fits: there is room for offloaded optimizer state where it lies.
     """
 
     table: dict[str, int]
@@ -46,6 +48,7 @@ class StageMemory:
     source: str
     capacity_bytes: int = 0
     budget_bytes: int = 0
+    host_fits: bool = True
 
     @property
     def peak_bytes(self) -> int:
@@ -104,7 +107,10 @@ def stage_memories(
             peak.table["slack"] = slack * sum(peak.table[kind] for kind in VARYING)
         indices = [index for each in mine for index in each.calls]
         found = _stage_memory(graph, traces, peak, indices)
-        out.append(replace(found, capacity_bytes=device.memory_bytes, budget_bytes=device.budget_bytes))
+        offloaded = root.offloaded + sum(call.state.offloaded for call in calls)
+        target = offload_target(cluster, candidate.precision)
+        room = target is None or offloaded <= target.capacity_bytes
+        out.append(replace(found, capacity_bytes=device.memory_bytes, budget_bytes=device.budget_bytes, host_fits=room))
     return tuple(out)
 
 

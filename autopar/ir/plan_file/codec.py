@@ -25,6 +25,7 @@ from autopar.ir.plan_file.document import (
     OutputDoc,
     ParameterDoc,
     PlanDocument,
+    PrecisionInfo,
     ScheduleInfo,
     ValueDoc,
 )
@@ -267,11 +268,15 @@ def decode_candidate(document: PlanDocument) -> Candidate:
         mesh=decode_mesh(document.mesh),
         blocks=decode_blocks(document.blocks, document.ops),
         batch=batch.global_,
-        precision=Precision(document.precision.compute, document.precision.master),
+        precision=decode_precision(document.precision),
         micro_batches=batch.num_microbatches,
         zero_group=document.mesh.zero_group,
         pipeline=decode_pipeline(document.schedule),
     )
+
+
+def decode_precision(info: PrecisionInfo) -> Precision:
+    return Precision(info.compute, info.master, info.offload_optimizer)
 
 
 def encode_pipeline(pipeline: Pipeline) -> ScheduleInfo:

@@ -82,9 +82,12 @@ class StageInfo(msgspec.Struct, frozen=True):
     chunks: tuple[int, ...] = (0,)
 
 
-class PrecisionInfo(msgspec.Struct, frozen=True):
+class PrecisionInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A `plan.Precision`."""
+
     compute: str
     master: str
+    offload_optimizer: str = ""
 
 
 class OpInfo(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from typing import Any
 
 from autopar.ir.graph import Node
 from autopar.ir.interface import OUTPUT_KINDS
+from autopar.ir.plan import OFFLOAD_DEVICES
 from autopar.ir.plan_file.codec import decode_arg
 from autopar.ir.plan_file.document import BlockDoc, GraphDoc, NodeDoc, PlanDocument, ValueDoc
 from autopar.ir.regions import REGION_OPS, inner_nodes
@@ -35,6 +36,10 @@ def check_names(document: PlanDocument) -> None:
     """ValueError, one line, for the first string that is not what it should be."""
     _all(_NAME, "the name of a mesh axis", (axis.name for axis in document.mesh.axes))
     _all(None, "a dtype", (document.precision.compute, document.precision.master))
+    if document.precision.offload_optimizer not in ("", *OFFLOAD_DEVICES):
+        raise ValueError(
+            f"offload_optimizer {document.precision.offload_optimizer[:40]!r} is none of {', '.join(OFFLOAD_DEVICES)}"
+        )
     _all(_SCHEDULE, "the name of a schedule", [document.schedule.name])
     _all(_ACTIONS, "the text of a schedule", [document.schedule.actions], longest=10_000_000)
     _all(_NAME, "the name of a value", document.schedule.repeated)

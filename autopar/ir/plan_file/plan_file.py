@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -106,7 +106,7 @@ def assemble_plan(
         mesh=encode_mesh(candidate),
         parallelism=parallelism,
         batch=BatchInfo(candidate.batch, candidate.micro_batch // candidate.mesh.size_of("dp"), candidate.micro_batches, seq),
-        precision=PrecisionInfo(candidate.precision.compute, candidate.precision.master),
+        precision=PrecisionInfo(*astuple(candidate.precision)),
         optimizer=optimizer,
         schedule=encode_pipeline(candidate.pipeline),
         stages=_stages(graph, candidate.pipeline, stage_chunks),

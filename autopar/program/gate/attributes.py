@@ -25,6 +25,7 @@ def check_attributes(tree: ast.stmt, found: dict[str, ast.expr], lowered: Lowere
         "totals": dict(zip(totals, lowered.total_ops, strict=True)) if totals else {},
         "micro_batches": lowered.micro_batches if lowered.micro_batches > 1 else 0,
         "zero_group": lowered.zero_group if 0 < lowered.zero_group < lowered.mesh.size_of("dp") else 0,
+        "offload_optimizer": lowered.precision.offload_optimizer,
         **_interface(lowered),
     }
     kept = {"mesh_axes", "precision"} | ({"positional"} if lowered.interface is not None else set())

@@ -20,32 +20,47 @@ PART_BYTES = 2**28
 """Of parameters whose state is on the device at the same time; twice of it with what is on its way."""
 
 
-def offload_optimizer(optimizer: Optimizer, device: torch.device, part_bytes: int = PART_BYTES, to: str = "cpu") -> None:
+def offload_optimizer(optimizer: Optimizer, device: torch.device, part_bytes: int | None = None, to: str = "cpu") -> None:
     """Replaces the optimizer's step. RuntimeProblem where it is not one of parameter by parameter, or is offloaded already."""
     kind = type(optimizer)
+    check_offload_device(to)
+    if isinstance(getattr(optimizer.step, "__self__", None), Optimizer) is False or "step" in optimizer.__dict__:
+        raise RuntimeProblem(f"the step of this {kind.__name__} was replaced: call offload_optimizer before a scheduler has it")
+    offloaded = offloaded_step(optimizer, HostMemory(device), device, part_bytes)
+    hooked: Any = Optimizer.profile_hook_step(offloaded.step)
+    optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+    optimizer.__dict__[OFFLOADED] = True
+
+
+OFFLOADED = "_autopar_offloaded"
+"""Marks an optimizer whose state is offloaded by `offload_optimizer`."""
+
+
+def check_offload_device(to: str) -> None:
+    """RuntimeProblem for another place than host memory."""
     if to != "cpu":
         raise RuntimeProblem(
             f'no optimizer is offloaded to {str(to)[:40]}: pass device="cpu" (host memory), or take more devices'
         )
-    if isinstance(getattr(optimizer.step, "__self__", None), Optimizer) is False or "step" in optimizer.__dict__:
-        raise RuntimeProblem(f"the step of this {kind.__name__} was replaced: call offload_optimizer before a scheduler has it")
+
+
+def offloaded_step(optimizer: Optimizer, host: HostMemory, device: torch.device, part_bytes: int | None = None) -> OffloadedStep:
+    """The step of this optimizer by parts. RuntimeProblem where it is not one of parameter by parameter."""
+    kind = type(optimizer)
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is None or closure.default is inspect.Parameter.empty:
         raise RuntimeProblem(
             f"{kind.__name__} needs its closure, and updates all parameters at once: offload an optimizer that takes them singly"
         )
     inner: Callable[..., Any] = getattr(kind.step, "__wrapped__", kind.step)  # without hooks, which run once a step
-    offloaded = _Offloaded(inner, device, part_bytes)
-    hooked: Any = Optimizer.profile_hook_step(offloaded.step)
-    optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+    return OffloadedStep(inner, host, device, part_bytes or PART_BYTES)
 
 
-class _Offloaded:
-    """The step of one optimizer."""
+class OffloadedStep:
+    """The step of one optimizer. `run` is its update."""
 
-    def __init__(self, inner: Callable[..., Any], device: torch.device, part_bytes: int) -> None:
-        self.inner, self.device, self.part_bytes = inner, device, part_bytes
-        self.host = HostMemory(device)
+    def __init__(self, inner: Callable[..., Any], host: HostMemory, device: torch.device, part_bytes: int) -> None:
+        self.inner, self.host, self.device, self.part_bytes = inner, host, device, part_bytes
         self.step = self._step()
 
     def _step(self) -> Callable[..., Any]:
@@ -54,8 +69,7 @@ class _Offloaded:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._check(optimizer)
-            self._run(optimizer)
+            self.run(optimizer)
             return loss
 
         return step
@@ -65,7 +79,8 @@ class _Offloaded:
         if odd := next((key for key in optimizer.state if not isinstance(key, torch.Tensor)), None):
             raise RuntimeProblem(f"{type(optimizer).__name__} has state under {odd!r}, of no parameter: do not offload it")
 
-    def _run(self, optimizer: Optimizer) -> None:
+    def run(self, optimizer: Optimizer) -> None:
+        self._check(optimizer)
         groups = optimizer.param_groups
         parts = list(self._parts(groups))
         options: list[dict[str, Any] | None] = [None] * len(groups)

@@ -39,7 +39,8 @@ def place_blocks(graph: Graph, fixed: FixedConfiguration, registry: Registry | N
     mesh = Mesh(tuple(axes))
     cluster = _reference(mesh)
     rules = registry or default_registry()
-    problem = build_problem(replace(graph, batch=2), mesh, cluster, fixed.precision, fixed.optimizer, rules, (0,))
+    precision = replace(fixed.precision, offload_optimizer="")  # the same placements; no host is described here
+    problem = build_problem(replace(graph, batch=2), mesh, cluster, precision, fixed.optimizer, rules, (0,))
     if fixed.tp > 1:
         problem = _pinned(problem, mesh.index(TENSOR_AXIS), fixed)
     made = formulate(problem)

@@ -12,7 +12,8 @@ from autopar.solve.space.options import SearchOptions
 
 def may_seed(options: SearchOptions) -> bool:
     """Whether nothing is forced: seeds obey nothing."""
-    return not (options.force or options.schedule or options.pins or options.stored or options.placed)
+    fixed = options.force or options.schedule or options.pins or options.stored or options.placed
+    return not fixed and not options.precision.offload_optimizer
 
 
 def with_seeds(options: SearchOptions, found: PlanResult, seeds: Iterable[PlanResult]) -> PlanResult:

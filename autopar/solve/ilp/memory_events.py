@@ -70,7 +70,8 @@ def _memory_events(form: Formulation, memory: BlockMemoryTerms) -> Iterator[tupl
     fixed = total((share, parameters), (share, every(lambda state: state.optimizer)))
     # optimizer step: parameters + optimizer + gradients + temporaries of foreach
     gradients = every(lambda state: state.gradients)
-    yield total((1.0, fixed), (1.0, gradients), (float(device.kind != "cpu"), parameters)), constant
+    foreach = device.kind != "cpu" and not form.problem.precision.offload_optimizer  # by parts: the evaluator counts them
+    yield total((1.0, fixed), (1.0, gradients), (float(foreach), parameters)), constant
     gathered = every(lambda state: state.gathered_persistent)
     base = total((1.0, fixed), (1.0, gathered), (1.0, every(lambda state: state.persistent_gradients)))
     if form.problem.micro_batches > 1:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, MODEL_AXES
+from autopar.ir.plan import OFFLOAD_DEVICES
 from autopar.schedules.named_schedules import INTERLEAVED, builder_named
 
 AXES = (DATA_AXIS, *MODEL_AXES, EXPERT_AXIS)
@@ -23,6 +24,9 @@ _ONLY_CONFIGURATION = ("micro_batches", "recompute", "sequence_parallel")
 RECOMPUTE = ("none", "modules", "selective", "products", "full", "everything")
 """Of a fixed configuration; `fixed_configuration.FixedConfiguration` says what each is."""
 
+OFFLOAD, NO_OFFLOAD = "offload_optimizer", "none"
+"""Where the optimizer's state lies between steps: one of `ir.plan.OFFLOAD_DEVICES`, or always on the device."""
+
 SYNTHESIZED = "synthesized"
 """The schedule that is solved for, instead of a named one."""
 
@@ -33,12 +37,13 @@ _FROM_ZERO = ("zero", "zero_group", "sequence_parallel")
 class Force:
     """`degrees` by name. `schedule` is that of a builder, or `INTERLEAVED` where the search decides on the number of chunks; it
     is empty where the search decides, or where the user asks for a synthesized one (`synthesize`). `recompute` is
-    empty unless everything is fixed."""
+    empty unless everything is fixed. `offload_optimizer` is ``cpu``, ``nvme`` or ``none``; empty where the planner decides."""
 
     degrees: Mapping[str, int]
     schedule: str = ""
     synthesize: bool = False
     recompute: str = ""
+    offload_optimizer: str = ""
 
     @property
     def is_configuration(self) -> bool:
@@ -52,6 +57,7 @@ def parse_force(force: str | Mapping[str, int | str]) -> Force:
     ``weight_versions=2``). AutoparError on another key, a value that makes no sense, or a part of a configuration."""
     pairs = force.items() if isinstance(force, Mapping) else [item.partition("=")[::2] for item in force.split(",") if item]
     given = {key.strip(): str(value).strip() for key, value in pairs}
+    offload = _offload(given.pop(OFFLOAD, None))
     fixed = [key for key in _ONLY_CONFIGURATION if key in given]
     if fixed:
         _check_configuration(given, fixed[0])
@@ -66,7 +72,13 @@ def parse_force(force: str | Mapping[str, int | str]) -> Force:
         builder_named(schedule, "give its actions" if fixed else f"write {SYNTHESIZED}", (INTERLEAVED,))
     if synthesize and degrees.get("pp", 1) < 2:
         raise AutoparError(f"force: schedule={SYNTHESIZED} is one of a pipeline: write its stages too, as in pp=2")
-    return Force(degrees, "" if synthesize else schedule, synthesize, given.get("recompute", ""))
+    return Force(degrees, "" if synthesize else schedule, synthesize, given.get("recompute", ""), offload)
+
+
+def _offload(text: str | None) -> str:
+    if text is not None and text not in (*OFFLOAD_DEVICES, NO_OFFLOAD):
+        raise AutoparError(f"force: {OFFLOAD}={text[:40]}: write {', '.join(OFFLOAD_DEVICES)} or {NO_OFFLOAD}")
+    return text or ""
 
 
 def _interleaved(degrees: Mapping[str, int], fixed: bool) -> str:
@@ -80,7 +92,7 @@ def _check_keys(given: Mapping[str, str]) -> None:
     for key in given:
         if key not in (*DEGREES, "schedule"):
             raise AutoparError(
-                f"force: {key!r} cannot be forced; write some of {', '.join(DEGREES)}, schedule, as in tp=4,zero=3"
+                f"force: {key!r} cannot be forced; write some of {', '.join(DEGREES)}, schedule, {OFFLOAD}, as in tp=4,zero=3"
             )
 
 

@@ -18,8 +18,9 @@ class SearchOptions:
     names in it and mesh axis. `registry` holds rules that a user added. `relative_gap` is that of each ILP. A candidate is pruned
     whose lower bound is not below the best plan by at least `min_improvement` (relative), or `min_improvement_large` where its
     problem is large. A lower bound within `sharp_gap` of the best plan is not sharpened. Plans whose steps differ by at most
-    `indifference` (relative) count as equally fast (`robust_choice`). Problems that do not wait for each
-    other are solved on so many `processes` at once, where the machine can fork."""
+    `indifference` (relative) count as equally fast (`robust_choice`). `may_offload_optimizer`: where nothing fits, plans with the
+    optimizer's state in host memory are searched (`offload_state`). Problems that do not wait for each other are solved on
+    so many `processes` at once, where the machine can fork."""
 
     batch: int = 0
     precision: Precision = field(default_factory=Precision)
@@ -38,6 +39,7 @@ class SearchOptions:
     min_improvement_large: float = 0.05
     indifference: float = 0.02
     processes: int = 1
+    may_offload_optimizer: bool = True
 
     @property
     def zeros(self) -> tuple[int, ...]:

@@ -1,0 +1,45 @@
+"""Optimizer state that lies in host memory, or on NVMe, between steps: seconds of its update, and the bytes of it that are on the
+device meanwhile.
+
+The update is that of the runtime (`runtime/state/host_optimizer.py`): parameters in parts, the state of a part copied to the
+device, updated there, and copied back, while that of the next part is on its way. All copies share one CUDA stream, so that
+reading and writing add up: an update takes
+
+    max(update on the device, state / read bandwidth + state / write bandwidth)
+
+where there are several parts; one part alone takes the sum, which is at most one part's update longer. (ZeRO-Infinity, arXiv
+2104.07857, section 4: what bounds an offloaded optimizer is the bandwidth to where its state lies, which is read and written once
+a step; NVMe is the same with a lower bandwidth.) On a CPU nothing overlaps: they add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.cost_models.hardware.device_specs import Device, OffloadTarget
+from autopar.cost_models.state.state_memory import StateMemory
+
+PART_BYTES = 2.0**28
+"""Of the parameters of one part (`host_optimizer.PART_BYTES`)."""
+
+_PARTS = 2
+"""Parts whose state is on the device: the one that is updated, and the one that is on its way."""
+
+
+def offloaded_update_seconds(update_seconds: float, state_bytes: float, target: OffloadTarget, device: Device) -> float:
+    """Seconds of one update of a local shard whose state of `state_bytes` lies at `target`. `update_seconds`: on the device."""
+    copies = state_bytes / target.read_bytes_per_second + state_bytes / target.write_bytes_per_second
+    return update_seconds + copies if device.kind == "cpu" else max(update_seconds, copies)
+
+
+def update_temporaries(states: Sequence[StateMemory], foreach: bool) -> float:
+    """Bytes that the optimizer's update has on the device beside parameters and gradients: temporaries, and the state of the
+    parts that pass through where it is offloaded."""
+    largest = max(state.largest_tensor for state in states)
+    masters = sum(state.offloaded_masters for state in states)
+    temporaries = sum(state.update_temporaries for state in states) if foreach else 2 * largest
+    if not masters:
+        return temporaries
+    part = max(PART_BYTES, largest)
+    passing = min(1.0, _PARTS * part / masters) * sum(state.offloaded for state in states)
+    return (min(temporaries, part) if foreach else temporaries) + passing
