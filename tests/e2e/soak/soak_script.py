@@ -1,5 +1,5 @@
-"""A long run: a small transformer on ranks that trains on texts of changing lengths and batch sizes, saves (beside the training too),
-loads and evaluates, while one process computes the same and the memory of each rank is looked at.
+"""A long run: a small transformer on ranks that trains on texts of changing lengths and batch sizes, saves (beside the training
+too), loads and evaluates, while one process computes the same and the memory of each rank is looked at.
 
     PYTHONPATH=.:tests python tests/e2e/soak/soak_script.py --seconds 3600 --force dp=2,tp=2,zero=3 --folder /tmp/soak
 
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,8 @@ from torch import Tensor, nn
 WORLD, VOCABULARY, WIDTH, HEADS, DEPTH, BATCH = 4, 61, 32, 4, 2, 8
 USUAL, LONGEST = (16, 20, 24, 32, 33, 40, 48, 64), 96
 EVALUATE, SAVE, WINDOW, KEEP = 25, 20, 200, 2
-"""Steps between two evaluations, two asynchronous saves, and two checkpoints from which one process goes on; how many others are kept."""
+"""Steps between two evaluations, two asynchronous saves, and two checkpoints from which one process goes on; how many others
+are kept."""
 
 Batch = dict[str, Tensor]
 
@@ -127,7 +128,14 @@ def rank(seconds: float, force: str, folder: Path) -> None:
         model, f"local:{WORLD}", drawn(0), force=force, patience_seconds=3600.0, cache=False, check_every=100
     )  # fmt: skip
     optimizer, own = optimizer_of(parallel), torch.distributed.get_rank()
-    begun, log = time.monotonic(), open(folder / f"rank{own}.jsonl", "w", buffering=1)
+    with open(folder / f"rank{own}.jsonl", "w", buffering=1) as log:
+        steps(parallel, optimizer, seconds, folder, log)
+    shut_down()
+
+
+def steps(parallel: Any, optimizer: Any, seconds: float, folder: Path, log: TextIO) -> None:
+    """Until they took so long; what they were, a line each."""
+    begun = time.monotonic()
     for step, loss, evaluated in train(parallel, optimizer, 0):
         said: dict[str, Any] = {"step": step, "loss": loss, "evaluated": evaluated, "seconds": time.monotonic() - begun}
         done = step + 1
@@ -146,14 +154,13 @@ def rank(seconds: float, force: str, folder: Path) -> None:
             torch.distributed.all_reduce(ending, torch.distributed.ReduceOp.MAX)
             if ending:
                 break
-    shut_down()
 
 
 # -- the one process
 
 
 class Alone:
-    """One process that computes the same, from the beginning on and never interrupted, and beside that from each checkpoint on."""
+    """One process that computes the same, from the beginning on, never interrupted, and beside that from each checkpoint on."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -217,8 +224,8 @@ def soak(seconds: float, force: str, folder: Path) -> Alone:
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
-    shared = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
-    shared["PYTHONPATH"] = str(Path(__file__).resolve().parents[3])
+    shared = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD)}
+    shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
     words = [sys.executable, __file__, "--seconds", str(seconds), "--force", force, "--folder", str(folder)]
     ranks = []
     for number in range(WORLD):

@@ -1,4 +1,4 @@
-"""A long run on four processes, with checkpoints, evaluation and changing lengths: the losses of one process, and memory stays flat.
+"""A long run on four processes, with checkpoints, evaluation and changing lengths: the losses of one process, and flat memory.
 
 ``AUTOPAR_SOAK=3600 pytest tests/e2e/soak`` makes it an hour for each plan; see `soak_script`."""
 
