@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import linecache
+import pickle
+import sys
 import traceback
 from dataclasses import replace
 
@@ -57,6 +62,22 @@ def test_the_module_is_loaded_once_and_shows_its_source() -> None:
     assert "h = self.prologue(input_ids)" in "".join(traceback.format_tb(caught.value.__traceback__))
     with pytest.raises(SyntaxError):
         load_program("def")
+
+
+def test_a_program_that_nothing_uses_is_dropped() -> None:
+    """Programs of calls that come once would fill the memory of a long run. Others are found by their name, as pickle looks."""
+    text = "class Program:\n    def answer(self):\n        return 42\n"
+    made = load_program(text).Program()
+    name, path = made.__module__, load_program(text).__file__
+    gc.collect()
+    assert pickle.loads(pickle.dumps(made)).answer() == 42 and path in linecache.cache
+    assert type(made) is load_program(text).Program
+    sys.modules.pop(name)
+    del made
+    gc.collect()
+    assert path not in linecache.cache
+    with pytest.raises(ImportError):
+        importlib.import_module(name)
 
 
 @pytest.mark.parametrize("path", ["a.weight", "0.weight", "type", "original", "x-y.w", "weight", "float", "mesh"])

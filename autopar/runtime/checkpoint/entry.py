@@ -18,7 +18,8 @@ from .folders import check_step
 from .held import as_optimizers, held_by_parallel, held_by_plain
 from .loading import LoadedCheckpoint, load
 from .rounds import Rounds
-from .saving import PendingSave, collect, copied, write
+from .saving import PendingSave, collect, write
+from .staging import HostCopies
 
 
 class ParallelModel(Protocol):
@@ -32,11 +33,14 @@ class ParallelModel(Protocol):
 
 
 class Checkpoints:
-    """The save that goes on, and the groups of all ranks, which are made at first use."""
+    """The save that goes on, the memory that it writes from, and the groups of all ranks, which are made at first use."""
 
     pending: PendingSave | None = None
     control: dist.ProcessGroup | None = None
     writing: dist.ProcessGroup | None = None
+
+    def __init__(self) -> None:
+        self.copies = HostCopies()
 
     def rounds(self, describe: Callable[[int], str]) -> Rounds:
         """For the main thread. All ranks call it together."""
@@ -76,7 +80,7 @@ def save_parallel(
     collected = collect(held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step, extra=extra)
     if not asynchronous:
         return PendingSave(lambda: write(collected, rounds, step=step, axes=held.axes, keep=keep), False)
-    later, own = copied(collected), checkpoints.writing_rounds(describe)
+    later, own = collected._replace(tensors=checkpoints.copies.of(collected.tensors)), checkpoints.writing_rounds(describe)
     work = lambda: write(later, own, step=step, axes=held.axes, keep=keep)  # noqa: E731
     checkpoints.pending = PendingSave(work, True, speaks=own.rank == 0)
     return checkpoints.pending

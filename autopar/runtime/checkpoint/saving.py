@@ -26,6 +26,7 @@ from .manifest import MANIFEST, OBJECTS, Chunk, Manifest, StoredTensor
 from .optimizer_state import describe, merged
 from .random_state import RandomState, generators
 from .rounds import Failed, Rounds, attempt
+from .staging import yield_to_others
 from .tensor_file import FileEntry, dtype_name, write_bytes, write_tensors
 
 LOGGER = logging.getLogger("autopar")
@@ -60,6 +61,7 @@ class PendingSave:
     error: Exception | None
 
     def _run(self) -> None:
+        yield_to_others()
         try:
             self.path = self.work()
             UNFINISHED.discard(self)
@@ -155,11 +157,6 @@ def _prepare(
     content = objects.to_bytes(plain)
     plans, metadata = planner.create_global_plan([plan for _, plan, _ in told])
     return folders.begin(folder, step), plans, metadata, content
-
-
-def copied(collected: Collected) -> Collected:
-    """With copies of the tensors on the host, so that training goes on."""
-    return collected._replace(tensors=[each.detach().to("cpu", copy=True) for each in collected.tensors])
 
 
 def write(collected: Collected, rounds: Rounds, *, step: int, axes: Mapping[str, int], keep: int | None) -> Path:

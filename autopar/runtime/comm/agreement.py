@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import linecache
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -95,7 +94,7 @@ def stated_step(mesh: MeshHandle, program_digest: str, batch: Mapping[str, torch
 
 def program_digest(program: nn.Module) -> str:
     """A digest of the text of a generated program."""
-    path = getattr(sys.modules.get(type(program).__module__), "__file__", None) or ""
+    path = next((each.__code__.co_filename for each in vars(type(program)).values() if hasattr(each, "__code__")), "")
     return _digest("".join(linecache.getlines(path)) or type(program).__qualname__)[:12]
 
 

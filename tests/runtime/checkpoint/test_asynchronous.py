@@ -191,12 +191,14 @@ def _fill(small: Path) -> None:
     from autopar.runtime.checkpoint.entry import load_checkpoint
     from autopar.runtime.checkpoint.held import held_by_plain
     from autopar.runtime.checkpoint.rounds import Rounds
-    from autopar.runtime.checkpoint.saving import PendingSave, collect, copied, write
+    from autopar.runtime.checkpoint.saving import PendingSave, collect, write
+    from autopar.runtime.checkpoint.staging import HostCopies
 
     model = torch.nn.Linear(60, 60)
-    held, rounds = held_by_plain(model), Rounds(None, str)
+    held, rounds, copies = held_by_plain(model), Rounds(None, str), HostCopies()
     for step in range(1, 5):
-        later = copied(collect(held, rounds, small / "checkpoints", [], step=step, extra=None))
+        later = collect(held, rounds, small / "checkpoints", [], step=step, extra=None)
+        later = later._replace(tensors=copies.of(later.tensors))
         save = PendingSave(lambda later=later, step=step: write(later, rounds, step=step, axes={}, keep=None), True)  # type: ignore[misc]
         try:
             save.wait()
