@@ -34,7 +34,7 @@ class Recurrence(nn.Module):
         h = self.up(x)
         last, every = scan(lambda state, y: (0.5 * state + torch.tanh(y), state * y), torch.zeros_like(h[:, 0]), h, dim=1)
         gates = map_over(lambda y, weight: torch.sigmoid(y) * weight, h.transpose(0, 1), self.down.weight[0]).transpose(0, 1)
-        return self.down(every.movedim(0, 1) * gates + last.unsqueeze(1)).square().mean()
+        return self.down(every * gates + last.unsqueeze(1)).square().mean()
 
 
 class OverTheBatch(nn.Module):
@@ -58,6 +58,13 @@ class Norm(nn.Module):
         return torch.native_group_norm(h, norm.weight, norm.bias, h.shape[0], WIDTH, 1, 4, 1e-5)[0].sigmoid().mean()
 
 
+def test_a_scan_and_a_map_are_written_out() -> None:
+    graph = capture(Recurrence(), (torch.randn(8, 3, WIDTH),))
+    found = [node.op for block in graph.blocks for node in block.nodes]
+    assert graph.batch_is_symbolic and found.count("aten.tanh") == found.count("aten.sigmoid") == 3
+
+
+@pytest.mark.slow
 def test_a_scan_and_a_map_equal_one_process(ranks: RankPool) -> None:
     torch.manual_seed(0)
     model = Recurrence().double()

@@ -45,7 +45,7 @@ def product(windows: int, heads: int, tokens: int, head: int, scores: bool) -> B
 
 
 def whole(block: Block) -> NodePlan:
-    return NodePlan("out", ((I,),) * len(block.nodes[0].operands()), ((I,),))
+    return NodePlan("out", ((I,),) * len(block.nodes[0].operands()), ((I,),), ("redundant",))
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
