@@ -117,15 +117,6 @@ def shards_of_term(fitted: FittedNode, term: Term, parts: int, shardable: Sharda
                 yield shard
 
 
-_TABLES = ("aten.embedding_bag",)
-"""Operations without a sum over ranks whose first operand, a large table, is worth sharding for its memory."""
-
-
-def _packet(op: str) -> str:
-    """The operation without its overload."""
-    return ".".join(op.split(".")[:2])
-
-
 def useful_shards(nodes: Iterable[FittedNode], shardable: Shardable, keep_all: bool = False) -> dict[str, list[FactorShard]]:
     """Every shard worth offering, by node name; with `keep_all` also those that reach no matmul."""
     fitted = list(nodes)
@@ -146,7 +137,7 @@ def useful_shards(nodes: Iterable[FittedNode], shardable: Shardable, keep_all: b
         connected.union(*found)
         for each in found:
             pending += _spread(each, users, shardable)
-    sums = {item.node.name for item in fitted if FactorKind.SUMMED in item.kinds.values() or _packet(item.node.op) in _TABLES}
+    sums = {item.node.name for item in fitted if FactorKind.SUMMED in item.kinds.values()}
     useful = {connected[found[0]] for (name, _), found in part_shards.items() if found and (keep_all or name in sums)}
     order = {item.node.name: {factor: index for index, factor in enumerate(item.sizes)} for item in fitted}
     out: dict[str, list[FactorShard]] = {item.node.name: [] for item in fitted}

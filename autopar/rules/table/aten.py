@@ -17,7 +17,7 @@ from autopar.rules.table.images import IMAGES, mean_rule
 from autopar.rules.table.transforms import DISTANCES, TRANSFORMS
 
 WHOLE = """linspace logspace eye tril_indices triu_indices as_strided _pdist_forward masked_scatter affine_grid_generator
-native_group_norm"""
+native_group_norm embedding_bag _embedding_bag"""
 """Operations that every rank computes whole: small ones, and those of which each result reads everything."""
 
 LINES = {

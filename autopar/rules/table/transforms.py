@@ -1,4 +1,4 @@
-"""Rules of Fourier transforms, complex numbers, recurrent nets, distances, embedding bags, and writes by index."""
+"""Rules of Fourier transforms, complex numbers, recurrent nets, distances, and writes by index."""
 
 from __future__ import annotations
 
@@ -60,19 +60,7 @@ def index_put_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
     return DerivedLine(line_text([names, *indices, own], [names]))
 
 
-def bag_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
-    """``embedding_bag(table, ids, offsets, ...)``: columns of the table. Which ids are a bag's is data, so that bags do not shard;
-    in bags of one length they do (`capture.normalize.bags`)."""
-    table, *rest = shapes
-    results = [[*map(fixed, value.shape)] for value in node.outputs]
-    for terms in results:
-        if len(terms) == 2:  # bags, and for the largest the ids that were taken
-            terms[1] = letter(1)
-    return DerivedLine(line_text([[fixed(table[0]), letter(1)], *([*map(fixed, shape)] for shape in rest)], results))
-
-
 TRANSFORMS: dict[str, Derive] = {
-    **dict.fromkeys(("aten.embedding_bag", "aten._embedding_bag"), bag_rule),
     **dict.fromkeys(("aten._fft_r2c", "aten._fft_c2r", "aten._fft_c2c"), fourier_rule),
     **dict.fromkeys(("aten.view_as_complex", "aten.view_as_real"), pair_rule),
     **dict.fromkeys(("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"), recurrent_rule),

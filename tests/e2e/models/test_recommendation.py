@@ -1,4 +1,4 @@
-"""DLRM in its public layout (lists of tensors, bags of any length, sparse gradients): `verify` on real processes; and its rules."""
+"""DLRM in its public layout (lists of tensors, bags of any length, sparse gradients): `verify` on real processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from support.models.zoo.recommendation import dlrm
 from support.models.zoo.verified import FORCES, verdict
 
 from autopar.capture import capture
-from autopar.ir.placement import Shard
 from autopar.planning import make_plan
 
 SLOW = [
@@ -41,20 +40,6 @@ def test_stacked_offsets_have_their_batch_at_dimension_1() -> None:
     model, batch = dlrm("stacked")
     graph = capture(model, (), batch)
     assert graph.batch_is_symbolic and graph.interface is not None and graph.interface.batch_dims == {"lS_o": 1}
-
-
-def test_columns_of_the_tables_shard() -> None:
-    """Bags of many lengths: their table is sharded by columns on the model axis where that pays."""
-    from autopar.rules.expand import block_strategies
-    from autopar.rules.registry import default_registry
-
-    model, batch = dlrm("ragged")
-    with pytest.warns(UserWarning, match="sparse=True"):
-        graph = capture(model, (), batch)
-    block = next(each for each in graph.blocks if any("embedding_bag" in node.op for node in each.nodes))
-    node = next(node for node in block.nodes if "embedding_bag" in node.op)
-    found = block_strategies(block, 2, batch_axis=False, batch_is_symbolic=True, registry=default_registry())[node.name]
-    assert any(each.operands[0] == Shard(1) and each.results[0] == Shard(1) for each in found)
 
 
 def test_a_flat_list_of_ids_is_no_batch() -> None:
