@@ -82,7 +82,9 @@ def test_a_loop_over_the_batch_is_refused(loop: str, remedy: str) -> None:
 
 
 def test_a_long_loop_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"test_loops.py:\d+: scan of 3000 steps of \d+ operations .*autopar.opaque\(module\)$"):
+    with pytest.raises(
+        CaptureError, match=r"test_loops.py:\d+: scan of 3000 steps of \d+ operations .*autopar.opaque\(module\)$"
+    ):
         capture(Recurrence(), (torch.randn(2, 3000, WIDTH),))
 
 
