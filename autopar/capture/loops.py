@@ -1,5 +1,5 @@
-"""Loops of fixed length, ``torch._higher_order_ops.scan`` and ``map``, as an exported program has them: their steps are written one
-after the other, so that every operation inside has its own rule."""
+"""Loops of fixed length, ``torch._higher_order_ops.scan`` and ``map``, as an exported program has them: their steps are written
+one after the other, so that every operation inside has its own rule."""
 
 from __future__ import annotations
 

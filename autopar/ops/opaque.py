@@ -76,8 +76,8 @@ def _plain(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def opaque_modules(model: nn.Module, clone: nn.Module, equal: Callable[[nn.Module, nn.Module], bool]) -> Iterator[None]:
-    """While active, the opaque modules of `clone`, a copy of `model`, are captured by their paths: of several whose code is `equal`
-    by that of the first, so that layers around them are equal too."""
+    """While active, the opaque modules of `clone`, a copy of `model`, are captured by their paths: of several whose code is
+    `equal` by that of the first, so that layers around them are equal too."""
     whole = whole_modules(model)
     firsts: list[str] = []
     for path, module in clone.named_modules():

@@ -70,8 +70,8 @@ def test_windowed_attention_is_near_its_roofline(shape: tuple[int, int, int, int
 @pytest.mark.parametrize("scores", [True, False])
 @pytest.mark.parametrize("shape", [shape for shape in WINDOWS if shape[2] % 8 == 0], ids=str)
 def test_its_products_are_near_their_roofline(shape: tuple[int, int, int, int], scores: bool, device) -> None:  # type: ignore[no-untyped-def]
-    """Memory, or whole tiles at the rate of the smallest tile. Rows that do not begin at multiples of 16 bytes (windows of 49 and 196)
-    are priced on the vector units, 3 to 12 times their roofline (`kernels.product_dtype`)."""
+    """Memory, or whole tiles at the rate of the smallest tile. Rows that do not begin at multiples of 16 bytes (windows of 49 and
+    196) are priced on the vector units, 3 to 12 times their roofline (`kernels.product_dtype`)."""
     windows, heads, tokens, head = shape
     block = product(*shape, scores)
     known = profile(block.nodes[0], block.values(), 1)

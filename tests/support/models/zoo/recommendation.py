@@ -1,4 +1,4 @@
-"""DLRM as its authors wrote it (github.com/facebookresearch/dlrm, dlrm_s_pytorch.py): lists of offsets and of ids, sparse bags."""
+"""DLRM as its authors wrote it (github.com/facebookresearch/dlrm, dlrm_s_pytorch.py): lists of offsets and ids, sparse bags."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class WithLoss(nn.Module):
 
 
 def dlrm(layout: str, mode: str = "sum", batch: int = 8) -> tuple[nn.Module, Mapping[str, Any]]:
-    """The model in float64 and a batch. `layout`: ``even`` bags of 2, 3 and 1 ids, ``ragged`` ones of 0 to 3, ``stacked``: ragged,
-    with the offsets as one tensor [tables, batch], as the public data loader collates them."""
+    """The model in float64 and a batch. `layout`: ``even`` bags of 2, 3 and 1 ids, ``ragged`` ones of 0 to 3, ``stacked``:
+    ragged, with the offsets as one tensor [tables, batch], as the public data loader collates them."""
     torch.manual_seed(0)
     model = WithLoss(mode).double()
     lengths = [torch.full((batch,), number) if layout == "even" else torch.randint(0, 4, (batch,)) for number in (2, 3, 1)]
