@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,9 +126,10 @@ def _with_target(signature: inspect.Signature) -> inspect.Signature:
 
 
 def batch_of(tensors: Mapping[str, Tensor]) -> int:
-    """The batch size: that of dimension 0 of most inputs."""
+    """The batch size: that of dimension 0 of most inputs; of as many, of floating-point ones (flat lists of ids are longer)."""
     leading = Counter(tensor.shape[0] for tensor in tensors.values() if tensor.dim())
-    return leading.most_common(1)[0][0] if leading else 1
+    floating = {tensor.shape[0] for tensor in tensors.values() if tensor.dim() and tensor.is_floating_point()}
+    return max(leading, key=lambda size: (leading[size], size in floating), default=1)
 
 
 def batch_dims_of(tensors: Mapping[str, Tensor], names: Mapping[str, str], said: BatchDim) -> dict[str, int]:
@@ -136,7 +137,7 @@ def batch_dims_of(tensors: Mapping[str, Tensor], names: Mapping[str, str], said:
     none.
 
     Where nobody says it: dimension 1 of an input whose dimension 0 has another size than the batch of the others, if dimension 1
-    has the size (sequence first), and all inputs agree then.
+    has the size (sequence first), and all inputs agree then; lists of ids beside stacked offsets may have any length.
     """
     if isinstance(said, int):
         said = tuple((path, said) for path, name in names.items() if tensors[name].dim() > said)
@@ -153,7 +154,15 @@ def batch_dims_of(tensors: Mapping[str, Tensor], names: Mapping[str, str], said:
         clear = tied or (count in (0, most) and len(leading) > 1 and all(len(shapes[name]) > 2 for name in second))
         if second and clear and not others and not _reads_both_ways(shapes, batch):
             return second
+        if second and others and batch == batch_of(tensors) and _are_bags(tensors, others, second):
+            return second
     return {}
+
+
+def _are_bags(tensors: Mapping[str, Tensor], ids: Iterable[str], stacked: Iterable[str]) -> bool:
+    """Whether inputs are flat lists of ids, and `stacked` their offsets, one row for each embedding bag."""
+    whole = all(not tensors[name].is_floating_point() for name in (*ids, *stacked))
+    return whole and all(tensors[name].dim() == 1 for name in ids) and all(tensors[name].dim() == 2 for name in stacked)
 
 
 def _reads_both_ways(shapes: Mapping[str, tuple[int, ...]], batch: int) -> bool:

@@ -108,7 +108,7 @@ def _of_block(graph: Graph, block: Block, at: BatchAxisPlacements, known: set[st
             found[name] = BatchTotal(block.name, name, have.op)
         else:
             maker = next((each for each in block.nodes if any(value.name == name for value in each.outputs)), None)
-            raise PlanError(f"{block.name} needs {_named(name, maker)} of the whole batch: it takes one micro-batch")
+            raise PlanError(f"{block.name} needs {_named(name, maker, node)} of the whole batch: it takes one micro-batch")
     if found and (sum(each.block == block.name for each in graph.calls) > 1 or _nested(block, found)):
         makers = {value.name: node for node in block.nodes for value in node.outputs}
         several = ", ".join(_named(name, makers.get(name)) for name in found)
@@ -123,8 +123,10 @@ def _of_block(graph: Graph, block: Block, at: BatchAxisPlacements, known: set[st
     return list(found.values())
 
 
-def _named(name: str, maker: Node | None) -> str:
-    """``aten.mean.dim (%mean, model.py:12, module head)``."""
+def _named(name: str, maker: Node | None, reader: Node | None = None) -> str:
+    """``aten.mean.dim (%mean, model.py:12, module head)``; an input with the operation that reads it."""
+    if maker is None and reader is not None:
+        return f"%{name} (read by {reader.op}, {_place(reader) or 'the model'})"
     return f"{maker.op} (%{name}, {_place(maker) or 'the model'})" if maker is not None else f"%{name}"
 
 

@@ -75,12 +75,16 @@ def _plain(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def opaque_modules(model: nn.Module, clone: nn.Module) -> Iterator[None]:
-    """While active, the opaque modules of `clone`, a copy of `model`, are captured by their paths."""
+def opaque_modules(model: nn.Module, clone: nn.Module, equal: Callable[[nn.Module, nn.Module], bool]) -> Iterator[None]:
+    """While active, the opaque modules of `clone`, a copy of `model`, are captured by their paths: of several whose code is
+    `equal` by that of the first, so that layers around them are equal too."""
+    whole = whole_modules(model)
+    firsts: list[str] = []
     for path, module in clone.named_modules():
         if isinstance(forward := module.__dict__.get("forward"), OpaqueForward):
-            forward.path = path
-    token = _captured.set(whole_modules(model))
+            forward.path = next((first for first in firsts if equal(whole[first], whole[path])), path)
+            firsts += [path] if forward.path == path else []
+    token = _captured.set(whole)
     try:
         yield
     finally:

@@ -39,6 +39,8 @@ class Draw:
 class RecordDraws(TorchDispatchMode):
     """While active, notes what the random operations of `model` draw, in order of execution."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws: list[Draw] = []
@@ -75,6 +77,8 @@ class RecordDraws(TorchDispatchMode):
 
 class GiveDraws(TorchDispatchMode):
     """While active, random operations give what was drawn before, in the dtype that they have now."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, draws: Sequence[Draw]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

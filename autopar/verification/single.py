@@ -79,7 +79,7 @@ def _step(model: nn.Module, loss: Tensor) -> dict[str, Any]:
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if loss.requires_grad:
         loss.backward()
-    gradients = {name: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for name, p in trained.items()}
+    gradients = {name: p.grad.to_dense().clone() if p.grad is not None else torch.zeros_like(p) for name, p in trained.items()}
     with torch.no_grad():
         for parameter in trained.values():
             if parameter.grad is not None:

@@ -75,7 +75,7 @@ def _arithmetic(
     left = local_shape(matrix.left, plan.operands[matrix.index], sizes)
     if profile.attention:
         flops = profile.forward_flops / prod(work_shards(plan.operands, plan.results, sizes))
-        share = attention_efficiency(left[-2], left[-1], False) if device.multiprocessors else 1.0
+        share = attention_efficiency(left[-2], left[-1], False, profile.whole_attention) if device.multiprocessors else 1.0
         values = {"flops": flops, "efficiency": share, "pass_share": 1.0, "fraction": device.attention_fraction}
         found = formula("compute.attention")
     else:

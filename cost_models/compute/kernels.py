@@ -7,7 +7,9 @@ A roofline (Williams, Waterman, Patterson 2009) whose compute side depends on th
   not pay for the prologue of a tile.
 * Flash attention: heads of 64 reach about 0.84 of heads of 128, short sequences less than long ones, and its backward about 0.8
   of the forward's rate (FlashAttention-2, arXiv 2307.08691, figures 4 to 6: 190 and 225 TFLOP/s at heads of 64 and 128,
-  causal forward from 512 to 16k tokens, backward 170 to 196, all on A100).
+  causal forward from 512 to 16k tokens, backward 170 to 196, all on A100). Without a causal mask each query sees all keys, and
+  short sequences (windows of images) lose less: 252, 295, 308 and 312 TFLOP/s at 512, 1k, 2k and 4k tokens, heads of 64 on H100
+  (github.com/Dao-AILab/flash-attention, pull request 2688).
 
 `Device.matmul_fraction` and `attention_fraction` are what large shapes reach; these functions tell which share of it a shape
 reaches.
@@ -32,6 +34,8 @@ _ROW = 16
 
 _HEAD = 30
 _SEQUENCE = 300
+_WHOLE_SEQUENCE = 100
+"""Tokens at which sequences reach half of the rate: under a causal mask or a band, and without."""
 ATTENTION_BACKWARD = 0.8
 
 
@@ -49,9 +53,10 @@ def product_efficiency(count: int, m: int, n: int, k: int, multiprocessors: int)
 
 
 @lru_cache(maxsize=4096)
-def attention_efficiency(queries: int, head: int, backward: bool) -> float:
-    """Share of the rate of long sequences and heads of 128."""
-    shape = (head / (head + _HEAD)) * (128 + _HEAD) / 128 * queries / (queries + _SEQUENCE)
+def attention_efficiency(queries: int, head: int, backward: bool, whole: bool = False) -> float:
+    """Share of the rate of long sequences and heads of 128. `whole`: every query sees all keys."""
+    half = _WHOLE_SEQUENCE if whole else _SEQUENCE
+    shape = (head / (head + _HEAD)) * (128 + _HEAD) / 128 * queries / (queries + half)
     return shape * (ATTENTION_BACKWARD if backward else 1.0)
 
 
@@ -80,10 +85,12 @@ def group_flops_per_second(device: Device, dtype: str, product: tuple[int, int, 
     return max(rate * product_efficiency(*product, device.multiprocessors), min(rate, device.product_flops_per_second("float32")))
 
 
-def attention_seconds(device: Device, dtype: str, flops: float, queries: int, head: int, backward: bool) -> float:
+def attention_seconds(
+    device: Device, dtype: str, flops: float, queries: int, head: int, backward: bool, whole: bool = False
+) -> float:
     """``FLOPs / (peak x fraction x efficiency)``; on a CPU without the shape's share."""
     rate = device.peak_flops_per_second(dtype) * device.attention_fraction
-    share = attention_efficiency(queries, head, backward) if device.multiprocessors else 1.0
+    share = attention_efficiency(queries, head, backward, whole) if device.multiprocessors else 1.0
     return flops / (rate * share)
 
 

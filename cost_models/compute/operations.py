@@ -41,6 +41,7 @@ from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, Shard
 from autopar.ir.plan import NodePlan
+from autopar.rules.rule import argument
 from autopar.rules.table.space import PADDED
 
 
@@ -101,6 +102,8 @@ class Profile:
     experts: ExpertsCost | None = None
     transcendental_elements: float = 0.0
     group_product: tuple[int, int, int, int] | None = None
+    whole_attention: bool = False
+    """Whether every query sees all keys."""
 
 
 def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
@@ -129,6 +132,8 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
         reads[0] += 4.0 if op == "ap.cross_entropy_in_place" else 2.0
     if op in LOOKUPS:
         writes = [2.0] * len(out)
+        if op == "aten.embedding_bag":  # a row of the table for each id
+            writes[0] = 1.0 + a[1][0] / max(1, out[0][0])
     return Profile(
         forward_flops=flops,
         backward_flops=2.5 * flops * backward if attention else products * flops,
@@ -146,6 +151,7 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
         experts=_experts_cost(node, a, operands[0].dtype) if op in EXPERTS else None,
         transcendental_elements=float(prod(a[0])) if op in TRANSCENDENTAL and a else 0.0,
         group_product=group_product(node, a, out),
+        whole_attention=attention and argument(node, 5, "is_causal", False) is not True and argument(node, 99, "window") is None,
     )
 
 
@@ -276,8 +282,8 @@ def _computing(
     left = local_shape(known.matrix.left, plan.operands[known.matrix.index], axis_sizes)
     if known.attention:
         queries, head = left[-2:]
-        forward = attention_seconds(device, known.dtype, flops[0], queries, head, False)
-        return forward, attention_seconds(device, known.dtype, flops[1], queries, head, True)
+        forward = attention_seconds(device, known.dtype, flops[0], queries, head, False, known.whole_attention)
+        return forward, attention_seconds(device, known.dtype, flops[1], queries, head, True, known.whole_attention)
     result = local_shape(known.matrix.result, plan.results[0], axis_sizes)
     rows = result[-2] if known.matrix.batched else prod(result[:-1])
     count, n, k = prod(result[:-1]) // max(1, rows), result[-1], left[-1]

@@ -36,7 +36,7 @@ FORMULAS = (
             ("efficiency", "share of the rate of long sequences and heads of 128 that this shape reaches; 1 on a CPU"),
             ("pass_share", "1 forward; backward the share of the forward's rate that it reaches"),
         ),
-        "FlashAttention-2, arXiv 2307.08691, figures 4 to 6",
+        "FlashAttention-2, arXiv 2307.08691, figures 4 to 6; github.com/Dao-AILab/flash-attention, pull request 2688",
     ),
     Formula(
         "compute.operation",

@@ -26,7 +26,7 @@ SLICING_VIEWS = frozenset(
 )
 """Views whose backward writes a gradient of another size."""
 
-LOOKUPS = frozenset(["aten.embedding", "aten.index_select", "aten.gather", "aten.index"])
+LOOKUPS = frozenset(["aten.embedding", "aten.index_select", "aten.gather", "aten.index", "aten.embedding_bag"])
 """Operations that read of their first operand only as much as they return."""
 
 

@@ -16,7 +16,7 @@ from autopar.capture.normalize.losses import cross_entropy, full_means, squared_
 from autopar.capture.normalize.means import broadcasts, mean_losses
 from autopar.capture.normalize.random import random_numbers
 from autopar.capture.normalize.recurrent import layers_apart
-from autopar.capture.normalize.simplify import casts, factories, no_ops, reshapes, squeezes
+from autopar.capture.normalize.simplify import casts, factories, group_norms, no_ops, reshapes, squeezes
 from autopar.capture.normalize.unflatten import unflatten
 from autopar.capture.normalize.whole_index import whole_indices
 from autopar.capture.normalize.writes import copies, filled
@@ -28,6 +28,7 @@ REWRITES = (
     reshapes,
     squeezes,
     no_ops,
+    group_norms,
     factories,
     random_numbers,
     broadcasts,

@@ -48,14 +48,15 @@ def bags(flat: FlatGraph) -> FlatGraph:
 
 
 def dense_gradients(flat: FlatGraph) -> FlatGraph:
-    """``sparse=True`` of embeddings is left out, with a warning that names them."""
+    """``sparse=True`` of embeddings and of bags is left out, with a warning that names them."""
     found: dict[str, Node] = {}
 
     def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op != "aten.embedding" or len(node.args) < 5 or node.args[4] is not True:
+        place = 4 if node.op == "aten.embedding" else 5 if node.op in _OPS else len(node.args)
+        if len(node.args) <= place or node.args[place] is not True:
             return None
         found.setdefault(node.module or node.source, node)
-        return (replace(node, args=(*node.args[:4], False)),), {}
+        return (replace(node, args=(*node.args[:place], False, *node.args[place + 1 :])),), {}
 
     rewritten = rewrite_nodes(flat, step)
     if found:

@@ -69,6 +69,20 @@ def squeezes(flat: FlatGraph) -> FlatGraph:
     return rewrite_nodes(flat, step)
 
 
+def group_norms(flat: FlatGraph) -> FlatGraph:
+    """``native_group_norm(x, w, b, n, c, space, groups, eps)`` whose statistics nobody reads is ``group_norm``."""
+    used = flat.uses()
+
+    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+        if node.op != "aten.native_group_norm" or any(used.get(value.name) for value in node.outputs[1:]):
+            return None
+        x, weight, bias, *_, groups, eps = node.args
+        args = (x, groups, weight, bias, eps)
+        return (replace(node, op="aten.group_norm", args=args, kwargs=(), outputs=node.outputs[:1]),), {}
+
+    return rewrite_nodes(flat, step)
+
+
 def factories(flat: FlatGraph) -> FlatGraph:
     """``new_zeros(x, sizes)`` is ``zeros(sizes)`` of its dtype: it reads nothing of x, which need not be whole for it."""
 

@@ -226,6 +226,12 @@ def find_groups(model: nn.Module) -> list[EqualLayers]:
     return groups
 
 
+def of_equal_code(one: nn.Module, two: nn.Module) -> bool:
+    """Whether two modules without data compute the same of equal tensors."""
+    state = [[name for name, _ in (*each.named_parameters(), *each.named_buffers())] for each in (one, two)]
+    return state[0] == state[1] and type(one) is type(two) and _difference(one, two, set()) is not None
+
+
 def _indices(layers: nn.Module) -> set[tuple[str, str]]:
     """(submodule of an element, attribute): whole numbers that are the index of the element in all of them that have it."""
     found: dict[tuple[str, str], bool] = {}

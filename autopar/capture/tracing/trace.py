@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
 from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of, bind_inputs
+from autopar.capture.loops import unroll_loops
 from autopar.capture.returned import take_apart
 from autopar.capture.tracing.decompose import decomposed
 from autopar.capture.tracing.experts import experts_as_operator
@@ -27,7 +28,7 @@ from autopar.capture.tracing.hints import cumulative_statistics, masks_are_not_r
 from autopar.capture.tracing.indices import ListIndices
 from autopar.capture.tracing.join_layers import join_layers
 from autopar.capture.tracing.known_values import KnownValues
-from autopar.capture.tracing.outline import outline
+from autopar.capture.tracing.outline import of_equal_code, outline
 from autopar.errors import CaptureError, OperatorError
 from autopar.ir.interface import Form, Interface
 from autopar.ops.opaque import opaque_modules
@@ -164,7 +165,7 @@ def trace(
                 stack.enter_context(to_the_same_device())
                 stack.enter_context(cumulative_statistics())
                 lines = stack.enter_context(numbers_taken())
-                stack.enter_context(opaque_modules(model, clone.module))
+                stack.enter_context(opaque_modules(model, clone.module, of_equal_code))
                 stack.enter_context(experts_as_operator(clone.module))
                 if short and not stack.enter_context(outline(clone.module)):
                     continue
@@ -222,6 +223,7 @@ def export_copy(
     shapes = ({name: dims or None for name, dims in free.items()},) if any(free.values()) else None
     program: ExportedProgram = export(clone, (example,), dynamic_shapes=shapes, strict=False)
     mark_no_grad(program)
+    unroll_loops(program)
     join_layers(program)
     return decomposed(program)
 

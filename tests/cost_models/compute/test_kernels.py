@@ -108,6 +108,13 @@ def test_attention_of_short_sequences_against_measured_kernels(queries: int, two
     assert ours == pytest.approx(two / most_two, rel=0.1) and ours == pytest.approx(three / most_three, rel=0.1)
 
 
+@pytest.mark.parametrize(("queries", "measured"), [(512, 252.49), (1024, 294.78), (2048, 308.09), (4096, 311.97)])
+def test_attention_of_short_sequences_without_a_mask(queries: int, measured: float) -> None:
+    """github.com/Dao-AILab/flash-attention, pull request 2688: TFLOP/s of the forward on H100, not causal, heads of 64."""
+    ours = attention_efficiency(queries, 64, False, True) / attention_efficiency(4096, 64, False, True)
+    assert ours == pytest.approx(measured / 311.97, rel=0.1)
+
+
 def test_seconds_of_attention_and_streams() -> None:
     rate = A100.peak_flops_per_second("bfloat16") * A100.attention_fraction
     share = attention_efficiency(2048, 128, False)

@@ -66,16 +66,16 @@ def test_products(count: int, m: int, n: int, k: int, multiprocessors: int) -> N
 
 
 @settings(deadline=None)
-@given(SIZES, st.integers(8, 512), st.booleans(), st.floats(1e6, 1e15), st.booleans())
-def test_attention(queries: int, head: int, backward: bool, flops: float, gpu: bool) -> None:
-    a, c = kernels._HEAD, kernels._SEQUENCE
+@given(SIZES, st.integers(8, 512), st.booleans(), st.floats(1e6, 1e15), st.booleans(), st.booleans())
+def test_attention(queries: int, head: int, backward: bool, flops: float, gpu: bool, whole: bool) -> None:
+    a, c = kernels._HEAD, kernels._WHOLE_SEQUENCE if whole else kernels._SEQUENCE
     efficiency = head / (head + a) * (128 + a) / 128 * queries / (queries + c)
     both = kernels.ATTENTION_BACKWARD if backward else 1.0
-    assert kernels.attention_efficiency(queries, head, backward) == pytest.approx(efficiency * both, rel=1e-9)
+    assert kernels.attention_efficiency(queries, head, backward, whole) == pytest.approx(efficiency * both, rel=1e-9)
     device = replace(H100, multiprocessors=132 if gpu else 0)
     rate = {"peak": device.peak_flops_per_second("float16"), "fraction": device.attention_fraction}
     values = {"flops": flops, **rate, "efficiency": efficiency if gpu else 1.0, "pass_share": both if gpu else 1.0}
-    seconds = kernels.attention_seconds(device, "float16", flops, queries, head, backward)
+    seconds = kernels.attention_seconds(device, "float16", flops, queries, head, backward, whole)
     assert seconds == pytest.approx(formula("compute.attention").value(values), rel=1e-9)
 
 

@@ -12,7 +12,7 @@ from support.models.zoo.verified import FORCES, verdict
 from support.models.zoo_index.catalog import INSTALL, installed, make, zoo_index
 from torch import Tensor, nn
 
-WHOLE_BATCH = "needs %"
+WHOLE_BATCH = "of the whole batch"
 REFUSED: Mapping[str, str] = {
     "reformer": "custom autograd.Function",
     "fno": "is torch.complex64",
