@@ -31,7 +31,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from choice_plans import FORCES, Row, make_plans, predictions, print_plans, print_table
+from choice_plans import FORCES, Row, make_plans, predictions, print_plans, print_table  # noqa: E402
 
 WORLD = 4
 LEAST_ROUNDS = 2

@@ -141,9 +141,8 @@ def print_table(place: str, rows: Sequence[Row], missing: Sequence[str]) -> None
     if not rows:
         return
     by = "the clock" if rows[0].by_clock else "processor time over the cores"
-    print(
-        f"{place}, by {by}: {'model':16} plans  regret   order  data parallelism  predicted over measured: least, median, most, chosen"
-    )
+    columns = f"{'model':16} plans  regret   order  data parallelism  predicted over measured (least, median, most, chosen)"
+    print(f"{place}, by {by}:\n  {columns}")
     for row in rows:
         ratios = row.ratios
         told = f"{min(ratios):.2f} {statistics.median(ratios):.2f} {max(ratios):.2f} {ratios[0]:.2f}"
