@@ -103,8 +103,8 @@ def _update() -> Callable[[], object]:
 
 
 def _large_update() -> Callable[[], object]:
-    """AdamW on parameters of two sizes. Temporary results of the large one are new memory each time, which the C library has given
-    back to the system and gets page by page again: that takes longer than to stream over memory that is there."""
+    """AdamW on parameters of two sizes. Temporary results of the large one are new memory each time, which the C library has
+    given back to the system and gets page by page again: that takes longer than to stream over memory that is there."""
     parameters = [torch.nn.Parameter(torch.ones(numbers)) for numbers in LARGE_UPDATED]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
