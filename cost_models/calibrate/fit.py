@@ -80,7 +80,7 @@ def fit_device(run: CalibrationRun) -> Device:
     sheet = known_device(facts["name"])
     peak = {**dict(sheet.peak), **{k: v for k, v in fastest.items() if k not in dict(sheet.peak)}} if sheet else fastest
     (stream,), (launch,), special = _timings("stream", run), _timings("launch.chain", run, ""), _timings("special", run)
-    update = _timings("launch.update", run, "")
+    update, large_update = _timings("launch.update", run, ""), _timings("update", run)
     bandwidth = sheet.bandwidth_bytes_per_second if sheet else stream.rate
     return Device(
         name=str(facts["name"]),
@@ -97,6 +97,7 @@ def fit_device(run: CalibrationRun) -> Device:
         multiprocessors=int(facts.get("multiprocessors", 0)),
         transcendental_seconds=_transcendental_seconds(special, stream.rate) if facts["kind"] == "cpu" else 0.0,
         update_seconds=update[0].seconds / update[0].work if update else 0.0,
+        update_bytes_per_second=large_update[0].rate if large_update else 0.0,
         communicator_bytes=0 if facts["kind"] == "cpu" else COMMUNICATOR_BYTES,
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.cost_models.calibrate.measure import CalibrationRun, Effort, LevelRuns, Progress, merge_ranks
+from autopar.cost_models.calibrate.measure import WIRE_BYTES, CalibrationRun, Effort, LevelRuns, Progress, merge_ranks
 from autopar.cost_models.calibrate.measure_collectives import SIZES, calls_of_size
 from autopar.cost_models.calibrate.measure_operations import operation_calls
 from autopar.cost_models.calibrate.measure_rank import RankBenchmark, TimedCall, device_facts
@@ -24,6 +24,10 @@ from autopar.errors import ClusterError
 
 SLOW_SECONDS = 0.5
 """Where one call of each kind takes longer, larger messages are not timed: bandwidth is known by then."""
+
+WIRE_SLICE_SECONDS = 0.25
+"""Of large messages over links between machines. Such a link may carry the first bytes after a rest (a token bucket's burst) at a
+higher rate: messages follow one another without rests, for so long that the burst is a small part."""
 
 MEETING_SECONDS = 240
 
@@ -40,11 +44,12 @@ class JoinedRank:
 
 @dataclass(frozen=True, slots=True)
 class _LevelGroup:
-    """This rank's group on a level, of `width` ranks."""
+    """This rank's group on a level, of `width` ranks; over a `wire` between machines, or inside of one."""
 
     devices: int
     width: int
     group: dist.ProcessGroup | None
+    wire: bool
 
 
 def check_levels(levels: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -108,8 +113,8 @@ def _groups(levels: tuple[int, ...], here: JoinedRank) -> list[_LevelGroup]:
             ranks = [first + step * inside for step in range(devices // inside)]
             group = dist.new_group(ranks)
             if here.rank in ranks:
-                out.append(_LevelGroup(devices, devices // inside, group))
-    return [*out, _LevelGroup(here.size, here.size, None)]
+                out.append(_LevelGroup(devices, devices // inside, group, devices > here.local_size))
+    return [*out, _LevelGroup(here.size, here.size, None, here.size > here.local_size)]
 
 
 def _measure(
@@ -136,11 +141,14 @@ def _measure(
 def _level_timings(bench: RankBenchmark, level: _LevelGroup, what: str, share: tuple[float, float]) -> list[TimedCall]:
     """Each kind in sizes that grow until they take long."""
     effort = replace(bench.effort, limit_seconds=bench.effort.limit_seconds / len(SIZES))
-    timing = replace(bench, effort=effort)
     out: list[TimedCall] = []
     for full in SIZES:
         made = calls_of_size(bench.device, level.width, full, level.group)
-        tasks = [TimedCall(*each, between=bench.between()) for each in made]
+        bound = level.wire and full // level.width >= WIRE_BYTES
+        between = None if bound else bench.between()
+        tasks = [TimedCall(*each, between=between) for each in made]
+        least = max(effort.slice_seconds, WIRE_SLICE_SECONDS) if bound else effort.slice_seconds
+        timing = replace(bench, effort=replace(effort, slice_seconds=least))
         timing.rounds(f"{what}, {full // 1024} KiB", tasks, share)
         out += tasks
         longest = torch.tensor([sum(min(task.clock) for task in tasks)], device=bench.device)

@@ -30,6 +30,9 @@ TIME_LIMIT_SECONDS = 300.0
 LARGE_BYTES = 2**21
 """From here on a collective is bound by bandwidth."""
 
+WIRE_BYTES = 2**17
+"""From here on a collective over a link between machines is bound by that link."""
+
 
 @dataclass(frozen=True, slots=True)
 class Effort:
@@ -187,14 +190,17 @@ def _join(ranks: list[subprocess.Popen[str]], folder: Path, late: list[bool]) ->
 
 def merge_ranks(each: list[dict[str, Any]], wire: bool = False) -> CalibrationRun:
     """Merges the rounds of all ranks: on shared cores by their mean, on devices of their own by the slowest. Over a `wire`
-    between machines only the processor time of a collective is longer on a busy machine, and not what it waits for."""
+    between machines only the processor time of a collective is longer on a busy machine, and not what it waits for; that of a
+    large one passes while the wire is busy. Groups that share a wire get uneven parts of it, and the ones that end late had it
+    alone at last, so that only the slowest rank's seconds are those of all bytes over the wire's rate."""
     facts = each[0]["facts"]
     merge = _mean if facts["kind"] == "cpu" else max
     facts["memory_bytes"] = min(one["facts"]["memory_bytes"] for one in each)
     facts["base_bytes"] = max(one["facts"]["base_bytes"] for one in each)
 
     def rounds(kind: str, index: int, which: str) -> list[float]:
-        return [merge(same) for same in zip(*(one[kind][index][which] for one in each), strict=True)]
+        merge_round = max if wire and (kind, which) == ("collectives", "clock") else merge
+        return [merge_round(same) for same in zip(*(one[kind][index][which] for one in each), strict=True)]
 
     counts = {kind: range(len(each[0][kind])) for kind in ("operations", "collectives")}
     own = {(kind, index): rounds(kind, index, "own") for kind in counts for index in counts[kind]}
@@ -205,7 +211,8 @@ def merge_ranks(each: list[dict[str, Any]], wire: bool = False) -> CalibrationRu
         operations.append(Timing(item["name"], item["work"], _counted(own["operations", index])))
     for index, item in enumerate(each[0]["collectives"]):
         used, passed = _counted(own["collectives", index]), _counted(clock["collectives", index])
-        seconds = max(used, passed / slowdown, passed - (slowdown - 1) * used if wire else 0.0)
+        waiting = (slowdown - 1) * used if item["work"] < WIRE_BYTES else 0.0
+        seconds = max(used, passed / slowdown, passed - waiting if wire else 0.0)
         collectives.append(Timing(item["name"], item["work"], seconds))
     spread = median(median(same) / _counted(same) for same in own.values()) - 1
     large = [each.work >= LARGE_BYTES for each in collectives]

@@ -14,6 +14,9 @@ CHAIN = 32
 TRANSCENDENTAL_CHAIN = 8
 UPDATED, UPDATE_PASSES = 16, 10.0
 """Tensors, and what `optimizer_named` counts of AdamW: two accesses a pass."""
+LARGE_UPDATED = (2**20, 2**20, 2**20, 2**20, 2**22)
+"""Numbers of the parameters of `_large_update`: half of them in tensors that the C library keeps when they are freed, half in a
+larger one."""
 
 
 def operation_calls(device: torch.device, thorough: bool) -> Iterator[Operation]:
@@ -32,6 +35,7 @@ def operation_calls(device: torch.device, thorough: bool) -> Iterator[Operation]
     yield "special.gelu", float(TRANSCENDENTAL_CHAIN * few.numel()), _transcendental(few)
     if not cuda:
         yield "launch.update", UPDATED * UPDATE_PASSES, _update()
+        yield "update.adamw", 4.0 * 2 * UPDATE_PASSES * sum(LARGE_UPDATED), _large_update()
     yield "launch.chain", 2.0 * CHAIN, _chain(device)
     if cuda:
         host = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
@@ -95,6 +99,15 @@ def _update() -> Callable[[], object]:
     parameters = [torch.nn.Parameter(each) for each in made[:UPDATED]]
     for parameter, gradient in zip(parameters, made[UPDATED:], strict=True):
         parameter.grad = gradient
+    return torch.optim.AdamW(parameters).step
+
+
+def _large_update() -> Callable[[], object]:
+    """AdamW on parameters of two sizes. Temporary results of the large one are new memory each time, which the C library has
+    given back to the system and gets page by page again: that takes longer than to stream over memory that is there."""
+    parameters = [torch.nn.Parameter(torch.ones(numbers)) for numbers in LARGE_UPDATED]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
     return torch.optim.AdamW(parameters).step
 
 

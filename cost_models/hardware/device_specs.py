@@ -31,6 +31,8 @@ class Device:
     transcendental_seconds: seconds per element of a transcendental function (gelu, softmax) besides its memory traffic; 0 on a
         GPU.
     update_seconds: one pass of an optimizer over a small distributed tensor on a CPU (0: as a launch).
+    update_bytes_per_second: memory traffic of an update of large tensors on a CPU, whose temporary results are fresh pages (0: as
+        other streaming operations).
     """
 
     name: str
@@ -50,6 +52,7 @@ class Device:
     memory_margin: float = 0.0
     transcendental_seconds: float = 0.0
     update_seconds: float = 0.0
+    update_bytes_per_second: float = 0.0
     measured_peak: tuple[tuple[str, float], ...] = ()
 
     @property

@@ -51,6 +51,6 @@ def optimizer_seconds(
     tensor (about two accesses)."""
     count = group.trainable / (data_size if zero else 1)
     streamed_bytes = count * (memory_accesses or optimizer.memory_accesses) * itemsize(precision.master)
-    seconds = streamed_bytes / (device.bandwidth_bytes_per_second * device.bandwidth_fraction)
+    seconds = streamed_bytes / (device.update_bytes_per_second or device.bandwidth_bytes_per_second * device.bandwidth_fraction)
     launches = group.tensors * optimizer.memory_accesses / 2 if device.kind == "cpu" else 0.0
     return seconds + launches * (device.update_seconds or device.launch_seconds)

@@ -1,22 +1,25 @@
 """Is the chosen plan the fastest? Models under every forced plan and the chosen one, each built in the same four processes, whose
 steps are timed in turn; on this machine, and in labs of two and four nodes (tests/support/network_lab.py).
 
-    python tests/benchmarks/bench_choice.py [--where local,2x2@200mbit,4x1@1gbit] [--only gpt] [--rounds 8]
+    python tests/benchmarks/bench_choice.py [--where local,2x2@200mbit,4x1@1gbit] [--models gpt,llama] [--rounds 8]
+        [--minutes 8] [--keep FOLDER [--prepare]] [--most 6]
 
 The cluster of each place comes from ``autopar calibrate`` there, unless ``--cluster`` names a file. What is printed of a plan:
 the fastest of its steps (forward, backward, AdamW), what its ranks took of the cores' time (in brackets the update's), and the
-prediction over the first; of a model the regret (chosen over fastest), the order (concordant less discordant pairs, of plans more
+prediction over both; of a model the regret (chosen over fastest), the order (concordant less discordant pairs, of plans more
 than 5 % apart), and how much faster than data parallelism. Other programs disturb: as root the ranks run at a high priority.
+
+``--keep`` keeps clusters, plans and times in a folder, and takes what is there: with ``--prepare`` everything but the times is
+made (no idle machine needed), a run on an idle machine measures what is missing within ``--minutes``, and any later run prices
+the kept plans anew. ``--cores`` compares with the processor time of all ranks over the cores, which other programs do not change.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,14 +31,11 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from choice_plans import FORCES, Row, make_plans, predictions, print_plans, print_table  # noqa: E402
+
 WORLD = 4
-FORCES = (
-    *("dp=4,zero=0", "dp=4,zero=3", "tp=4", "dp=2,tp=2,zero=0", "dp=2,tp=2,zero=3"),
-    *("pp=2,dp=2,zero=0", "pp=4", "pp=2,tp=2", "ep=4", "dp=2,ep=2"),
-)
-DATA_PARALLEL = FORCES[0]
-APART = 1.05
-PARTS = ("compute", "exposed", "stall", "bubble", "optimizer")
+LEAST_ROUNDS = 2
+"""Of each plan, besides one that sets things up, however little time is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,9 @@ def raise_priority() -> None:
 # -- in the ranks
 
 
-def rank_main(folder: Path, name: str, rounds: int) -> None:
-    """Builds every plan and times their steps in turn; rank 0 writes the times."""
+def rank_main(folder: Path, name: str, rounds: int, seconds: float) -> None:
+    """Builds every plan and times their steps in turn, until `seconds` are over; rank 0 writes the times."""
+    end = time.monotonic() + seconds
     import torch
     import torch.distributed as dist
     from choice_models import build
@@ -91,7 +92,7 @@ def rank_main(folder: Path, name: str, rounds: int) -> None:
     raise_priority()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cluster = autopar.Cluster.from_dict(json.loads((folder / "cluster.json").read_text()))
+    cluster = autopar.Cluster.from_dict(json.loads((folder.parent / "cluster.json").read_text()))
     made: dict[str, Any] = {}
     for path in sorted(folder.glob("plan*.json")):
         model, batch = build(name)
@@ -100,7 +101,11 @@ def rank_main(folder: Path, name: str, rounds: int) -> None:
     clock: dict[str, list[float]] = {plan: [] for plan in made}
     own: dict[str, list[tuple[float, float]]] = {plan: [] for plan in made}
     order = list(made)
-    for turn in range(rounds + 2):
+    for turn in range(rounds + 1):
+        late = torch.tensor(float(time.monotonic() > end))
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)
+        if late.item() and turn > LEAST_ROUNDS:
+            break
         for plan in order if turn % 2 else order[::-1]:
             parallel, optimizer, batch = made[plan]
             dist.barrier()
@@ -114,7 +119,7 @@ def rank_main(folder: Path, name: str, rounds: int) -> None:
             dist.barrier()
             seconds = torch.tensor([time.perf_counter() - began, time.process_time() - used, updated - computed])
             dist.all_reduce(seconds)
-            if turn >= 2:
+            if turn >= 1:
                 clock[plan].append(float(seconds[0]) / WORLD)
                 own[plan].append((float(seconds[1]), float(seconds[2])))
     if dist.get_rank() == 0:
@@ -126,32 +131,13 @@ def rank_main(folder: Path, name: str, rounds: int) -> None:
 # -- in the parent
 
 
-@dataclass(slots=True)
-class Measured:
-    """A plan: the forces that gave it, predicted and measured seconds, and the processor seconds of its ranks over the cores:
-    of the step, and of the update in it. `parts` is what the prediction adds up to."""
-
-    names: list[str]
-    what: str
-    predicted: float
-    seconds: float = 0.0
-    own: tuple[float, float] = (0.0, 0.0)
-    parts: str = ""
-
-    @property
-    def ratio(self) -> float:
-        return self.predicted / self.seconds
-
-
-def calibrated(place: Place, folder: Path) -> Path:
-    """The cluster file that calibrate writes there."""
-    path = folder / "cluster.yaml"
+def calibrated(place: Place, path: Path) -> None:
+    """Writes the cluster file that calibrate makes there."""
     if place.nodes > 1:
         place.torchrun(__file__, "--calibrate", str(path))
     else:
         command = [sys.executable, __file__, "--calibrate", str(path)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return path
 
 
 def calibrate(path: str) -> None:
@@ -162,110 +148,77 @@ def calibrate(path: str) -> None:
     sys.exit(command_line(["calibrate", "-o", path, *alone]))
 
 
-def plans(name: str, cluster: Any, folder: Path) -> list[Measured]:
-    """The chosen plan first, and every forced one that is another; their files."""
-    from choice_models import build
+def bench(text: str, folder: Path, wanted: list[str], arguments: argparse.Namespace, end: float) -> None:
+    """One place: its cluster, the plans of each model, their times, and the table."""
+    from autopar.cost_models.hardware.cluster import Cluster
 
-    import autopar
-    from autopar.cost_models.step.evaluate import evaluate
-
-    out: dict[str, Measured] = {}
-    for force in ("", *FORCES):
-        model, batch = build(name)
-        try:
-            plan = autopar.plan(model, cluster, batch, force=force, time_limit_seconds=10)
-        except autopar.AutoparError as error:
-            print(f"  {force:18} no plan: {str(error).splitlines()[0][:90]}")
+    place = Place.parse(text)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = Path(arguments.cluster or folder / "cluster.yaml")
+    if not path.exists():
+        calibrated(place, path)
+    cluster = Cluster.parse(str(path))
+    (folder / "cluster.json").write_text(json.dumps(cluster.to_dict()))
+    print(f"{text}: {cluster.note}", flush=True)
+    rows, missing = [], []
+    for index, name in enumerate(wanted):
+        inside = folder / name.replace(" ", "-")
+        share = (end - time.monotonic()) / (len(wanted) - index)
+        if not (inside / "names.json").exists() and share <= 0:
+            missing.append(name)
             continue
-        text = repr(plan.candidate)
-        if text not in out:
-            (folder / f"plan{len(out)}.json").write_text(plan.to_json())
-            told = evaluate(plan.graph, plan.candidate, cluster)
-            parts = ", ".join(f"{part} {1e3 * getattr(told, f'{part}_seconds'):.1f}" for part in PARTS)
-            out[text] = Measured([], plan.describe(), told.step_seconds, parts=parts)
-        out[text].names.append(force or "chosen")
-    return list(out.values())
-
-
-def order_of(found: list[Measured]) -> float:
-    """Concordant less discordant pairs, over all pairs that are apart."""
-    signs = [
-        1 if (a.predicted < b.predicted) == (a.seconds < b.seconds) else -1
-        for a, b in itertools.combinations(found, 2)
-        if max(a.seconds, b.seconds) > APART * min(a.seconds, b.seconds)
-    ]
-    return sum(signs) / len(signs) if signs else 1.0
-
-
-def bench(name: str, place: Place, cluster: Any, rounds: int) -> tuple[float, float, list[float], float]:
-    """Regret, order, predicted over measured of each plan, and data parallelism over chosen, of one model."""
-    from autopar.cost_models.calibrate.measure import available_cores
-
-    with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        (folder / "cluster.json").write_text(json.dumps(cluster.to_dict()))
-        found = plans(name, cluster, folder)
-        place.torchrun(__file__, "--ranks", text, "--only", name, "--rounds", str(rounds))
-        times = json.loads((folder / "times.json").read_text())
-    for index, each in enumerate(found):
-        each.seconds = min(times["clock"][f"plan{index}"])
-        least = min(times["own"][f"plan{index}"])
-        each.own = least[0] / available_cores(), least[1] / available_cores()
-    fastest, chosen = min(each.seconds for each in found), found[0]
-    for each in sorted(found, key=lambda each: each.seconds):
-        label = ", ".join(each.names)
-        took = f"{1e3 * each.seconds:7.1f} ms, of cores {1e3 * each.own[0]:7.1f} ({1e3 * each.own[1]:5.1f})"
-        print(
-            f"  {took}, predicted {1e3 * each.predicted:7.1f} {each.ratio:5.2f}  {label} ({each.what}; {each.parts})", flush=True
-        )
-    data = next((each.seconds for each in found if DATA_PARALLEL in each.names), chosen.seconds)
-    return chosen.seconds / fastest - 1, order_of(found), [each.ratio for each in found], data / chosen.seconds
+        make_plans(name, cluster, inside, arguments.most)
+        if not (inside / "times.json").exists():
+            share = (end - time.monotonic()) / (len(wanted) - index)
+            if arguments.prepare or share <= 0:
+                missing.append(name)
+                continue
+            limits = ("--rounds", str(arguments.rounds), "--seconds", f"{share:.0f}")
+            try:
+                place.torchrun(__file__, "--ranks", str(inside), "--models", name, *limits, timeout=max(120.0, 2 * share))
+            except (SystemExit, AssertionError, subprocess.TimeoutExpired) as error:
+                print(f" {name}: not measured: {str(error).strip()[-300:]}", flush=True)
+                missing.append(name)
+                continue
+        print(f" {name}", flush=True)
+        found = predictions(inside, cluster)
+        print_plans(found)
+        rows.append(Row(name, tuple(found), not arguments.cores))
+    print_table(text, rows, missing)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--where", default="local,2x2@200mbit")
-    parser.add_argument("--only", default="", help="models whose names are these, separated by commas")
+    parser.add_argument("--models", default="", help="models whose names are these, separated by commas")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=60.0, help="of all places together; what was not reached is said")
+    parser.add_argument("--most", type=int, default=1 + len(FORCES), help="plans of each model")
+    parser.add_argument("--keep", default="", help="a folder of clusters, plans and times, taken and added to")
+    parser.add_argument("--prepare", action="store_true", help="clusters and plans only")
+    parser.add_argument("--cores", action="store_true", help="compare with processor time over the cores")
     parser.add_argument("--cluster", default="", help="a file that calibrate has written")
     parser.add_argument("--ranks", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
     parser.add_argument("--calibrate", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.calibrate:
         calibrate(arguments.calibrate)
     if arguments.ranks:
-        rank_main(Path(arguments.ranks), arguments.only, arguments.rounds)
+        rank_main(Path(arguments.ranks), arguments.models, arguments.rounds, arguments.seconds)
     from choice_models import MODELS
     from support.network_lab import why_no_lab
 
-    from autopar.cost_models.hardware.cluster import Cluster
-
-    wanted = [name for name in arguments.only.split(",") if name] or list(MODELS)
-    for text in arguments.where.split(","):
-        place = Place.parse(text)
-        if place.nodes > 1 and why_no_lab():
-            print(f"{text}: skipped, {why_no_lab()}")
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            cluster = Cluster.parse(arguments.cluster or str(calibrated(place, Path(folder))))
-        print(f"{text}: {cluster.note}", flush=True)
-        rows = []
-        for name in wanted:
-            print(f" {name}", flush=True)
-            rows.append(bench(name, place, cluster, arguments.rounds))
-            regret, order, ratios, gain = rows[-1]
-            said = f"{min(ratios):.2f} to {max(ratios):.2f}, chosen {ratios[0]:.2f}"
-            print(
-                f" {name}: regret {100 * regret:.1f} %, order {order:.2f}, {gain:.2f} times data parallelism, {said}", flush=True
-            )
-        every = [ratio for row in rows for ratio in row[2]]
-        within = sum(0.8 <= ratio <= 1.2 for ratio in every)
-        regrets, order = [row[0] for row in rows], statistics.mean(row[1] for row in rows)
-        print(
-            f"{text}: regret mean {100 * statistics.mean(regrets):.1f} %, largest {100 * max(regrets):.1f} %; order {order:.2f};"
-        )
-        median = statistics.median(every)
-        print(f"  predicted over measured 0.8 to 1.2 in {within} of {len(every)} plans, in the median {median:.2f}", flush=True)
+    end = time.monotonic() + 60 * arguments.minutes
+    wanted = [name for name in arguments.models.split(",") if name] or list(MODELS)
+    places = arguments.where.split(",")
+    with tempfile.TemporaryDirectory() as temporary:
+        for index, text in enumerate(places):
+            if Place.parse(text).nodes > 1 and why_no_lab():
+                print(f"{text}: skipped, {why_no_lab()}")
+                continue
+            now = time.monotonic()
+            bench(text, Path(arguments.keep or temporary) / text, wanted, arguments, now + (end - now) / (len(places) - index))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ _CONSTANTS = {
     "model_wait_seconds": "calibrate the link of these axes (links: bandwidth_gb_per_second, latency_us)",
     "data_wait_seconds": "calibrate bandwidth and latency of the link of the data axis, and overlap.contention",
     "pipeline_wait_seconds": "calibrate the link between stages (latency_us), and what makes stages differ in compute",
-    "optimizer_seconds": "calibrate the device's update_us (CPU) or bandwidth_fraction (GPU)",
+    "optimizer_seconds": "calibrate the device's update_us and update_gb_per_second (CPU) or bandwidth_fraction (GPU)",
 }
 OFF = (0.8, 1.25)
 """Measured over predicted: between these it is as predicted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from math import log10
 from pathlib import Path
 
@@ -127,4 +128,8 @@ def test_optimizer_streams_its_shard() -> None:
     cpu = Cluster.parse("local").device
     assert optimizer_seconds(StateGroup(8, 8, 10), 0, 1, cpu, Precision(), adamw) == pytest.approx(
         100 * cpu.launch_seconds + 640 / (cpu.bandwidth_bytes_per_second * cpu.bandwidth_fraction)
+    )
+    slow = replace(cpu, update_bytes_per_second=1e9)
+    assert optimizer_seconds(StateGroup(8, 8, 10), 0, 1, slow, Precision(), adamw) == pytest.approx(
+        100 * cpu.launch_seconds + 640 / 1e9
     )
