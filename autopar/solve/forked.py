@@ -1,8 +1,8 @@
-"""Work on forked copies of this process: a copy sees every table that is in memory, and only results are sent back. What a function
-changes in memory is lost in a copy, so its result must say all, and be one that pickle takes.
+"""Work on forked copies of this process: a copy sees every table that is in memory, and only results are sent back. What a
+function changes in memory is lost in a copy, so its result must say all, and be one that pickle takes.
 
-A copy that fails brings nothing back, and the work is done here: an error shows where it can be handled. Solvers are told to start
-no threads (`ilp.solver`): a copy would wait for them forever.
+A copy that fails brings nothing back, and the work is done here: an error shows where it can be handled. Solvers are told to
+start no threads (`ilp.solver`): a copy would wait for them forever.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Meanwhile(Generic[R]):
 
 
 def forked_map(function: Callable[[T], R], items: Sequence[T], processes: int) -> list[R]:
-    """``[function(item) for item in items]`` on this process and up to `processes` - 1 copies, each taking the next item when it is
-    done with one. Raises what `function` raises."""
+    """``[function(item) for item in items]`` on this process and up to `processes` - 1 copies, each taking the next item when
+    it is done with one. Raises what `function` raises."""
     copies_wanted = min(able_processes(processes), len(items)) - 1
     if copies_wanted < 1:
         return [function(item) for item in items]

@@ -306,8 +306,8 @@ class _Search:
         return _Solved(each.solution, each.done, ran, self.slow_variables)
 
     def _solve_with_memory(self, each: SearchPoint) -> bool:
-        """Whether it was solved. Under the memory constraint. Before that the sharper bound of this number of micro-batches, and where the problem is
-        large, the linear relaxation: only what may be better by `min_improvement_large` is solved then."""
+        """Under the memory constraint; whether the ILP ran. Before that the sharper bound of this number of micro-batches, and
+        where the problem is large, the linear relaxation: only what may be better by `min_improvement_large` is solved then."""
         state = self.state
         problem = state.tables.problem(each.point)
         if each.point.micro_batches > 1:

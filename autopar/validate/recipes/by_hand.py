@@ -93,8 +93,8 @@ def with_reasons(recipes: Sequence[PricedRecipe], plan_seconds: float) -> tuple[
 def with_stage_seeds(
     recipes: Sequence[PricedRecipe], graph: Graph, cluster: Cluster, options: SearchOptions, seed_seconds: float
 ) -> tuple[PricedRecipe, ...]:
-    """The recipes with pipelines with context or expert parallelism as candidates too, where these take less than `seed_seconds` by
-    our programs."""
+    """The recipes with pipelines with context or expert parallelism as candidates too, where these take less than
+    `seed_seconds` by our programs."""
     of = replace(graph, batch=options.batch or graph.batch)
 
     def seeded(each: PricedRecipe) -> PricedRecipe:
