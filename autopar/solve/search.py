@@ -15,15 +15,13 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.rules.expand import missing_rules
 from autopar.solve.bounds.memory_bound import memory_bound
-from autopar.solve.bounds.minimum_memory import MinimumMemory
 from autopar.solve.bounds.warm_start import WarmStart
 from autopar.solve.forked import Lookahead
 from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
+from autopar.solve.last_resorts import least_memory_solution, warm_start_solution
 from autopar.solve.offload_state import with_offloaded_optimizer
-from autopar.solve.pipeline.least_memory import least_memory_pipeline
-from autopar.solve.problem.forced_axes import MOST_REDUNDANT, forced_axes, why_disobeyed
 from autopar.solve.result import PlanResult
 from autopar.solve.search_bounds import SearchBounds
 from autopar.solve.search_report import raise_infeasible, report_grid, report_solution, result_of
@@ -42,12 +40,6 @@ _NEARLY = 0.8
 
 _MOST_OVER_BEST = 1.12
 """The joint optimum of a large problem is seldom faster than its warm start by more (DeepSeek-V3 on 256 H100: by 1.11)."""
-
-_LEAST_MEMORY_SECONDS = 5.0
-"""For a pipeline that saves all the memory that it can, where no other fits."""
-
-_LATE_SECONDS = 10.0
-"""For a plan where the time limit left none."""
 
 _MEMORY_SECONDS = 4.0
 """For one problem under memory, once there is a plan: few take half of that."""
@@ -122,9 +114,9 @@ class _Search:
             interrupted = True
             state.progress("interrupted: the best plan so far")
         if state.best is None and pipeline_asked(state.options.force, state.options.schedule):
-            self._take_least_memory()
+            self._take(least_memory_solution(state))
         elif state.best is None and state.forced:
-            self._take_warm_start()
+            self._take(warm_start_solution(state))
         return interrupted
 
     def _solve(self) -> None:
@@ -182,7 +174,9 @@ class _Search:
                     f"give one with autopar.register_rule({node.op.replace('.', '::', 1)!r}, ...), or plan without strict"
                 )
 
-    def _take(self, solution: MeshSolution) -> None:
+    def _take(self, solution: MeshSolution | None) -> None:
+        if solution is None:
+            return
         self.state.offer(solution)
         report_solution(self.state, solution)
 
@@ -211,41 +205,6 @@ class _Search:
         self.state.pipelines_began = monotonic()
         for solution in self.state.pipelines.run(self.state.best_seconds):
             self._take(solution)
-
-    def _take_least_memory(self) -> None:
-        """The pipeline of layers dealt evenly that recomputes all, or the one whose stages are partitioned for least memory,
-        where none that the stage search makes fits: its estimates of memory err on the safe side."""
-        state = self.state
-        search = MinimumMemory(state.registry, monotonic() + _LEAST_MEMORY_SECONDS, least_memory_pipeline)
-        found = search.fitting_plan(state.graph, state.cluster, state.options)
-        if found is None:
-            return
-        plan, pipeline = found.candidate, found.candidate.pipeline
-        if any(whole > MOST_REDUNDANT for axis, whole in found.evaluation.redundant_share if axis in state.options.force):
-            return
-        solution = MeshSolution(
-            mesh=plan.mesh, status=Status.FEASIBLE, objective_seconds=found.evaluation.step_seconds, candidate=plan,
-            evaluation=found.evaluation, micro_batches=plan.micro_batches, zero_group=plan.zero_group, stages=pipeline.stages,
-            virtual=pipeline.virtual, schedule=pipeline.schedule, graph=found.graph,
-        )  # fmt: skip
-        state.pipelines.solutions.append(solution)
-        self._take(solution)
-
-    def _take_warm_start(self) -> None:
-        """Of forced degrees whose problems were too large for the time: one sharding, which obeys them too."""
-        state = self.state
-        until = monotonic() + _LATE_SECONDS
-        plans = WarmStart(state.graph, state.cluster, state.options, state.tables, lambda: until - monotonic())
-        for each in state.points:
-            if each.solution.status is not Status.TIMEOUT or monotonic() > until or state.best is not None:
-                continue
-            found = plans.fastest_fitting(each.point)
-            axes = forced_axes(each.point.mesh, state.options.force)
-            if found is None or found.candidate is None or why_disobeyed(state.tables.problem(each.point), found.candidate, axes):
-                continue
-            found.bound_seconds = each.bound_seconds
-            each.solution = found
-            self._take(found)
 
     def _warm_start(self, members: Sequence[SearchPoint]) -> None:
         """Plans that fit, for large problems before they are solved under memory. Not for a forced axis: what it may leave
