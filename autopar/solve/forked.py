@@ -62,6 +62,7 @@ class ForkedCall(Generic[R]):
         self._process.kill()
         self._process.join()
 
+
 class Meanwhile(Generic[R]):
     """``function()`` on a copy of this process where there may be two, else here, once it is asked for. A context."""
 

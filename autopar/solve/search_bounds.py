@@ -159,7 +159,8 @@ class SearchBounds:
         begin with the next ones."""
         state = self.state
         enough = state.best_seconds() * (1 - state.options.sharp_gap)
-        with Lookahead(lambda mesh: self._sharpened(mesh, enough), state.options.processes) as ahead:
+        ahead: Lookahead[_RoughBound, _Learned] = Lookahead(lambda rough: self._sharpened(rough, enough), state.options.processes)
+        with ahead:
             while state.seconds_left() > 0:
                 able = [each for each in state.points if each.solution.status is not Status.INFEASIBLE]
                 able = sorted((each for each in able if each.bound_seconds < enough), key=lambda each: each.bound_seconds)
