@@ -146,7 +146,7 @@ class SearchState:
 
     def is_worth_a_copy(self, each: SearchPoint) -> bool:
         """Whether its problem takes much longer than a copy of this process."""
-        return self.variables.get(each.point.mesh, 0) > _WORTH_A_COPY
+        return self.variables.get(each.point.mesh, _WORTH_A_COPY) >= _WORTH_A_COPY
 
     def _is_large(self, mesh: Mesh) -> bool:
         """Its problem, or where its size is not known, those of as many axes."""

@@ -20,10 +20,12 @@ from autopar.ir.mesh import DATA_AXIS, Axis
 from autopar.rules.registry import Registry
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
+from autopar.solve.forked import Lookahead
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.bubble_bound import BubbleFactors
 from autopar.solve.pipeline.pipeline_bound import CallSeconds, StageRelaxation, call_seconds
+from autopar.solve.pipeline.promising import promising
 from autopar.solve.pipeline.split_blocks import with_split_blocks
 from autopar.solve.pipeline.stage_search import StageSearch
 from autopar.solve.problem.problem import Problem
@@ -33,6 +35,8 @@ from autopar.solve.space.pipeline_grid import chunks_per_stage, pipeline_asked, 
 from autopar.solve.space.problem_tables import ProblemTables
 
 Axes = tuple[Axis, ...]
+_Relaxed = tuple[float, tuple[BlockRelaxation, ...], dict[str, CallSeconds]]
+"""The flow's bound of a family of points, what memory looks at of the blocks, and the seconds of one call of each."""
 
 
 class PipelineSearch:
@@ -55,7 +59,7 @@ class PipelineSearch:
         self.ran = False
         self.mixed_devices = len({group.device for group in cluster.groups}) > 1
         self._bubbles = BubbleFactors()
-        self._relaxed: dict[object, tuple[float, tuple[BlockRelaxation, ...], dict[str, CallSeconds]]] = {}
+        self._relaxed: dict[object, _Relaxed] = {}
 
     @property
     def all_solutions(self) -> list[MeshSolution]:
@@ -94,7 +98,7 @@ class PipelineSearch:
             self._bound_family(axes, members, best_seconds)
         bounds = {point: each.bound_seconds for point, each in self.points.items() if self._is_open(point, best_seconds())}
         bounds = dict(sorted(bounds.items(), key=lambda each: each[1]))
-        order = self.stage_search.promising(bounds, best_seconds() * (1 - self.options.min_improvement))
+        order = promising(self.stage_search, bounds, best_seconds() * (1 - self.options.min_improvement))
         for result in self.stage_search.solutions(order, best_seconds()):
             result.bound_seconds = self.points[self._point_of(result)].bound_seconds
             self.solutions.append(result)
@@ -141,17 +145,30 @@ class PipelineSearch:
         memory, state, and the bubble."""
         sharp: set[GridPoint] = set()
         enough = best_seconds() * (1 - self.options.sharp_gap)
-        while self.seconds_left() > 0:
-            able = [point for point, result in self.points.items() if result.status is not Status.INFEASIBLE]
-            point = min(able, key=lambda each: self.points[each].bound_seconds, default=None)
-            if point is None or point in sharp or self.points[point].bound_seconds >= enough:
-                return
-            sharp.add(point)
-            result = self.points[point]
-            bound = self.sharp_bound(point, best_seconds())
-            result.bound_seconds = max(result.bound_seconds, bound)
-            if bound == inf:
-                result.status = Status.INFEASIBLE
+
+        def sharpened(point: GridPoint) -> tuple[float, _Relaxed]:
+            return self.sharp_bound(point, best_seconds()), self._relaxed[self._family(point)]
+
+        with Lookahead(sharpened, self.options.processes) as ahead:
+            while self.seconds_left() > 0:
+                able = [point for point, result in self.points.items() if result.status is not Status.INFEASIBLE]
+                if not able:
+                    return
+                point, *rest = sorted(able, key=lambda each: self.points[each].bound_seconds)
+                if point in sharp or self.points[point].bound_seconds >= enough:
+                    return
+                sharp.add(point)
+                known = {self._family(point), *self._relaxed}
+                upcoming = (each for each in rest if self.points[each].bound_seconds < enough and self._family(each) not in known)
+                bound, self._relaxed[self._family(point)] = ahead.result(point, upcoming)
+                result = self.points[point]
+                result.bound_seconds = max(result.bound_seconds, bound)
+                if bound == inf:
+                    result.status = Status.INFEASIBLE
+
+    def _family(self, point: GridPoint) -> object:
+        """Points of one relaxation."""
+        return point.mesh.axes[1:], self._examples(point)
 
     def problem(self, point: GridPoint) -> Problem:
         """Of one stage, on devices that are no slower than those of any stage."""
@@ -159,7 +176,7 @@ class PipelineSearch:
 
     def sharp_bound(self, point: GridPoint, best_seconds: float) -> float:
         problem = self.problem(point)
-        key = point.mesh.axes[1:], self._examples(point)
+        key = self._family(point)
         if key not in self._relaxed:
             flow = FlowRelaxation(problem).bound(self.seconds_left()) / point.stages
             by_block = {name: FlowRelaxation(problem, (name,)).bound(self.seconds_left()) for name in problem.blocks}

@@ -12,14 +12,27 @@ from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.stage_devices import stage_cluster, stage_clusters
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
-from autopar.solve.bounds.memory_frontier import MemoryFrontier, fastest_sharding, with_less_memory
+from autopar.ir.plan import Candidate
+from autopar.solve.bounds.memory_frontier import BlockOptions, MemoryFrontier, fastest_sharding, with_less_memory
 from autopar.solve.pipeline.stage_tables import StageSetting, StageTables, TracedOptions
 from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes, why_disobeyed
+from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.problem_tables import ProblemTables
 
 _TracedFrontier = tuple[MemoryFrontier, TracedOptions]
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyPlacement:
+    """How the blocks are placed on a stage mesh with one micro-batch size, without the tables: the options with the fastest one
+    only, and with less memory (None: not asked for). `refusal`: as that of `StagePlacement`."""
+
+    sharding: Candidate | None = None
+    fastest: BlockOptions = ()
+    less_memory: BlockOptions | None = None
+    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +71,37 @@ class StagePlacement:
                 tables[part.device] = self._tables(point, part, runs, costs[part.device])
         return PlacedPoint(point, found[0], costs, tables)
 
+    def family(self, point: GridPoint) -> object:
+        """Points with the same model axes and micro-batch per data rank share their placements: the data degree changes only the
+        price of the state."""
+        data = point.mesh.size_of(DATA_AXIS)
+        return point.mesh.axes[1:], self.graph.batch // point.micro_batches // data, data > 1
+
+    def knows(self, point: GridPoint) -> bool:
+        """Whether the fastest placement of its family was looked for."""
+        return (self.family(point), True) in self._frontiers
+
+    def family_placement(self, point: GridPoint) -> FamilyPlacement:
+        """What is known of the family of a point, for another process."""
+        fastest, less = (self._frontiers.get((self.family(point), fastest)) for fastest in (True, False))
+        if fastest is None:
+            return FamilyPlacement(refusal=self.refusal)
+        return FamilyPlacement(fastest[0].sharding, fastest[0].options, less[0].options if less else None)
+
+    def learn(self, point: GridPoint, found: FamilyPlacement) -> None:
+        """Takes what another process found for the family of a point."""
+        if self.knows(point):
+            return
+        key, self.refusal = self.family(point), found.refusal or self.refusal
+        if found.sharding is None:
+            self._frontiers[key, True] = None
+            return
+        fastest = MemoryFrontier(self._problem(point), found.sharding, found.fastest)
+        self._frontiers[key, True] = fastest, self._traced(fastest)
+        if found.less_memory is not None:
+            less = replace(fastest, options=found.less_memory)
+            self._frontiers[key, False] = less, self._traced(less)
+
     def _costs(self, found: MemoryFrontier, point: GridPoint, part: Cluster) -> dict[str, BlockCosts]:
         out = {}
         for name, table in found.problem.blocks.items():
@@ -80,10 +124,8 @@ class StagePlacement:
         return StageTables(self.graph, runs, costs, zeros, setting)
 
     def _frontier(self, point: GridPoint, fastest: bool) -> _TracedFrontier | None:
-        """Shared by points of the same model axes and micro-batch per data rank: the data degree changes only the price of the
-        state."""
-        data = point.mesh.size_of(DATA_AXIS)
-        key = point.mesh.axes[1:], self.graph.batch // point.micro_batches // data, data > 1
+        """Shared by the points of a family."""
+        key = self.family(point)
         if (key, fastest) not in self._frontiers:
             found = self._fastest_sharding(point) if fastest else None
             if not fastest and (known := self._frontier(point, fastest=True)) is not None:
@@ -94,8 +136,11 @@ class StagePlacement:
     def _traced(self, found: MemoryFrontier) -> TracedOptions:
         return TracedOptions.of(self.graph, found.options, found.problem.batch_costs)
 
+    def _problem(self, point: GridPoint) -> Problem:
+        return self.tables.problem(replace(point, zero_group=0), (0,), stage_cluster(self.cluster, point.stages))
+
     def _fastest_sharding(self, point: GridPoint) -> MemoryFrontier | None:
-        problem = self.tables.problem(replace(point, zero_group=0), (0,), stage_cluster(self.cluster, point.stages))
+        problem = self._problem(point)
         axes = forced_axes(problem.mesh, self.options.force)
         check_forced_axes(problem, axes)
         found = fastest_sharding(problem, self.seconds_left(), axes)

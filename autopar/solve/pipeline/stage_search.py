@@ -4,10 +4,9 @@ the calls into model chunks, and the evaluator prices the most promising pipelin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import inf
 
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.allocator import communicator_count, tensor_budget_bytes
@@ -17,7 +16,7 @@ from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.cost_models.step.pipeline_clock import micro_batches_in_flight
 from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.cost_models.step.stage_p2p import stage_link
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.plan import Candidate, Pipeline
@@ -25,7 +24,6 @@ from autopar.ir.verify import verify_candidate
 from autopar.schedules.placement import stage_of_chunks
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
-from autopar.solve.pipeline.bound_ratios import BoundRatios, bubble_factor
 from autopar.solve.pipeline.cut_points import allowed_ranges
 from autopar.solve.pipeline.repeated_values import values_worth_repeating
 from autopar.solve.pipeline.spare_bytes import spare_bytes
@@ -66,36 +64,7 @@ class StageSearch:
         self._ranges: dict[tuple[GridPoint, Device], RangeOptions] = {}
         self._allowed: Matrix | None = None
 
-    def promising(self, points: Mapping[GridPoint, float], best_seconds: float) -> list[tuple[float, GridPoint, ScheduleOption]]:
-        """The estimated step of each point (with its lower bound) with each of its schedules, the shortest first. Half of the
-        time is left for pricing. AutoparError where a forced schedule fits none of the points."""
-        out, half = [], self.seconds_left() / 2
-        ratios = BoundRatios(self.graph.batch)
-        for point, every in self._with_schedules(sorted(points, key=lambda each: (points[each], -ratios.examples(each)))):
-            if self.seconds_left() <= half:
-                break
-            least = {each: points[point] * bubble_factor(point, each) for each in every}
-            schedules = [each for each in every if least[each] * ratios.least(point, each) < best_seconds]
-            if not schedules:
-                continue
-            try:
-                fastest = self.placement.place(point, fastest=True)
-                if fastest is None:
-                    continue
-                seconds = {each: self._estimate(fastest, each, inf) for each in schedules}
-                ratios.learn(point, {each: found / least[each] for each, found in seconds.items()})
-                schedules = [each for each in schedules if seconds[each] < best_seconds]
-                placed = self.placement.place(point) if schedules else None
-            except AutoparError:
-                if self.options.force or self.options.schedule:
-                    raise
-                continue
-            if placed is not None:
-                estimates = [(self._estimate(placed, each), point, each) for each in schedules]
-                out += [each for each in estimates if each[0] < best_seconds]
-        return sorted(out, key=lambda each: (each[0], each[1].stages, each[2].virtual))
-
-    def _with_schedules(self, points: Sequence[GridPoint]) -> list[tuple[GridPoint, tuple[ScheduleOption, ...]]]:
+    def with_schedules(self, points: Sequence[GridPoint]) -> list[tuple[GridPoint, tuple[ScheduleOption, ...]]]:
         """The points with as many micro-batches as a forced schedule takes."""
         out, refused = [], dict[int, PlanError]()
         for point in points:
@@ -139,7 +108,7 @@ class StageSearch:
         ]
         return tuple(counts[rank] / option.virtual for rank in ranks)
 
-    def _estimate(self, placed: PlacedPoint, option: ScheduleOption, usable_bytes: float | None = None) -> float:
+    def estimate(self, placed: PlacedPoint, option: ScheduleOption, usable_bytes: float | None = None) -> float:
         """Of the step, in seconds; without the memory constraint for infinite `usable_bytes`."""
         stages = placed.point.stages
         sent = sorted(next(iter(placed.tables.values())).sent_bytes[1:])

@@ -1,0 +1,124 @@
+"""Which pipelines are worth partitioning: an estimate of each point with each of its schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
+
+from autopar.errors import AutoparError
+from autopar.ir.mesh import DATA_AXIS
+from autopar.solve.forked import Lookahead
+from autopar.solve.pipeline.stage_placement import FamilyPlacement
+from autopar.solve.pipeline.stage_search import StageSearch
+from autopar.solve.space.grid import GridPoint
+from autopar.solve.space.pipeline_grid import ScheduleOption
+
+Estimates = list[tuple[float, GridPoint, ScheduleOption]]
+
+
+def promising(search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float) -> Estimates:
+    """The estimated step of each point (with its lower bound) with each of its schedules, the shortest first, where it is below
+    `best_seconds`. Half of the time is left for pricing. AutoparError where a forced schedule fits none of the points."""
+    found = _Promising(search, points, best_seconds).run()
+    return sorted(found, key=lambda each: (each[0], each[1].stages, each[2].virtual))
+
+
+class _Promising:
+    """`ratios`: what larger micro-batches showed of smaller ones."""
+
+    def __init__(self, search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float) -> None:
+        self.search, self.placement, self.points, self.best_seconds = search, search.placement, points, best_seconds
+        self.ratios = BoundRatios(search.graph.batch)
+        order = sorted(points, key=lambda each: (points[each], -self.ratios.examples(each)))
+        self.schedules = dict(search.with_schedules(order))
+
+    def run(self) -> Estimates:
+        """Point by point; other processes begin with the placements of the next ones."""
+        out: Estimates = []
+        search, options = self.search, self.search.options
+        order, half = list(self.schedules), search.seconds_left() / 2
+        with Lookahead(self._placement, options.processes) as ahead:
+            for number, point in enumerate(order):
+                if search.seconds_left() <= half:
+                    break
+                if not self._open_schedules(point):
+                    continue
+                try:
+                    if not self.placement.knows(point):
+                        upcoming = self._unknown_families(point, order[number + 1 :])
+                        self.placement.learn(point, ahead.result(point, upcoming))
+                    out += self._estimates(point)
+                except AutoparError:
+                    if options.force or options.schedule:
+                        raise
+        return out
+
+    def _least(self, point: GridPoint, option: ScheduleOption) -> float:
+        return self.points[point] * bubble_factor(point, option)
+
+    def _open_schedules(self, point: GridPoint) -> list[ScheduleOption]:
+        """Those that bound, bubble and ratios do not prune."""
+        every = self.schedules[point]
+        return [each for each in every if self._least(point, each) * self.ratios.least(point, each) < self.best_seconds]
+
+    def _unknown_families(self, point: GridPoint, order: Sequence[GridPoint]) -> Iterator[GridPoint]:
+        """The first point of each other family that may be placed."""
+        seen = {self.placement.family(point)}
+        for each in order:
+            if self.placement.family(each) not in seen and not self.placement.knows(each) and self._open_schedules(each):
+                seen.add(self.placement.family(each))
+                yield each
+
+    def _placement(self, point: GridPoint) -> FamilyPlacement:
+        fastest = self.placement.place(point, fastest=True)
+        if fastest is not None:
+            seconds = (self.search.estimate(fastest, each, inf) for each in self._open_schedules(point))
+            if any(each < self.best_seconds for each in seconds):
+                self.placement.place(point)
+        return self.placement.family_placement(point)
+
+    def _estimates(self, point: GridPoint) -> Estimates:
+        """Without the memory constraint, which prunes the next ones; and under it."""
+        fastest = self.placement.place(point, fastest=True)
+        if fastest is None:
+            return []
+        seconds = {each: self.search.estimate(fastest, each, inf) for each in self._open_schedules(point)}
+        self.ratios.learn(point, {each: found / self._least(point, each) for each, found in seconds.items()})
+        schedules = [each for each, found in seconds.items() if found < self.best_seconds]
+        placed = self.placement.place(point) if schedules else None
+        if placed is None:
+            return []
+        estimates = ((self.search.estimate(placed, each), point, each) for each in schedules)
+        return [each for each in estimates if each[0] < self.best_seconds]
+
+
+def bubble_factor(point: GridPoint, option: ScheduleOption) -> float:
+    """The step with its bubble over that of the fullest stage."""
+    return 1 + option.bubble_passes * (point.stages - 1) / point.micro_batches
+
+
+class BoundRatios:
+    """What larger micro-batches of a stage mesh showed: estimates without memory over bounds. A bound is of the largest
+    micro-batch: smaller ones take as much longer at least, by the example."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._known: dict[object, list[tuple[int, ScheduleOption, float]]] = {}
+
+    def examples(self, point: GridPoint) -> int:
+        """Of one micro-batch on one data rank."""
+        return self._batch // point.micro_batches // point.mesh.size_of(DATA_AXIS)
+
+    def least(self, point: GridPoint, option: ScheduleOption) -> float:
+        """What larger micro-batches showed of this schedule, or of any."""
+        known = [each for each in self._known.get(self._key(point), ()) if each[0] >= self.examples(point)]
+        same = [ratio for _, of, ratio in known if (of.schedule, of.virtual) == (option.schedule, option.virtual)]
+        return max(1.0, max(same, default=0.0) or min((ratio for *_, ratio in known), default=1.0))
+
+    def learn(self, point: GridPoint, ratios: Mapping[ScheduleOption, float]) -> None:
+        """The schedules of `point` take so many times what its bound with their bubble says."""
+        self._known.setdefault(self._key(point), []).extend((self.examples(point), *each) for each in ratios.items())
+
+    @staticmethod
+    def _key(point: GridPoint) -> object:
+        return point.mesh.axes[1:], point.mesh.size_of(DATA_AXIS) > 1
