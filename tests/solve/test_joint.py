@@ -103,7 +103,12 @@ def least(problem: Problem) -> tuple[float, Candidate]:
     return outcome.objective * form.byte_unit, decode(form, outcome.values)
 
 
-CASES = [(dict(dp=8), True), (dict(dp=8), False), (dict(dp=2, tp=4), False), (dict(dp=1, tp=8), True)]
+CASES = [
+    (dict(dp=8), True),
+    (dict(dp=8), False),
+    pytest.param(dict(dp=2, tp=4), False, marks=pytest.mark.slow),
+    (dict(dp=1, tp=8), True),
+]
 
 
 @pytest.mark.parametrize("axes, host", CASES)

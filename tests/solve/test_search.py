@@ -51,7 +51,7 @@ def test_evaluator_and_ilp_agree_and_baselines_are_never_better(cluster: str) ->
     assert result.status is Status.OPTIMAL
 
 
-@pytest.mark.parametrize(("contention", "gap"), [(0.0, 0.01), (0.16, 0.015)])
+@pytest.mark.parametrize(("contention", "gap"), [pytest.param(0.0, 0.01, marks=pytest.mark.slow), (0.16, 0.015)])
 def test_llama_on_four_nodes_in_bf16(contention: float, gap: float) -> None:
     """Contention slows data parallelism, which is the best plan; the bound of pipelines, which have less of it, has no bubble."""
     lines: list[str] = []

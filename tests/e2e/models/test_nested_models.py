@@ -15,7 +15,7 @@ from autopar.capture import capture
 FORCES = {"dp=2,tp=2": {"dp": 2, "tp": 2, "zero": 0}, "dp=2,tp=2,zero=3": {"dp": 2, "tp": 2, "zero": 3}}
 
 
-@pytest.mark.parametrize("kind", [pytest.param("resnet", marks=pytest.mark.slow), "swin", "unet", "shared"])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("resnet", "unet")), "swin", "shared"])
 def test_equals_one_process(kind: str, ranks: RankPool) -> None:
     torch.manual_seed(0)
     model = nested_model(kind, 4).double()

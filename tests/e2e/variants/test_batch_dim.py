@@ -87,7 +87,7 @@ def trained(kind: type[nn.Module], degrees: str, sizes: tuple[int, ...]) -> None
     ("kind", "degrees", "sizes"),
     [
         (Recurrent, "dp=4", (8, 4, 7)),
-        (Encoder, "dp=2,tp=2", (8, 4, 7)),
+        pytest.param(Encoder, "dp=2,tp=2", (8, 4, 7), marks=pytest.mark.slow),
         pytest.param(Encoder, "dp=4,zero=3", (8, 12, 7), marks=pytest.mark.slow),
         pytest.param(Pooled, "pp=2,dp=2,micro=2", (8, 12), marks=pytest.mark.slow),
         pytest.param(Recurrent, "dp=2,micro=2", (8, 12), marks=pytest.mark.slow),

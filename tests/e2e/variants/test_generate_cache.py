@@ -77,6 +77,7 @@ def keeps_its_shard(force: str, shards: int, grows: bool) -> None:
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_cache_is_sharded_by_heads(ranks: RankPool) -> None:
     ranks.run(keeps_its_shard, "tp=2,dp=1", 2, False, world=2, timeout=300)
 

@@ -210,7 +210,10 @@ def test_a_forced_pipeline_that_does_not_fit_is_explained() -> None:
     assert forced_search(graph, "pp=2,dp=2", cluster=roomy).evaluation.fits
 
 
-@pytest.mark.parametrize(("force", "said"), [("pp=2,dp=2,ep=2", "dp=2 x ep=2"), ("pp=2,tp=2,tp2=2", "dp=1 x tp=2 x tp2=2")])
+@pytest.mark.parametrize(
+    ("force", "said"),
+    [("pp=2,dp=2,ep=2", "dp=2 x ep=2"), pytest.param("pp=2,tp=2,tp2=2", "dp=1 x tp=2 x tp2=2", marks=pytest.mark.slow)],
+)
 def test_a_forced_pipeline_with_experts_or_two_axes_that_does_not_fit_is_explained(force: str, said: str) -> None:
     """As precisely as one with a tensor axis: what is short and where, and the memory in which the same plan fits."""
     graph = gpt2_graph(layers=4, hidden=256, heads=4, vocabulary=512, seq=128, batch=64)
