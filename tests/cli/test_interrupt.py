@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def test_ctrl_c_writes_the_best_plan_so_far(tmp_path: Path) -> None:
     """The interrupt comes with the first plan that is reported, long before the search of this grid ends."""
     path = tmp_path / "plan.json"
-    words = ["plan", "llama3-8b", "--cluster", "dgx-h100:4", "--batch", "4", "--seq", "8192", "--dtype", "bf16", "--no-cache"]
+    words = ["plan", "llama3-8b", "--cluster", "dgx-h100:8", "--batch", "128", "--seq", "8192", "--dtype", "bf16", "--no-cache"]
     process = subprocess.Popen(
         [sys.executable, "-m", "autopar.cli", *words, "-o", str(path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,

@@ -168,6 +168,7 @@ def script(folder: Path, axes: dict[str, int]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     """A real launch ends with status 0."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
