@@ -21,6 +21,7 @@ from .errors import StateProblem
 from .module import Program
 from .pretrained.export import save_pretrained
 from .pretrained.load import load_pretrained
+from .state.gradient import own
 from .state.gradient_norm import clip_gradients
 from .state.host_optimizer import offload_optimizer
 from .state.materialize import State
@@ -43,7 +44,10 @@ class ShardedModule(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """A stage without parameters yields one without elements, since optimizers refuse an empty list."""
         found = list(super().parameters(recurse))
-        return iter(found or [nn.Parameter(torch.empty(0, device=self.program.mesh.device))])
+        if not found:
+            found = [nn.Parameter(torch.empty(0, device=self.program.mesh.device))]
+            own(found[0], self.state.stage, "")
+        return iter(found)
 
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
         """Replicated DTensors over the data of the buffers, which go together with the parameters in one operation."""

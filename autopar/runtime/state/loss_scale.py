@@ -2,7 +2,8 @@
 
 A gradient that is not finite on one rank counts on all of them: DTensor looks at the placements of the first gradient of each
 dtype (2.13.0), and a stage of a pipeline at its own gradients, of which it may have none. The ranks agree once in each
-`unscale_`, so all skip the same step and keep the same scale.
+`unscale_`, so all skip the same step and keep the same scale. A stage without parameters takes part too: its optimizer has none
+at all (groups made by name), or the one without elements that `parallel.parameters()` gives.
 
 Steps in micro-batches and pipelines run their backwards inside the call, when nobody knows yet by what a scaler multiplies the
 loss. In float16 small gradients would vanish: they are computed with the factor of the step before, and what the loss's backward
@@ -55,13 +56,15 @@ def agree_on_overflow() -> None:
 
 def _agree(optimizer: torch.optim.Optimizer, found: dict[torch.device, torch.Tensor], none: torch.Tensor) -> None:
     """`found`: by device, whether gradients are not finite (1) or are (0); empty where there are none. `none`: a 0."""
-    places = (getattr(p, "autopar_place", None) for group in optimizer.param_groups for p in group["params"])
-    place: Any = next((each for each in places if each is not None), None)
-    if place is None or not dist.is_initialized() or dist.get_world_size() == 1:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    place: Any = next((each for p in parameters if (each := getattr(p, "autopar_place", None)) is not None), None)
+    elsewhere = place is None and any(p.numel() for p in parameters)
+    if elsewhere or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     seen = torch.stack([none.new_tensor(float(bool(found))), *(each.to(none.device).reshape(()) for each in found.values())])
     seen = torch.stack([seen[0], seen[1:].amax() if found else none.reshape(())])
-    with watched(place[0].heartbeat if place[0] is not None else None, "GradScaler.unscale_"):
+    stage = place[0] if place is not None else None
+    with watched(stage.heartbeat if stage is not None else None, "GradScaler.unscale_"):
         dist.all_reduce(seen, dist.ReduceOp.MAX)
     if seen[0] and not found:  # torch refuses a step without any gradients
         found[none.device] = none.clone()
