@@ -23,12 +23,8 @@ from autopar.solve.ilp.linear_model import LinearModel
 
 SolverName = Literal["highs", "scip", "glop"]
 
-
 _ONE_THREAD = {"threads": 1}
 """HiGHS takes half of the cores otherwise, in threads that a forked copy of this process has not and would wait for."""
-
-_SHORT_MODEL = 1000
-"""Variables of a model that takes a few milliseconds."""
 
 _LARGE_MODEL = 1500
 """Variables from which on the linear relaxation is solved first."""
@@ -102,17 +98,18 @@ def _call_solver(
     )
     call = partial(mathopt.solve, mathopt.Model.from_model_proto(_proto(model, relaxed)), kind, params=parameters)
     try:
-        return _interruptible(call, model.variables)
+        return _interruptible(call)
     except Exception as error:
         if "StatusNotOk" in f"{type(error.__context__).__name__} {error}":
             return None
         raise
 
 
-def _interruptible(call: Callable[[], mathopt.SolveResult], size: int) -> mathopt.SolveResult:
-    """Runs a long call in a second thread, so that the main thread receives Ctrl-C at once; the call then runs to its time
-    limit."""
-    if size < _SHORT_MODEL or current_thread() is not main_thread():
+def _interruptible(call: Callable[[], mathopt.SolveResult]) -> mathopt.SolveResult:
+    """Runs a call in a second thread, so that the main thread receives Ctrl-C at once; the call then runs to its time limit.
+    Short calls too: the first Python code that runs after the solver's own is a look-up of a message's class, whose exceptions
+    OR-tools drops, an interrupt among them."""
+    if current_thread() is not main_thread():
         return call()
     out: Queue[mathopt.SolveResult | BaseException] = Queue()
 
