@@ -22,7 +22,7 @@ from autopar.capture.returned import parse_asked, within
 from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.errors import PlanMismatch, StateError
+from autopar.errors import AutoparError, PlanMismatch, StateError
 from autopar.explain.out_of_memory import memory_answer
 from autopar.explain.predicted_step import predicted_step
 from autopar.explain.progress import say_plan, saying_progress
@@ -50,6 +50,7 @@ from autopar.runtime.comm.peer_watch import PATIENCE_SECONDS
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
 from autopar.runtime.errors import LaunchProblem, MismatchProblem
+from autopar.runtime.ops.float8 import float8_problem
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.pretrained.source import pretrained_source
 from autopar.runtime.state.meta_buffers import fill_missing, named_state
@@ -92,11 +93,11 @@ def parallelize(
     (``"local"``, ``"dgx-h100"``) has as many devices as processes were launched. `example_inputs` are the forward's
     keyword arguments (a dict) or arguments (a tuple); without them the first call is the example, and `parameters()` before it
     is a `StateError`. `plan` (a `Plan` or the path of a plan.json) skips the search. `precision` is ``"float32"``,
-    ``"bf16"`` or ``"fp16"`` (compute over float32 master shards), a `Precision`, or FSDP2's `MixedPrecisionPolicy`; by default
-    the model's own dtype, or dtypes. `force` fixes degrees (``"tp=4,zero=3"``). `state` gives full tensors by name for a model on
-    the meta device, or is a folder of safetensors files in Hugging Face's layout, of which each rank reads its own part. `cache`
-    takes the plan of an equal
-    model, cluster and options from ``~/.cache/autopar/plans``, and keeps a new one there. `outputs` are fields of the model's
+    ``"bf16"`` or ``"fp16"`` (compute over float32 master shards), ``"fp8"`` (bf16 with linear layers in float8, compiled),
+    a `Precision`, or FSDP2's `MixedPrecisionPolicy`; by default the model's own dtype, or dtypes. `force` fixes degrees
+    (``"tp=4,zero=3"``). `state` gives full tensors by name for a model on the meta device, or is a folder of safetensors files in
+    Hugging Face's layout, of which each rank reads its own part. `cache` takes the plan of an equal model, cluster and options
+    from ``~/.cache/autopar/plans``, and keeps a new one there. `outputs` are fields of the model's
     result (``("logits", "hidden_states.1")``) that are wanted beside the loss: full tensors without gradients, or as
     ``"logits:gradient"`` and ``"logits:dtensor"`` say; fields that nobody asked for are None, and the plan lists them.
     `batch_norm="local"` takes the statistics of batch norm from each data rank's own examples, as DDP does, and the plan says so;
@@ -150,6 +151,7 @@ def parallelize(
             source = BroadcastSource(tensors) if weights is None else pretrained_source(model, weights)
         with watched(heartbeat, "planning"):
             agreed = planfile.decode_plan(on_first_rank(lambda: chosen().to_json()))
+            _check_float8(agreed, compile)
             _warn_of(model)
             maker = _variant_maker(model, agreed, cluster, example_inputs, loss_fn)
         program = build_program(agreed.graph, agreed.candidate)
@@ -249,6 +251,16 @@ def _compare_models(model: nn.Module) -> None:
         raise PlanMismatch(str(problem)) from None
 
 
+def _check_float8(agreed: Plan, compiled: bool | str) -> None:
+    """AutoparError where the plan has float8 products that this process cannot run; a warning where they are not compiled."""
+    if not agreed.candidate.precision.float8:
+        return
+    if problem := float8_problem("cuda" if torch.cuda.is_available() else "cpu"):
+        raise AutoparError(problem)
+    if not compiled and dist.get_rank() == 0:
+        warnings.warn("float8 layers that are not compiled are slower than bf16: pass compile=True", stacklevel=3)
+
+
 def _variant_maker(
     model: nn.Module, agreed: Plan, cluster: Cluster, example_inputs: ExampleInputs, loss_fn: LossFunction | None
 ) -> VariantMaker:
@@ -257,6 +269,7 @@ def _variant_maker(
     has_loss = agreed.graph.interface is None or agreed.graph.interface.has_loss
     options: dict[str, Any] = dict(
         compute_dtype=compute_dtype_of(agreed.candidate.precision, model),
+        float8=agreed.candidate.precision.float8,
         outputs=tuple(output.asked for output in agreed.graph.outputs) if has_loss else (),
         batch_norm="local" if LOCAL in agreed.graph.notes else "global",
         loss_fn=loss_fn,
@@ -320,6 +333,7 @@ def check_plan(
     graph = capture(
         model, args, kwargs, compute_dtype=compute_dtype_of(given.candidate.precision, model), batch_norm=statistics,
         loss_fn=loss_fn, outputs=tuple(output.asked for output in planned.values()), batch_dim=_batch_dims(given),
+        float8=given.candidate.precision.float8,
     )  # fmt: skip
     if graph.fingerprint != given.graph.fingerprint:
         raise PlanMismatch(

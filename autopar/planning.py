@@ -16,6 +16,7 @@ from autopar.capture import capture
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.hardware.expert_load import ExpertLoad
+from autopar.cost_models.hardware.software_stacks import with_stack
 from autopar.errors import AutoparError, BatchError, UnsupportedOp
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
@@ -42,7 +43,7 @@ from autopar.validate.recipes.by_hand import seeds_of, with_expert_prices, with_
 ExampleInputs = Mapping[str, Any] | tuple[Any, ...]
 Progress = Callable[[str], None]
 
-_FLOAT8 = ("fp8", "float8", "mxfp8", "float8_e4m3fn", "float8_e5m2")
+_FLOAT8 = ("fp8", "float8")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
 
 
@@ -88,11 +89,13 @@ def make_plan(
     cluster = with_memory_margin(cluster, memory_margin)
     _check_texts(optimizer=optimizer, name=name, source=source)
     chosen = precision_of(precision, model)
+    cluster = _with_float8(chosen, cluster)
     forced = parse_force(force)
     args, kwargs = split_inputs(example_inputs)
     if graph is None:
         options_of_capture: dict[str, Any] = dict(outputs=outputs, batch_norm=batch_norm, loss_fn=loss_fn, batch_dim=batch_dim)
-        graph = capture(model, args, kwargs, compute_dtype=compute_dtype_of(chosen, model), **options_of_capture)
+        compute = compute_dtype_of(chosen, model)
+        graph = capture(model, args, kwargs, compute_dtype=compute, float8=chosen.float8, **options_of_capture)
     if batch not in (None, graph.batch) and not graph.batch_is_symbolic:
         raise BatchError(f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {batch}")
     rules = registry()
@@ -225,12 +228,29 @@ def precision_of(precision: str | Precision | MixedPrecisionPolicy | None, model
         return Precision(own, own)
     name = _DTYPES.get(precision, precision)
     if name in _FLOAT8:
+        return Precision("bfloat16", "float32", float8=True)
+    if name.startswith(("float8", "mxfp8", "fp8")):
         raise AutoparError(
-            f'precision {precision!r} needs the float8 linear layers of torchao, which autopar does not run: take "bf16"'
+            f'precision {precision!r} is not known: "fp8" is bf16 with products in float8 (torchao, dynamic scaling)'
         )
     if name not in ("float32", "bfloat16", "float16", "float64"):
         raise AutoparError(f"dtype {precision!r} is not known: write float32, bf16, fp16 or float64")
     return Precision(name, "float32" if name in ("bfloat16", "float16") else name)
+
+
+def _with_float8(precision: Precision, cluster: Cluster) -> Cluster:
+    """With products in float8 the cluster as compiled programs use it: in eager mode the casts cost more than the products save.
+    AutoparError on a device that has none, or beside another dtype."""
+    if not precision.float8:
+        return cluster
+    if precision.compute != "bfloat16":
+        raise AutoparError(
+            f"float8 products are beside bfloat16, not {precision.compute}: write Precision('bfloat16', float8=True)"
+        )
+    for device in (cluster.device, *(group.device for group in cluster.groups)):
+        if "float8" not in dict(device.peak):
+            raise AutoparError(f'{device.name} has no float8 products: take precision "bf16"')
+    return with_stack(cluster, compiled=True)
 
 
 def _precision_of_policy(policy: MixedPrecisionPolicy, model: nn.Module) -> Precision:

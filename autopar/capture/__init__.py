@@ -34,6 +34,7 @@ def capture(
     usual_kind: str = "",
     batch_dim: int | Mapping[str, int] | tuple[tuple[str, int], ...] | None = None,
     autocast: str | None = None,
+    float8: bool = False,
 ) -> Graph:
     """The graph of the forward of `model` up to its loss. The model is not changed and may be on the meta device.
 
@@ -48,14 +49,14 @@ def capture(
 
     `batch_dim` is where inputs have the batch, if not at dimension 0: all of them, or by argument (``{"src": 1}``). Where nobody
     says it, it is read from the sizes, and the plan notes it. `autocast` is the dtype of the ``torch.autocast`` under which the
-    forward runs, empty for none; by default the active one.
+    forward runs, empty for none; by default the active one. With `float8` linear modules of layers multiply in float8.
 
     CaptureError, one line, with the user's file and line.
     """
     dims = tuple(batch_dim.items()) if isinstance(batch_dim, Mapping) else batch_dim
     cast = current_autocast(model) if autocast is None else autocast
     options = CaptureOptions(
-        compute_dtype, allowed_functions, tuple(outputs), batch_norm, dropout, loss_fn, usual_kind, dims, cast
+        compute_dtype, allowed_functions, tuple(outputs), batch_norm, dropout, loss_fn, usual_kind, dims, cast, float8
     )  # fmt: skip
     return Export(model, args, kwargs or {}, options).graph
 

@@ -14,6 +14,7 @@ from torch.export.graph_signature import InputKind
 from autopar.capture.bind import BatchDim, batch_of
 from autopar.capture.convert import BatchIsDivided, flatten_program
 from autopar.capture.flat import FlatGraph
+from autopar.capture.float8 import with_float8_products
 from autopar.capture.fold import fold
 from autopar.capture.normalize import normalize
 from autopar.capture.normalize.simplify import without_dropout
@@ -41,6 +42,7 @@ class CaptureOptions:
     usual_kind: str = ""
     batch_dim: BatchDim = None
     autocast: str = ""
+    float8: bool = False
 
 
 class Export:
@@ -107,7 +109,8 @@ class Export:
         if dims := traced.interface.batch_dims:
             where = ", ".join(f"dimension {dim} of {name}" for name, dim in dims.items())
             flat = replace(flat, notes=(*flat.notes, f"the batch is {where} (batch_dim= says another)"))
-        return fold(self.model, normalize(flat, self.options.batch_norm == "local"), traced)
+        graph = fold(self.model, normalize(flat, self.options.batch_norm == "local"), traced)
+        return with_float8_products(graph) if self.options.float8 else graph
 
 
 def input_shapes(traced: Traced) -> dict[str, tuple[sympy.Expr, ...]]:

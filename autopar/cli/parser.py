@@ -119,7 +119,12 @@ def _planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
     parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, for models that take tokens")
     _batch_dim(parser)
-    parser.add_argument("--dtype", default=None, help="float32 (default), bf16 or fp16 (compute over float32 masters) or float64")
+    parser.add_argument(
+        "--dtype",
+        default=None,
+        help="float32 (default), bf16 or fp16 (compute over float32 masters), "
+        "fp8 (bf16 with linear layers in float8, by torchao) or float64",
+    )
     degrees = (
         "fix degrees: dp, tp, tp2, ep, pp, virtual, schedule (1f1b, interleaved, zbv, ...), zero, zero_group (0: all data "
         "ranks), micro (micro-batch size per data rank);"

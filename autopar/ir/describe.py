@@ -7,7 +7,7 @@ from autopar.ir import dims
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Shard
-from autopar.ir.plan import Candidate
+from autopar.ir.plan import Candidate, Precision
 from autopar.ir.plan_file.document import Parallelism
 
 _SHARDED_FUNCTIONS = {
@@ -20,7 +20,7 @@ _SHARDED_FUNCTIONS = {
     "moe_experts_owned": ("e", "expert parallel, tokens everywhere"),
 }
 """By named function: the factor that it shards, and how people call that."""
-_PRODUCTS = ("aten.linear", "ap.linear_float8", "ap.linear_kn")
+_PRODUCTS = ("aten.linear", "ap.linear_float8", "ap.linear_float8_dynamic", "ap.linear_kn")
 _ATTENTION = ("aten.scaled_dot_product_attention", "ap.attention")
 _LINEAR = {"n": "column", "k": "row"}
 _CONVOLUTION = "aten.conv"
@@ -28,6 +28,12 @@ _CHANNELS = {"o": "output channels", "c": "input channels", "g": "groups of chan
 _UNSHARDED = ("", "redundant", "pass")
 _NAMED = 3
 """Operations that are named where nothing else can be said of an axis."""
+
+
+def precision_text(precision: Precision) -> str:
+    """``bfloat16 compute, products in float8, float32 parameters``."""
+    products = ", linear modules of layers in float8" if precision.float8 else ""
+    return f"{precision.compute} compute{products}, {precision.master} parameters"
 
 
 def parallelism(graph: Graph, candidate: Candidate) -> Parallelism:

@@ -69,11 +69,13 @@ OFFLOAD_DEVICES = ("cpu", "nvme")
 class Precision:
     """How a step computes and keeps its state: `compute` is the dtype of forward and backward, `master` that of the stored
     parameters and of gradient reduction. `offload_optimizer` is where the optimizer's state lies between steps: ``cpu`` (host
-    memory), ``nvme``, or empty (on the device)."""
+    memory), ``nvme``, or empty (on the device). With `float8` the linear modules of layers multiply in float8
+    (operands and results are of the dtype `compute`)."""
 
     compute: str = "float32"
     master: str = "float32"
     offload_optimizer: str = ""
+    float8: bool = False
 
 
 @dataclass(frozen=True, slots=True)

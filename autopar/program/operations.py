@@ -238,7 +238,7 @@ EXPRESSION_WRITERS: dict[str, ExpressionWriter] = {
     **{f"aten.{name}": _shape_method for name in ("reshape", "permute", "expand", "repeat")},
     **{op: _infix(symbol) for op, symbol in INFIX.items()},
     **{f"ap.{name}": _convert for name in ("convert", "convert_many", "start")},
-    **{f"ap.{name}": _runtime for name in ("wait", "linear_kn", "count_valid", "cross_entropy_sum")},
+    **{f"ap.{name}": _runtime for name in ("wait", "linear_kn", "linear_float8_dynamic", "count_valid", "cross_entropy_sum")},
     **{f"ap.{name}": _runtime for name in ("cross_entropy_sharded", "embedding_sharded")},
     **{f"ap.{name}": _runtime for name in ("attention", "attention_ring", "attention_rows", "attention_heads")},
     **{f"ap.{name}": _runtime for name in ("convolution_halo", "transposed_convolution_halo", "interpolate_halo")},

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.cost_models.compute.experts import ExpertsCost
+from autopar.cost_models.compute.float8 import scaling_seconds
 from autopar.cost_models.compute.kernels import (
     TRANSCENDENTAL_BACKWARD,
     attention_seconds,
@@ -43,6 +44,8 @@ from autopar.ir.placement import Placements, Shard
 from autopar.ir.plan import NodePlan
 from autopar.rules.rule import argument
 from autopar.rules.table.space import PADDED
+
+_PRODUCTS = ("aten.linear", "ap.linear_kn", "ap.linear_float8", "ap.linear_float8_dynamic", "aten.mm", "aten.bmm", "aten.matmul")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ class Profile:
     group_product: tuple[int, int, int, int] | None = None
     whole_attention: bool = False
     """Whether every query sees all keys."""
+    scaled: bool = False
+    """Whether kernels of their own cast the operands to float8 (dynamic scaling)."""
 
 
 def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
@@ -151,6 +156,7 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
         experts=_experts_cost(node, a, operands[0].dtype) if op in EXPERTS else None,
         transcendental_elements=float(prod(a[0])) if op in TRANSCENDENTAL and a else 0.0,
         group_product=group_product(node, a, out),
+        scaled=op == "ap.linear_float8_dynamic",
         whole_attention=attention and argument(node, 5, "is_causal", False) is not True and argument(node, 99, "window") is None,
     )
 
@@ -165,7 +171,7 @@ def _matrix(op: str, a: Sequence[Sizes], out: Sequence[Sizes]) -> ProductShapes 
         return ProductShapes(0, a[0], out[0], True)
     if op in ("aten.addmm", "aten.baddbmm"):
         return ProductShapes(1, a[1], out[0], op == "aten.baddbmm")
-    if op in ("aten.linear", "ap.linear_kn", "ap.linear_float8", "aten.mm", "aten.bmm", "aten.matmul") and len(out[0]) > 1:
+    if op in _PRODUCTS and len(out[0]) > 1:
         return ProductShapes(0, a[0], out[0], len(a[1]) > 2)
     return None
 
@@ -229,6 +235,9 @@ def seconds_and_flops(
         special = known.transcendental_elements / work * device.transcendental_seconds
         traffic = traffic[0] + special, traffic[1] + TRANSCENDENTAL_BACKWARD * special * (backward > 0)
     first, second = (operation_seconds(device, *each) for each in zip(busy, traffic, known.kernels, strict=True))
+    if known.scaled:
+        casts = scaling_seconds(device, sum(operands[:2]), results[0])
+        first, second = first + casts[0], second + casts[1] * (backward > 0)
     return first, second, *flops
 
 

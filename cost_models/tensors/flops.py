@@ -45,7 +45,7 @@ EXPERTS = frozenset(["ap.moe_experts", "ap.experts", "ap.experts_float8"])
 LOSSES = frozenset(["ap.cross_entropy_sum", "ap.cross_entropy_in_place"])
 """Cross entropy of logits."""
 
-FLOAT8 = frozenset(["ap.linear_float8", "ap.experts_float8"])
+FLOAT8 = frozenset(["ap.linear_float8", "ap.linear_float8_dynamic", "ap.experts_float8"])
 """Operations of bfloat16 tensors whose products are in float8."""
 
 
@@ -132,6 +132,7 @@ FLOPS: Mapping[str, Callable[[Node, Sequence[Sizes], Sequence[Sizes]], float]] =
     "aten.linear": _linear,
     "ap.linear_kn": _linear_kn,
     "ap.linear_float8": _linear,
+    "ap.linear_float8_dynamic": _linear,
     "ap.moe_experts": _experts,
     "ap.experts": _experts,
     "ap.experts_float8": _experts,

@@ -324,6 +324,7 @@ def _function(op: str) -> Any:
     own = {
         "ap.linear_kn": _linear_kn,
         "ap.linear_float8": _linear_float8,
+        "ap.linear_float8_dynamic": F.linear,  # torchao saves the operands as they come, and casts once more in the backward
         "ap.cross_entropy_in_place": _cross_entropy_in_place,
         "ap.cross_entropy_sum": _cross_entropy_sum,
         "ap.dropout": _dropout,

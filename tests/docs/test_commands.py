@@ -29,6 +29,8 @@ ELSEWHERE = {
     f"pip install --no-deps --target ../zoo -r {ZOO}/requirements.txt": "by hand: it needs the package index",
     "PYTHONPATH=../zoo .venv/bin/python -m pytest tests/e2e/models/test_zoo_verified.py": "by hand",
     f"PYTHONPATH=../zoo .venv/bin/autopar verify {ZOO}/catalog.py:deep_fm --cluster local:4 --dtype float64": "by hand",
+    "pip install --no-deps --target ../torchao torchao==0.18.0": "by hand: it needs the package index",
+    "PYTHONPATH=../torchao .venv/bin/python -m pytest tests/e2e/precision/test_float8.py": "by hand",
     "torchrun --nproc-per-node 4 examples/quickstart.py": "tests/cli/test_examples.py, by torchrun itself in `make test-full`",
     "autopar calibrate -o cluster.yaml --processes 2": "tests/cli/test_calibrate.py, in full by `make test-full`",
     "autopar compare plan.json measured.json": "tests/runtime/report/test_report.py",

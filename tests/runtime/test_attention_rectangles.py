@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from autopar.runtime.ops.attention_rectangles import BANDED, CAUSAL, Band, Spans, any_visible, rectangles
+from autopar.runtime.ops.attention.rectangles import BANDED, CAUSAL, Band, Spans, any_visible, rectangles
 
 SPANS: tuple[Spans, ...] = (((0, 12),), ((4, 5),), ((0, 3), (9, 3)), ((3, 3), (6, 3)), ((8, 4), (2, 2)))
 BANDS: tuple[Band, ...] = ((None, None), (None, 0), (None, 2), (3, 0), (0, 0), (2, 2), (20, 0), (1, None), (5, 1), (0, None))

@@ -16,8 +16,8 @@ from autopar.ir.graph import Node, Ref, Value
 from autopar.rules.table.attention import ring_collectives
 from autopar.runtime import collectives as C
 from autopar.runtime.device.mesh import MeshHandle
-from autopar.runtime.ops.attention import attention_masked, band_of, scale_of
-from autopar.runtime.ops.attention_merge import AttentionTile
+from autopar.runtime.ops.attention.merge import AttentionTile
+from autopar.runtime.ops.attention.sharded import attention_masked, band_of, scale_of
 from autopar.runtime.step.recompute import Recompute
 
 
@@ -196,7 +196,7 @@ def test_traces_without_a_break(ranks: RankPool) -> None:
 
 def sent(causal: bool, window: tuple[int, int] | None) -> list[int]:
     """Elements that this rank sends in a forward and in its backward."""
-    from autopar.runtime.ops import ring_attention as attention_ring
+    from autopar.runtime.ops.attention import ring as attention_ring
 
     axis = MeshHandle({"tp": 4}).tp
     counts: list[int] = []

@@ -13,7 +13,7 @@ from autopar.cli.tables.baselines import baseline_table
 from autopar.cli.tables.experts import expert_rows
 from autopar.cli.tables.stages import stage_table
 from autopar.files import check_target
-from autopar.ir.describe import describe
+from autopar.ir.describe import describe, precision_text
 from autopar.ir.plan_file.document import MeshResult
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ir.units import unit_of
@@ -107,7 +107,7 @@ def summary(plan: Plan, console: Console) -> None:
         ("plan", describe(plan.graph, plan.candidate)),
         ("batch", f"{document.batch.global_} global, {document.batch.micro} per data rank"
          + _parts(document.batch.num_microbatches) + _seq(document.batch.seq)),
-        ("precision", f"{document.precision.compute} compute, {document.precision.master} parameters, {document.optimizer}"),
+        ("precision", f"{precision_text(plan.candidate.precision)}, {document.optimizer}"),
         ("step", _step(plan)),
         ("memory", _memory(plan)),
         ("search", f"{document.search.status}, gap {percent(predicted.gap)}, {document.search.candidates} candidates, "

@@ -10,8 +10,8 @@ import torch
 
 from autopar.cli.commands.plan import outputs_of, plan_of
 from autopar.cli.console import Console
-from autopar.errors import ClusterError, PlanMismatch
-from autopar.ir.describe import describe
+from autopar.errors import AutoparError, ClusterError, PlanMismatch
+from autopar.ir.describe import describe, precision_text
 from autopar.ir.plan_file.plan_file import Plan, load_plan
 from autopar.verification.differences import GROUPS, Difference, tolerances
 from autopar.verification.proof import ModeProof, Proof, Subject, mode_name, prove, run_reference, subject
@@ -50,6 +50,8 @@ def _planned(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Sub
     console.progress(f"capturing {arguments.model}")
     loaded = load_model(arguments.model, arguments.batch, arguments.seq, device="cpu")
     chosen = precision_of(arguments.dtype or "float32", loaded.model)
+    if chosen.float8:
+        raise AutoparError("float8 products round by the scale of each rank's shard, unlike those of one process: verify in bf16")
     whole = subject(
         loaded.model, loaded.example_inputs, chosen.compute, chosen.master,
         outputs=outputs_of(arguments), batch_dim=arguments.batch_dim,
@@ -89,7 +91,7 @@ def _has_loss(plan: Plan) -> bool:
 def _report(plan: Plan, proof: Proof, whole: Subject, console: Console) -> None:
     document: dict[str, Any] = {"passed": proof.equal, "mesh": str(plan.candidate.mesh), "modes": {}}
     precision = plan.candidate.precision
-    dtype = f"{precision.compute} compute, {precision.master} parameters"
+    dtype = precision_text(precision)
     for mode in proof.modes:
         document["modes"][mode_name(mode.training)] = _report_mode(plan, mode, dtype, console)
     if proof.exact:

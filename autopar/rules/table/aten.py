@@ -64,6 +64,7 @@ DERIVED: dict[str, Derive] = {
     **TRANSFORMS,
     "aten.argsort": pointwise.along_rule,
     "aten.scatter_reduce": pointwise.scatter_rule,
+    "ap.linear_float8_dynamic": compute.float8_linear_rule,
     "aten.matmul": compute.matmul_rule,
     "aten.addmm": compute.addmm_rule,
     "aten.baddbmm": compute.addmm_rule,

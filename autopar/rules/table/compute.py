@@ -41,6 +41,13 @@ def _convolution(node: Node, shapes: tuple[Shape, ...], channels: tuple[str, lis
     return DerivedLine(line_text([x, weight, *bias], [[*batch, channels[2], *spaces[1]]]), known)
 
 
+def float8_linear_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``linear_float8_dynamic(x, w, b)``: as ``linear``; shards of the weight have multiples of 16 as sizes (``_scaled_mm``). Not
+    linear in Partial operands, which would be rounded by themselves."""
+    bias = ", (n o!)" * (len(shapes) > 2)
+    return DerivedLine(f"... (k+ i!), (n o!) (k+ i!){bias} -> ... (n o!)", (("i", 16), ("o", 16)))
+
+
 def layer_norm_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """``layer_norm rms_norm native_layer_norm(x, normalized_shape, ...)``: all but the normalised dimensions."""
     sizes = node.args[1]

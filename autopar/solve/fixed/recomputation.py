@@ -14,7 +14,16 @@ from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.solve.ilp.storages import recomputable_nodes
 
 MATRIX_PRODUCTS = frozenset(
-    ["aten.linear", "ap.linear_kn", "ap.linear_float8", "aten.mm", "aten.matmul", "aten.addmm", "aten.bmm"]
+    [
+        "aten.linear",
+        "ap.linear_kn",
+        "ap.linear_float8",
+        "ap.linear_float8_dynamic",
+        "aten.mm",
+        "aten.matmul",
+        "aten.addmm",
+        "aten.bmm",
+    ]
 )
 
 

@@ -42,7 +42,7 @@ def test_names_and_policies() -> None:
     model, half = Islands(), MixedPrecisionPolicy(torch.float16, torch.float32)
     assert precision_of("fp16", model) == precision_of(half, model) == Precision("float16", "float32")
     assert precision_of(MixedPrecisionPolicy(), model) == Precision()
-    refused = (("fp8", "torchao"), ("int8", "fp16"), (MixedPrecisionPolicy(torch.bfloat16), "reduce_dtype=torch.float32"),
+    refused = (("mxfp8", "fp8"), ("int8", "fp16"), (MixedPrecisionPolicy(torch.bfloat16), "reduce_dtype=torch.float32"),
                (MixedPrecisionPolicy(output_dtype=torch.bfloat16), "output_dtype"))  # fmt: skip
     for wrong, said in refused:
         with pytest.raises(AutoparError, match=said):

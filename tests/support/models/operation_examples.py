@@ -154,6 +154,8 @@ def _products() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "aten.linear", (t(8, 12), t(24, 12), None), {}
     yield "ap.linear_kn", (t(4, 8, 12), t(12, 24), t(24)), {}
     yield "ap.linear_kn", (t(8, 12), t(12, 24)), {}
+    yield "ap.linear_float8_dynamic", (t(4, 8, 64), t(128, 64), t(128)), {}
+    yield "ap.linear_float8_dynamic", (t(8, 64), t(128, 64)), {}
     yield "aten.mm", (t(8, 12), t(12, 24)), {}
     yield "aten.addmm", (t(24), t(8, 12), t(12, 24)), {}
     yield "aten.addmm", (t(8, 24), t(8, 12), t(12, 24)), {"alpha": 2, "beta": 3}

@@ -13,7 +13,7 @@ from autopar.passes.base import CONVERT, CONVERT_MANY, START, WAIT, text_kwarg
 from autopar.passes.lowered import Lowered, LoweredBlock
 from autopar.rules.conversions import COLLECTIVES, axis_conversion
 from autopar.rules.rule import argument
-from autopar.runtime.ops.ring_attention import ring_of
+from autopar.runtime.ops.attention.ring import ring_of
 
 Key = tuple[str, str, str]
 """(axis, kind, ``forward`` or ``backward``)"""

@@ -105,6 +105,7 @@ def _cross_entropy_sum(logits: Tensor, target: Tensor, ignore_index: int = -100,
 
 AP: dict[str, Callable[..., Any]] = {
     "ap.linear_kn": _linear_kn,
+    "ap.linear_float8_dynamic": torch.nn.functional.linear,
     "ap.attention": dense_attention.dense,
     "ap.moe_experts": experts_by_loop.every_token_through_every_expert,
     "ap.expert_capacity": experts_by_loop.capacity,

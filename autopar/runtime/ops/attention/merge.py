@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .attention_kernels import LOWEST, Grads, attend, attend_backward, plain_backward, wide
-from .attention_rectangles import BANDED, CAUSAL, Band, Range, Rectangle, Spans, rectangles
+from .kernels import LOWEST, Grads, attend, attend_backward, plain_backward, wide
+from .rectangles import BANDED, CAUSAL, Band, Range, Rectangle, Spans, rectangles
 
 
 @dataclass(frozen=True, slots=True)

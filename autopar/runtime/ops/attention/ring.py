@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from ..compat import all_to_all_rows, apply, wait_tensor
-from ..device.axis import AxisHandle
-from .attention import Window, attention_rows, band_of, four_dims, scale_of
-from .attention_merge import AttentionGradients, AttentionTile, MergedAttention
-from .attention_rectangles import Band, Spans, any_visible
+from ...compat import all_to_all_rows, apply, wait_tensor
+from ...device.axis import AxisHandle
+from .merge import AttentionGradients, AttentionTile, MergedAttention
+from .rectangles import Band, Spans, any_visible
+from .sharded import Window, attention_rows, band_of, four_dims, scale_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..compat import apply
-from ..device.axis import AxisHandle
-from .attention_merge import AttentionGradients, AttentionTile, MergedAttention
-from .attention_rectangles import BANDED, Band, Rectangle
+from ...compat import apply
+from ...device.axis import AxisHandle
+from .merge import AttentionGradients, AttentionTile, MergedAttention
+from .rectangles import BANDED, Band, Rectangle
 
 Window = tuple[int, int]
 
