@@ -1,7 +1,7 @@
 """`scan`, `map`, `cond` and `while_loop` of torch on one process, written out in Python.
 
-Called eagerly, torch compiles them, so that the tensors that a body closes over become operands. Under a dispatch mode it does not
-compile, and its autograd then sees the operands alone: what the body closes over loses its gradient.
+Called eagerly, torch compiles them, so that the tensors that a body closes over become operands. Under a dispatch mode it does
+not compile, and its autograd then sees the operands alone: what the body closes over loses its gradient.
 """
 
 from __future__ import annotations
