@@ -16,6 +16,7 @@ from autopar.errors import CaptureError
 from autopar.verification.apart import apart
 from autopar.verification.draws import Draw, GiveDraws, RecordDraws
 from autopar.verification.lift import lifting
+from autopar.verification.loops import WriteOutLoops
 from autopar.verification.rank import weighted_sum
 
 LEARNING_RATE = 0.1
@@ -48,6 +49,7 @@ def run_single(
         model = stack.enter_context(apart(model))
         recorder = RecordDraws(model)
         seen = _ModuleOutputs(model) if record_modules else None
+        stack.enter_context(WriteOutLoops())  # type: ignore[no-untyped-call]
         if lift:
             stack.enter_context(lifting())
         if draws is not None:

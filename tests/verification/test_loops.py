@@ -15,10 +15,12 @@ from torch._higher_order_ops.scan import scan
 
 import autopar
 from autopar.capture import capture
+from autopar.capture.bind import bind_inputs
 from autopar.errors import CaptureError
 from autopar.ops.opaque import whole_modules
 from autopar.planning import make_plan
 from autopar.program.build import program_text
+from autopar.verification.single import run_single
 
 WIDTH = 16
 
@@ -72,6 +74,69 @@ def test_a_scan_equals_one_process(ranks: RankPool) -> None:
     torch.manual_seed(0)
     model = Recurrence(gated=False).double()
     assert verdict(model, {"x": torch.randn(8, 4, WIDTH).double()}, "dp=2,tp=2", ranks) == "equal"
+
+
+class Closure(nn.Module):
+    """A loop or branch whose body reads parameters that are no operands of it, by torch's operator or written in Python."""
+
+    def __init__(self, operator: str, written: bool = False, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.up, self.inner, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.operator, self.written, self.dtype = operator, written, dtype
+
+    def step(self, y: Tensor) -> Tensor:
+        found = torch.tanh(self.inner(y))
+        return found if self.dtype is None else found.to(self.dtype).sin().to(found.dtype)
+
+    def inside(self, h: Tensor) -> Tensor:
+        if self.operator == "map":
+            over = h.transpose(0, 1)
+            made = torch.stack([self.step(y) for y in over]) if self.written else map_over(self.step, over)
+            return made.transpose(0, 1)
+        if self.operator == "cond":
+            other = lambda y: self.inner(y).sigmoid()  # noqa: E731
+            if self.written:
+                return self.step(h) if h.sum() > 0 else other(h)
+            return torch.cond(h.sum() > 0, self.step, other, (h,))  # type: ignore[no-any-return]
+        state, zero = h[:, 0] * 0.0, h[:, 0] * 0.0
+        if not self.written:
+            both, every = scan(lambda at, y: ((self.step(at[0] + y), at[1] + y), (at[0] * y, at[1] * y)), (state, zero), h, dim=1)
+            return every[0] + every[1] + both[0].unsqueeze(1)
+        rows = []
+        for y in h.unbind(1):
+            rows.append(state * y + zero * y)
+            state, zero = self.step(state + y), zero + y
+        return torch.stack(rows, 1) + state.unsqueeze(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.inside(self.up(x))).square().mean()  # type: ignore[no-any-return]
+
+
+def closure(operator: str, written: bool = False, dtype: torch.dtype | None = None) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Closure(operator, written, dtype).double(), torch.randn(8, 3, WIDTH).double()
+
+
+@pytest.mark.parametrize("operator", ["map", "scan", "cond"])
+@pytest.mark.parametrize("lift", [False, True])
+def test_the_reference_has_the_gradients_of_what_a_body_closes_over(operator: str, lift: bool) -> None:
+    """With casts to float32 in the body, and these lifted."""
+    model, x = closure(operator, dtype=torch.float32 if lift else None)
+    found = run_single(model, bind_inputs(model, (x,), {}), {"x": x}, (), backward=True, lift=lift)
+    written, _ = closure(operator, written=True, dtype=torch.float64 if lift else None)
+    loss = written(x)
+    loss.backward()
+    torch.testing.assert_close(found.result["loss"], loss.detach(), rtol=1e-12, atol=0)
+    for name, parameter in written.named_parameters():
+        torch.testing.assert_close(found.result["gradients"][name], parameter.grad, rtol=1e-10, atol=1e-15)
+    assert found.result["gradients"]["inner.weight"].norm() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", ["map", "scan", "cond"])
+def test_a_loop_that_reads_parameters_verifies(operator: str, ranks: RankPool) -> None:
+    model, x = closure(operator)
+    assert verdict(model, {"x": x}, "dp=2", ranks) == "equal"
 
 
 @pytest.mark.parametrize(("loop", "remedy"), [("map", "use torch.vmap"), ("scan", "scan along another dimension")])

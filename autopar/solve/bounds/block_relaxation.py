@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.cost_models.tensors.flops import VIEWS, packet
 from autopar.ir.graph import Block, Graph, Node
@@ -27,14 +27,13 @@ class RelaxedTensor:
     copies: float
     producer: str
     needed: bool
-    in_flight: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRelaxation:
     """One distinct block. `recompute`: the operations that may be recomputed, with their least seconds and the tensors that they
     read. `offload_seconds_per_byte`: to the host and back; None without a host. `shared`: tensors that calls of more than one
-    block or several calls read."""
+    block or several calls read: nobody knows which of them holds it."""
 
     name: str
     calls: float
@@ -42,15 +41,6 @@ class BlockRelaxation:
     recompute: Mapping[str, tuple[float, tuple[str, ...]]]
     offload_seconds_per_byte: float | None
     shared: frozenset[str] = frozenset()
-
-    def part(self, share: float, in_flight: int) -> BlockRelaxation:
-        """A share of its calls, with so many micro-batches in flight. Of a tensor that several calls read nobody knows which of
-        them holds it: one."""
-        tensors = {
-            name: replace(each, copies=each.copies * share, in_flight=1 if name in self.shared else in_flight)
-            for name, each in self.tensors.items()
-        }
-        return replace(self, calls=self.calls * share, tensors=tensors)
 
 
 def relax_blocks(problem: Problem) -> tuple[BlockRelaxation, ...]:

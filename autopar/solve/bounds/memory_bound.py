@@ -18,6 +18,7 @@ from autopar.cost_models.state.state_group import StateGroup
 from autopar.ir.graph import Parameter
 from autopar.ir.mesh import DATA_AXIS
 from autopar.solve.bounds.block_relaxation import BlockRelaxation
+from autopar.solve.bounds.call_levels import CallLevels
 from autopar.solve.ilp.linear_model import INFINITY, LinearModel, Terms, add, total
 from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.problem.problem import BlockTable, Problem
@@ -27,12 +28,14 @@ from autopar.solve.problem.problem import BlockTable, Problem
 class PipelineShape:
     """What all pipelines of some stages and schedules have in common. Before a stage begins, it waits for others, `wait_seconds`
     on average over the stages, and after it ends, others go on for `drain_seconds`; a step takes at least `factor` times what a
-    stage computes on average. Stages of the grid do not offload."""
+    stage computes on average. `calls`: where they lie, and what is in flight there (None: one micro-batch). Stages of the grid do
+    not offload."""
 
     stages: int = 1
     wait_seconds: float = 0.0
     drain_seconds: float = 0.0
     factor: float = 1.0
+    calls: CallLevels | None = None
 
 
 NO_PIPELINE = PipelineShape()
@@ -65,8 +68,10 @@ def memory_bound(
     flow_seconds = flow[1.0]
     relaxation = _MemoryRelaxation(problem, micro_batches, budget_bytes, max(flow_seconds, 1e-9), offloads=stages == 1)
     relaxation.add_states()
+    placed = shape.calls.add_to(relaxation.model, {each.name: each.calls for each in blocks}) if shape.calls else {}
     for each in blocks:
-        relaxation.add_block(each)
+        for share, in_flight in placed.get(each.name, ((None, 1),)):
+            relaxation.add_block(each, share, in_flight)
     relaxation.add_flow_bounds(flow, shape)
     relaxation.add_memory()
     outcome = solve(relaxation.model, relaxed=True)
@@ -134,8 +139,9 @@ class _MemoryRelaxation:
             state_bytes += self.held * cost.memory.accumulated if self.micro_batches > 1 else 0.0
             self.memory[z] = count * state_bytes / self.budget_bytes
 
-    def add_block(self, block: BlockRelaxation) -> None:
-        """S, O, A and r of one block. The tables' micro-batches are `repeats` in a step; memory is that of the smaller ones."""
+    def add_block(self, block: BlockRelaxation, share: int | None = None, in_flight: int = 1) -> None:
+        """S, O, A and r of one block, or of a `share` of its calls (a column), which have so many micro-batches in flight. The
+        tables' micro-batches are `repeats` in a step; memory is that of the smaller ones."""
         model, repeats = self.model, self.problem.micro_batches
         byte = self.held * repeats / self.micro_batches / self.budget_bytes
         r = {name: model.variable(1.0) for name in block.recompute}
@@ -143,7 +149,8 @@ class _MemoryRelaxation:
         offload = self.offload.setdefault(block.name, {})
         for name, tensor in block.tensors.items():
             saved = model.variable(1.0)
-            add(self.memory, {saved: tensor.copies * tensor.in_flight * tensor.bytes * byte})
+            held = 1 if name in block.shared else in_flight
+            add(self.memory, {saved: tensor.copies * held * tensor.bytes * byte})
             support = {saved: 1.0}
             if self.offloads and block.offload_seconds_per_byte is not None and tensor.bytes:
                 offloaded = model.variable(1.0)
@@ -151,8 +158,10 @@ class _MemoryRelaxation:
                 offload[offloaded] = block.calls * repeats * tensor.bytes * block.offload_seconds_per_byte / self.unit
             if tensor.producer in r:
                 support[r[tensor.producer]] = 1.0
-            # A <= S + O + r of what produces it; A = 1 where it is needed
-            available[name] = a = model.variable(1.0, lower=float(tensor.needed))
+            # A <= S + O + r of what produces it; A >= share where it is needed
+            available[name] = a = model.variable(1.0, lower=float(tensor.needed and share is None))
+            if tensor.needed and share is not None:
+                model.row([(a, 1.0), (share, -1.0)], 0.0, INFINITY)
             model.row({**support, a: -1.0}, 0.0, INFINITY)
         for name, (seconds, reads) in block.recompute.items():
             add(self.recompute, {r[name]: block.calls * repeats * seconds / self.unit})

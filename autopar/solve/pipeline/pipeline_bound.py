@@ -11,15 +11,15 @@ path (`bubble_bound`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import floor, inf
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.cost_models.step.call_trace import weight_gradient_nodes
 from autopar.solve.bounds.block_relaxation import BlockRelaxation
+from autopar.solve.bounds.call_levels import CallLevels
 from autopar.solve.bounds.memory_bound import PipelineShape, memory_bound
 from autopar.solve.pipeline.bubble_bound import BubbleFactors, WorkShare
-from autopar.solve.pipeline.in_flight_shares import ScheduleProfile, in_flight_shares, least_shares, schedule_profile
+from autopar.solve.pipeline.in_flight_levels import ScheduleProfile, call_levels, schedule_profile
 from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.pipeline_grid import ScheduleOption
@@ -38,6 +38,10 @@ class CallSeconds:
     backward: float
     inputs: float
 
+    def part(self, share: float) -> CallSeconds:
+        """Of a share of the micro-batch."""
+        return CallSeconds(self.both * share, self.forward * share, self.backward * share, self.inputs * share)
+
 
 @dataclass(frozen=True, slots=True)
 class StageRelaxation:
@@ -53,8 +57,7 @@ class StageRelaxation:
     def at_least(self, point: GridPoint, options: Sequence[ScheduleOption], best_seconds: float) -> float:
         """The step of `point` with each of `options`, or `best_seconds` where that is less; infinite where nothing fits."""
         problem = with_zero_group(self.problem, point.zero_group)
-        any_schedule = PipelineShape(point.stages, wait_seconds=self._waits(point.stages, drains=False))
-        least = memory_bound(problem, self.blocks, point.micro_batches, {1.0: self.flow_seconds}, any_schedule)
+        least = self.under_any_schedule(point)
         if least >= best_seconds:
             return least
         bound = best_seconds
@@ -67,10 +70,16 @@ class StageRelaxation:
             if seconds < bound and group[0].virtual <= _FEW_CHUNKS:
                 seconds = max(seconds, self._with_bubble(point, group[0], bound))
             if seconds < bound:
-                blocks = [*self._in_flight(point, profiles, best_seconds)]
-                held = memory_bound(problem, blocks, point.micro_batches, {1.0: self.flow_seconds}, shape)
+                held_shape = replace(shape, calls=self._call_levels(point, profiles, best_seconds))
+                held = memory_bound(problem, self.blocks, point.micro_batches, {1.0: self.flow_seconds}, held_shape)
                 bound = min(bound, max(seconds, held))
         return max(least, bound)
+
+    def under_any_schedule(self, point: GridPoint) -> float:
+        """With one micro-batch in flight, and no bubble but the first calls."""
+        problem = with_zero_group(self.problem, point.zero_group)
+        shape = PipelineShape(point.stages, wait_seconds=self._waits(point.stages, drains=False))
+        return memory_bound(problem, self.blocks, point.micro_batches, {1.0: self.flow_seconds}, shape)
 
     def _with_bubble(self, point: GridPoint, option: ScheduleOption, enough_seconds: float) -> float:
         """What the calls take in a step, and the bubble of one schedule; at most about `enough_seconds`."""
@@ -106,17 +115,10 @@ class StageRelaxation:
             waits.append(waits[-1] + (seconds.backward if drains else seconds.forward))
         return sum(waits) / len(waits)
 
-    def _in_flight(self, point: GridPoint, profiles: Sequence[ScheduleProfile], best_seconds: float) -> Iterator[BlockRelaxation]:
-        """The relaxations with what they have in flight under any of the schedules, for steps that are not above
-        `best_seconds`."""
-        graph = self.problem.graph
-        for block in self.blocks:
-            count = graph.count(block.name)
-            seconds = self.calls[block.name].both * point.micro_batches
-            most = floor(best_seconds / seconds) if seconds and best_seconds < inf else inf
-            every = [in_flight_shares(profile, count, len(graph.calls) - count, most) for profile in profiles]
-            for share, in_flight in least_shares(every):
-                yield block.part(share, in_flight)
+    def _call_levels(self, point: GridPoint, profiles: Sequence[ScheduleProfile], best_seconds: float) -> CallLevels:
+        """Of all calls, under any of the schedules, for steps that are not above `best_seconds`."""
+        seconds = {name: each.both * point.micro_batches for name, each in self.calls.items()}
+        return CallLevels(call_levels(profiles), min(each.virtual for each in profiles), seconds, best_seconds)
 
 
 def _alike(options: Sequence[ScheduleOption]) -> list[list[ScheduleOption]]:

@@ -60,6 +60,7 @@ class PipelineSearch:
         self.mixed_devices = len({group.device for group in cluster.groups}) > 1
         self._bubbles = BubbleFactors()
         self._relaxed: dict[object, _Relaxed] = {}
+        self._rough: dict[object, StageRelaxation] = {}
 
     @property
     def all_solutions(self) -> list[MeshSolution]:
@@ -141,9 +142,9 @@ class PipelineSearch:
             self.points[point].bound_seconds = max(self.points[point].bound_seconds, max(known))
 
     def _tighten(self, best_seconds: Callable[[], float]) -> None:
-        """The least bounds, as long as they are what the certificate is short of: with the tables of their own micro-batch,
-        memory, state, and the bubble."""
-        sharp: set[GridPoint] = set()
+        """The least bounds, as long as they are what the certificate is short of: first with memory and state, then with the
+        tables of their own micro-batch and the bubble too."""
+        rough, sharp = set[GridPoint](), set[GridPoint]()
         enough = best_seconds() * (1 - self.options.sharp_gap)
 
         def sharpened(point: GridPoint) -> tuple[float, _Relaxed]:
@@ -157,10 +158,15 @@ class PipelineSearch:
                 point, *rest = sorted(able, key=lambda each: self.points[each].bound_seconds)
                 if point in sharp or self.points[point].bound_seconds >= enough:
                     return
-                sharp.add(point)
-                known = {self._family(point), *self._relaxed}
-                upcoming = (each for each in rest if self.points[each].bound_seconds < enough and self._family(each) not in known)
-                bound, self._relaxed[self._family(point)] = ahead.result(point, upcoming)
+                family = self._family(point)
+                if point not in rough and family not in self._relaxed:
+                    rough.add(point)
+                    bound = self.rough_bound(point)
+                else:
+                    sharp.add(point)
+                    low = [each for each in rest if each in rough and self.points[each].bound_seconds < enough]
+                    upcoming = (each for each in low if self._family(each) not in {family, *self._relaxed})
+                    bound, self._relaxed[family] = ahead.result(point, upcoming)
                 result = self.points[point]
                 result.bound_seconds = max(result.bound_seconds, bound)
                 if bound == inf:
@@ -173,6 +179,21 @@ class PipelineSearch:
     def problem(self, point: GridPoint) -> Problem:
         """Of one stage, on devices that are no slower than those of any stage."""
         return self.tables.problem(replace(point, zero_group=0), None, fastest_stage_cluster(self.cluster, point.stages))
+
+    def rough_bound(self, point: GridPoint) -> float:
+        """What is known of the seconds of its calls, with memory and the communication of state, by the tables of the largest
+        micro-batch on its mesh: a call of a smaller one takes at least its share."""
+        alike = (each for each in self.points if each.mesh == point.mesh and point.micro_batches % each.micro_batches == 0)
+        largest = min(alike, key=lambda each: each.micro_batches)
+        key = largest.mesh, largest.micro_batches
+        if key not in self._rough:
+            problem = self.problem(largest)
+            calls = {name: call_seconds(problem, name, 0.0) for name in problem.blocks}
+            self._rough[key] = StageRelaxation(problem, 0.0, relax_blocks(problem), calls, self._bubbles)
+        rough = self._rough[key]
+        share = largest.micro_batches / point.micro_batches
+        calls = {name: each.part(share) for name, each in rough.calls.items()}
+        return replace(rough, flow_seconds=self.points[point].bound_seconds, calls=calls).under_any_schedule(point)
 
     def sharp_bound(self, point: GridPoint, best_seconds: float) -> float:
         problem = self.problem(point)
