@@ -276,7 +276,7 @@ def decode_candidate(document: PlanDocument) -> Candidate:
 
 
 def decode_precision(info: PrecisionInfo) -> Precision:
-    return Precision(info.compute, info.master, info.offload_optimizer)
+    return Precision(info.compute, info.master, info.offload_optimizer, info.reduce)
 
 
 def encode_pipeline(pipeline: Pipeline) -> ScheduleInfo:
