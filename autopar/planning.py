@@ -19,7 +19,7 @@ from autopar.cost_models.hardware.expert_load import ExpertLoad
 from autopar.cost_models.hardware.software_stacks import with_stack
 from autopar.errors import AutoparError, BatchError, UnsupportedOp
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Precision
+from autopar.ir.plan import REDUCTIONS, Precision
 from autopar.ir.plan_file.names import LONGEST
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.rules.expand import missing_rules
@@ -254,23 +254,28 @@ def _with_float8(precision: Precision, cluster: Cluster) -> Cluster:
 
 
 def _precision_of_policy(policy: MixedPrecisionPolicy, model: nn.Module) -> Precision:
-    """That of FSDP2's policy. AutoparError where it asks for what a program does not do."""
+    """That of FSDP2's policy, whose gradients are summed in `param_dtype` unless it has a `reduce_dtype`. AutoparError where it
+    asks for what a program does not do."""
     own = precision_of(None, model).master
     compute, reduce = (str(each).removeprefix("torch.") if each else "" for each in (policy.param_dtype, policy.reduce_dtype))
-    if (reduce or compute or own) != own:
-        raise AutoparError(
-            f"MixedPrecisionPolicy(reduce_dtype={policy.reduce_dtype}): gradients are reduced in the dtype of the parameters: "
-            f"write reduce_dtype=torch.{own}"
-        )
     if policy.output_dtype is not None:
         raise AutoparError(f"MixedPrecisionPolicy(output_dtype={policy.output_dtype}) is not known: cast what the model returns")
-    return Precision(compute or own, own)
+    return with_reduction(Precision(compute or own, own), reduce or compute)
+
+
+def with_reduction(precision: Precision, dtype: str) -> Precision:
+    """`precision` with gradients that are summed in `dtype` (empty: as it says)."""
+    name = _DTYPES.get(dtype, dtype)
+    if name and name not in REDUCTIONS:
+        raise AutoparError(f"reduce dtype {dtype[:40]!r} is not known: write one of {', '.join(REDUCTIONS)}")
+    return replace(precision, reduce="" if name == precision.master else name) if name else precision
 
 
 def compute_dtype_of(precision: Precision, model: nn.Module) -> str | None:
     """The dtype in which parameters and inputs enter the forward; None where a model of several dtypes keeps its own."""
     own = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    kept = len(own) > 1 and precision == precision_of(None, model)
+    usual = precision_of(None, model)
+    kept = len(own) > 1 and (precision.compute, precision.master) == (usual.compute, usual.master)
     return None if kept else precision.compute
 
 

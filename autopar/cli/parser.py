@@ -158,6 +158,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     plan = add("plan", "plan", "search for the best plan and write it down")
     _planning(plan)
+    plan.add_argument("--reduce-dtype", metavar="bf16", help="in which gradients are summed over data ranks (default: masters')")
     plan.add_argument("--cluster", required=True, metavar="C", help=CLUSTER_HELP)
     plan.add_argument("--optimizer", default="adamw", help="adamw (default), adam, sgd, ...: how much state each parameter has")
     plan.add_argument(

@@ -31,9 +31,10 @@ _NAMED = 3
 
 
 def precision_text(precision: Precision) -> str:
-    """``bfloat16 compute, products in float8, float32 parameters``."""
+    """``bfloat16 compute, float32 parameters, gradients summed in bfloat16``."""
     products = ", linear modules of layers in float8" if precision.float8 else ""
-    return f"{precision.compute} compute{products}, {precision.master} parameters"
+    summed = f", gradients summed in {precision.reduce}" if precision.reduce else ""
+    return f"{precision.compute} compute{products}, {precision.master} parameters{summed}"
 
 
 def parallelism(graph: Graph, candidate: Candidate) -> Parallelism:

@@ -65,17 +65,28 @@ OFFLOAD_DEVICES = ("cpu", "nvme")
 """Where optimizer state may lie between steps, beside the device."""
 
 
+REDUCTIONS = ("float32", "bfloat16", "float16", "float64")
+"""Dtypes in which gradients may be summed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
     """How a step computes and keeps its state: `compute` is the dtype of forward and backward, `master` that of the stored
-    parameters and of gradient reduction. `offload_optimizer` is where the optimizer's state lies between steps: ``cpu`` (host
-    memory), ``nvme``, or empty (on the device). With `float8` the linear modules of layers multiply in float8
-    (operands and results are of the dtype `compute`)."""
+    parameters and their gradients. `offload_optimizer` is where the optimizer's state lies between steps: ``cpu`` (host
+    memory), ``nvme``, or empty (on the device). `reduce` is the dtype in which gradients are summed over the data axis (FSDP2's
+    ``reduce_dtype``); empty: `master`. With `float8` the linear modules of layers multiply in float8 (operands and results are of
+    the dtype `compute`)."""
 
     compute: str = "float32"
     master: str = "float32"
     offload_optimizer: str = ""
+    reduce: str = ""
     float8: bool = False
+
+    @property
+    def reduction(self) -> str:
+        """The dtype of gradients on the wire."""
+        return self.reduce or self.master
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from autopar.ir.micro_batching import candidate_totals
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.stage_values import check_chunk_borders, repeatable_values
 from autopar.ir.placement import Invariant, Placements, can_shard, format_placements
-from autopar.ir.plan import OFFLOAD_DEVICES, BlockPlan, Candidate, Conversion, NodePlan
+from autopar.ir.plan import OFFLOAD_DEVICES, REDUCTIONS, BlockPlan, Candidate, Conversion, NodePlan
 
 
 def _verify_weight_versions(candidate: Candidate) -> None:
@@ -49,6 +49,8 @@ def verify_candidate(graph: Graph, candidate: Candidate, devices: int | None = N
         raise PlanError(f"zero_group={candidate.zero_group} does not divide the data axis dp={degree}: write a divisor, or 0")
     if (where := candidate.precision.offload_optimizer) not in ("", *OFFLOAD_DEVICES):
         raise PlanError(f"offload_optimizer={where[:40]!r}: write one of {', '.join(OFFLOAD_DEVICES)}, or leave it out")
+    if (reduce := candidate.precision.reduce) not in ("", *REDUCTIONS):
+        raise PlanError(f"precision.reduce={reduce[:40]!r}: write one of {', '.join(REDUCTIONS)}, or leave it out")
     planned, known = [plan.block for plan in candidate.blocks], [block.name for block in graph.blocks]
     if sorted(planned) != sorted(known):
         different = sorted(set(planned) ^ set(known)) or planned

@@ -58,7 +58,7 @@ def program_attributes(lowered: Lowered, totals: Totals) -> list[str]:
     flowing = "".join(f'"{value.name}", ' for value in lowered.inputs if value.differentiable).rstrip()
     grouped = 0 < lowered.zero_group < lowered.mesh.size_of("dp")
     ops = ", ".join(f'"{name}": "{op}"' for name, op in zip(totals.names, totals.ops, strict=True))
-    offload = lowered.precision.offload_optimizer
+    offload, reduce = lowered.precision.offload_optimizer, lowered.precision.reduce
     return [
         f"{INDENT}mesh_axes = {{{mesh}}}",
         *([f"{INDENT}input_placements = {{", *inputs, f"{INDENT}}}"] if inputs else []),
@@ -68,6 +68,7 @@ def program_attributes(lowered: Lowered, totals: Totals) -> list[str]:
         *_interface_lines(lowered),
         *_output_lines(lowered),
         f'{INDENT}precision = ("{lowered.precision.compute}", "{lowered.precision.master}")  # compute, stored',
+        *([f'{INDENT}reduce_dtype = "{reduce}"  # in which gradients are summed over the data axis'] if reduce else []),
         *([f"{INDENT}micro_batches = {lowered.micro_batches}"] if lowered.micro_batches > 1 else []),
         *(
             [f"{INDENT}zero_group = {lowered.zero_group}  # neighbouring data ranks that shard one copy of the state"]

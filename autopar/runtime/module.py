@@ -24,7 +24,7 @@ RESERVED_ATTRIBUTES = frozenset(
     + ("batch_statistics", "specs", "training", "split_backward", "shared_parameters", "blocks", "roots", "position", "precision")
     + ("mesh_axes", "micro_batches", "zero_group", "totals", "count", "loss_dtype", "weight_versions", "offload_optimizer")
     + ("input_placements", "input_shapes", "input_dtypes", "positional", "arguments", "constants", "defaults", "outputs")
-    + ("batch_dims",)
+    + ("batch_dims", "reduce_dtype")
     + ("chunks", "boundaries", "schedule", "batch_inputs", "micro_batch_size", "weight_grads")
     + ("all_chunks", "own_chunks", "chunk_stages", "actions", "output_kinds", "has_loss", "differentiable_inputs")
     + ("state_program",)
@@ -116,9 +116,11 @@ class RootModule(nn.Module):
     """Blocks under one FSDP2 root: the program, or a model chunk of a pipeline.
 
     `shared_parameters`: parameters that the root holds for several blocks: (own attribute, block, the block's attribute).
+    `reduce_dtype`: of gradients that are summed over the data axis; empty: that of the parameters.
     """
 
     precision: tuple[str, str] = ("float32", "float32")
+    reduce_dtype: str = ""
     position: int = 0
     """Its number in the model's order."""
 

@@ -18,7 +18,7 @@ from autopar.capture.bind import BoundInputs, bind_inputs
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, BatchError, CaptureError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Candidate
+from autopar.ir.plan import Candidate, Precision
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.planning import ExampleInputs, registry, split_inputs
 from autopar.program.build import program_text
@@ -193,7 +193,7 @@ def prove(subject: Subject, plan: Plan, cluster: Cluster, say: Say, launch: Laun
         runs.append(run)
         given.append(names)
     results = launch(job_of(subject, runs), plan.candidate.devices)
-    compute = plan.candidate.precision.compute
+    compute = _coarsest(plan.candidate.precision)
     modes = []
     exact_all = compute == "float32"
     for (training, each, candidate, reference), found, count in zip(programs, results, given, strict=True):
@@ -220,6 +220,11 @@ def prove(subject: Subject, plan: Plan, cluster: Cluster, say: Say, launch: Laun
     if left_out:
         modes.append(ModeProof(not own, left_out=left_out))
     return Proof(tuple(modes), exact_all, subject.lift)
+
+
+def _coarsest(precision: Precision) -> str:
+    """The dtype whose rounding differences are judged by."""
+    return precision.reduce if precision.compute in ("float32", "float64") and precision.reduce else precision.compute
 
 
 def mode_name(training: bool) -> str:

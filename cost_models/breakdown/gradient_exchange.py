@@ -17,7 +17,7 @@ from autopar.ir.plan import Candidate
 
 @dataclass(frozen=True, slots=True)
 class GradientExchange:
-    """One method: the bytes of a device's gradients in the master dtype, the seconds, and their ratio to the all-reduce."""
+    """One method: the bytes of a device's gradients in the reduce dtype, the seconds, and their ratio to the all-reduce."""
 
     method: str
     bytes: float
@@ -37,7 +37,7 @@ def gradient_exchanges(graph: Graph, candidate: Candidate, cluster: Cluster) -> 
     for block in graph.blocks:
         stored = zip(block.parameters, candidate.block(block.name).parameters, strict=True)
         trainable += state_group(stored, mesh).trainable * graph.count(block.name) / candidate.pipeline.stages
-    gradient_bytes = trainable * itemsize(candidate.precision.master)
+    gradient_bytes = trainable * itemsize(candidate.precision.reduction)
     link = links_of_axis(stage_cluster(cluster, candidate.pipeline.stages), mesh, mesh.index(DATA_AXIS))
     reduced = fastest_algorithm("all_reduce", gradient_bytes, link)
     found = [(f"all-reduce, {reduced}", reduced.seconds)]

@@ -59,9 +59,11 @@ class StateCommunication:
 
 def accumulate_seconds(cost: StateCost, zero: int, shards: int, device: Device, precision: Precision) -> float:
     """One streaming pass: reads the new gradient (unreduced: in the compute dtype; a reduced shard: in the master's), reads and
-    writes the sum in the master's dtype. `cost.reduce_bytes` are the trainable elements in the master's dtype."""
+    writes the sum, in the master's dtype or, unreduced under ZeRO-1, in the reduce dtype. `cost.reduce_bytes` are the trainable
+    elements in the reduce dtype."""
     gradient_shards = shards if zero >= 2 else 1
-    compute, master = itemsize(precision.compute), itemsize(precision.master)
-    read = 1.0 if gradient_shards > 1 else compute / master
+    compute, reduction = itemsize(precision.compute), itemsize(precision.reduction)
+    kept = reduction if zero == 1 else itemsize(precision.master)
+    read = 1.0 if gradient_shards > 1 else compute / kept
     rate = device.bandwidth_bytes_per_second * device.bandwidth_fraction
-    return cost.reduce_bytes * (2 + read) / (gradient_shards * rate)
+    return cost.reduce_bytes * kept / reduction * (2 + read) / (gradient_shards * rate)

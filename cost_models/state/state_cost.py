@@ -53,9 +53,9 @@ def state_cost(
     """`data` links the ranks that share one copy of the state, `across` equal ranks of several copies, between which gradients
     are all-reduced (HSDP: Zhao et al., arXiv 2304.11277, section 3.2.2). ZeRO 0 all-reduces gradients; 1 and 2 all-gather once
     and reduce-scatter; 3 all-gathers for the backward too (arXiv 1910.02054, section 7: 2, 2, 2 and 3 times the parameters on the
-    wire). Weights are sent in the compute dtype, gradients in the policy's (the master's by default)."""
+    wire). Weights are sent in the compute dtype, gradients in the policy's reduce dtype (the master's by default)."""
     policy = policy or StatePolicy.of(precision, optimizer)
-    gather_bytes, reduce_bytes = group.elements * policy.compute_bytes, group.trainable * policy.gradient_bytes
+    gather_bytes, reduce_bytes = group.elements * policy.compute_bytes, group.trainable * policy.reduction_bytes
     gather = 0.0
     parts = group.gathered_tensors if zero == 3 and policy.gathers_tensors else 1
     if zero and gather_bytes and policy.owners_broadcast:

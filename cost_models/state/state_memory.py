@@ -17,6 +17,8 @@ from autopar.ir.plan import Precision
 class StatePolicy:
     """Bytes per parameter: a software's state layout, with the dtypes and the optimizer of a run put in.
 
+    gradient_bytes: of a gradient element where it is kept for the update.
+    reduction_bytes: of one on the wire, in its buffer, and where it waits unreduced for the next micro-batch (FSDP2).
     optimizer_bytes: of the optimizer's state tensors.
     stored_compute: a copy of the weights in the compute dtype lives through the step beside the master weights (Megatron, the
         ZeRO paper); else it is made for the forward and freed after the backward (FSDP2), and is not needed where the dtypes
@@ -37,6 +39,11 @@ class StatePolicy:
     owners_broadcast: bool = False
     gathers_tensors: bool = False
     offload: OffloadTarget | None = None
+    reduce_bytes: int = 0
+
+    @property
+    def reduction_bytes(self) -> int:
+        return self.reduce_bytes or self.gradient_bytes
 
     @staticmethod
     def of(
@@ -58,6 +65,7 @@ class StatePolicy:
             owners_broadcast=layout.owners_broadcast,
             gathers_tensors=layout.gathers_tensors,
             offload=offload,
+            reduce_bytes=itemsize(precision.reduce) if precision.reduce else 0,
         )
 
     @staticmethod
@@ -135,7 +143,8 @@ def state_memory(group: StateGroup, zero: int, shards: int, policy: StatePolicy,
     unsharded = reduce_buffer = 0.0
     if not policy.stored_compute:
         unsharded = trainable * policy.compute_bytes if sharded else 0.0
-        reduce_buffer = trainable * policy.gradient_bytes if shards > 1 and (sharded or group.tensors > 1) else 0.0
+        copied = sharded or group.tensors > 1 or policy.reduction_bytes != policy.gradient_bytes
+        reduce_buffer = trainable * policy.reduction_bytes if shards > 1 and copied else 0.0
     gradients = trainable * policy.gradient_bytes / (n if zero >= 2 or (zero == 1 and not policy.stored_compute) else 1.0)
     return StateMemory(
         parameters=parameters,
@@ -147,10 +156,10 @@ def state_memory(group: StateGroup, zero: int, shards: int, policy: StatePolicy,
         reduce_buffer=reduce_buffer,
         buffers=group.buffer_bytes,
         reduced_in_place=not sharded,
-        accumulated=trainable * policy.gradient_bytes if zero == 1 else gradients,
+        accumulated=trainable * policy.reduction_bytes if zero == 1 else gradients,
         update_temporaries=trainable * policy.master_bytes / optimizer_shards * policy.update_copies,
         largest_tensor=min(group.largest, trainable) * policy.master_bytes / optimizer_shards,
-        persistent_reduce_buffer=kind == "cpu" and not sharded and reduce_buffer > 0,
+        persistent_reduce_buffer=kind == "cpu" and not sharded and group.tensors > 1 and reduce_buffer > 0,
         offloaded=trainable * policy.optimizer_bytes / optimizer_shards if policy.offload else 0.0,
         offloaded_masters=trainable * policy.master_bytes / optimizer_shards if policy.offload else 0.0,
     )

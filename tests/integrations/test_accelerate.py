@@ -39,3 +39,13 @@ def test_the_usual_loop(force: str) -> None:
     for key in ("losses", "norms"):
         assert four[key] == pytest.approx(one[key], rel=1e-5), key
     assert four["weights"] == pytest.approx(one["weights"], rel=1e-4)
+
+
+@pytest.mark.parametrize("wanted", ["fp16", "fp8"])
+def test_other_precisions_are_refused_with_the_remedy(wanted: str) -> None:
+    from autopar.errors import AutoparError
+    from autopar.integrations.accelerate import Accelerator
+
+    with pytest.raises(AutoparError, match=f"mixed_precision='{wanted}'.*take \"bf16\"") as refused:
+        Accelerator(cluster="local:4", mixed_precision=wanted, cpu=True)
+    assert "\n" not in str(refused.value)

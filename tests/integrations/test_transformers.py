@@ -56,7 +56,11 @@ def test_a_trainer_script(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "remedy"),
-    [("activation_checkpointing", "the plan decides what is recomputed"), ("auto_find_batch_size", "the plan fits the memory")],
+    [
+        ("activation_checkpointing", "the plan decides what is recomputed"),
+        ("auto_find_batch_size", "the plan fits the memory"),
+        ("fp16", "take bf16=True"),
+    ],
 )
 def test_what_the_plan_decides_is_refused(tmp_path: Path, setting: str, remedy: str) -> None:
     """Before anything is planned."""
@@ -66,8 +70,10 @@ def test_what_the_plan_decides_is_refused(tmp_path: Path, setting: str, remedy: 
     from autopar.integrations.transformers import Trainer
 
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **{setting: True})
-    with pytest.raises(AutoparError, match=remedy):
+    with pytest.raises(AutoparError, match=remedy) as refused:
         Trainer(model=torch.nn.Linear(2, 2), args=args, cluster="local:4")
+    assert setting in str(refused.value) or setting == "activation_checkpointing"
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.slow

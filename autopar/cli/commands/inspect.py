@@ -135,7 +135,7 @@ def _shards_of_other_axes(plan: Plan, conversion: Conversion, axis: int) -> int:
 
 def state_rows(plan: Plan) -> Iterator[dict[str, Any]]:
     """One entry per block with parameters that are trained, where there are data ranks. `parameter_bytes` are gathered (in the
-    compute dtype), `gradient_bytes` reduced (in the dtype of the gradients), by one device and call."""
+    compute dtype), `gradient_bytes` reduced (in the reduce dtype), by one device and call."""
     from autopar.cost_models.state.optimizers import optimizer_named
     from autopar.cost_models.state.state_group import state_group
     from autopar.cost_models.state.state_memory import StatePolicy
@@ -158,7 +158,7 @@ def state_rows(plan: Plan) -> Iterator[dict[str, Any]]:
                 "zero": chosen.zero,
                 "kind": kinds[chosen.zero],
                 "parameter_bytes": round(group.elements * policy.compute_bytes),
-                "gradient_bytes": round(group.trainable * policy.gradient_bytes),
+                "gradient_bytes": round(group.trainable * policy.reduction_bytes),
             }
 
 

@@ -19,9 +19,12 @@ from autopar.ir.plan_file.plan_file import Plan
 from autopar.ir.units import unit_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from autopar.capture.models import LoadedModel
     from autopar.cost_models.hardware.cluster import Cluster
     from autopar.ir.graph import Graph
+    from autopar.ir.plan import Precision
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -65,7 +68,7 @@ def plan_of(
         cluster,
         loaded.example_inputs,
         batch=arguments.batch,
-        precision=arguments.dtype or "float32",
+        precision=_precision(arguments, loaded.model),
         force=arguments.force,
         optimizer=getattr(arguments, "optimizer", "adamw"),
         strict=arguments.strict,
@@ -83,6 +86,13 @@ def plan_of(
         graph=graph,
         processes=getattr(arguments, "processes", 1),
     )
+
+
+def _precision(arguments: argparse.Namespace, model: nn.Module) -> Precision:
+    """What ``--dtype`` and ``--reduce-dtype`` ask for."""
+    from autopar.planning import precision_of, with_reduction
+
+    return with_reduction(precision_of(arguments.dtype or "float32", model), getattr(arguments, "reduce_dtype", None) or "")
 
 
 def outputs_of(arguments: argparse.Namespace) -> tuple[str, ...]:

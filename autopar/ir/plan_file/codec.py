@@ -276,7 +276,7 @@ def decode_candidate(document: PlanDocument) -> Candidate:
 
 
 def decode_precision(info: PrecisionInfo) -> Precision:
-    return Precision(info.compute, info.master, info.offload_optimizer, float8=info.float8)
+    return Precision(info.compute, info.master, info.offload_optimizer, info.reduce, info.float8)
 
 
 def encode_pipeline(pipeline: Pipeline) -> ScheduleInfo:

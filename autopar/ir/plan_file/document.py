@@ -88,6 +88,7 @@ class PrecisionInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     compute: str
     master: str
     offload_optimizer: str = ""
+    reduce: str = ""
     float8: bool = False
 
 

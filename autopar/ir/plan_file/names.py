@@ -35,7 +35,7 @@ _SCHEDULE = re.compile(r"[a-z0-9_-]+", re.ASCII)
 def check_names(document: PlanDocument) -> None:
     """ValueError, one line, for the first string that is not what it should be."""
     _all(_NAME, "the name of a mesh axis", (axis.name for axis in document.mesh.axes))
-    _all(None, "a dtype", (document.precision.compute, document.precision.master))
+    _all(None, "a dtype", (document.precision.compute, document.precision.master, document.precision.reduce or "float32"))
     if document.precision.offload_optimizer not in ("", *OFFLOAD_DEVICES):
         raise ValueError(
             f"offload_optimizer {document.precision.offload_optimizer[:40]!r} is none of {', '.join(OFFLOAD_DEVICES)}"

@@ -19,6 +19,7 @@ def check_attributes(tree: ast.stmt, found: dict[str, ast.expr], lowered: Lowere
         "input_placements": {name: dict(where) for name, where in lowered.input_placements},
         "input_dtypes": {value.name: value.dtype for value in lowered.inputs},
         "precision": (lowered.precision.compute, lowered.precision.master),
+        "reduce_dtype": lowered.precision.reduce,
         "outputs": {each.path: dict(each.placements) for each in lowered.outputs},
         "output_kinds": {each.path: each.kind for each in lowered.outputs},
         "differentiable_inputs": tuple(value.name for value in lowered.inputs if value.differentiable),

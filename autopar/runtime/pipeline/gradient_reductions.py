@@ -86,7 +86,7 @@ class _ChunkReductions:
         zero = max((block.zero for _, block, _ in chunk.shared_parameters), default=2)
         self.zero = {module: module.zero if isinstance(module, BlockModule) else min(2, zero) for module in self.sharded}
         self.had_step = self.reduced = self.whole_beside_split = False
-        self.mixed_precision = len(set(chunk.precision)) > 1
+        self.mixed_precision = chunk.precision[0] != (chunk.reduce_dtype or chunk.precision[1])
         """FSDP2 does not reduce accumulated gradients together with those of this backward: they differ in dtype."""
         set_backward_prefetch(self.sharded, self.zero)
 

@@ -49,6 +49,7 @@ class _CommonBlocks(RootModule):
     def __init__(self, program: PipelineProgram) -> None:
         super().__init__(program.mesh)
         self.precision, self.position = program.precision, len(program.chunks)
+        self.reduce_dtype = program.reduce_dtype
         inside = {block for chunk in program.own_chunks for block in chunk.blocks()}
         for index, block in enumerate(block for block in program.blocks() if block not in inside):
             self.add_module(str(index), block)
@@ -75,7 +76,7 @@ class PipelineProgram(Program):
         self.actions: tuple[RankAction, ...] = every[mesh.pp.coordinate]
         chunks = tuple(made(mesh) for made in self.chunks)
         for position, chunk in enumerate(chunks):
-            chunk.position, chunk.precision = position, self.precision
+            chunk.position, chunk.precision, chunk.reduce_dtype = position, self.precision, self.reduce_dtype
             if self.chunk_stages[position] == mesh.pp.coordinate:
                 self.add_module(f"chunk_{position}", chunk)
                 for block in chunk.blocks():

@@ -42,12 +42,13 @@ def _wrap(
     return {attribute: getattr(module, attribute) for attribute in params}
 
 
-def _policy(precision: tuple[str, str]) -> MixedPrecisionPolicy:
-    """Gathers in the compute dtype, reduces in the master dtype."""
-    compute, master = precision
-    if compute == master:
+def _policy(root: RootModule) -> MixedPrecisionPolicy:
+    """Gathers in the compute dtype, reduces in the reduce dtype, by default the master's."""
+    compute, master = root.precision
+    if compute == master and not root.reduce_dtype:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(getattr(torch, compute), getattr(torch, master), cast_forward_inputs=False)
+    gathered = None if compute == master else getattr(torch, compute)
+    return MixedPrecisionPolicy(gathered, getattr(torch, root.reduce_dtype or master), cast_forward_inputs=False)
 
 
 def set_backward_prefetch(sharded: Sequence[FSDPModule], zero: Mapping[Any, int]) -> None:
@@ -60,8 +61,8 @@ def set_backward_prefetch(sharded: Sequence[FSDPModule], zero: Mapping[Any, int]
         previous = module if isinstance(module, BlockModule) else previous
 
 
-def shard_block(block: BlockModule, entries: Mapping[str, ShardedEntry], precision: tuple[str, str]) -> None:
-    """Shards a block's own parameters over the data axis. ZeRO-3 frees gathered weights after the forward."""
+def shard_block(root: RootModule, block: BlockModule, entries: Mapping[str, ShardedEntry]) -> None:
+    """Shards the own parameters of a block of `root` over the data axis. ZeRO-3 frees gathered weights after the forward."""
     if not entries:
         return
     attributes = {
@@ -76,7 +77,7 @@ def shard_block(block: BlockModule, entries: Mapping[str, ShardedEntry], precisi
         set(block.parameters()) - set(params.values()),
         mesh=block.mesh.sharding_mesh,
         reshard_after_forward=block.zero == 3,
-        mp_policy=_policy(precision),
+        mp_policy=_policy(root),
     )
     for attribute, name in attributes.items():
         entries[name].stored = sharded[attribute]
@@ -136,7 +137,7 @@ def shard_root(program: RootModule, entries: Mapping[str, ShardedEntry]) -> None
         set(program.parameters()) - set(params.values()) - inside,
         mesh=program.mesh.sharding_mesh,
         reshard_after_forward=False,
-        mp_policy=_policy(program.precision),
+        mp_policy=_policy(program),
     )
     for attribute, entry in attributes.items():
         entry.stored = sharded[attribute]

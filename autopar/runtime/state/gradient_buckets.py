@@ -50,10 +50,11 @@ def redirect_gradients(parameter: nn.Parameter, canonical: nn.Parameter) -> None
 
 @dataclass(eq=False)
 class GradientBucket:
-    """Replicated parameters of one block and dtype: one all-reduce, started when the last gradient is computed. `reuse_flat`: on
-    CPUs the flat tensor is kept for the next step."""
+    """Replicated parameters of one block and dtype: one all-reduce, started when the last gradient is computed. `dtype`: that of
+    the all-reduce; None: the gradients'. `reuse_flat`: on CPUs the flat tensor is kept for the next step."""
 
     members: dict[nn.Parameter, nn.Parameter]
+    dtype: torch.dtype | None = None
     ready: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     flat: torch.Tensor | None = None
     spare_flat: torch.Tensor | None = None
@@ -70,14 +71,14 @@ class GradientBucket:
     def _flatten(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """One flat tensor. On CPUs that of the step before is reused if nobody holds its gradients any more: page faults of a new
         one cost as much as the copy."""
+        first, dtype = gradients[0], self.dtype or gradients[0].dtype
         if len(gradients) == 1:
-            return gradients[0]
-        if gradients[0].device.type != "cpu":
-            return torch.cat(gradients)
+            return first.to(dtype)
         spare, self.spare_flat = self.spare_flat, None
-        if spare is not None and spare.numel() == sum(part.numel() for part in gradients) and sole_holder(spare):
+        size = sum(part.numel() for part in gradients)
+        if spare is not None and spare.numel() == size and sole_holder(spare):
             return torch.cat(gradients, out=spare)
-        return torch.cat(gradients)
+        return torch.cat(gradients, out=first.new_empty(size, dtype=dtype))
 
     def finish(self) -> None:
         """Waits, and hands out the sums."""
@@ -85,7 +86,7 @@ class GradientBucket:
         self.work.wait()
         offset = 0
         for parameter in self.ready:
-            part = self.flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
+            part = self.flat.narrow(0, offset, parameter.numel()).view(parameter.shape).to(parameter.dtype)
             offset += parameter.numel()
             accumulate_gradient(self.members[parameter], part)
             del part
@@ -107,7 +108,8 @@ def _taken(parameter: nn.Parameter) -> torch.Tensor:
 class GradientBuckets:
     """All buckets of a program, or of a model chunk. `group`: the process group of the data axis, None if it has one rank.
 
-    `outlives_backward`: all-reduces may still be in flight when the backward ends, until `finish` is called.
+    `outlives_backward`: all-reduces may still be in flight when the backward ends, until `finish` is called. `dtype`: the one in
+    which gradients are summed; None: their own.
     """
 
     def __init__(
@@ -116,8 +118,9 @@ class GradientBuckets:
         group: dist.ProcessGroup | None,
         *,
         outlives_backward: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.group, self.outlives_backward = group, outlives_backward
+        self.group, self.outlives_backward, self.dtype = group, outlives_backward, dtype
         self.started: list[GradientBucket] = []
         self.queued = False
         self.accumulating = False
@@ -131,7 +134,7 @@ class GradientBuckets:
         """One more bucket, of replicated parameters of one dtype that train."""
         if not members:
             return
-        bucket = GradientBucket(members)
+        bucket = GradientBucket(members, self.dtype)
         self.buckets.append(bucket)
         for parameter in members:
             parameter.register_post_accumulate_grad_hook(lambda parameter: self._arrived(bucket, parameter))

@@ -249,7 +249,7 @@ class _StateBuilder:
             for entry in entries:
                 if entry.stored is None:
                     self.fill(entry)
-            shard_block(block, {entry.name: entry for entry in entries if entry.zero_dim is not None}, root.precision)
+            shard_block(root, block, {entry.name: entry for entry in entries if entry.zero_dim is not None})
         if any(entry.zero_dim is not None for entry in table.values()):
             shard_root(root, rooted)
         for name, entry in table.items():
@@ -288,7 +288,8 @@ def _buckets(
     for root, table in zip(roots, own_tables, strict=True):
         own = {name: entry for name, entry in table.items() if name not in shared}
         each.append([members(entries) for entries in (*by_block(root, own).values(), shared_entries(own))])
+    dtype = getattr(torch, program.reduce_dtype) if program.reduce_dtype else None
     if roots == (program,):
-        return GradientBuckets(each[0], group), ()
-    common = GradientBuckets([members(builder.first[name] for name in sorted(shared))], group)
-    return common, tuple(GradientBuckets(groups, group, outlives_backward=True) for groups in each)
+        return GradientBuckets(each[0], group, dtype=dtype), ()
+    common = GradientBuckets([members(builder.first[name] for name in sorted(shared))], group, dtype=dtype)
+    return common, tuple(GradientBuckets(groups, group, outlives_backward=True, dtype=dtype) for groups in each)

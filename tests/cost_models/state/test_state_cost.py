@@ -12,6 +12,7 @@ import pytest
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
 from autopar.cost_models.state.optimizers import optimizer_named, optimizer_seconds
+from autopar.cost_models.state.state_communication import accumulate_seconds
 from autopar.cost_models.state.state_cost import state_cost
 from autopar.cost_models.state.state_group import StateGroup
 from autopar.cost_models.state.state_memory import StateMemory, StatePolicy, state_memory
@@ -117,6 +118,26 @@ def test_wire_volume(row: dict[str, str]) -> None:
     cost = state_cost(StateGroup(1e9, 1e9, 10), int(row["zero_stage"]), LINK, device, Precision(), optimizer_named("adamw"))
     seconds = cost.gather_forward_seconds + cost.gather_backward_seconds + cost.reduce_seconds
     assert seconds == pytest.approx(int(row["published_value"].partition(" ")[0]) * 4 * 7 / 8)
+
+
+def test_the_reduce_dtype_is_on_the_wire_and_in_the_buffer() -> None:
+    """Gradients stay in the master's dtype; unreduced ones (ZeRO-1 between micro-batches) wait in the reduce dtype (FSDP2)."""
+    device, adamw = Cluster.parse("dgx-h100").device, optimizer_named("adamw")
+    for zero in range(4):
+        one, other = (
+            state_cost(StateGroup(1e9, 1e9, 10), zero, LINK, device, Precision(compute, "float32", reduce=compute), adamw)
+            for compute in ("bfloat16", "float16")
+        )
+        whole = state_cost(StateGroup(1e9, 1e9, 10), zero, LINK, device, Precision("bfloat16", "float32"), adamw)
+        assert one == other, "16 bits are 16 bits"
+        assert one.reduce_bytes * 2 == whole.reduce_bytes and one.reduce_seconds == pytest.approx(whole.reduce_seconds / 2)
+        assert one.gather_forward_seconds == whole.gather_forward_seconds
+        assert one.memory.gradients == whole.memory.gradients and one.memory.parameters == whole.memory.parameters
+        assert one.memory.reduce_buffer * 2 == whole.memory.reduce_buffer > 0
+        assert one.memory.accumulated == whole.memory.accumulated / (2 if zero == 1 else 1)
+        seconds = [accumulate_seconds(each, zero, 8, device, Precision("bfloat16", "float32", reduce=reduce))
+                   for each, reduce in ((whole, ""), (one, "bfloat16"))]  # fmt: skip
+        assert seconds[1] == pytest.approx(seconds[0] * (6 / 10 if zero == 1 else 1))
 
 
 def test_optimizer_streams_its_shard() -> None:

@@ -11,7 +11,7 @@ from autopar.capture import capture
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
-from autopar.planning import compute_dtype_of, precision_of
+from autopar.planning import compute_dtype_of, precision_of, with_reduction
 
 
 class Islands(nn.Module):
@@ -42,7 +42,11 @@ def test_names_and_policies() -> None:
     model, half = Islands(), MixedPrecisionPolicy(torch.float16, torch.float32)
     assert precision_of("fp16", model) == precision_of(half, model) == Precision("float16", "float32")
     assert precision_of(MixedPrecisionPolicy(), model) == Precision()
-    refused = (("mxfp8", "fp8"), ("int8", "fp16"), (MixedPrecisionPolicy(torch.bfloat16), "reduce_dtype=torch.float32"),
+    narrow = Precision("bfloat16", "float32", reduce="bfloat16")
+    assert precision_of(MixedPrecisionPolicy(torch.bfloat16), model) == narrow, "FSDP2 reduces in param_dtype then"
+    assert precision_of(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), model) == Precision(reduce="bfloat16")
+    assert with_reduction(Precision("bfloat16"), "bf16") == narrow and with_reduction(narrow, "fp32").reduction == "float32"
+    refused = (("mxfp8", "fp8"), ("int8", "fp16"), (MixedPrecisionPolicy(reduce_dtype=torch.int8), "summed|not known"),
                (MixedPrecisionPolicy(output_dtype=torch.bfloat16), "output_dtype"))  # fmt: skip
     for wrong, said in refused:
         with pytest.raises(AutoparError, match=said):
