@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autopar.capture import capture, current_autocast
+from autopar.capture import current_autocast
 from autopar.capture.modes import CapturedModes
 from autopar.capture.normalize.batch_norm import LOCAL
-from autopar.capture.returned import parse_asked, within
 from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.errors import AutoparError, PlanMismatch, StateError
+from autopar.errors import PlanMismatch, StateError
 from autopar.explain.out_of_memory import memory_answer
 from autopar.explain.predicted_step import predicted_step
 from autopar.explain.progress import say_plan, saying_progress
+from autopar.given_plan import batch_dims, check_float8, check_options, check_plan
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
@@ -42,7 +42,6 @@ from autopar.planning import (
     split_inputs,
 )
 from autopar.program.build import build_program
-from autopar.rules.check import check_strategies
 from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
 from autopar.runtime.comm.heartbeat import Heartbeat, watched
 from autopar.runtime.comm.joining import join
@@ -50,13 +49,11 @@ from autopar.runtime.comm.peer_watch import PATIENCE_SECONDS
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
 from autopar.runtime.errors import LaunchProblem, MismatchProblem
-from autopar.runtime.ops.float8 import float8_problem
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.pretrained.source import pretrained_source
 from autopar.runtime.state.meta_buffers import fill_missing, named_state
 from autopar.runtime.state.plain_model import PlainModel, hooked_modules
 from autopar.runtime.state.weight_source import BroadcastSource
-from autopar.schedules.pipeline_schedule import check_schedule
 from autopar.variants.maker import VariantMaker, on_first_rank
 
 __all__ = ["Deferred", "check_plan", "make_plan", "parallelize", "plan", "plan_folder", "register_rule"]
@@ -143,7 +140,9 @@ def parallelize(
         if plan is None:
             with saying_progress(type(model).__name__, cluster.name, time_limit_seconds):
                 return make_plan(model, cluster, example_inputs, **options, cache=plan_folder() if cache else None)
-        return check_plan(plan, model, cluster, example_inputs, outputs, loss_fn)
+        given = check_plan(plan, model, cluster, example_inputs, outputs, loss_fn)
+        check_options(given, model, precision, force)
+        return given
 
     try:
         with watched(heartbeat, "comparing the models"):
@@ -151,7 +150,7 @@ def parallelize(
             source = BroadcastSource(tensors) if weights is None else pretrained_source(model, weights)
         with watched(heartbeat, "planning"):
             agreed = planfile.decode_plan(on_first_rank(lambda: chosen().to_json()))
-            _check_float8(agreed, compile)
+            check_float8(agreed, compile)
             _warn_of(model)
             maker = _variant_maker(model, agreed, cluster, example_inputs, loss_fn)
         program = build_program(agreed.graph, agreed.candidate)
@@ -251,16 +250,6 @@ def _compare_models(model: nn.Module) -> None:
         raise PlanMismatch(str(problem)) from None
 
 
-def _check_float8(agreed: Plan, compiled: bool | str) -> None:
-    """AutoparError where the plan has float8 products that this process cannot run; a warning where they are not compiled."""
-    if not agreed.candidate.precision.float8:
-        return
-    if problem := float8_problem("cuda" if torch.cuda.is_available() else "cpu"):
-        raise AutoparError(problem)
-    if not compiled and dist.get_rank() == 0:
-        warnings.warn("float8 layers that are not compiled are slower than bf16: pass compile=True", stacklevel=3)
-
-
 def _variant_maker(
     model: nn.Module, agreed: Plan, cluster: Cluster, example_inputs: ExampleInputs, loss_fn: LossFunction | None
 ) -> VariantMaker:
@@ -273,18 +262,12 @@ def _variant_maker(
         outputs=tuple(output.asked for output in agreed.graph.outputs) if has_loss else (),
         batch_norm="local" if LOCAL in agreed.graph.notes else "global",
         loss_fn=loss_fn,
-        batch_dim=_batch_dims(agreed),
+        batch_dim=batch_dims(agreed),
         autocast=current_autocast(model),
     )
     skeleton = copy_without_data(model, None)
     modes = CapturedModes(skeleton, args, kwargs, options, agreed.graph)
     return VariantMaker(skeleton, agreed, cluster, registry(), options, modes)
-
-
-def _batch_dims(agreed: Plan) -> tuple[tuple[str, int], ...]:
-    """Where the tensors of the user have the batch, by argument, if not at dimension 0."""
-    interface = agreed.graph.interface
-    return () if interface is None else interface.said_batch_dims
 
 
 def _warn_of(model: nn.Module) -> None:
@@ -305,42 +288,3 @@ def _named(model: nn.Module, args: tuple[Any, ...], batch: dict[str, Any]) -> Ex
         return args or batch
     names = [name for name, each in signature(model.forward).parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
     return dict(zip(names, args, strict=False)) | batch
-
-
-def check_plan(
-    plan: Plan | str | Path,
-    model: nn.Module,
-    cluster: Cluster,
-    example_inputs: ExampleInputs,
-    outputs: Sequence[str] = (),
-    loss_fn: LossFunction | None = None,
-) -> Plan:
-    """The given plan. PlanMismatch where it was made for another model, batch shape, number of devices or without outputs."""
-    given = plan if isinstance(plan, Plan) else planfile.load_plan(plan)
-    if given.candidate.devices != cluster.size:
-        raise PlanMismatch(
-            f"the plan is for {given.candidate.devices} devices ({given.candidate.mesh}), the cluster {cluster.name} has "
-            f"{cluster.size}: plan again, or launch {given.candidate.devices} processes"
-        )
-    args, kwargs = split_inputs(example_inputs)
-    planned = {output.path: output for output in given.graph.outputs}
-    for path, kind in parse_asked(outputs).items():
-        found = [output for each, output in planned.items() if within(each, path)]
-        if not found or any(kind and output.kind != kind for output in found):
-            how = " like that" if found else ""
-            raise PlanMismatch(f"the plan returns no {path} beside the loss{how}: plan again with outputs={tuple(outputs)}")
-    statistics = "local" if LOCAL in given.graph.notes else "global"
-    graph = capture(
-        model, args, kwargs, compute_dtype=compute_dtype_of(given.candidate.precision, model), batch_norm=statistics,
-        loss_fn=loss_fn, outputs=tuple(output.asked for output in planned.values()), batch_dim=_batch_dims(given),
-        float8=given.candidate.precision.float8,
-    )  # fmt: skip
-    if graph.fingerprint != given.graph.fingerprint:
-        raise PlanMismatch(
-            f"the plan was made for {given.document.model.name} (fingerprint {given.graph.fingerprint[:12]}), this model and "
-            f"batch are {graph.name} ({graph.fingerprint[:12]}): plan again with `autopar plan`"
-        )
-    plan = given.with_graph(graph)
-    check_strategies(plan.graph, plan.candidate, registry())
-    check_schedule(plan.candidate)
-    return plan

@@ -57,9 +57,25 @@ def float8(plan: str) -> str:
     return refusal(lambda: autopar.parallelize(net(), "local:4", batch(), precision="fp8"))
 
 
-def reduce_dtype(plan: str) -> str:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    return refusal(lambda: autopar.parallelize(net().float(), "local:4", batch(), precision=policy))
+def reduce_dtype(plan: str) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    parallel, plain = autopar.parallelize(net(), "local:4", batch(), precision=policy, force="dp=4", cache=False), net()
+    (loss := parallel(**batch())).backward()
+    (expected := plain(**batch())).backward()
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=0)
+    found = parallel.full_gradients()
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-7)
+    assert any(not torch.equal(found[name], parameter.grad) for name, parameter in plain.named_parameters()), "it rounds"
+
+
+def precision_beside_plan(plan: str) -> str:
+    return refusal(lambda: parallel_of(net(), plan, precision="bf16"))
+
+
+def force_beside_plan(plan: str) -> str:
+    return refusal(lambda: parallel_of(net(), plan, force="tp=4"))
 
 
 # -- here

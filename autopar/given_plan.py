@@ -1,0 +1,98 @@
+"""A plan that was made before: whether it is for this model, cluster and these options. PlanMismatch says what is not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autopar.capture import capture
+from autopar.capture.normalize.batch_norm import LOCAL
+from autopar.capture.returned import parse_asked, within
+from autopar.capture.tracing.trace import LossFunction
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.errors import AutoparError, PlanMismatch
+from autopar.ir.describe import precision_text
+from autopar.ir.plan import Precision
+from autopar.ir.plan_file import plan_file as planfile
+from autopar.ir.plan_file.plan_file import Plan
+from autopar.planning import ExampleInputs, compute_dtype_of, precision_of, registry, split_inputs
+from autopar.rules.check import check_strategies
+from autopar.runtime.ops.float8 import float8_problem
+from autopar.schedules.pipeline_schedule import check_schedule
+
+
+def check_options(
+    plan: Plan, model: nn.Module, precision: str | Precision | MixedPrecisionPolicy | None, force: str | Mapping[str, int | str]
+) -> None:
+    """PlanMismatch where the options ask for something else than the given plan has."""
+    has = plan.candidate.precision
+    if precision is not None:
+        asked = precision_of(precision, model)
+        if replace(asked, offload_optimizer=has.offload_optimizer) != has:
+            raise PlanMismatch(
+                f"the plan has {precision_text(has)}, precision= asks for {precision_text(asked)}: plan again, or leave it out"
+            )
+    if force:
+        raise PlanMismatch(f"force={force!r} says nothing about a given plan, which is {plan}: leave out force= or plan=")
+
+
+def check_plan(
+    plan: Plan | str | Path,
+    model: nn.Module,
+    cluster: Cluster,
+    example_inputs: ExampleInputs,
+    outputs: Sequence[str] = (),
+    loss_fn: LossFunction | None = None,
+) -> Plan:
+    """The given plan. PlanMismatch where it was made for another model, batch shape, number of devices or without outputs."""
+    given = plan if isinstance(plan, Plan) else planfile.load_plan(plan)
+    if given.candidate.devices != cluster.size:
+        raise PlanMismatch(
+            f"the plan is for {given.candidate.devices} devices ({given.candidate.mesh}), the cluster {cluster.name} has "
+            f"{cluster.size}: plan again, or launch {given.candidate.devices} processes"
+        )
+    args, kwargs = split_inputs(example_inputs)
+    planned = {output.path: output for output in given.graph.outputs}
+    for path, kind in parse_asked(outputs).items():
+        found = [output for each, output in planned.items() if within(each, path)]
+        if not found or any(kind and output.kind != kind for output in found):
+            how = " like that" if found else ""
+            raise PlanMismatch(f"the plan returns no {path} beside the loss{how}: plan again with outputs={tuple(outputs)}")
+    statistics = "local" if LOCAL in given.graph.notes else "global"
+    graph = capture(
+        model, args, kwargs, compute_dtype=compute_dtype_of(given.candidate.precision, model), batch_norm=statistics,
+        loss_fn=loss_fn, outputs=tuple(output.asked for output in planned.values()), batch_dim=batch_dims(given),
+        float8=given.candidate.precision.float8,
+    )  # fmt: skip
+    if graph.fingerprint != given.graph.fingerprint:
+        raise PlanMismatch(
+            f"the plan was made for {given.document.model.name} (fingerprint {given.graph.fingerprint[:12]}), this model and "
+            f"batch are {graph.name} ({graph.fingerprint[:12]}): plan again with `autopar plan`"
+        )
+    plan = given.with_graph(graph)
+    check_strategies(plan.graph, plan.candidate, registry())
+    check_schedule(plan.candidate)
+    return plan
+
+
+def check_float8(agreed: Plan, compiled: bool | str) -> None:
+    """AutoparError where the plan has float8 products that this process cannot run; a warning where they are not compiled."""
+    if not agreed.candidate.precision.float8:
+        return
+    if problem := float8_problem("cuda" if torch.cuda.is_available() else "cpu"):
+        raise AutoparError(problem)
+    if not compiled and dist.get_rank() == 0:
+        warnings.warn("float8 layers that are not compiled are slower than bf16: pass compile=True", stacklevel=3)
+
+
+def batch_dims(agreed: Plan) -> tuple[tuple[str, int], ...]:
+    """Where the tensors of the user have the batch, by argument, if not at dimension 0."""
+    interface = agreed.graph.interface
+    return () if interface is None else interface.said_batch_dims
