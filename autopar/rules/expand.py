@@ -170,9 +170,9 @@ def shard_strategy(
     if function is not None and function.result is not None:
         results = tuple(function.result if value.differentiable else Replicate() for value in fitted.node.outputs)
     label = " ".join(factors) if parts == 1 else f"{factors[0]}({parts})"
-    size = fitted.sizes[factors[0]] if label in fitted.sizes else 0
+    size = fitted.sizes[factors[0]] if len(factors) == 1 else 0
     operands_at = tuple(place(terms, other) for terms, other in sides)
-    strategy = AxisStrategy(operands_at, results, label, factor_size=size if isinstance(size, int) else 0)
+    strategy = AxisStrategy(operands_at, results, label, factor_size=size // parts if isinstance(size, int) else 0)
     return strategy if function is None else _with_function(strategy, function, fitted.node, operands)
 
 

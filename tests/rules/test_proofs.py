@@ -91,7 +91,7 @@ TWO_AXES = [
     for index, (op, _, _) in enumerate(CASES)
     if op.split(".")[1]
     in {"linear", "linear_kn", "scaled_dot_product_attention", "attention", "moe_experts", "reshape", "split", "embedding"}
-    | {"cross_entropy_sum"}
+    | {"cross_entropy_sum", "group_norm", "native_group_norm", "conv2d"}
     or (op.split(".")[1] in {"cat", "addmm", "matmul", "transpose", "slice", "layer_norm", "sum"} and index % 2)
 ]
 
