@@ -140,10 +140,6 @@ class SearchBounds:
         for each in members:
             each.solution.bound_seconds = least
         rough.bounds[1.0] = least
-        if (
-            len(problem.mesh.axes) > 2 and state.best is not None
-        ):  # the linear program of memory is much smaller than those of blocks
-            self._bound_by_memory(rough, fully=False)
         if state.any_open(members):
             least_point = min(members, key=lambda each: (each.done, each.bound_seconds))
             self._bound_by_blocks(rough, lambda seconds: state.is_pruned(least_point, seconds))
