@@ -49,7 +49,7 @@ def run_single(
         model = stack.enter_context(apart(model))
         recorder = RecordDraws(model)
         seen = _ModuleOutputs(model) if record_modules else None
-        stack.enter_context(WriteOutLoops())  # type: ignore[no-untyped-call]
+        stack.enter_context(WriteOutLoops())
         if lift:
             stack.enter_context(lifting())
         if draws is not None:
