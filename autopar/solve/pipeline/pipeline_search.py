@@ -61,6 +61,7 @@ class PipelineSearch:
         self._bubbles = BubbleFactors()
         self._relaxed: dict[object, _Relaxed] = {}
         self._rough: dict[object, StageRelaxation] = {}
+        self._roughly: dict[GridPoint, float] = {}
 
     @property
     def all_solutions(self) -> list[MeshSolution]:
@@ -99,7 +100,7 @@ class PipelineSearch:
             self._bound_family(axes, members, best_seconds)
         bounds = {point: each.bound_seconds for point, each in self.points.items() if self._is_open(point, best_seconds())}
         bounds = dict(sorted(bounds.items(), key=lambda each: each[1]))
-        order = promising(self.stage_search, bounds, best_seconds() * (1 - self.options.min_improvement))
+        order = promising(self.stage_search, bounds, best_seconds() * (1 - self.options.min_improvement), self._with_memory)
         for result in self.stage_search.solutions(order, best_seconds()):
             result.bound_seconds = self.points[self._point_of(result)].bound_seconds
             self.solutions.append(result)
@@ -144,7 +145,7 @@ class PipelineSearch:
     def _tighten(self, best_seconds: Callable[[], float]) -> None:
         """The least bounds, as long as they are what the certificate is short of: first with memory and state, then with the
         tables of their own micro-batch and the bubble too."""
-        rough, sharp = set[GridPoint](), set[GridPoint]()
+        sharp = set[GridPoint]()
         enough = best_seconds() * (1 - self.options.sharp_gap)
 
         def sharpened(point: GridPoint) -> tuple[float, _Relaxed]:
@@ -159,18 +160,27 @@ class PipelineSearch:
                 if point in sharp or self.points[point].bound_seconds >= enough:
                     return
                 family = self._family(point)
-                if point not in rough and family not in self._relaxed:
-                    rough.add(point)
-                    bound = self.rough_bound(point)
-                else:
-                    sharp.add(point)
-                    low = [each for each in rest if each in rough and self.points[each].bound_seconds < enough]
-                    upcoming = (each for each in low if self._family(each) not in {family, *self._relaxed})
-                    bound, self._relaxed[family] = ahead.result(point, upcoming)
-                result = self.points[point]
-                result.bound_seconds = max(result.bound_seconds, bound)
-                if bound == inf:
-                    result.status = Status.INFEASIBLE
+                if point not in self._roughly and family not in self._relaxed:
+                    self._with_memory(point)
+                    continue
+                sharp.add(point)
+                low = [each for each in rest if each in self._roughly and self.points[each].bound_seconds < enough]
+                upcoming = (each for each in low if self._family(each) not in {family, *self._relaxed})
+                bound, self._relaxed[family] = ahead.result(point, upcoming)
+                self._raise_bound(point, bound)
+
+    def _raise_bound(self, point: GridPoint, seconds: float) -> None:
+        result = self.points[point]
+        result.bound_seconds = max(result.bound_seconds, seconds)
+        if seconds == inf:
+            result.status = Status.INFEASIBLE
+
+    def _with_memory(self, point: GridPoint) -> float:
+        """`rough_bound` with the bound that the point has, once."""
+        if point not in self._roughly:
+            self._roughly[point] = self.rough_bound(point, self.points[point].bound_seconds)
+            self._raise_bound(point, self._roughly[point])
+        return self._roughly[point]
 
     def _family(self, point: GridPoint) -> object:
         """Points of one relaxation."""
@@ -180,7 +190,7 @@ class PipelineSearch:
         """Of one stage, on devices that are no slower than those of any stage."""
         return self.tables.problem(replace(point, zero_group=0), None, fastest_stage_cluster(self.cluster, point.stages))
 
-    def rough_bound(self, point: GridPoint) -> float:
+    def rough_bound(self, point: GridPoint, flow_seconds: float) -> float:
         """What is known of the seconds of its calls, with memory and the communication of state, by the tables of the largest
         micro-batch on its mesh: a call of a smaller one takes at least its share."""
         alike = (each for each in self.points if each.mesh == point.mesh and point.micro_batches % each.micro_batches == 0)
@@ -193,7 +203,7 @@ class PipelineSearch:
         rough = self._rough[key]
         share = largest.micro_batches / point.micro_batches
         calls = {name: each.part(share) for name, each in rough.calls.items()}
-        return replace(rough, flow_seconds=self.points[point].bound_seconds, calls=calls).under_any_schedule(point)
+        return replace(rough, flow_seconds=flow_seconds, calls=calls).under_any_schedule(point)
 
     def sharp_bound(self, point: GridPoint, best_seconds: float) -> float:
         problem = self.problem(point)

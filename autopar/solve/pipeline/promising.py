@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 
 from autopar.errors import AutoparError
@@ -16,18 +16,26 @@ from autopar.solve.space.pipeline_grid import ScheduleOption
 Estimates = list[tuple[float, GridPoint, ScheduleOption]]
 
 
-def promising(search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float) -> Estimates:
+def promising(
+    search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float, with_memory: Callable[[GridPoint], float]
+) -> Estimates:
     """The estimated step of each point (with its lower bound) with each of its schedules, the shortest first, where it is below
-    `best_seconds`. Half of the time is left for pricing. AutoparError where a forced schedule fits none of the points."""
-    found = _Promising(search, points, best_seconds).run()
+    `best_seconds`. `with_memory` gives a sharper bound. Half of the time is left for pricing. AutoparError where a forced
+    schedule fits none of the points."""
+    found = _Promising(search, points, best_seconds, with_memory).run()
     return sorted(found, key=lambda each: (each[0], each[1].stages, each[2].virtual))
 
 
 class _Promising:
-    """`ratios`: what larger micro-batches showed of smaller ones."""
+    """`ratios`: what larger micro-batches showed of smaller ones. `beyond`: what memory and the communication of state add to the
+    bound of a point, which no bubble makes longer."""
 
-    def __init__(self, search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float) -> None:
+    def __init__(
+        self, search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float,
+        with_memory: Callable[[GridPoint], float],
+    ) -> None:  # fmt: skip
         self.search, self.placement, self.points, self.best_seconds = search, search.placement, points, best_seconds
+        self.with_memory, self.beyond = with_memory, dict[GridPoint, float]()
         self.ratios = BoundRatios(search.graph.batch)
         order = sorted(points, key=lambda each: (points[each], -self.ratios.examples(each)))
         self.schedules = dict(search.with_schedules(order))
@@ -45,6 +53,10 @@ class _Promising:
                     continue
                 try:
                     if not self.placement.knows(point):
+                        if self.best_seconds < inf:
+                            self.beyond[point] = self.with_memory(point) - self.points[point]
+                        if not self._open_schedules(point):
+                            continue
                         upcoming = self._unknown_families(point, order[number + 1 :])
                         self.placement.learn(point, ahead.result(point, upcoming))
                     out += self._estimates(point)
@@ -59,7 +71,8 @@ class _Promising:
     def _open_schedules(self, point: GridPoint) -> list[ScheduleOption]:
         """Those that bound, bubble and ratios do not prune."""
         every = self.schedules[point]
-        return [each for each in every if self._least(point, each) * self.ratios.least(point, each) < self.best_seconds]
+        most = self.best_seconds - self.beyond.get(point, 0.0)
+        return [each for each in every if self._least(point, each) * self.ratios.least(point, each) < most]
 
     def _unknown_families(self, point: GridPoint, order: Sequence[GridPoint]) -> Iterator[GridPoint]:
         """The first point of each other family that may be placed."""
