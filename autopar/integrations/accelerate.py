@@ -97,10 +97,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         """By the norm of all gradients of the parallel model that has these parameters, whatever the plan."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         given = {id(each) for each in parameters}
-        self.unscale_gradients()
         for model in self._models:
             own = {id(each) for each in model.parameters()} if isinstance(model, Parallel) else set()
             if given and given == own:
+                self.unscale_gradients()
                 norm: torch.Tensor = model.clip_grad_norm_(max_norm, norm_type)
                 return norm
             if given & own:

@@ -44,12 +44,12 @@ def test_the_usual_loop(force: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("force", ["dp=2,tp=2", "dp=4,zero=3", "pp=2,dp=2"])
 def test_fp16_follows_float32(force: str) -> None:
-    """With the accelerator's loss scaler: an overflow skips a step on all ranks."""
+    """With the accelerator's loss scaler; norms are those of unscaled gradients."""
     four = found([*TORCHRUN, str(SCRIPT), "--force", force, "--fp16"])
     one = found([sys.executable, str(SCRIPT)])
     for key in ("losses", "norms"):
-        assert four[key] == pytest.approx(one[key], rel=0.03) and four[key] != one[key], key
-    assert four["weights"] == pytest.approx(one["weights"], rel=0.01) and four["scale"] == 2.0**16
+        assert four[key] == pytest.approx(one[key], rel=5e-3) and four[key] != one[key], key
+    assert four["weights"] == pytest.approx(one["weights"], rel=1e-3) and four["scale"] == 2.0**16
 
 
 def test_fp8_is_refused_with_the_remedy() -> None:

@@ -90,7 +90,8 @@ def main() -> None:
         again.train(resume_from_checkpoint=f"{said.out}/checkpoint-3")
         found["resumed"] = history(again)
         if said.force and said.fp16:
-            found["scale"] = again.accelerator.scaler.get_scale()
+            scaler = again.accelerator.scaler.state_dict()
+            found["scaler"] = [scaler["scale"], scaler["_growth_tracker"]]
     if int(os.environ.get("RANK", "0")) == 0:
         state = GPT2LMHeadModel.from_pretrained(f"{said.out}/final").state_dict()
         found["weights"] = {name: float(tensor.double().abs().sum()) for name, tensor in state.items()}
