@@ -22,7 +22,14 @@ from torch.utils.data import DataLoader
 from autopar.api import parallelize as make_parallel
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.integrations.one_device import MovedOptimizer, first_batch, present_as_one_device, refuse
+from autopar.integrations.one_device import (
+    MovedOptimizer,
+    first_batch,
+    inner_optimizer,
+    loss_scaler,
+    present_as_one_device,
+    refuse,
+)
 from autopar.runtime.parallel import Parallel
 
 
@@ -41,17 +48,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         **keywords: Any,
     ) -> None:
         refuse({
-            f"mixed_precision={mixed_precision!r}": (mixed_precision in ("fp16", "fp8"), 'take "bf16"'),
+            f"mixed_precision={mixed_precision!r}": (mixed_precision == "fp8", 'take "bf16"'),
             "fsdp_plugin": (keywords.get("fsdp_plugin"), 'the plan shards the model: take parallelize={"force": "zero=3"}'),
             "deepspeed_plugin": (keywords.get("deepspeed_plugin"), 'take parallelize={"force": "zero=3"}'),
             "parallelism_config": (keywords.get("parallelism_config"), 'take parallelize={"force": "tp=4"}'),
             "dynamo_backend": (keywords.get("dynamo_backend"), 'take parallelize={"compile": True}'),
         })  # fmt: skip
         self.cluster, self.example_inputs = cluster, example_inputs
-        self.options = ({"precision": "bf16"} if mixed_precision == "bf16" else {}) | dict(parallelize or {})
+        half = mixed_precision if mixed_precision in ("bf16", "fp16") else None
+        self.options = ({"precision": half} if half else {}) | dict(parallelize or {})
         PartialState(cpu=cpu)
         present_as_one_device()
         super().__init__(mixed_precision="no", cpu=cpu, **keywords)
+        if half == "fp16":
+            self.scaler = loss_scaler(self)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As in accelerate; an optimizer that was made from the plain model gets the parameters of the parallel one."""
@@ -90,12 +100,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         for model in self._models:
             own = {id(each) for each in model.parameters()} if isinstance(model, Parallel) else set()
             if given and given == own:
+                self.unscale_gradients()
                 norm: torch.Tensor = model.clip_grad_norm_(max_norm, norm_type)
                 return norm
             if given & own:
                 raise AutoparError("these are some of a parallel model's parameters: clip all of them, model.parameters()")
         other: torch.Tensor = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return other
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """As in accelerate, also where the precision is the plan's."""
+        several = optimizer if isinstance(optimizer, (tuple, list)) else [optimizer]
+        for each in self._optimizers if optimizer is None else several:
+            if self.scaler is not None:
+                self.scaler.unscale_(inner_optimizer(each))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """The plain model's state dict, with full tensors on every rank (all ranks must call)."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
@@ -70,6 +71,21 @@ class MovedOptimizer:
                 raise AutoparError(f"the optimizer has a parameter of shape {unknown[0]} that the model has not")
             names = [self.names[id(each)] for each in group["params"]]
             group["params"] = [own[name] for name in names if name in own]
+
+
+def inner_optimizer(optimizer: Any) -> Optimizer:
+    """Without accelerate's wrapper."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    found: Optimizer = optimizer
+    return found
+
+
+def loss_scaler(accelerator: Any) -> torch.amp.GradScaler:
+    """The scaler of an accelerator whose parallel models compute in fp16, as its `GradScalerKwargs` say. accelerate scales the
+    loss and steps with it; autocast around the model is left out, since the plan has the precision."""
+    handler = accelerator.scaler_handler
+    return torch.amp.GradScaler(accelerator.device.type, **(handler.to_kwargs() if handler is not None else {}))
 
 
 def wait_for_all() -> None:

@@ -28,7 +28,15 @@ from autopar.api import parallelize as make_parallel
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.integrations.checkpoints import load_optimizer, load_weights, save_optimizer
-from autopar.integrations.one_device import MovedOptimizer, first_batch, present_as_one_device, refuse, wait_for_all
+from autopar.integrations.one_device import (
+    MovedOptimizer,
+    first_batch,
+    inner_optimizer,
+    loss_scaler,
+    present_as_one_device,
+    refuse,
+    wait_for_all,
+)
 from autopar.runtime.parallel import Parallel
 
 LOGGER = logging.getLogger("autopar")
@@ -64,8 +72,8 @@ class Trainer(transformers.Trainer):
 
     def _make_parallel(self, model: nn.Module, cluster: str | Cluster, options: dict[str, Any]) -> None:
         """Replaces the plain model everywhere."""
-        if self.args.bf16:
-            options.setdefault("precision", "bf16")
+        if self.args.bf16 or self.args.fp16:
+            options.setdefault("precision", "bf16" if self.args.bf16 else "fp16")
         options.setdefault("optimizer", "adamw")
         model.train(self.train_dataset is not None)
         loader = self.get_train_dataloader() if self.train_dataset is not None else self._evaluation_loader()
@@ -107,6 +115,8 @@ class Trainer(transformers.Trainer):
         present_as_one_device()
         self.args._n_gpu = min(self.args._n_gpu, 1)
         super().create_accelerator_and_postprocess()
+        if self.args.fp16:
+            self.accelerator.scaler = loss_scaler(self.accelerator)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         return super()._build_accelerator_args(**kwargs) | {"mixed_precision": "no"}  # the plan has the precision
@@ -126,11 +136,19 @@ class Trainer(transformers.Trainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return self.decay_names
 
+    def _unscale(self) -> None:
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.unscale_(inner_optimizer(self.optimizer))
+
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        self._unscale()
         return self._parallel.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self._parallel.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+        if grad_norm is not None:
+            return grad_norm
+        self._unscale()
+        return self._parallel.clip_grad_norm_(float("inf"))
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         main = inputs.get(getattr(self.plain_skeleton, "main_input_name", "input_ids"))
@@ -184,7 +202,7 @@ class Trainer(transformers.Trainer):
         wait_for_all()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_optimizer(output_dir, self._parallel, _inner(self.optimizer))
+        save_optimizer(output_dir, self._parallel, inner_optimizer(self.optimizer))
         if self.args.should_save:
             torch.save(self._scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
@@ -220,14 +238,8 @@ class Trainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not os.path.isfile(os.path.join(checkpoint, _SCHEDULER)):
             return
-        load_optimizer(checkpoint, self._parallel, _inner(self.optimizer))
+        load_optimizer(checkpoint, self._parallel, inner_optimizer(self.optimizer))
         self._scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
-
-
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """Without accelerate's wrapper."""
-    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
 
 
 def _refuse(args: transformers.TrainingArguments, given: Mapping[str, Any]) -> None:
@@ -237,7 +249,6 @@ def _refuse(args: transformers.TrainingArguments, given: Mapping[str, Any]) -> N
     refuse({
         "model_init": (given.get("model_init") is not None or model is None, "pass the model"),
         "a PEFT model": (hasattr(model, "peft_config"), "train it with autopar.parallelize in your own loop"),
-        "fp16": (args.fp16, "take bf16=True, which computes in bf16 over float32 weights"),
         "fp16_full_eval or bf16_full_eval": (args.fp16_full_eval or args.bf16_full_eval, "take bf16=True"),
         "fsdp": (args.fsdp, shards),
         "deepspeed": (args.deepspeed, shards),

@@ -1,7 +1,7 @@
 """The usual loop of accelerate. Started alone it uses the library's own accelerator; under torchrun with degrees the lines that
 differ are autopar's. Prints what it found on rank 0.
 
-    accelerate_script.py [--force DEGREES]
+    accelerate_script.py [--force DEGREES [--fp16]]
 """
 
 from __future__ import annotations
@@ -70,12 +70,19 @@ def refused() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--force", default="")
+    parser.add_argument("--fp16", action="store_true")
     said = parser.parse_args()
     keywords: dict[str, Any] = dict(cpu=True, gradient_accumulation_steps=2)
     if said.force:
         from autopar.integrations.accelerate import Accelerator  # the changed lines of a user's script: this import ...
 
-        found = train(Accelerator(**keywords, cluster="local:4", parallelize={"force": said.force}))  # ... and these arguments
+        half = {"mixed_precision": "fp16"} if said.fp16 else {}
+        accelerator = Accelerator(
+            **keywords, **half, cluster="local:4", parallelize={"force": said.force}
+        )  # ... and these arguments
+        found = train(accelerator)
+        if said.fp16:
+            found["scale"] = accelerator.scaler.get_scale()
         found["refused"] = refused()
     else:
         import accelerate

@@ -41,11 +41,21 @@ def test_the_usual_loop(force: str) -> None:
     assert four["weights"] == pytest.approx(one["weights"], rel=1e-4)
 
 
-@pytest.mark.parametrize("wanted", ["fp16", "fp8"])
-def test_other_precisions_are_refused_with_the_remedy(wanted: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("force", ["dp=2,tp=2", "dp=4,zero=3", "pp=2,dp=2"])
+def test_fp16_follows_float32(force: str) -> None:
+    """With the accelerator's loss scaler; norms are those of unscaled gradients."""
+    four = found([*TORCHRUN, str(SCRIPT), "--force", force, "--fp16"])
+    one = found([sys.executable, str(SCRIPT)])
+    for key in ("losses", "norms"):
+        assert four[key] == pytest.approx(one[key], rel=5e-3) and four[key] != one[key], key
+    assert four["weights"] == pytest.approx(one["weights"], rel=1e-3) and four["scale"] == 2.0**16
+
+
+def test_fp8_is_refused_with_the_remedy() -> None:
     from autopar.errors import AutoparError
     from autopar.integrations.accelerate import Accelerator
 
-    with pytest.raises(AutoparError, match=f"mixed_precision='{wanted}'.*take \"bf16\"") as refused:
-        Accelerator(cluster="local:4", mixed_precision=wanted, cpu=True)
+    with pytest.raises(AutoparError, match="mixed_precision='fp8'.*take \"bf16\"") as refused:
+        Accelerator(cluster="local:4", mixed_precision="fp8", cpu=True)
     assert "\n" not in str(refused.value)

@@ -59,7 +59,7 @@ def test_a_trainer_script(tmp_path: Path) -> None:
     [
         ("activation_checkpointing", "the plan decides what is recomputed"),
         ("auto_find_batch_size", "the plan fits the memory"),
-        ("fp16", "take bf16=True"),
+        ("fp16_full_eval", "take bf16=True"),
     ],
 )
 def test_what_the_plan_decides_is_refused(tmp_path: Path, setting: str, remedy: str) -> None:
@@ -97,3 +97,15 @@ def test_a_resumed_run_draws_the_same_dropout(tmp_path: Path) -> None:
     _, four = found(tmp_path, "dp=2,tp=2", "--resume", "dp=2,tp=2", "--dropout", "0.1")
     losses = [[each["loss"] for each in four[name] if "loss" in each] for name in ("log", "resumed")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", ["dp=2,tp=2", "dp=4,zero=3", "pp=2,dp=2"])
+def test_fp16_follows_float32(tmp_path: Path, force: str) -> None:
+    """Under a loss scaler, which is saved and loaded with the run; logged norms are those of unscaled gradients."""
+    one, four = found(tmp_path, force, "--resume", "dp=2,tp=2", "--fp16")
+    for name in ("log", "resumed"):
+        for key in ("loss", "grad_norm"):
+            mine, theirs = ([each[key] for each in run[name] if key in each] for run in (four, one))
+            assert mine == pytest.approx(theirs, rel=5e-3) and mine != theirs, (name, key)
+    assert four["scaler"] == [2.0**16, 6], "three steps before the checkpoint, and three after it"

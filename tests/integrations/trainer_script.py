@@ -1,7 +1,7 @@
 """A Trainer script as a user has it. Started alone it uses the library's own Trainer; under torchrun with degrees the two lines
 that differ are autopar's. Writes what it found into OUT/found.json.
 
-    trainer_script.py OUT [--force DEGREES] [--resume DEGREES] [--smoothing 0.1] [--lengths] [--dropout 0.1]
+    trainer_script.py OUT [--force DEGREES] [--resume DEGREES] [--smoothing 0.1] [--lengths] [--dropout 0.1] [--fp16]
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make(model: GPT2LMHeadModel, said: argparse.Namespace, folder: str, force: s
         output_dir=folder, per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=6, learning_rate=1e-2,
         weight_decay=0.1, max_grad_norm=0.5, gradient_accumulation_steps=2, logging_steps=1, save_steps=3, eval_steps=3,
         eval_strategy="steps", warmup_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, seed=3,
-        label_smoothing_factor=said.smoothing,
+        label_smoothing_factor=said.smoothing, fp16=said.fp16 and bool(force),
     )  # fmt: skip
     data = examples(said.lengths)
     keywords: dict[str, Any] = dict(
@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--smoothing", type=float, default=0.0)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--lengths", action="store_true")
+    parser.add_argument("--fp16", action="store_true", help="in the parallel run; the library's own needs a GPU for it")
     said = parser.parse_args()
     transformers.logging.set_verbosity_error()
     trainer = make(new_model(said.dropout), said, said.out, said.force)
@@ -88,6 +89,9 @@ def main() -> None:
         again = make(new_model(said.dropout), said, said.out, said.resume if said.force else "")
         again.train(resume_from_checkpoint=f"{said.out}/checkpoint-3")
         found["resumed"] = history(again)
+        if said.force and said.fp16:
+            scaler = again.accelerator.scaler.state_dict()
+            found["scaler"] = [scaler["scale"], scaler["_growth_tracker"]]
     if int(os.environ.get("RANK", "0")) == 0:
         state = GPT2LMHeadModel.from_pretrained(f"{said.out}/final").state_dict()
         found["weights"] = {name: float(tensor.double().abs().sum()) for name, tensor in state.items()}

@@ -68,7 +68,7 @@ def plan_of(
         cluster,
         loaded.example_inputs,
         batch=arguments.batch,
-        precision=_precision(arguments, loaded.model),
+        precision=precision_asked(arguments, loaded.model),
         force=arguments.force,
         optimizer=getattr(arguments, "optimizer", "adamw"),
         strict=arguments.strict,
@@ -88,7 +88,7 @@ def plan_of(
     )
 
 
-def _precision(arguments: argparse.Namespace, model: nn.Module) -> Precision:
+def precision_asked(arguments: argparse.Namespace, model: nn.Module) -> Precision:
     """What ``--dtype`` and ``--reduce-dtype`` ask for."""
     from autopar.planning import precision_of, with_reduction
 

@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.capture import capture
+from autopar.cli.commands.plan import precision_asked
+from autopar.cli.parser import build_parser
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
@@ -61,3 +63,13 @@ def test_the_active_autocast_is_captured_unless_told() -> None:
     assert active == told and none == capture(model, (x,)) != told
     assert {n.outputs[0].dtype for b in told.blocks for n in b.nodes if n.op == "aten.linear"} == {"bfloat16"}
     assert set(dtypes(told).values()) == {"float32"}
+
+
+def test_the_reduce_dtype_of_the_command_line() -> None:
+    words = ["plan", "mlp", "--cluster", "local:2", "--dtype", "bf16"]
+    said = ([], ["--reduce-dtype", "bf16"], ["--reduce-dtype", "int8"])
+    plain, narrow, wrong = (build_parser().parse_args([*words, *more]) for more in said)
+    assert precision_asked(plain, Islands()) == Precision("bfloat16", "float32")
+    assert precision_asked(narrow, Islands()) == Precision("bfloat16", "float32", reduce="bfloat16")
+    with pytest.raises(AutoparError, match="reduce dtype 'int8' is not known: write one of"):
+        precision_asked(wrong, Islands())
