@@ -53,7 +53,7 @@ def pretrained_source(model: nn.Module, path: str | os.PathLike[str]) -> Mapping
             said_unfit(
                 weights,
                 missing,
-                [],
+                unexpected,
                 "name the folder of this model's weights, or build the model with values, without state=, and call "
                 "parallel.load_pretrained(folder, strict=False)",
             )
