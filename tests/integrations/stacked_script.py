@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import autopar
+from autopar.integrations.checkpoints import load_weights
 from autopar.runtime.pretrained import stacked
 from autopar.runtime.pretrained.weight_files import list_files
 
@@ -30,10 +31,19 @@ ids = torch.arange(64).reshape(4, 16)
 parallel = autopar.parallelize(model.train(), "local:2", {"input_ids": ids, "labels": ids}, force=force, state=read)
 result: dict[str, Any] = {"mapped": mapped_bytes[0], "loaded": parallel.full_state()}
 parallel.save_pretrained(written, max_shard_size="20KB")
-with torch.no_grad():
-    for parameter in parallel.parameters():
-        parameter.zero_()
+
+
+def forget() -> None:
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.zero_()
+
+
+forget()
 found = parallel.load_pretrained(written)
 assert not found.missing_keys and not found.unexpected_keys
 result["loaded_again"] = parallel.full_state()
+forget()
+load_weights(read, parallel)  # as the Trainer does with what transformers has written of the whole state
+result["resumed"] = parallel.full_state()
 torch.save(result, f"{written}.{torch.distributed.get_rank()}.pt")

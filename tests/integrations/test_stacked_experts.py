@@ -52,7 +52,7 @@ def check(make: Any, force: str, ranks: RankPool, folder: Path) -> None:
         assert ended.status == 0, ended.stderr[-3000:]
     results = [torch.load(folder / f"written.{rank}.pt") for rank in range(2)]
     for result in results:
-        for state in (result["loaded"], result["loaded_again"]):
+        for state in (result["loaded"], result["loaded_again"], result["resumed"]):
             assert expected.keys() == state.keys()
             assert not [name for name, value in expected.items() if not torch.equal(value, state[name])]
     mapped = [result["mapped"] for result in results]
