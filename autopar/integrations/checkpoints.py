@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -36,26 +35,12 @@ def load_optimizer(folder: str, parallel: Parallel, optimizer: Optimizer) -> Non
     set_optimizer_state_dict(parallel, optimizer, optim_state_dict=state, options=_FLAT)
 
 
-def read_weights(folder: str) -> dict[str, torch.Tensor]:
-    """All weights of a folder that `save_pretrained` wrote, whole or in parts."""
-    from safetensors.torch import load_file
-
-    files = sorted(Path(folder).glob("model*.safetensors"))
-    if not files:
-        raise StateError(f"{folder} has no model.safetensors: pass a folder that the Trainer has saved")
-    out: dict[str, torch.Tensor] = {}
-    for file in files:
-        out |= load_file(file)
-    return out
-
-
 def load_weights(folder: str, parallel: Parallel) -> None:
-    """Into the parallel model (all ranks must call). StateError where weights are missing; of tied names one is enough."""
-    state = read_weights(folder)
-    result = parallel.load_state_dict(state, strict=False)
-    names = parallel.plain.names if parallel.plain is not None else {}
-    held = {names.get(key) for key in state}
-    missing = [key for key in result.missing_keys if names.get(key) not in held]
-    if missing or result.unexpected_keys:
-        what = f"misses {missing[0]}" if missing else f"has {result.unexpected_keys[0]}, which the model has not"
+    """What transformers has written, into the parallel model (all ranks must call). StateError where weights are missing; of tied
+    names one is enough."""
+    found = parallel.load_pretrained(folder, strict=False)
+    extra = parallel.plain.extra if parallel.plain is not None else {}
+    unexpected = [key for key in found.unexpected_keys if key not in extra]
+    if found.missing_keys or unexpected:
+        what = f"misses {found.missing_keys[0]}" if found.missing_keys else f"has {unexpected[0]}, which the model has not"
         raise StateError(f"the checkpoint {folder} {what}: resume from one of this model")

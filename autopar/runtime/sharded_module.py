@@ -197,8 +197,8 @@ class ShardedModule(nn.Module):
     def save_pretrained(
         self, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB", *, dtype: torch.dtype | None = None
     ) -> Path:
-        """Writes the weights in Hugging Face's layout, under the names of the model: ``model.safetensors``, or parts of at most
-        `max_shard_size` with an index, and the configuration of a model that has one; `from_pretrained`, vLLM and
+        """Writes the weights in Hugging Face's layout, under the names that it has there: ``model.safetensors``, or parts of at
+        most `max_shard_size` with an index, and the configuration of a model that has one; `from_pretrained`, vLLM and
         ``safetensors.torch.load_model`` load the folder. Floating-point weights are written as they are trained, or in `dtype`.
         No rank ever holds more than one whole tensor. All ranks must call."""
         self._check_steps_ended("save_pretrained")

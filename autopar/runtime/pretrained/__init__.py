@@ -2,4 +2,5 @@
 and `source` read them into shards (`parallel.load_pretrained`, ``parallelize(state=folder)``): each rank reads its own part.
 
 `header` is the format of one file, `weight_files` that of a folder, `layout` how an export is divided into files and finished.
-Nothing is unpickled. Imports device, comm, state and checkpoint."""
+`conversions` is what transformers renames and stacks when it loads, `stacked` a weight that is several of the files. Nothing is
+unpickled. Imports device, comm, state and checkpoint."""

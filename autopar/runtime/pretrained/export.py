@@ -21,8 +21,9 @@ from ..errors import CheckpointProblem
 from ..state.layout import gather_full, shard_specs
 from ..state.materialize import State
 from ..state.plain_model import PlainModel
+from .conversions import hub_tensors
 from .header import WeightFileWriter, header_bytes
-from .layout import ExportedTensor, aside, byte_count, discard, divide, file_names, finish
+from .layout import ExportedTensor, Part, aside, byte_count, discard, divide, file_names, finish
 from .load import saved_names
 
 LOGGER = logging.getLogger("autopar")
@@ -43,9 +44,10 @@ def save_pretrained(
     """Its folder. All ranks call it together; CheckpointProblem on all of them where one cannot write."""
     folder, most = Path(path).absolute(), byte_count(max_shard_size)
     tensors, names = _Tensors(state, plain, dtype), saved_names(state, plain)
-    files = divide(tensors.listed(names), most)
+    listed, hub_names = _as_on_the_hub(plain, tensors.listed(names), names, rounds.rank)
+    files = divide(listed, most)
     by_name = dict(zip(file_names(len(files)), files, strict=True))
-    metadata = {"format": "pt"} | {key: name for key, name in names.items() if key != name}
+    metadata = {"format": "pt"} | {hub_names.get(a, a): hub_names.get(b, b) for a, b in names.items() if a != b}
     rounds.raise_together(attempt(lambda: folder.mkdir(parents=True, exist_ok=True)))
     mine: list[tuple[str, WeightFileWriter]] = []
     failed: Failed | None = None
@@ -53,12 +55,13 @@ def save_pretrained(
         writer = number % rounds.size
         made: Any = None
         if writer == rounds.rank and failed is None:
-            listed = {each.name for each in file}
-            aliases = {key: said for key, said in metadata.items() if key == "format" or said in listed}
-            made = attempt(lambda f=file, n=name, a=aliases: WeightFileWriter(folder / aside(n), header_bytes(f, a)))  # type: ignore[misc]
+            inside = {each.name for each in file}
+            aliases = {key: said for key, said in metadata.items() if key == "format" or said in inside}
+            header = header_bytes([each[:3] for each in file], aliases)
+            made = attempt(lambda n=name, h=header: WeightFileWriter(folder / aside(n), h))  # type: ignore[misc]
             failed = made if isinstance(made, Failed) else None
         for each in file:
-            full = tensors.whole(each, writer, rounds.rank)
+            full = tensors.written(each, writer, rounds.rank)
             if writer == rounds.rank and failed is None and full is not None:
                 written = attempt(lambda m=made, f=full: m.write(f))  # type: ignore[misc]
                 failed = written if isinstance(written, Failed) else None
@@ -76,6 +79,28 @@ def save_pretrained(
         discard(folder, [name for name, _ in mine])
         raise CheckpointProblem(f"cannot write weights to {folder}: {problem.text}: make room, or name another folder")
     return folder
+
+
+def _as_on_the_hub(
+    plain: PlainModel | None, tensors: list[ExportedTensor], names: Mapping[str, str], rank: int
+) -> tuple[list[ExportedTensor], dict[str, str]]:
+    """The tensors as the files of a model of transformers have them, and the names of those (and of tied ones) that are one
+    tensor there too."""
+    if plain is None:
+        return tensors, {}
+    by_name = {each.name: each for each in tensors}
+    found = hub_tensors(plain.skeleton, {each.name: each.shape for each in tensors})
+    if found is None:
+        if rank == 0:
+            LOGGER.warning("weights are written under the names of %s, not the Hub's", type(plain.skeleton).__name__)
+        return tensors, {}
+    out = []
+    for name, parts in found.items():
+        whole = by_name[name]
+        for each in parts:
+            out.append(ExportedTensor(each.name, whole.dtype, each.shape, Part(whole, each.start, each.size)))
+    tied = hub_tensors(plain.skeleton, {key: by_name[name].shape for key, name in names.items() if name in by_name}) or {}
+    return out, {key: each[0].name for key, each in {**tied, **found}.items() if len(each) == 1}
 
 
 def _finish(folder: Path, files: Mapping[str, list[ExportedTensor]], plain: PlainModel | None) -> None:
@@ -121,6 +146,7 @@ class _Tensors:
         extra = {} if plain is None else {key: each for key, each in plain.extra.items() if isinstance(each, torch.Tensor)}
         self.others: dict[str, torch.Tensor] = {} if plain is None else {**plain.unused, **extra}
         self.extra = extra
+        self._open: tuple[ExportedTensor, int, torch.Tensor | None] | None = None
 
     def listed(self, names: Mapping[str, str]) -> list[ExportedTensor]:
         """All tensors in the model's order, tied ones once, under their first names."""
@@ -137,6 +163,23 @@ class _Tensors:
 
     def _exported(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if self.dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 else dtype
+
+    def written(self, tensor: ExportedTensor, writer: int, rank: int) -> torch.Tensor | None:
+        """A tensor of a file on the rank that writes it; all ranks call it together. Parts of one tensor follow each other, so it
+        is gathered once in a file."""
+        if tensor.part is None:
+            self._open = None
+            return self.whole(tensor, writer, rank)
+        whole = tensor.part.whole
+        if self._open is None or self._open[:2] != (whole, writer):
+            self._open = None
+            self._open = whole, writer, self.whole(whole, writer, rank)
+        full = self._open[2]
+        if full is None:
+            return None
+        for dim, (start, count) in enumerate(zip(tensor.part.start, tensor.part.size, strict=True)):
+            full = full.narrow(dim, start, count)
+        return full.reshape(tensor.shape)
 
     def whole(self, tensor: ExportedTensor, writer: int, rank: int) -> torch.Tensor | None:
         """The whole tensor on the rank that writes it; all ranks call it together."""

@@ -27,11 +27,20 @@ class ExportedTensor(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    part: Part | None = None
 
     @property
     def size(self) -> int:
         """Bytes."""
         return prod(self.shape) * self.dtype.itemsize
+
+
+class Part(NamedTuple):
+    """A box of a tensor of the model, where it is written as several."""
+
+    whole: ExportedTensor
+    start: tuple[int, ...]
+    size: tuple[int, ...]
 
 
 def byte_count(size: int | str) -> int:

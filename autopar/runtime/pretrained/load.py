@@ -16,6 +16,7 @@ from ..errors import CheckpointProblem
 from ..state.layout import model_shard, zero_shard
 from ..state.materialize import State
 from ..state.plain_model import PlainModel
+from .conversions import transforms_of
 from .weight_files import PretrainedWeights, misfit, open_weights
 
 LOGGER = logging.getLogger("autopar")
@@ -27,7 +28,8 @@ def load_pretrained(
 ) -> _IncompatibleKeys:
     """Copies this rank's part of each weight. All ranks call it together; CheckpointProblem on all of them before anything is
     changed. Without `strict` weights may be missing, unexpected, or rounded to a shorter type."""
-    weights = open_weights(Path(path).absolute(), rounds, saved_names(state, plain), body_prefix(plain))
+    transforms = transforms_of(plain.skeleton) if plain is not None else []
+    weights = open_weights(Path(path).absolute(), rounds, saved_names(state, plain), body_prefix(plain), transforms)
     kinds = {name: (spec.shape, getattr(torch, spec.dtype)) for name, spec in state.index.specs.items()}
     others = plain.unused if plain is not None else {}
     kinds |= {name: (tuple(each.shape), each.dtype) for name, each in others.items()}

@@ -17,6 +17,7 @@ from ..checkpoint.rounds import Failed, Rounds, attempt
 from ..errors import CheckpointProblem
 from ..state.meta_buffers import fill_missing
 from ..state.weight_source import named_tensors
+from .conversions import transforms_of
 from .load import said_unfit, unfit
 from .weight_files import misfit, open_weights
 
@@ -38,7 +39,8 @@ def pretrained_source(model: nn.Module, path: str | os.PathLike[str]) -> Mapping
     saved = {id(each) for each in model.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)}
     names = {name: first[id(tensor)] for name, tensor in own.items() if id(tensor) in saved}
     prefix = getattr(model, "base_model_prefix", "")
-    weights = open_weights(Path(path).absolute(), rounds, names, prefix if isinstance(prefix, str) else "")
+    body = prefix if isinstance(prefix, str) else ""
+    weights = open_weights(Path(path).absolute(), rounds, names, body, transforms_of(model))
     rounded = []
     for name, weight in weights.found.items():
         if said := misfit(name, weight, own[name].shape, own[name].dtype, narrowing=True):
@@ -51,7 +53,7 @@ def pretrained_source(model: nn.Module, path: str | os.PathLike[str]) -> Mapping
             said_unfit(
                 weights,
                 missing,
-                [],
+                unexpected,
                 "name the folder of this model's weights, or build the model with values, without state=, and call "
                 "parallel.load_pretrained(folder, strict=False)",
             )

@@ -6,13 +6,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..checkpoint.rounds import Failed, Rounds, attempt
 from ..errors import CheckpointProblem, DamagedCheckpoint
-from .header import LONGEST_HEADER, StoredWeight, mapped, read_header
+from .conversions import converted
+from .header import LONGEST_HEADER, StoredWeight, read_header
+from .stacked import Weight, opened
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -79,15 +81,14 @@ def _indexed(path: Path) -> dict[str, str]:
 
 
 class PretrainedWeights(Mapping[str, torch.Tensor]):
-    """Full tensors by the first names of a model's, each a map of its bytes on disk. `unexpected`: names in the
-    files that the model has not."""
+    """Full tensors by the first names of a model's, each a map of its bytes on disk, or read from several where it is looked at.
+    `unexpected`: names in the files that the model has not."""
 
-    def __init__(self, files: WeightFiles, found: Mapping[str, StoredWeight], unexpected: Sequence[str]) -> None:
+    def __init__(self, files: WeightFiles, found: Mapping[str, Weight], unexpected: Sequence[str]) -> None:
         self.files, self.found, self.unexpected = files, found, unexpected
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        weight = self.found[name]
-        return mapped(self.files.folder / weight.file, weight)
+        return opened(self.files.folder, self.found[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.found)
@@ -96,22 +97,26 @@ class PretrainedWeights(Mapping[str, torch.Tensor]):
         return len(self.found)
 
 
-def open_weights(path: Path, rounds: Rounds, names: Mapping[str, str], prefix: str = "") -> PretrainedWeights:
+def open_weights(
+    path: Path, rounds: Rounds, names: Mapping[str, str], prefix: str = "", transforms: Sequence[Any] = ()
+) -> PretrainedWeights:
     """The weights of a folder for a model. All ranks call it together; CheckpointProblem on all of them where one cannot read it.
 
     `names`: each key of the model's state dict with the first name of that tensor; tied names need one of them in the files.
-    `prefix`: that of the model's body, with which or without which files may have a name (``transformer.h.0`` and ``h.0``)."""
+    `prefix`: that of the model's body, with which or without which files may have a name (``transformer.h.0`` and ``h.0``).
+    `transforms`: what transformers does with names and weights of files (`conversions`)."""
     files = rounds.broadcast(attempt(lambda: list_files(path)) if rounds.rank == 0 else None)
     if isinstance(files, Failed):
         raise (DamagedCheckpoint if files.damaged else CheckpointProblem)(files.text)
-    stored = {key: name for key in names if (name := _name_in(files.weights, key, prefix)) is not None}
-    found: dict[str, StoredWeight] = {}
+    by_name = converted(transforms, files.weights, lambda name: _name_in(names, name, prefix) is not None)
+    stored = {key: name for key in names if (name := _name_in(by_name, key, prefix)) is not None}
+    found: dict[str, Weight] = {}
     twice: list[tuple[str, str]] = []
     for key, name in stored.items():
-        if files.weights[name] != found.setdefault(names[key], files.weights[name]):
+        if by_name[name] != found.setdefault(names[key], by_name[name]):
             twice.append((names[key], name))
     used = set(stored.values())
-    weights = PretrainedWeights(files, found, [name for name in files.weights if name not in used])
+    weights = PretrainedWeights(files, found, [name for name in by_name if name not in used])
 
     def check() -> None:
         for file, size in files.sizes.items():
@@ -125,7 +130,7 @@ def open_weights(path: Path, rounds: Rounds, names: Mapping[str, str], prefix: s
                     f"cannot read {files.folder / file}: {error.strerror}: name a folder that all nodes share"
                 ) from None
         for first, other in twice if rounds.rank == 0 else ():
-            one = mapped(files.folder / files.weights[other].file, files.weights[other])
+            one = opened(files.folder, by_name[other])
             if one.shape != weights[first].shape or not torch.equal(one, weights[first]):
                 raise CheckpointProblem(
                     f"{other} in {files.folder} is another tensor than {first}, to which the model ties it: build the model "
@@ -136,7 +141,7 @@ def open_weights(path: Path, rounds: Rounds, names: Mapping[str, str], prefix: s
     return weights
 
 
-def _name_in(weights: Mapping[str, StoredWeight], key: str, prefix: str) -> str | None:
+def _name_in(weights: Mapping[str, object], key: str, prefix: str) -> str | None:
     """The name of a tensor in the files."""
     if key in weights or not prefix:
         return key if key in weights else None
@@ -144,7 +149,7 @@ def _name_in(weights: Mapping[str, StoredWeight], key: str, prefix: str) -> str 
     return other if other in weights else None
 
 
-def misfit(name: str, weight: StoredWeight, shape: Sequence[int], dtype: torch.dtype, *, narrowing: bool) -> str:
+def misfit(name: str, weight: Weight, shape: Sequence[int], dtype: torch.dtype, *, narrowing: bool) -> str:
     """Why a weight of a file cannot be loaded into a tensor of the model; empty where it can. `narrowing`: a floating-point
     number may be rounded to a shorter type."""
     if weight.shape != tuple(shape):

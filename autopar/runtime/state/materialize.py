@@ -26,7 +26,7 @@ from .gradient_buckets import GradientBuckets, redirect_gradients
 from .layout import dtensor_placements, gather_full, model_shard, zero_shard
 from .loss_scale import LossScale
 from .parameter_table import ParameterEntry, ParameterIndex, Table, by_block, parameter_index, parameter_tables, shared_entries
-from .weight_source import OrderedSource, WeightSource, full_weight
+from .weight_source import LazyWeight, OrderedSource, WeightSource, full_weight
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,11 @@ class _StateBuilder:
         if known is None:
             shard = model_shard(_checked_weight(self.source, entry.name, entry.spec), entry.spec.placements, self.mesh)
             dtype: torch.dtype = getattr(torch, entry.spec.dtype)
-            if entry.zero_dim is None or not _as_stored(shard, dtype, self.mesh.device):
+            if isinstance(shard, LazyWeight) and entry.zero_dim is not None:
+                whole = torch.empty(shard.shape, dtype=dtype, device=self.mesh.device)  # FSDP2 takes its part alone
+                zero_shard(whole, entry.zero_dim, self.mesh).copy_(zero_shard(shard, entry.zero_dim, self.mesh))
+                shard = whole
+            elif entry.zero_dim is None or not _as_stored(shard, dtype, self.mesh.device):
                 shard = torch.empty(shard.shape, dtype=dtype, device=self.mesh.device).copy_(shard)
             entry.stored = nn.Parameter(shard, requires_grad=entry.spec.trainable)
             self.first[entry.name] = entry

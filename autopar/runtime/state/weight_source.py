@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ..errors import StateProblem
 
@@ -77,3 +79,70 @@ class BroadcastSource:
         full = own.to(device).contiguous() if dist.get_rank() == 0 else torch.empty(own.shape, dtype=own.dtype, device=device)
         dist.broadcast(full, src=0)
         return full
+
+
+class LazyWeight(torch.Tensor):
+    """A full tensor that is read only where it is looked at: slices and reshapes of it are lazy too, and any other operation
+    reads what they leave.
+
+    `read` gives the elements at these positions along each dimension of the full tensor. `positions`: those that are left, by
+    dimension of the full tensor; one that was reshaped into several has as many in its positions."""
+
+    read: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    positions: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def __new__(
+        cls, read: Callable[[Sequence[torch.Tensor]], torch.Tensor], positions: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> Self:
+        shape = [extent for each in positions for extent in each.shape]
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        made.read, made.positions = read, tuple(positions)
+        return made  # type: ignore[no-any-return]
+
+    def whole(self) -> torch.Tensor:
+        """What is left, read."""
+        return self.read([each.flatten() for each in self.positions]).view(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override, unused-ignore]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if isinstance(args[0], LazyWeight) and not kwargs:
+            left = _left(func, args[0].positions, args[1:])
+            if left is not None:
+                return LazyWeight(args[0].read, left, args[0].dtype)
+        read: Any = tree_map_only(LazyWeight, LazyWeight.whole, (args, dict(kwargs or {})))
+        return func(*read[0], **read[1])
+
+
+def _left(func: Any, positions: tuple[torch.Tensor, ...], args: tuple[Any, ...]) -> list[torch.Tensor] | None:
+    """The positions after a slice, a selection or a reshape; None for other operations."""
+    aten = torch.ops.aten
+    if func in (aten.detach.default, aten.alias.default):
+        return list(positions)
+    if func in (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default):
+        return _reshaped(positions, list(args[0]))
+    if func not in (aten.slice.Tensor, aten.select.int):
+        return None
+    dim, out = (args[0] if args else 0) % sum(each.dim() for each in positions), list(positions)
+    for number, each in enumerate(positions):
+        if dim < each.dim():
+            out[number] = func(each, dim, *args[1:])
+            return out
+        dim -= each.dim()
+    return None
+
+
+def _reshaped(positions: tuple[torch.Tensor, ...], shape: list[int]) -> list[torch.Tensor] | None:
+    """None where a dimension of the new shape would be made of several of the full tensor."""
+    out: list[torch.Tensor] = []
+    for number, each in enumerate(positions):
+        taken, count = [], 1
+        while shape and (count < each.numel() or number == len(positions) - 1):
+            taken.append(shape.pop(0))
+            count *= taken[-1]
+        if count != each.numel():
+            return None
+        out.append(each.reshape(taken))
+    return out

@@ -1,0 +1,116 @@
+"""Weights of a model that are several weights of the files, stacked and concatenated: read in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..state.weight_source import LazyWeight
+from .header import StoredWeight, mapped
+
+
+class Tile(NamedTuple):
+    """A weight of a file, and which box of the stacked tensor it is."""
+
+    weight: StoredWeight
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+class StackedWeight(NamedTuple):
+    """A tensor of disjoint tiles. `file`: that of the first."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+
+
+Weight = StoredWeight | StackedWeight
+
+
+def stacked(lists: Sequence[Sequence[StoredWeight]], stack: int | None, concatenate: int | None) -> StackedWeight | None:
+    """Each list stacked along a new dimension `stack` (None: not), and the results concatenated along `concatenate` (None: there
+    is one). None where dtypes, shapes or numbers do not fit."""
+    first = lists[0][0]
+    boxes: list[tuple[StoredWeight, int, list[int]]] = []
+    for each in lists:
+        for number, weight in enumerate(each):
+            size = list(weight.shape)
+            if stack is not None:
+                size.insert(stack, 1)
+            boxes.append((weight, number, size))
+    rank = len(boxes[0][2])
+    joined = None if concatenate is None else concatenate % rank
+    if joined is not None and joined == stack:
+        return None
+    apart = {tuple(n for dim, n in enumerate(size) if dim != joined) for _, _, size in boxes}
+    even = stack is None or all(len(each) == len(lists[0]) and len({w.shape for w in each}) == 1 for each in lists)
+    if len(apart) != 1 or not even or any(weight.dtype != first.dtype for weight, _, _ in boxes):
+        return None
+    shape, tiles, end = list(boxes[0][2]), [], 0
+    for position, (weight, number, size) in enumerate(boxes):
+        start = [0] * rank
+        if stack is not None:
+            start[stack] = number
+        if joined is not None:
+            start[joined] = end
+            if stack is None or position + 1 == len(boxes) or boxes[position + 1][1] == 0:
+                end += size[joined]
+        tiles.append(Tile(weight, tuple(start), tuple(size)))
+    if stack is not None:
+        shape[stack] = len(lists[0])
+    if joined is not None:
+        shape[joined] = end
+    return StackedWeight(first.file, first.dtype, tuple(shape), tuple(tiles))
+
+
+def opened(folder: Path, weight: Weight) -> torch.Tensor:
+    """The tensor, of which bytes are read where they are looked at."""
+    if isinstance(weight, StoredWeight):
+        return mapped(folder / weight.file, weight)
+    stack = weight
+
+    def read(positions: Sequence[torch.Tensor]) -> torch.Tensor:
+        return _read(folder, stack, positions)
+
+    return LazyWeight(read, [torch.arange(extent) for extent in weight.shape], weight.dtype)
+
+
+def _read(folder: Path, weight: StackedWeight, positions: Sequence[torch.Tensor]) -> torch.Tensor:
+    """From the files of the tiles that have any of these positions."""
+    out = torch.empty([len(each) for each in positions], dtype=weight.dtype)
+    runs = [list(_runs(each)) for each in positions]
+    for tile in weight.tiles:
+        parts = [list(_within(run, start, size)) for run, start, size in zip(runs, tile.start, tile.size, strict=True)]
+        if not prod(map(len, parts)):
+            continue
+        source = mapped(folder / tile.weight.file, tile.weight).view(tile.size)
+        for box in product(*parts):
+            to, come = out, source
+            for dim, (begin, stored, count) in enumerate(box):
+                to, come = to.narrow(dim, begin, count), come.narrow(dim, stored, count)
+            to.copy_(come)
+    return out
+
+
+def _runs(positions: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Consecutive positions: where they begin in the list, the first, and how many."""
+    breaks = ((positions[1:] - positions[:-1]) != 1).nonzero().flatten() + 1
+    begins = [0, *breaks.tolist(), len(positions)]
+    for begin, end in zip(begins, begins[1:], strict=False):
+        if end > begin:
+            yield begin, int(positions[begin]), end - begin
+
+
+def _within(runs: Sequence[tuple[int, int, int]], start: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """The parts of runs inside of a tile, with positions of the tile."""
+    for begin, first, count in runs:
+        low, high = max(first, start), min(first + count, start + size)
+        if low < high:
+            yield begin + low - first, low - start, high - low
