@@ -52,8 +52,8 @@ class AxisStrategy:
     exclusive: bool = False
     """Whether no other axis may shard the dimensions that this one shards."""
     factor_size: int = field(default=0, compare=False)
-    """The size of the factor, or of each of its parts (0: not known), which all axes together that shard it must divide: groups of
-    channels stay whole."""
+    """The size of the factor, or of each of its parts (0: not known), which all axes together that shard it must divide: groups
+    of channels stay whole."""
 
     def __str__(self) -> str:
         operands, results = (", ".join(map(str, side)) for side in (self.operands, self.results))
