@@ -82,3 +82,32 @@ def test_layers_that_differ_are_not_one_group() -> None:
     assert [len(group.paths) for group in find_groups(model)] == [3]
     model.layers[2].inner[0].weight = model.layers[3].inner[0].weight
     assert find_groups(model) == []
+
+
+class Attends(nn.Module):
+    """To a second input, whose batch is known to be that of the first only once both met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return x + torch.softmax(self.query(x) @ self.key(context).mT, -1) @ context
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(8, 8), nn.ModuleList(Attends() for _ in range(4))
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, context)
+        return x.square().mean()
+
+
+def test_batches_that_meet_in_the_first_layer() -> None:
+    inputs = {"x": torch.randn(4, 5, 8), "context": torch.randn(4, 3, 8)}
+    (short, opaque), (full, _) = captured(TwoInputs(), inputs, True), captured(TwoInputs(), inputs, False)
+    assert opaque == 3 and short == full

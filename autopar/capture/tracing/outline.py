@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.capture.layers import CONTAINERS
 from autopar.capture.tracing.fake_copy import has_no_data
+from autopar.capture.tracing.layer_calls import describe, said
 
 NAMESPACE = "autopar_capture"
 FEWEST = 3
@@ -131,7 +132,8 @@ def _replacement(module: nn.Module, path: str, group: EqualLayers, reads: list[s
 
     def opaque(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
-        if seen.arguments is None or seen.calls != 1 or describe(leaves, structure) != seen.arguments:
+        arguments = describe(leaves, structure)
+        if seen.arguments is None or arguments is None or seen.calls != 1 or said(arguments) != said(seen.arguments):
             raise CannotOutline(f"{path} is not called as {seen.path} is")
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         made = iter(outlined(tensors, list(seen.like), f"{seen.path} {path}"))
@@ -139,21 +141,6 @@ def _replacement(module: nn.Module, path: str, group: EqualLayers, reads: list[s
         return tree_unflatten([next(made) if tensor else leaf for leaf, tensor in zip(constants, is_tensor, strict=True)], form)
 
     return traced if path == seen.path else opaque
-
-
-def describe(leaves: Sequence[Any], structure: Any) -> Any:
-    """Everything about a call but the values of its tensors; None where an argument is of a type that may hold more."""
-    places: dict[int, int] = {}
-    shown: list[Any] = [structure, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            same = places.setdefault(id(leaf), len(places))
-            shown.append((same, tuple(map(str, leaf.shape)), leaf.dtype, str(leaf.device), leaf.is_leaf and leaf.requires_grad))
-        elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device)):
-            shown.append((type(leaf), leaf))
-        else:
-            return None
-    return shown
 
 
 def _like(result: Tensor, tensors: Sequence[Tensor]) -> int | None:
