@@ -16,7 +16,8 @@ from autopar.program.expressions import expression
 from autopar.runtime import collectives as C
 from autopar.runtime.device.axis import AxisHandle
 
-CASES = list(single_operations())
+CASES = [case for case in single_operations() if "float8" not in case[0]]
+"""But for float8, whose text calls torchao and rounds: `tests/e2e/precision/test_float8.py`."""
 SELF = SimpleNamespace(mesh=SimpleNamespace(device="cpu", seed=0, axis=AxisHandle), training=False)
 
 
