@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from autopar.errors import CaptureError
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Block, Graph, Node, Ref
 from autopar.ir.plan_file.fingerprint import graph_fingerprint
@@ -14,30 +15,39 @@ LINEAR = "ap.linear_float8_dynamic"
 MULTIPLE = 16
 """Of which the sizes of a float8 weight are multiples (torch's ``_scaled_mm``)."""
 NOTE = "float8 products"
+_PRODUCTS = ("aten.linear", "ap.linear_kn", "ap.moe_experts")
+"""Products with weights; but for the first, none is run in float8."""
 
 
 def with_float8_products(graph: Graph) -> Graph:
     """The graph whose ``aten.linear`` in layers is ``ap.linear_float8_dynamic``, where sizes allow it. A note says which
-    linear layers stay as they are."""
+    products with weights stay as they are. CaptureError where that is all of them."""
     left: list[str] = []
     layers = {call.block for call in graph.calls if call.prefix.rpartition(".")[2].isdigit() or graph.count(call.block) > 1}
 
     def rewritten(block: Block) -> Block:
         if block.name not in layers:
-            left.extend(_said(node) for node in block.nodes if node.op == "aten.linear")
+            left.extend(_said(node) for node in block.nodes if node.op in _PRODUCTS)
             return block
         shapes = {value.name: value.shape for value in (each.value for each in block.parameters)}
         shapes |= {value.name: value.shape for node in block.nodes for value in node.outputs}
         return replace(block, nodes=tuple(_node(node, shapes, left) for node in block.nodes))
 
     blocks = tuple(map(rewritten, graph.blocks))
-    said = f"{NOTE}: the linear modules of layers" + (f"; not {', '.join(dict.fromkeys(left))}" if left else "")
+    kept = ", ".join(dict.fromkeys(left))
+    if not any(node.op == LINEAR for block in blocks for node in block.nodes):
+        raise CaptureError(
+            f'no product of {graph.name} can be in float8{f" (not {kept})" if kept else ""}: take precision "bf16"'
+        )
+    said = f"{NOTE}: the linear modules of layers" + (f"; not {kept}" if kept else "")
     made = replace(graph, blocks=blocks, notes=(*graph.notes, said), fingerprint="")
     return replace(made, fingerprint=graph_fingerprint(made))
 
 
 def _node(node: Node, shapes: Mapping[str, Shape], left: list[str]) -> Node:
     if node.op != "aten.linear":
+        if node.op in _PRODUCTS:
+            left.append(f"{_said(node)} ({node.op.partition('.')[2]})")
         return node
     weight = node.args[1]
     sizes = shapes.get(weight.name, ()) if isinstance(weight, Ref) else ()

@@ -81,6 +81,13 @@ def test_linear_modules_of_layers_whose_sizes_allow_it() -> None:
     assert graph.fingerprint != capture(Net(odd=40), (), batch(), compute_dtype="bfloat16").fingerprint
 
 
+def test_refused_where_no_product_can_be() -> None:
+    """GPT-2's weights are ``[k, n]``: asked for and not done would be a word that says nothing."""
+    loaded = load_model("gpt2-tiny", 4, None, "float32")
+    with pytest.raises(AutoparError, match=r"no product of .* can be in float8 \(.*linear_kn.*take precision \"bf16\""):
+        make_plan(loaded.model, with_float8("local:2"), loaded.example_inputs, precision="fp8")
+
+
 @pytest.mark.parametrize(("name", "cluster", "examples", "force", "measured"), PUBLISHED)
 def test_published_runs_are_priced(name: str, cluster: str, examples: int, force: str, measured: float) -> None:
     loaded = load_model(name, examples, 8192, "float32")
