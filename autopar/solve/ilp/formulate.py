@@ -73,6 +73,7 @@ def add_boundary_placements(form: Formulation, blocks: Collection[str] | None = 
         form.w[number] = [form.model.binary() for _ in allowed]
         # sum_p w[class, p] = 1
         form.model.row([(w, 1.0) for w in form.w[number]], 1.0, 1.0)
+        form.model.boundary_groups.append(tuple(form.w[number]))
 
 
 def add_strategies(form: Formulation, table: BlockTable) -> None:
@@ -81,6 +82,7 @@ def add_strategies(form: Formulation, table: BlockTable) -> None:
         form.x[table.block.name, node] = [form.model.binary() for _ in strategies]
         # sum_s x[node, s] = 1
         form.model.row([(x, 1.0) for x in form.x[table.block.name, node]], 1.0, 1.0)
+        form.model.strategy_groups.append(tuple(form.x[table.block.name, node]))
 
 
 def _class_terms(form: Formulation, slot: Slot) -> dict[Placements, Expression]:

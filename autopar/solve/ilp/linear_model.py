@@ -26,6 +26,10 @@ class LinearModel:
     entry_value: list[float] = field(default_factory=list)
     branching_groups: list[tuple[int, ...]] = field(default_factory=list)
     """one-hot groups of binaries that are worth branching on first: the linear relaxation mixes them"""
+    boundary_groups: list[tuple[int, ...]] = field(default_factory=list)
+    """one-hot groups of binaries; once each has its choice, the model falls apart into small ones"""
+    strategy_groups: list[tuple[int, ...]] = field(default_factory=list)
+    """one-hot groups of binaries that nearly all other binaries follow from"""
 
     @property
     def variables(self) -> int:

@@ -191,8 +191,9 @@ class _Branching:
         if not self.best.values or not self._mixed(root.values):
             unused = [i for i, whole in enumerate(self.model.integer) if whole and root.values[i] < 1e-7]
             found = self._solve({*out, *unused}, False)
-            if found.values and found.objective < self.best.objective:
-                self.best = found
+            self._offer(found)
+            if not self.best.values:
+                self._round(out, root.values)
             if self._within_gap(root.objective):
                 self.closed.append(root.objective)
                 return
@@ -206,23 +207,38 @@ class _Branching:
             if self.upper[chosen] > 0 and chosen not in out:
                 heappush(self.open, (root.objective, 10 * number + index, out | set(mixed) - {chosen}))
 
+    def _round(self, out: frozenset[int], values: Sequence[float]) -> None:
+        """A solution whose boundaries have the placements of the largest share in the relaxation: what is left falls apart into
+        blocks. Over the strategies that the relaxation uses, else over all; conversions are free, since those of a relaxation
+        that mixes two equal axes are halves of which no whole ones can be made."""
+        far: set[int] = set()
+        for group in self.model.boundary_groups:
+            chosen = max(group, key=lambda column: values[column])
+            far.update(column for column in group if column != chosen)
+        unused = {column for group in self.model.strategy_groups for column in group if values[column] < 1e-7}
+        if not self._solve_shortly({*out, *far, *unused}).values:
+            self._solve_shortly({*out, *far})
+
     def _dive(self, out: frozenset[int], values: Sequence[float]) -> None:
         """A solution with the relaxation's choice in every branching group, over all other binaries."""
-        others = {column for group in self.model.branching_groups for column in group if values[column] < 0.5}
-        end, self.end = self.end, min(self.end, monotonic() + _FULL_SOLVE_SECONDS)
-        found = self._solve({*out, *others}, False)
-        self.end = end
-        if found.values and found.objective < self.best.objective:
-            self.best = found
+        self._solve_shortly(
+            {*out, *(column for group in self.model.branching_groups for column in group if values[column] < 0.5)}
+        )
 
     def _solve_fully(self, out: frozenset[int], bound: float) -> float:
         """Solves with all binaries, where those of the relaxation give no solution. Returns the bound of the node."""
+        return max(bound, self._solve_shortly(out).bound)
+
+    def _solve_shortly(self, out: Iterable[int]) -> Outcome:
         end, self.end = self.end, min(self.end, monotonic() + _FULL_SOLVE_SECONDS)
         found = self._solve(out, False)
         self.end = end
+        self._offer(found)
+        return found
+
+    def _offer(self, found: Outcome) -> None:
         if found.values and found.objective < self.best.objective:
             self.best = found
-        return max(bound, found.bound)
 
     def _mixed(self, values: Sequence[float]) -> tuple[int, ...] | None:
         """The branching group that is farthest from one choice, None where none is mixed."""
