@@ -15,13 +15,14 @@ from autopar.ir.schedule import Schedule
 from autopar.ir.verify import verify_pipeline
 from autopar.passes.base import BlockState, Context, Pass
 from autopar.passes.bucket_conversions import BucketConversions
-from autopar.passes.cast_parameters import CastParameters, stored_dtype
 from autopar.passes.dead_code import DeadCode
 from autopar.passes.insert_conversions import InsertConversions
 from autopar.passes.localize import Localize, localize_value
 from autopar.passes.lowered import Lowered, LoweredBlock, LoweredChunk, LoweredOutput, StoredParameter
 from autopar.passes.mark_recompute import MarkRecompute
 from autopar.passes.overlap import OverlapCollectives, OverlapExpertDispatch
+from autopar.passes.parameters.cast_parameters import CastParameters, stored_dtype
+from autopar.passes.parameters.copy_parameter_views import CopyParameterViews
 from autopar.passes.readable_names import ReadableNames
 from autopar.passes.split_stages import ChunkedGraph, split_stages
 from autopar.passes.split_totals import split_totals
@@ -43,6 +44,7 @@ def passes() -> tuple[Pass, ...]:
         Localize(),
         DeadCode(),
         CastParameters(),
+        CopyParameterViews(),
         BucketConversions(),
         OverlapExpertDispatch(),
         OverlapCollectives(),

@@ -17,12 +17,13 @@ from autopar.ir.plan import BlockPlan, Conversion, NodePlan, Precision
 from autopar.ir.text import format_node
 from autopar.passes.base import BlockState, Context
 from autopar.passes.bucket_conversions import BucketConversions
-from autopar.passes.cast_parameters import CastParameters
 from autopar.passes.dead_code import DeadCode
 from autopar.passes.insert_conversions import InsertConversions
 from autopar.passes.localize import Localize
 from autopar.passes.lower import captured_placements, lower, passes
 from autopar.passes.overlap import OverlapCollectives
+from autopar.passes.parameters.cast_parameters import CastParameters
+from autopar.passes.parameters.copy_parameter_views import CopyParameterViews
 from autopar.passes.readable_names import ReadableNames, identifier
 from autopar.passes.verify import verify
 
@@ -182,6 +183,17 @@ def test_cast_parameters() -> None:
         "%a_replicated: bfloat16'[8], %b_replicated: bfloat16'[8] = "
         "ap.convert_many((%a_cast, %b_cast), axis='tp', conversion='I -> R')",
     ]
+
+
+def test_views_of_parameters_that_a_block_returns_are_copied_under_zero() -> None:
+    for zero in (0, 3):
+        state, ctx = lowered_norms()
+        block = replace(state.block, outputs=("one", "b_replicated"))
+        ctx = replace(ctx, plan=replace(ctx.plan, zero=zero))
+        after = CopyParameterViews().run(replace(state, block=block), ctx)
+        verify(after, ctx, "copy_parameter_views")
+        assert after.block.outputs == (("one", "b_replicated_copy") if zero else ("one", "b_replicated"))
+        assert len(after.block.nodes) == len(block.nodes) + (zero > 0)
 
 
 def test_readable_names() -> None:

@@ -78,6 +78,30 @@ def tied_frozen() -> nn.Module:
     return model
 
 
+class Decoder(Layer):
+    """Layers of another kind, whose input is a view of a parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.norm(x) + self.down(torch.tanh(self.up(x)))
+
+
+class ClassToken(Stack):
+    """The block between two stacks of layers returns a view of its parameter, which FSDP2 frees after the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, WIDTH))
+        self.decoder = nn.ModuleList(Decoder() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        token = self.token.expand(x.shape[0], -1)
+        for layer in self.decoder:
+            token = layer(token)
+        return (token * x).square().mean()
+
+
 class Scaled(nn.Module):
     """A parametrization of one's own."""
 
@@ -150,6 +174,7 @@ class Mixed(Stack):
 KINDS: dict[str, Any] = {
     "frozen": frozen, "first layer frozen": first_layer_frozen, "tied": Tied, "tied frozen": tied_frozen,
     "parametrized": parametrized, "spectral": spectral, "counting": Counting,
+    "class token": ClassToken,
 }  # fmt: skip
 FORCED: dict[str, dict[str, int]] = {
     "zero 0": {"dp": 2, "tp": 2, "zero": 0, "pp": 1}, "zero 3": {"dp": 2, "tp": 2, "zero": 3, "pp": 1},

@@ -158,7 +158,7 @@ def image_models() -> dict[str, IndexSpecimen]:
         ),
         "smp_fpn": (
             "segmentation_models_pytorch", "segmentation", "1612.03144",
-            classes(lambda: _smp("FPN", decoder_pyramid_channels=32, decoder_segmentation_channels=32, decoder_dropout=0.0)),
+            classes(lambda: _smp("FPN", decoder_pyramid_channels=32, decoder_segmentation_channels=128, decoder_dropout=0.0)),
             masks(3, 32, 32),
         ),
         "smp_deeplab": (
