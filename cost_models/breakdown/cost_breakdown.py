@@ -174,14 +174,14 @@ def _state_collectives(
         groups[blocks[0], owned.root, owned.root_zero, True] += 1
     for (block, state, zero, shared), count in groups.items():
         data, across = costs[block].state_links
-        gathers: list[PricedCollective] = [("all_gather", state.gather_bytes, data)] * (2 if zero == 3 else 1)
-        reductions: list[PricedCollective] = [("reduce_scatter" if zero else "all_reduce", state.reduce_bytes, data)]
+        gathers: list[PricedCollective] = [("parameter_gather", state.gather_bytes, data)] * (2 if zero == 3 else 1)
+        reductions: list[PricedCollective] = [("gradient_scatter" if zero else "all_reduce", state.reduce_bytes, data)]
         if across is not None:
             reductions.append(("all_reduce", state.reduce_bytes / (data.size if zero else 1), across))
         gather_seconds = state.gather_forward_seconds + state.gather_backward_seconds
         for name, each_micro_batch, seconds, collectives in (
             ("all-gather of weights", zero == 3, gather_seconds, gathers),
-            (f"{reductions[0][0].replace('_', '-')} of gradients", zero >= 2, state.reduce_seconds, reductions),
+            (f"{'reduce-scatter' if zero else 'all-reduce'} of gradients", zero >= 2, state.reduce_seconds, reductions),
         ):
             times = count * (candidate.micro_batches if each_micro_batch else 1)
             known = isclose(sum(collective_seconds(*each) for each in collectives), seconds, rel_tol=1e-9)

@@ -23,6 +23,7 @@ MAX_SPREAD = 0.3
 """A run with a larger slowdown by other programs, or a larger spread between rounds, is not reliable."""
 
 MAX_CONTENTION = 0.95
+_SHARED_CORES = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,19 @@ def fit_cluster(name: str, processes: int, run: CalibrationRun, day: str = "") -
         processes,
         host=_host_memory(run),
         algorithms=algorithms,
-        overlap=Overlap(contention=round(min(MAX_CONTENTION, run.contention), 3)),
+        overlap=measured_overlap(run),
         note=calibration_note(run, day),
     )
     ratios = tuple(predicted_seconds(link, processes, device.launch_seconds, each) / each.seconds for each in run.collectives)
     return Calibration(cluster, run, ratios)
+
+
+def measured_overlap(run: CalibrationRun) -> Overlap:
+    """On CPUs FSDP2's collectives return when they have ended, so that they overlap with nothing. Reductions of replicated
+    gradients do, but not where ranks share cores of which a collective takes more than half."""
+    contention = round(min(MAX_CONTENTION, run.contention), 3)
+    on_cpu = run.facts["kind"] == "cpu"
+    return Overlap(contention, gradient_reduction=not on_cpu or contention < _SHARED_CORES, parameter_gather=not on_cpu)
 
 
 def calibration_note(run: CalibrationRun, day: str) -> str:

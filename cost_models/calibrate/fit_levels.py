@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.cost_models.calibrate.fit import (
-    MAX_CONTENTION,
     Calibration,
     calibration_note,
     fit_device,
     fit_link,
+    measured_overlap,
     predicted_seconds,
 )
 from autopar.cost_models.calibrate.measure import LevelRuns, Timing
@@ -18,7 +18,6 @@ from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Link
 from autopar.cost_models.hardware.mesh_links import links_of_axis
-from autopar.cost_models.hardware.overlap import Overlap
 from autopar.ir.mesh import Axis, Mesh
 
 
@@ -46,7 +45,7 @@ def fit_levels(found: LevelRuns, day: str = "") -> Calibration:
         tuple(links),
         size,
         algorithms=("ring", "tree", "switch") if on_gpu else ("ring",),
-        overlap=Overlap(contention=round(min(MAX_CONTENTION, whole.contention), 3)),
+        overlap=measured_overlap(whole),
         note=calibration_note(whole, day),
     )
     if len(links) > 1:

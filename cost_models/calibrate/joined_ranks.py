@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.cost_models.calibrate.measure import WIRE_BYTES, CalibrationRun, Effort, LevelRuns, Progress, merge_ranks
-from autopar.cost_models.calibrate.measure_collectives import SIZES, calls_of_size
+from autopar.cost_models.calibrate.measure_collectives import SIZES, calls_of_size, state_calls_of_size
 from autopar.cost_models.calibrate.measure_operations import operation_calls
 from autopar.cost_models.calibrate.measure_rank import RankBenchmark, TimedCall, device_facts
 from autopar.errors import ClusterError
@@ -143,7 +143,10 @@ def _level_timings(bench: RankBenchmark, level: _LevelGroup, what: str, share: t
     effort = replace(bench.effort, limit_seconds=bench.effort.limit_seconds / len(SIZES))
     out: list[TimedCall] = []
     for full in SIZES:
-        made = calls_of_size(bench.device, level.width, full, level.group)
+        made = (
+            *calls_of_size(bench.device, level.width, full, level.group),
+            *state_calls_of_size(bench.device, level.width, full, level.group),
+        )
         bound = level.wire and full // level.width >= WIRE_BYTES
         between = None if bound else bench.between()
         tasks = [TimedCall(*each, between=between) for each in made]

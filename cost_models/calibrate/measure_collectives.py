@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -10,6 +10,12 @@ import torch.distributed as dist
 
 SMALL_SIZES, SIZES = (2**12, 2**22), (2**12, 2**18, 2**22, 2**24)
 """Bytes of the whole tensor, of which a GPU takes eight times as many."""
+
+STATE_SIZES = (*SIZES, 2**26)
+"""Of parameters and gradients: so large buffers get fresh pages from the operating system each time."""
+
+PARAMETERS = 4
+"""Of one FSDP2 group."""
 
 Collective = tuple[str, float, Callable[[], object]]
 """Kind, bytes of the whole tensor (of a message: what is sent), and a call."""
@@ -19,6 +25,8 @@ def collective_calls(device: torch.device, size: int, thorough: bool) -> Iterato
     """Each kind and message size over all ranks."""
     for full in SIZES if thorough else SMALL_SIZES:
         yield from calls_of_size(device, size, full)
+    for full in STATE_SIZES if thorough else SMALL_SIZES:
+        yield from state_calls_of_size(device, size, full)
 
 
 def calls_of_size(device: torch.device, size: int, full: int, group: dist.ProcessGroup | None = None) -> Iterator[Collective]:
@@ -32,6 +40,35 @@ def calls_of_size(device: torch.device, size: int, full: int, group: dist.Proces
     yield "reduce_scatter", 4.0 * count, partial(dist.reduce_scatter_tensor, part, whole, group=group)
     yield "all_to_all", 4.0 * count, partial(dist.all_to_all_single, other, part, group=group)
     yield "point_to_point", 4.0 * part.numel(), partial(_shift, part, other, group)
+
+
+def state_calls_of_size(
+    device: torch.device, size: int, full: int, group: dist.ProcessGroup | None = None
+) -> Iterator[Collective]:
+    """On CPUs: FSDP2's collectives of a group of parameters of about `full` bytes, which has buffers of its own for each call,
+    between which and the tensors it copies. On GPUs the copies run beside compute, at memory bandwidth."""
+    if device.type != "cpu":
+        return
+    count = full // 4 // (size * PARAMETERS) * size * PARAMETERS or size * PARAMETERS
+    yield "parameter_gather", 4.0 * count, partial(_gather_parameters, torch.ones(count // size), size, group)
+    gradients = torch.ones(count).chunk(PARAMETERS)
+    yield "gradient_scatter", 4.0 * count, partial(_scatter_gradients, gradients, size, group)
+
+
+def _gather_parameters(shard: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> None:
+    """All-gathers into a flat buffer, and copies each parameter out of it."""
+    whole = shard.new_empty(size * shard.numel())
+    dist.all_gather_into_tensor(whole, shard.clone(), group=group)
+    each = shard.numel() // PARAMETERS
+    out = [shard.new_empty(size, each) for _ in range(PARAMETERS)]
+    torch.split_with_sizes_copy(whole.view(size, -1), [each] * PARAMETERS, dim=1, out=out)
+
+
+def _scatter_gradients(gradients: Sequence[torch.Tensor], size: int, group: dist.ProcessGroup | None) -> None:
+    """Copies new gradients into a flat buffer, and reduce-scatters it."""
+    new = [gradient.clone() for gradient in gradients]
+    flat = torch.cat([gradient.view(size, -1) for gradient in new], dim=1).view(-1)
+    dist.reduce_scatter_tensor(flat.new_empty(flat.numel() // size), flat, group=group)
 
 
 def _reduce(whole: torch.Tensor, group: dist.ProcessGroup | None) -> object:

@@ -18,6 +18,9 @@ from autopar.cost_models.formulas.registry import formula
 from autopar.cost_models.hardware.device_specs import AlphaBetaCost, AxisLink, Level, Link
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "point_to_point")
+STATE_KINDS = {"parameter_gather": "all_gather", "gradient_scatter": "reduce_scatter"}
+"""FSDP2's collectives of parameters and gradients: those of the second name with the copies between tensors and flat buffers.
+Where calibration has not measured them, they cost what the plain collective does (on GPUs the copies run at memory bandwidth)."""
 LARGE, SMALL = "", "low latency"
 _REFERENCE_BYTES = 2.0**30
 
@@ -56,7 +59,7 @@ def fastest_algorithm(kind: str, full_bytes: float, link: AxisLink) -> Collectiv
 def algorithm_costs(kind: str, link: AxisLink) -> tuple[AlphaBetaCost, ...]:
     """The costs of every algorithm and protocol of the library; a single free one for a group of one. ValueError on an unknown
     kind."""
-    if kind not in KINDS:
+    if kind not in KINDS and kind not in STATE_KINDS:
         raise ValueError(f"no collective {kind!r}")
     if kind not in link.cost_cache:
         link.cost_cache[kind] = (
@@ -83,7 +86,7 @@ def _algorithms(kind: str, link: AxisLink) -> tuple[str, ...]:
 
 def algorithm_cost(kind: str, algorithm: str, protocol: str, link: AxisLink) -> AlphaBetaCost:
     """The cost of one algorithm and protocol on `link`, whether or not the library would choose it."""
-    found = formula(f"{kind}.{algorithm}.{1 if kind == 'point_to_point' else len(link.levels)}")
+    found = formula(f"{STATE_KINDS.get(kind, kind)}.{algorithm}.{1 if kind == 'point_to_point' else len(link.levels)}")
     values = formula_values(kind, algorithm, protocol, link)
     latency = found.value({**values, "N": 0.0})
     waits = ("launch", "s", *(f"a{index}" for index in range(1, len(link.levels) + 1)))
@@ -94,7 +97,8 @@ def algorithm_cost(kind: str, algorithm: str, protocol: str, link: AxisLink) -> 
 def measured_factors(kind: str, link: Link) -> tuple[float, float]:
     """How many times longer than its formula the library takes on this level, in latency and in transfer; 1 where nothing was
     measured."""
-    return next(((latency, transfer) for name, latency, transfer in link.factors if name == kind), (1.0, 1.0))
+    measured = {name: (latency, transfer) for name, latency, transfer in link.factors}
+    return measured.get(kind) or measured.get(STATE_KINDS.get(kind, kind), (1.0, 1.0))
 
 
 def formula_values(kind: str, algorithm: str, protocol: str, link: AxisLink) -> dict[str, float]:
@@ -149,7 +153,7 @@ def explain_collective(kind: str, full_bytes: float, link: AxisLink) -> str:
     fastest = fastest_algorithm(kind, full_bytes, link)
     if fastest.algorithm == "none":
         return f"{kind}: one member, nothing to send"
-    found = formula(f"{kind}.{fastest.algorithm}.{1 if kind == 'point_to_point' else len(link.levels)}")
+    found = formula(f"{STATE_KINDS.get(kind, kind)}.{fastest.algorithm}.{1 if kind == 'point_to_point' else len(link.levels)}")
     values: Mapping[str, float] = {**formula_values(kind, fastest.algorithm, fastest.protocol, link), "N": full_bytes}
     levels = link.levels[-1:] if kind == "point_to_point" else link.levels
     said = [

@@ -61,10 +61,10 @@ def state_cost(
     if zero and gather_bytes and policy.owners_broadcast:
         gather = group.tensors * collective_seconds("broadcast", gather_bytes / group.tensors, data)
     elif zero and gather_bytes:
-        gather = parts * collective_seconds("all_gather", gather_bytes / parts, data)
+        gather = parts * collective_seconds("parameter_gather", gather_bytes / parts, data)
     reduce = 0.0
     if reduce_bytes:
-        reduce = parts * collective_seconds("reduce_scatter" if zero else "all_reduce", reduce_bytes / parts, data)
+        reduce = parts * collective_seconds("gradient_scatter" if zero else "all_reduce", reduce_bytes / parts, data)
     if across is not None and reduce_bytes:
         reduce += collective_seconds("all_reduce", reduce_bytes / (data.size if zero else 1), across)
     memory = state_memory(group, zero, data.size, policy, device.kind)

@@ -15,7 +15,7 @@ import yaml
 from autopar.cost_models.calibrate import local_cluster as local
 from autopar.cost_models.calibrate.fit import Calibration, calibration_document, fit_cluster, fit_device, known_device
 from autopar.cost_models.calibrate.measure import CalibrationRun, Effort, Timing, measure_ranks, merge_ranks
-from autopar.cost_models.comm.collectives import collective_seconds
+from autopar.cost_models.comm.collectives import STATE_KINDS, collective_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.cluster_file import in_code_units, in_human_units, presets
 from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
@@ -251,7 +251,7 @@ def test_real_ranks() -> None:
     told: list[tuple[str, float]] = []
     run = measure_ranks(2, Effort(1, 0.01, False, 5.0), lambda what, share: told.append((what, share)))
     assert any("collectives" in what for what, _ in told) and sorted(told, key=lambda each: each[1]) == told
-    assert {each.name for each in run.collectives} == {*KINDS, "point_to_point"}
+    assert {each.name for each in run.collectives} == {*KINDS, *STATE_KINDS, "point_to_point"}
     cluster = fit_cluster("local:2", 2, run).cluster
     assert cluster.device.kind in ("cpu", "cuda") and 1e6 < cluster.links[0].bandwidth_bytes_per_second < 1e12
     assert 1e8 < cluster.device.peak_flops_per_second("float32") < 1e15
