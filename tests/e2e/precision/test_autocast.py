@@ -53,10 +53,10 @@ def steps(model: Any, dtype: torch.dtype | None) -> list[float]:
     return losses
 
 
-def parallel_of(model: nn.Module, force: str, batch: tuple[Tensor, ...]) -> Any:
+def parallel_of(model: nn.Module, force: str, batch: tuple[Tensor, ...], outputs: tuple[str, ...] = ()) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return autopar.parallelize(model, "local:4", batch, force=force, cache=False)
+        return autopar.parallelize(model, "local:4", batch, force=force, cache=False, outputs=outputs)
 
 
 def dtypes_of(parallel: Any) -> list[str]:
@@ -120,7 +120,7 @@ def language(force: str) -> None:
 
     ids = torch.randint(0, 32, (8, 9), generator=torch.Generator().manual_seed(1))
     batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    plain, parallel = model(), parallel_of(model(), force, batch)
+    plain, parallel = model(), parallel_of(model(), force, batch, ("0",))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits, loss = parallel(*batch)
         expected_logits, expected = plain(*batch)
