@@ -13,12 +13,20 @@ import pytest
 import yaml
 
 from autopar.cost_models.calibrate import local_cluster as local
-from autopar.cost_models.calibrate.fit import Calibration, calibration_document, fit_cluster, fit_device, known_device
+from autopar.cost_models.calibrate.fit import (
+    Calibration,
+    calibration_document,
+    fit_cluster,
+    fit_device,
+    known_device,
+    measured_overlap,
+)
 from autopar.cost_models.calibrate.measure import CalibrationRun, Effort, Timing, measure_ranks, merge_ranks
 from autopar.cost_models.comm.collectives import STATE_KINDS, collective_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.cluster_file import in_code_units, in_human_units, presets
 from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
+from autopar.cost_models.hardware.overlap import Overlap
 from autopar.errors import ClusterError
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -124,6 +132,14 @@ def test_other_programs_do_not_count() -> None:
     late = merge_ranks([rank(20.0, 2.0, (8.0, 5.0)), rank(20.0, 2.0, (8.0, 3.0))])
     assert late.operations[0].seconds == 2.0 and late.collectives[0].seconds == 4.0
     assert merge_ranks([rank(1.0, 1.0, (1, 1), "cuda"), rank(3.0, 3.0, (1, 1), "cuda")]).operations[0].seconds == 3.0
+
+
+@pytest.mark.parametrize(("kind", "contention", "gathers", "reductions"), [
+    ("cpu", 0.3, False, True), ("cpu", 0.6, False, False), ("cuda", 0.6, True, True),
+])  # fmt: skip
+def test_what_overlaps(kind: str, contention: float, gathers: bool, reductions: bool) -> None:
+    found = measured_overlap(CalibrationRun({"kind": kind}, (), (), 1.0, contention=contention))
+    assert found == Overlap(contention, gradient_reduction=reductions, parameter_gather=gathers)
 
 
 @pytest.mark.parametrize("name", presets())

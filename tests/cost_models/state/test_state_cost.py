@@ -154,3 +154,20 @@ def test_optimizer_streams_its_shard() -> None:
     assert optimizer_seconds(StateGroup(8, 8, 10), 0, 1, slow, Precision(), adamw) == pytest.approx(
         100 * cpu.launch_seconds + 640 / 1e9
     )
+
+
+def test_copies_around_the_collectives_of_state_where_they_were_measured() -> None:
+    """FSDP2's gathers and reductions have factors of their own; the all-reduce of replicated gradients has not."""
+    plain = Link("loopback", 4, 1e9, 1e-3, factors=(("all_gather", 2.0, 2.0), ("reduce_scatter", 1.0, 1.0)))
+    measured = replace(plain, factors=(*plain.factors, ("parameter_gather", 4.0, 6.0), ("gradient_scatter", 3.0, 3.0)))
+    device, group = Cluster.parse("local:4").device, StateGroup(2.0**22, 2.0**22, 1)
+
+    def cost(link: Link, zero: int) -> tuple[float, float]:
+        data = AxisLink(4, (Level(link, 4),), 0.0, ("ring",))
+        found = state_cost(group, zero, data, device, Precision("float32", "float32"), optimizer_named("adamw"))
+        return found.gather_forward_seconds, found.reduce_seconds
+
+    ring = 3 / 4 * 2.0**24 / 1e9
+    assert cost(plain, 3) == pytest.approx((2 * (3e-3 + ring), 3e-3 + ring))
+    assert cost(measured, 3) == pytest.approx((4 * 3e-3 + 6 * ring, 3 * (3e-3 + ring)))
+    assert cost(measured, 0) == cost(plain, 0)
