@@ -143,10 +143,9 @@ def _level_timings(bench: RankBenchmark, level: _LevelGroup, what: str, share: t
     effort = replace(bench.effort, limit_seconds=bench.effort.limit_seconds / len(SIZES))
     out: list[TimedCall] = []
     for full in SIZES:
-        made = (
-            *calls_of_size(bench.device, level.width, full, level.group),
-            *state_calls_of_size(bench.device, level.width, full, level.group),
-        )
+        made = [*calls_of_size(bench.device, level.width, full, level.group)]
+        if not level.wire:  # beside a network copies are small
+            made += state_calls_of_size(bench.device, level.width, full, level.group)
         bound = level.wire and full // level.width >= WIRE_BYTES
         between = None if bound else bench.between()
         tasks = [TimedCall(*each, between=between) for each in made]
