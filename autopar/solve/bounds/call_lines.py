@@ -64,7 +64,9 @@ def duration_lines(problem: Problem, name: str, seconds_left: float) -> tuple[Du
     for value, conversions in table.conversions.items():
         for edge, y in zip(conversions.edges, form.y[name, value], strict=True):
             spend(y, edge.seconds.forward, edge.seconds.backward, 0.0)
-    whole = sum(min(each.seconds.forward + each.seconds.backward for each in strategies) for strategies in table.strategies.values())
+    whole = sum(
+        min(each.seconds.forward + each.seconds.backward for each in strategies) for strategies in table.strategies.values()
+    )
     out = []
     for direction in _DIRECTIONS:
         seconds = {column: sum(w * each for w, each in zip(direction, three, strict=True)) for column, three in parts.items()}

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy
 
+from autopar.cost_models.step.pipeline_clock import repeats_from
 from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
 from autopar.schedules.pipeline_schedule import schedule_of
@@ -30,6 +31,9 @@ _MOST_PHASES = 3
 """Of more chunks a stage, those between the first and the last one are one class."""
 
 _MOST_MOMENTS = 3
+
+_MOST_ACTIONS = 20_000
+"""Of schedules with more, only what each stage does by itself is looked at, and the moments of a shorter one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,8 @@ class SchedulePaths:
 def schedule_paths(stages: int, virtual: int, name: str, micro_batches: int) -> SchedulePaths:
     """Of a named schedule."""
     pipeline = Pipeline(stages, virtual, name)
-    schedule = schedule_of(pipeline, micro_batches)
+    long = 2 * stages * virtual * micro_batches > _MOST_ACTIONS
+    schedule = schedule_of(pipeline, repeats_from(pipeline, micro_batches) if long else micro_batches)
     classes = _classes(stages, virtual)
     stage_of = stage_of_chunks(pipeline)
     class_of = {chunk: number for number, members in enumerate(classes) for chunk in members}
@@ -63,18 +68,21 @@ def schedule_paths(stages: int, virtual: int, name: str, micro_batches: int) -> 
         tuple(_least_of_classes(each, class_of) for each in _moments(actions, mine))
         for actions, mine in zip(schedule.ranks, chunks_of_stages(pipeline), strict=True)
     )
-    found = _Paths(schedule, stage_of, micro_batches)
-    kept = tuple(SchedulePath(_merged(counts, classes), end) for counts, end in found.kept(stages, virtual))
-    return SchedulePaths(classes, tuple(stage_of[members[0]] for members in classes), moments, kept)
+    kept = _busy(schedule, stage_of, micro_batches) if long else _Paths(schedule, stage_of, micro_batches).kept(stages, virtual)
+    paths = tuple(SchedulePath(_merged(counts, classes), end) for counts, end in kept)
+    return SchedulePaths(classes, tuple(stage_of[members[0]] for members in classes), moments, paths)
+
+
+def _phases(virtual: int) -> list[range]:
+    """All of them one by one, or the middle ones together. A phase is a chunk of every stage."""
+    if virtual <= _MOST_PHASES:
+        return [range(phase, phase + 1) for phase in range(virtual)]
+    return [range(1), range(1, virtual - 1), range(virtual - 1, virtual)]
 
 
 def _classes(stages: int, virtual: int) -> tuple[tuple[int, ...], ...]:
-    """The chunks one by one, or the middle ones of every stage together."""
-    chunks = stages * virtual
-    if virtual <= _MOST_PHASES:
-        return tuple((chunk,) for chunk in range(chunks))
-    middle = [tuple(range(stages + stage, chunks - stages, stages)) for stage in range(stages)]
-    return (*((stage,) for stage in range(stages)), *middle, *((chunks - stages + stage,) for stage in range(stages)))
+    """The chunks of each stage in the same phases. (Schedules with more than two chunks a stage deal them in turn.)"""
+    return tuple(tuple(phase * stages + stage for phase in phases) for phases in _phases(virtual) for stage in range(stages))
 
 
 def _merged(counts: Any, classes: Sequence[Sequence[int]]) -> Any:
@@ -99,6 +107,16 @@ def _moments(actions: Sequence[Action], chunks: Sequence[int]) -> list[dict[int,
     ranked = [max(every, key=lambda held: (sum(held), min(held))), max(every, key=lambda held: (min(held), sum(held)))]
     ranked.append(max(every, key=lambda held: (held[-1], sum(held))))
     return [dict(zip(now, held, strict=True)) for held in dict.fromkeys(ranked)][:_MOST_MOMENTS]
+
+
+def _busy(schedule: Schedule, stage_of: Sequence[int], micro_batches: int) -> Iterator[tuple[Any, int]]:
+    """What each stage computes, after the first forwards before it."""
+    for stage, actions in enumerate(schedule.ranks):
+        counts = numpy.zeros((KINDS, len(stage_of)))
+        mine = [chunk for chunk, of in enumerate(stage_of) if of == stage]
+        counts[:, mine] = numpy.array([micro_batches - 1, micro_batches, micro_batches - 1, 1, 1])[:, None]
+        counts[_FIRST, : actions[0].chunk] += 1
+        yield counts, stage
 
 
 class _Paths:
@@ -133,10 +151,10 @@ class _Paths:
         for stage, actions in enumerate(self.schedule.ranks):
             first = actions[0].chunk
             yield self._stay(stage, 0, len(actions) - 1) + self._part(self.forwards[0], 0, first), stage
-        for phase in range(virtual):
+        for phases in _phases(virtual):
+            chunks = [chunk for phase in phases for chunk in range(phase * stages, (phase + 1) * stages)]
             for kind in (self._forwards_on, self._backwards_on, self._all_on):
-                found = [kind(chunk) for chunk in range(phase * stages, (phase + 1) * stages)]
-                known = [each for each in found if each is not None]
+                known = [each for each in map(kind, chunks) if each is not None]
                 if known:
                     yield sum(known) / len(known) + self._rest(), self.stage_of[0]
 
@@ -186,7 +204,8 @@ class _Paths:
 def _slots(actions: Sequence[Action]) -> list[tuple[int, ...]]:
     """The durations of each action of a rank, as `schedules.clock` has them."""
     last = {each.chunk: cell for cell, each in enumerate(actions) if each.kind in (BACKWARD, WEIGHT)}
-    out, begun = [], set[int]()
+    out: list[tuple[int, ...]] = []
+    begun = set[int]()
     for cell, each in enumerate(actions):
         weights = _LAST if last.get(each.chunk) == cell else _WEIGHTS
         if each.kind == FORWARD:

@@ -1,5 +1,6 @@
-"""A lower bound of a pipeline under one schedule: a linear program that deals the calls to the chunks, and chooses what each chunk
-saves and recomputes and how its state is sharded, so that the longest of the schedule's paths is shortest and every stage fits.
+"""A lower bound of a pipeline under one schedule: a linear program that deals the calls to the chunks, and chooses what each
+chunk saves and recomputes and how its state is sharded, so that the longest of the schedule's paths is shortest and every stage
+fits.
 
 It has no placements: a call takes what `bounds.call_lines` and `bounds.call_state` say at least. Every path bounds every
 partition, so the program's value is a bound from the start; the schedule's clock shows longer paths at the program's durations,
@@ -25,9 +26,6 @@ from autopar.solve.ilp.linear_model import INFINITY, LinearModel
 from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.pipeline.schedule_paths import KINDS, SchedulePath, schedule_paths
 from autopar.solve.space.pipeline_grid import ScheduleOption
-
-_MOST_ACTIONS = 20_000
-"""Of the schedules that are looked at."""
 
 _MOST_WALKED = 5_000
 """Actions of the schedules whose clock is looked at."""
@@ -57,18 +55,24 @@ class StageLimits:
     overlap: Overlap
 
 
+_ROUNDS = 1
+"""How often longer paths are looked for."""
+
+
 def schedule_bound(
-    stages: int, option: ScheduleOption, micro_batches: int, calls: Sequence[BlockCalls], limits: StageLimits,
-    rounds: int = 0, enough_seconds: float = INFINITY,
-) -> float:  # fmt: skip
-    """Seconds below every plan of these calls under a schedule; infinite where none fits, 0 for schedules of very many actions.
-    Ends early where that is `enough_seconds`."""
+    stages: int,
+    option: ScheduleOption,
+    micro_batches: int,
+    calls: Sequence[BlockCalls],
+    limits: StageLimits,
+    enough_seconds: float = INFINITY,
+) -> float:
+    """Seconds below every plan of these calls under a schedule; infinite where none fits. Ends early
+    where that is `enough_seconds`."""
     actions = 2 * stages * option.virtual * micro_batches
-    if actions > _MOST_ACTIONS:
-        return 0.0
     program = _Program(stages, option, micro_batches, calls, limits)
     best, found = 0.0, program.solve()
-    for _ in range(rounds + 1):
+    for _ in range(_ROUNDS + 1):
         if found is None:
             return best
         best = max(best, found[0])
@@ -133,13 +137,31 @@ class _Program:
         model, parts = self.model, self.parts[number]
         forward, inputs, weights, first, last = self.columns[:, number].tolist()
         model.row({count: 1.0 for count in parts.counts.values()}, float(size), INFINITY)
-        for line in range(len(self.calls[0].durations)):
-            direction = self.calls[0].durations[line]
-            terms = self._calls_terms(number, line)
-            for one, other in ((forward, weights), (first, last), (forward, last), (first, weights)):
-                weighted = {one: direction.forward, inputs: direction.inputs, other: direction.weights}
-                model.row({**{column: w for column, w in weighted.items() if w}, **terms}, 0.0, INFINITY)
+        for line, direction in enumerate(self.calls[0].durations):
+            sent, left = self._sent(number, direction)
+            slowed = {column: self.limits.overlap.contention * seconds for column, seconds in sent.items()}
+            for terms, most in (
+                (self._calls_terms(number, line), 0.0),
+                (self._calls_terms(number, line, slowed), self.limits.overlap.contention * left * size),
+                ({column: -seconds for column, seconds in sent.items()}, left * size),
+            ):
+                for one, other in ((forward, weights), (first, last), (forward, last), (first, weights)):
+                    weighted = {one: direction.forward, inputs: direction.inputs, other: direction.weights}
+                    model.row({**{column: w for column, w in weighted.items() if w}, **terms}, -most, INFINITY)
         self._bound_with_state(number, size)
+
+    def _sent(self, number: int, direction: DurationLine) -> tuple[dict[int, float], float]:
+        """Seconds of gathers and reductions in each forward and backward, by column of the sharded calls; and of them at most
+        those of a chunk's first call, whose reduction runs after its backward."""
+        overlap, out = self.limits.overlap, dict[int, float]()
+        for block, columns in self.parts[number].sharded.items():
+            for column, one in zip(columns, self.calls[block].states, strict=True):
+                backward = one.gather_backward
+                if overlap.gradient_reduction and not overlap.gradient_buffers:
+                    backward += one.reduce_each
+                out[column] = (direction.forward * one.gather_each + direction.inputs * backward) / self.unit
+        longest = max((one.reduce_each for each in self.calls for one in each.states), default=0.0)
+        return out, direction.inputs * longest / self.unit
 
     def _calls_terms(self, number: int, line: int, state: Mapping[int, float] | None = None) -> dict[int, float]:
         """What durations by a line have to exceed, with the sign of the left side; `state`: seconds of sharded calls beside
