@@ -32,7 +32,7 @@ _MOST_PHASES = 3
 
 _MOST_MOMENTS = 3
 
-_MOST_ACTIONS = 20_000
+_MOST_ACTIONS = 10_000
 """Of schedules with more, only what each stage does by itself is looked at, and the moments of a shorter one."""
 
 
@@ -127,6 +127,7 @@ class _Paths:
         chunks = len(stage_of)
         self.slots: list[list[tuple[int, ...]]] = [_slots(actions) for actions in schedule.ranks]
         self.place = [{each: cell for cell, each in enumerate(actions)} for actions in schedule.ranks]
+        self.sums = [self._sums(rank) for rank in range(len(schedule.ranks))]
         self.forwards, self.backwards = ([numpy.zeros((KINDS, chunks)) for _ in range(2)] for _ in range(2))
         for chunk, rank in enumerate(stage_of):
             for number, micro in enumerate((0, self.last)):
@@ -160,11 +161,16 @@ class _Paths:
 
     def _stay(self, rank: int, first: int, last: int) -> Any:
         """All actions of a rank from one cell to another."""
-        out = numpy.zeros((KINDS, len(self.stage_of)))
-        for cell in range(first, last + 1):
+        return self.sums[rank][last + 1] - self.sums[rank][first] if last >= first else numpy.zeros((KINDS, len(self.stage_of)))
+
+    def _sums(self, rank: int) -> Any:
+        """``[cell, kind, chunk]``: what comes before a cell."""
+        actions = self.schedule.ranks[rank]
+        out = numpy.zeros((len(actions) + 1, KINDS, len(self.stage_of)), dtype=numpy.int32)
+        for cell, action in enumerate(actions):
             for slot in self.slots[rank][cell]:
-                out[slot, self.schedule.ranks[rank][cell].chunk] += 1
-        return out
+                out[cell + 1, slot, action.chunk] = 1
+        return out.cumsum(axis=0, dtype=numpy.int32)
 
     @staticmethod
     def _part(counts: Any, first: int, end: int) -> Any:

@@ -140,14 +140,15 @@ class _Program:
         for line, direction in enumerate(self.calls[0].durations):
             sent, left = self._sent(number, direction)
             slowed = {column: self.limits.overlap.contention * seconds for column, seconds in sent.items()}
-            for terms, most in (
-                (self._calls_terms(number, line), 0.0),
-                (self._calls_terms(number, line, slowed), self.limits.overlap.contention * left * size),
-                ({column: -seconds for column, seconds in sent.items()}, left * size),
-            ):
-                for one, other in ((forward, weights), (first, last), (forward, last), (first, weights)):
-                    weighted = {one: direction.forward, inputs: direction.inputs, other: direction.weights}
-                    model.row({**{column: w for column, w in weighted.items() if w}, **terms}, -most, INFINITY)
+            rows = [(self._calls_terms(number, line), 0.0)]
+            if any(sent.values()):
+                rows.append((self._calls_terms(number, line, slowed), self.limits.overlap.contention * left * size))
+                rows.append(({column: -seconds for column, seconds in sent.items()}, left * size))
+            pairs = ((forward, weights), (first, last), (forward, last), (first, weights))
+            three = ({one: direction.forward, inputs: direction.inputs, other: direction.weights} for one, other in pairs)
+            for weighted in dict.fromkeys(tuple((column, w) for column, w in each.items() if w) for each in three):
+                for terms, most in rows:
+                    model.row({**dict(weighted), **terms}, -most, INFINITY)
         self._bound_with_state(number, size)
 
     def _sent(self, number: int, direction: DurationLine) -> tuple[dict[int, float], float]:
