@@ -45,8 +45,8 @@ class SavedLine:
     least: float
 
 
-def duration_lines(problem: Problem, name: str, seconds_left: float) -> tuple[DurationLine, ...]:
-    """Of one block; the first one has all weights 1."""
+def duration_lines(problem: Problem, name: str, seconds_left: float, minor: bool = False) -> tuple[DurationLine, ...]:
+    """Of one block; the first one has all weights 1. The others of a `minor` block are those of its operations alone."""
     relaxation = FlowRelaxation(problem, (name,))
     table, form = problem.blocks[name], relaxation.form
     delayed = weight_gradient_nodes(table.block)
@@ -69,9 +69,23 @@ def duration_lines(problem: Problem, name: str, seconds_left: float) -> tuple[Du
     )
     out = []
     for direction in _DIRECTIONS:
+        if minor and out:
+            out.append(DurationLine(*direction, _operations_seconds(problem, name, direction)))
+            continue
         seconds = {column: sum(w * each for w, each in zip(direction, three, strict=True)) for column, three in parts.items()}
         out.append(DurationLine(*direction, _least(form.model, seconds, whole or 1e-9, seconds_left)))
     return tuple(out)
+
+
+def _operations_seconds(problem: Problem, name: str, direction: tuple[float, float, float]) -> float:
+    """Every operation by its fastest strategy in this direction, without conversions."""
+    table, (forward, inputs, weights) = problem.blocks[name], direction
+    delayed = weight_gradient_nodes(table.block)
+    out = 0.0
+    for node, strategies in table.strategies.items():
+        backward = (inputs + weights) / 2 if node in delayed else inputs
+        out += min(forward * each.seconds.forward + backward * each.seconds.backward for each in strategies)
+    return out
 
 
 def _least(model: LinearModel, seconds: Mapping[int, float], unit: float, seconds_left: float) -> float:

@@ -20,6 +20,9 @@ from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.pipeline_grid import ScheduleOption
 
+_MINOR = 0.1
+"""Blocks with less of all calls' seconds are looked at less closely."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallSeconds:
@@ -108,7 +111,11 @@ def relaxed_calls(problem: Problem, stages: int, seconds_left: Callable[[], floa
     """By the tables of a point's own micro-batch."""
     blocks = relax_blocks(problem)
     saved = {each.name: saved_lines(each) for each in blocks}
-    lines = {name: CallLines(duration_lines(problem, name, seconds_left()), saved[name]) for name in problem.blocks}
+    shares = {name: problem.graph.count(name) * call_seconds(problem, name, 0.0).both for name in problem.blocks}
+    minor = {name for name, seconds in shares.items() if seconds < _MINOR * sum(shares.values())}
+    lines = {
+        name: CallLines(duration_lines(problem, name, seconds_left(), name in minor), saved[name]) for name in problem.blocks
+    }
     calls = {name: call_seconds(problem, name, each.durations[0].least_seconds) for name, each in lines.items()}
     whole = sum(problem.graph.count(name) * each.both for name, each in calls.items())
     return RelaxedCalls(whole * problem.micro_batches / stages, blocks, calls, lines)
