@@ -67,7 +67,7 @@ def duration_lines(problem: Problem, name: str, seconds_left: float, minor: bool
     whole = sum(
         min(each.seconds.forward + each.seconds.backward for each in strategies) for strategies in table.strategies.values()
     )
-    out = []
+    out: list[DurationLine] = []
     for direction in _DIRECTIONS:
         if minor and out:
             out.append(DurationLine(*direction, _operations_seconds(problem, name, direction)))

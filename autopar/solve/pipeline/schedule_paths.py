@@ -3,7 +3,7 @@ step is not shorter than their sum; and how many micro-batches a stage holds at 
 
 Three kinds go through all chunks, and stay on the stage of one of them: with the first micro-batch forward to a chunk, there from
 its first to its last forward, or from its first to its last backward, or all of it, and on with the last micro-batch. Their means
-over the chunks of a phase (one chunk of every stage) are kept, which chunks of other sizes hardly shorten.
+over the chunks of a phase (one chunk of every stage) are taken, which chunks of other sizes hardly shorten.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _FORWARD, _INPUTS, _WEIGHTS, _FIRST, _LAST = range(KINDS)
 _MOST_PHASES = 3
 """Of more chunks a stage, those between the first and the last one are one class."""
 
-_MOST_MOMENTS = 3
+_MOST_PLACES = 3
 
 _MOST_ACTIONS = 10_000
-"""Of schedules with more, only what each stage does by itself is looked at, and the moments of a shorter one."""
+"""Of schedules with more, only what each stage does by itself is looked at, and the micro-batches in flight of a shorter one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class SchedulePath:
 
 @dataclass(frozen=True, slots=True)
 class SchedulePaths:
-    """`classes`: the chunks of each, all on one stage. `moments`: per stage, what it holds of each chunk of some classes at one
+    """`classes`: the chunks of each, all on one stage. `in_flight`: per stage, what it holds of each chunk of some classes at one
     place of its order, at least."""
 
     classes: tuple[tuple[int, ...], ...]
     stage_of_class: tuple[int, ...]
-    moments: tuple[tuple[dict[int, int], ...], ...]
+    in_flight: tuple[tuple[dict[int, int], ...], ...]
     paths: tuple[SchedulePath, ...]
 
 
@@ -64,13 +64,15 @@ def schedule_paths(stages: int, virtual: int, name: str, micro_batches: int) -> 
     classes = _classes(stages, virtual)
     stage_of = stage_of_chunks(pipeline)
     class_of = {chunk: number for number, members in enumerate(classes) for chunk in members}
-    moments = tuple(
-        tuple(_least_of_classes(each, class_of) for each in _moments(actions, mine))
+    in_flight = tuple(
+        tuple(_least_of_classes(each, class_of) for each in _most_held(actions, mine))
         for actions, mine in zip(schedule.ranks, chunks_of_stages(pipeline), strict=True)
     )
-    kept = _busy(schedule, stage_of, micro_batches) if long else _Paths(schedule, stage_of, micro_batches).kept(stages, virtual)
-    paths = tuple(SchedulePath(_merged(counts, classes), end) for counts, end in kept)
-    return SchedulePaths(classes, tuple(stage_of[members[0]] for members in classes), moments, paths)
+    counted = (
+        _busy(schedule, stage_of, micro_batches) if long else _Paths(schedule, stage_of, micro_batches).counted(stages, virtual)
+    )
+    paths = tuple(SchedulePath(_merged(counts, classes), end) for counts, end in counted)
+    return SchedulePaths(classes, tuple(stage_of[members[0]] for members in classes), in_flight, paths)
 
 
 def _phases(virtual: int) -> list[range]:
@@ -96,7 +98,7 @@ def _least_of_classes(held: dict[int, int], class_of: dict[int, int]) -> dict[in
     return out
 
 
-def _moments(actions: Sequence[Action], chunks: Sequence[int]) -> list[dict[int, int]]:
+def _most_held(actions: Sequence[Action], chunks: Sequence[int]) -> list[dict[int, int]]:
     """Where a stage holds most: in all, of the chunk that it holds least of, and of the last chunk."""
     now = dict.fromkeys(chunks, 0)
     every: dict[tuple[int, ...], None] = {}
@@ -106,7 +108,7 @@ def _moments(actions: Sequence[Action], chunks: Sequence[int]) -> list[dict[int,
             every[tuple(now.values())] = None
     ranked = [max(every, key=lambda held: (sum(held), min(held))), max(every, key=lambda held: (min(held), sum(held)))]
     ranked.append(max(every, key=lambda held: (held[-1], sum(held))))
-    return [dict(zip(now, held, strict=True)) for held in dict.fromkeys(ranked)][:_MOST_MOMENTS]
+    return [dict(zip(now, held, strict=True)) for held in dict.fromkeys(ranked)][:_MOST_PLACES]
 
 
 def _busy(schedule: Schedule, stage_of: Sequence[int], micro_batches: int) -> Iterator[tuple[Any, int]]:
@@ -147,7 +149,7 @@ class _Paths:
         whole = cells.get(Action(chunk, BACKWARD, micro))
         return cells[Action(chunk, INPUT, micro)] if whole is None else whole
 
-    def kept(self, stages: int, virtual: int) -> Iterator[tuple[Any, int]]:
+    def counted(self, stages: int, virtual: int) -> Iterator[tuple[Any, int]]:
         """(counts, the stage where they end)."""
         for stage, actions in enumerate(self.schedule.ranks):
             first = actions[0].chunk

@@ -213,9 +213,9 @@ class _Program:
         heads = [each for each in self.calls if (each.place == 0) == (stage == 0)] or list(self.calls)
         left = min((one.reduce_last for each in heads for one in each.states), default=0.0)
         model.row({self.after[stage]: 1.0, **optimizer}, left / self.unit, INFINITY)
-        for moment in self.shape.moments[stage]:
+        for in_flight in self.shape.in_flight[stage]:
             saved = {
-                column: self.limits.held * moment.get(number, 0)
+                column: self.limits.held * in_flight.get(number, 0)
                 for number in mine
                 for _, column in self.parts[number].saved.values()
             }
