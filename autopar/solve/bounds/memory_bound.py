@@ -18,7 +18,6 @@ from autopar.cost_models.state.state_group import StateGroup
 from autopar.ir.graph import Parameter
 from autopar.ir.mesh import DATA_AXIS
 from autopar.solve.bounds.block_relaxation import BlockRelaxation
-from autopar.solve.bounds.call_levels import CallLevels
 from autopar.solve.ilp.linear_model import INFINITY, LinearModel, Terms, add, total
 from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.problem.problem import BlockTable, Problem
@@ -26,16 +25,11 @@ from autopar.solve.problem.problem import BlockTable, Problem
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """What all pipelines of some stages and schedules have in common. Before a stage begins, it waits for others, `wait_seconds`
-    on average over the stages, and after it ends, others go on for `drain_seconds`; a step takes at least `factor` times what a
-    stage computes on average. `calls`: where they lie, and what is in flight there (None: one micro-batch). Stages of the grid do
-    not offload."""
+    """What all pipelines of some stages have in common: before a stage begins, it waits for others, `wait_seconds` on average
+    over the stages. Stages of the grid do not offload."""
 
     stages: int = 1
     wait_seconds: float = 0.0
-    drain_seconds: float = 0.0
-    factor: float = 1.0
-    calls: CallLevels | None = None
 
 
 NO_PIPELINE = PipelineShape()
@@ -51,10 +45,11 @@ def memory_bound(
     """Seconds below every plan of `problem`'s mesh and state group in `micro_batches` (a multiple of the tables'). `flow`: bounds
     of `FlowRelaxation` by their weight, at least for weight 1. Infinite where nothing fits.
 
-    Of a pipeline, below every partition of it, and every schedule that `shape` holds for: the bottleneck stage takes at least as
-    long as the stages do on average, and all stages together have so many times the memory. `flow` is of one pipeline stage then.
+    Of a pipeline, below every partition of it and every schedule: the bottleneck stage takes at least as long as the stages do on
+    average, all stages together have so many times the memory, and one micro-batch is in flight at least. `flow` is of one
+    pipeline stage then.
 
-    ``minimise t + max(optimizer, drain)``, where ``t >= wait + main + recomputation + contention x overlappable`` (what overlaps
+    ``minimise t + optimizer``, where ``t >= wait + main + recomputation + contention x overlappable`` (what overlaps
     compute slows it by its share, and what does not adds all of itself) and ``t >= state communication + shared``, so for every
     weight ``t >= flow[weight] + weight x (wait + recomputation + contention x overlappable) + (1 - weight) x communication``.
     Overlappable are the transfers of `micro_batch_clock`: neither the last call gathers between a forward and its backward, nor
@@ -68,10 +63,8 @@ def memory_bound(
     flow_seconds = flow[1.0]
     relaxation = _MemoryRelaxation(problem, micro_batches, budget_bytes, max(flow_seconds, 1e-9), offloads=stages == 1)
     relaxation.add_states()
-    placed = shape.calls.add_to(relaxation.model, {each.name: each.calls for each in blocks}) if shape.calls else {}
     for each in blocks:
-        for share, in_flight in placed.get(each.name, ((None, 1),)):
-            relaxation.add_block(each, share, in_flight)
+        relaxation.add_block(each)
     relaxation.add_flow_bounds(flow, shape)
     relaxation.add_memory()
     outcome = solve(relaxation.model, relaxed=True)
@@ -83,7 +76,7 @@ def memory_bound(
 
 class _MemoryRelaxation:
     """The linear program. Seconds are in `unit`, bytes in `budget_bytes`; `t` is the column of the step without the optimizer,
-    `end` of what follows: it, or other stages' work."""
+    `end` of the optimizer."""
 
     def __init__(self, problem: Problem, micro_batches: int, budget_bytes: float, unit: float, offloads: bool) -> None:
         self.offloads = offloads
@@ -139,9 +132,9 @@ class _MemoryRelaxation:
             state_bytes += self.held * cost.memory.accumulated if self.micro_batches > 1 else 0.0
             self.memory[z] = count * state_bytes / self.budget_bytes
 
-    def add_block(self, block: BlockRelaxation, share: int | None = None, in_flight: int = 1) -> None:
-        """S, O, A and r of one block, or of a `share` of its calls (a column), which have so many micro-batches in flight. The
-        tables' micro-batches are `repeats` in a step; memory is that of the smaller ones."""
+    def add_block(self, block: BlockRelaxation) -> None:
+        """S, O, A and r of one block. The tables' micro-batches are `repeats` in a step; memory is that of the smaller ones, of
+        which one is in flight."""
         model, repeats = self.model, self.problem.micro_batches
         byte = self.held * repeats / self.micro_batches / self.budget_bytes
         r = {name: model.variable(1.0) for name in block.recompute}
@@ -149,8 +142,7 @@ class _MemoryRelaxation:
         offload = self.offload.setdefault(block.name, {})
         for name, tensor in block.tensors.items():
             saved = model.variable(1.0)
-            held = 1 if name in block.shared else in_flight
-            add(self.memory, {saved: tensor.copies * held * tensor.bytes * byte})
+            add(self.memory, {saved: tensor.copies * tensor.bytes * byte})
             support = {saved: 1.0}
             if self.offloads and block.offload_seconds_per_byte is not None and tensor.bytes:
                 offloaded = model.variable(1.0)
@@ -158,10 +150,8 @@ class _MemoryRelaxation:
                 offload[offloaded] = block.calls * repeats * tensor.bytes * block.offload_seconds_per_byte / self.unit
             if tensor.producer in r:
                 support[r[tensor.producer]] = 1.0
-            # A <= S + O + r of what produces it; A >= share where it is needed
-            available[name] = a = model.variable(1.0, lower=float(tensor.needed and share is None))
-            if tensor.needed and share is not None:
-                model.row([(a, 1.0), (share, -1.0)], 0.0, INFINITY)
+            # A <= S + O + r of what produces it
+            available[name] = a = model.variable(1.0, lower=float(tensor.needed))
             model.row({**support, a: -1.0}, 0.0, INFINITY)
         for name, (seconds, reads) in block.recompute.items():
             add(self.recompute, {r[name]: block.calls * repeats * seconds / self.unit})
@@ -171,18 +161,11 @@ class _MemoryRelaxation:
 
     def add_flow_bounds(self, flow: Mapping[float, float], shape: PipelineShape) -> None:
         """The seconds of the calls, by weight of their main stream; what a stage waits for others; the optimizer."""
-        model, wait, drain = self.model, *(shape.stages * each / self.unit for each in (shape.wait_seconds, shape.drain_seconds))
+        model, wait = self.model, shape.stages * shape.wait_seconds / self.unit
         model.at_least(self.end, self.optimizer)
-        model.at_least(self.end, {}, drain)
         for copied in self.offload.values():
             # t >= copies of a block's tensors to the host and back
             model.at_least(self.t, copied)
-        # t + end >= factor x (flow + sum r * seconds)
-        model.row(
-            total((1.0, {self.t: 1.0, self.end: 1.0}), (-shape.factor, self.recompute)),
-            shape.factor * flow[1.0] / self.unit,
-            INFINITY,
-        )
         for weight, seconds in flow.items():
             # t >= flow[weight] + weight x (wait + sum r * seconds + contention x overlappable) + (1 - weight) x communication
             slowed = weight * self.problem.cluster.overlap.contention

@@ -1,144 +1,130 @@
 """A lower bound of a pipeline's step with its bubble and its micro-batches in flight, for every partition and every schedule that
 the search looks at.
 
-Stage s waits until the first micro-batch has gone forward through the chunks before it, and where the schedule ends with its
-first chunk's backward, that gradient goes back through them afterwards. So with ``W_s`` for what the stage computes of one of
-``m`` micro-batches, ``T >= m W_s + sum over j < s of (forward_j + backward_j)``. With one chunk a stage that is at least
-``W / (1 - (1 - 1/m)^p)`` for all stages together, ``W`` being the sum of all W_s (where all p bounds are equal, each W_s is
-``1 - 1/m`` times the one before); with several chunks, each has at least one call. Schedules of few chunks are looked at path by
-path (`bubble_bound`).
+First for all schedules at once: a stage waits for the calls before it, and holds one micro-batch (`bounds.memory_bound`). Then
+for each schedule by a linear program of its own (`stage_program`); the least of these is the bound of the point.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from autopar.cost_models.step.call_trace import weight_gradient_nodes
-from autopar.solve.bounds.block_relaxation import BlockRelaxation
-from autopar.solve.bounds.call_levels import CallLevels
+from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
+from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
+from autopar.solve.bounds.call_lines import DurationLine, SavedLine, duration_lines, saved_lines
+from autopar.solve.bounds.call_state import call_states
 from autopar.solve.bounds.memory_bound import PipelineShape, memory_bound
-from autopar.solve.pipeline.bubble_bound import BubbleFactors, WorkShare
-from autopar.solve.pipeline.in_flight_levels import ScheduleProfile, call_levels, schedule_profile
+from autopar.solve.pipeline.stage_program import BlockCalls, StageLimits, schedule_bound
 from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.pipeline_grid import ScheduleOption
 
-_FEW_CHUNKS = 2
-"""With more chunks a stage, what each of them has at least says as much as the cutting planes."""
+_MINOR = 0.1
+"""Blocks with less of all calls' seconds are looked at less closely."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSeconds:
-    """One call of a block for one micro-batch, by the fastest strategies: all of it, its forward, its backward, and of that the
-    gradients of inputs, which no schedule delays."""
+    """One call of a block for one micro-batch, by the fastest strategies: its forward, and all of it."""
 
-    both: float
     forward: float
-    backward: float
-    inputs: float
+    both: float
 
     def part(self, share: float) -> CallSeconds:
         """Of a share of the micro-batch."""
-        return CallSeconds(self.both * share, self.forward * share, self.backward * share, self.inputs * share)
+        return CallSeconds(self.forward * share, self.both * share)
+
+
+@dataclass(frozen=True, slots=True)
+class CallLines:
+    """One call of a block for one micro-batch, sharper: by linear programs of the block."""
+
+    durations: tuple[DurationLine, ...]
+    saved: tuple[SavedLine, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RelaxedCalls:
+    """All calls for micro-batches of one size. `flow_seconds` of one stage: below what its calls take in a step. `blocks`: what
+    memory looks at; `calls`, `lines`: by block."""
+
+    flow_seconds: float
+    blocks: tuple[BlockRelaxation, ...]
+    calls: Mapping[str, CallSeconds]
+    lines: Mapping[str, CallLines] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StageRelaxation:
-    """The blocks on the mesh of a stage, for micro-batches of one size. `flow_seconds` of one stage: below what its calls take in
-    a step. `calls`: by block."""
+    """The calls on the mesh of a stage."""
 
     problem: Problem
-    flow_seconds: float
-    blocks: tuple[BlockRelaxation, ...]
-    calls: Mapping[str, CallSeconds]
-    bubbles: BubbleFactors
+    relaxed: RelaxedCalls
 
     def at_least(self, point: GridPoint, options: Sequence[ScheduleOption], best_seconds: float) -> float:
-        """The step of `point` with each of `options`, or `best_seconds` where that is less; infinite where nothing fits."""
-        problem = with_zero_group(self.problem, point.zero_group)
+        """The step of `point` with each of `options`, or `best_seconds` where that is less; infinite where nothing fits. Those
+        with the smallest bubbles come first, which are seldom ruled out."""
         least = self.under_any_schedule(point)
         if least >= best_seconds:
             return least
-        bound = best_seconds
-        for group in _alike(options):
+        bound, (calls, limits) = best_seconds, self._program_inputs(point)
+        for option in sorted(options, key=lambda each: each.bubble_passes):
             if bound <= least:
                 break
-            profiles = [schedule_profile(point.stages, each.virtual, each.schedule, point.micro_batches) for each in group]
-            shape = self._shape(point, profiles[0])
-            seconds = shape.factor * self.flow_seconds
-            if seconds < bound and group[0].virtual <= _FEW_CHUNKS:
-                seconds = max(seconds, self._with_bubble(point, group[0], bound))
-            if seconds < bound:
-                held_shape = replace(shape, calls=self._call_levels(point, profiles, best_seconds))
-                held = memory_bound(problem, self.blocks, point.micro_batches, {1.0: self.flow_seconds}, held_shape)
-                bound = min(bound, max(seconds, held))
+            bound = min(bound, schedule_bound(point.stages, option, point.micro_batches, calls, limits, bound))
         return max(least, bound)
 
     def under_any_schedule(self, point: GridPoint) -> float:
         """With one micro-batch in flight, and no bubble but the first calls."""
         problem = with_zero_group(self.problem, point.zero_group)
-        shape = PipelineShape(point.stages, wait_seconds=self._waits(point.stages, drains=False))
-        return memory_bound(problem, self.blocks, point.micro_batches, {1.0: self.flow_seconds}, shape)
+        shape = PipelineShape(point.stages, self._wait_seconds(point.stages))
+        return memory_bound(problem, self.relaxed.blocks, point.micro_batches, {1.0: self.relaxed.flow_seconds}, shape)
 
-    def _with_bubble(self, point: GridPoint, option: ScheduleOption, enough_seconds: float) -> float:
-        """What the calls take in a step, and the bubble of one schedule; at most about `enough_seconds`."""
-        graph = self.problem.graph
-        whole = sum(graph.count(name) * each.both for name, each in self.calls.items())
-        if not whole:
-            return 0.0
-        shares = []
-        for name, each in self.calls.items():
-            count = graph.count(name)
-            alone = {graph.calls[0].block: 0, graph.calls[-1].block: -1}.get(name) if count == 1 else None
-            part = count / whole
-            shares.append(
-                WorkShare(
-                    part * each.both, part * each.forward, part * each.inputs, part * each.backward, alone, each.both / whole
-                )
-            )
-        average = whole * point.micro_batches / point.stages
-        return average * self.bubbles.factor(point.stages, option, point.micro_batches, tuple(shares), enough_seconds / average)
-
-    def _shape(self, point: GridPoint, profile: ScheduleProfile) -> PipelineShape:
-        many, stages = point.micro_batches, point.stages
-        wait = self._waits(stages, drains=False)
-        drain = self._waits(stages, drains=True) if profile.drains else 0.0
-        factor = stages / many / (1 - (1 - 1 / many) ** stages) if profile.drains and profile.virtual == 1 else 1.0
-        return PipelineShape(stages, wait, drain, max(1.0, factor))
-
-    def _waits(self, stages: int, drains: bool) -> float:
-        """On average over the stages: behind s others, the first s calls at least, forward or (`drains`) backward."""
+    def _wait_seconds(self, stages: int) -> float:
+        """On average over the stages: behind s others, the first s calls at least."""
         waits = [0.0]
         for call in self.problem.graph.calls[: stages - 1]:
-            seconds = self.calls[call.block]
-            waits.append(waits[-1] + (seconds.backward if drains else seconds.forward))
+            waits.append(waits[-1] + self.relaxed.calls[call.block].forward)
         return sum(waits) / len(waits)
 
-    def _call_levels(self, point: GridPoint, profiles: Sequence[ScheduleProfile], best_seconds: float) -> CallLevels:
-        """Of all calls, under any of the schedules, for steps that are not above `best_seconds`."""
-        seconds = {name: each.both * point.micro_batches for name, each in self.calls.items()}
-        return CallLevels(call_levels(profiles), min(each.virtual for each in profiles), seconds, best_seconds)
+    def _program_inputs(self, point: GridPoint) -> tuple[tuple[BlockCalls, ...], StageLimits]:
+        problem, graph = with_zero_group(self.problem, point.zero_group), self.problem.graph
+        device = problem.cluster.device
+        ends = {graph.calls[0].block: 0, graph.calls[-1].block: -1}
+        calls = tuple(
+            BlockCalls(
+                count=graph.count(name),
+                place=ends.get(name) if graph.count(name) == 1 else None,
+                durations=lines.durations,
+                saved=lines.saved,
+                states=tuple(call_states(problem, name, point.micro_batches).values()),
+            )
+            for name, lines in self.relaxed.lines.items()
+        )
+        communicators = communicator_count(problem.mesh, point.zero_group, point.stages)
+        limits = StageLimits(tensor_budget_bytes(device, communicators), 1 + fragmentation(device), problem.cluster.overlap)
+        return calls, limits
 
 
-def _alike(options: Sequence[ScheduleOption]) -> list[list[ScheduleOption]]:
-    """Those of many chunks a stage together, and first: they have the smallest bubbles."""
-    groups: dict[object, list[ScheduleOption]] = {}
-    for option in sorted(options, key=lambda each: each.bubble_passes):
-        virtual = min(option.virtual, _FEW_CHUNKS + 1)
-        groups.setdefault((option.schedule, virtual), []).append(option)
-    return list(groups.values())
+def relaxed_calls(problem: Problem, stages: int, seconds_left: Callable[[], float]) -> RelaxedCalls:
+    """By the tables of a point's own micro-batch."""
+    blocks = relax_blocks(problem)
+    saved = {each.name: saved_lines(each) for each in blocks}
+    shares = {name: problem.graph.count(name) * call_seconds(problem, name, 0.0).both for name in problem.blocks}
+    minor = {name for name, seconds in shares.items() if seconds < _MINOR * sum(shares.values())}
+    lines = {
+        name: CallLines(duration_lines(problem, name, seconds_left(), name in minor), saved[name]) for name in problem.blocks
+    }
+    calls = {name: call_seconds(problem, name, each.durations[0].least_seconds) for name, each in lines.items()}
+    whole = sum(problem.graph.count(name) * each.both for name, each in calls.items())
+    return RelaxedCalls(whole * problem.micro_batches / stages, blocks, calls, lines)
 
 
-def call_seconds(problem: Problem, name: str, flow_seconds: float) -> CallSeconds:
-    """`flow_seconds`: a bound of all calls of the block in a step."""
-    table = problem.blocks[name]
-    forward = backward = inputs = 0.0
-    delayed = weight_gradient_nodes(table.block)
-    for node, strategies in table.strategies.items():
-        least = min(each.seconds.backward for each in strategies)
+def call_seconds(problem: Problem, name: str, least_seconds: float) -> CallSeconds:
+    """`least_seconds`: what is known of one call and one micro-batch."""
+    forward = both = 0.0
+    for strategies in problem.blocks[name].strategies.values():
         forward += min(each.seconds.forward for each in strategies)
-        backward += least
-        inputs += least / 2 if node in delayed else least
-    both = flow_seconds / problem.graph.count(name) / problem.micro_batches
-    return CallSeconds(max(both, forward + backward), forward, backward, inputs)
+        both += min(each.seconds.forward + each.seconds.backward for each in strategies)
+    return CallSeconds(forward, max(both, least_seconds))

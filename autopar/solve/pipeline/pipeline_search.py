@@ -18,13 +18,12 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, Axis
 from autopar.rules.registry import Registry
-from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
+from autopar.solve.bounds.block_relaxation import relax_blocks
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
 from autopar.solve.forked import Lookahead
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
-from autopar.solve.pipeline.bubble_bound import BubbleFactors
-from autopar.solve.pipeline.pipeline_bound import CallSeconds, StageRelaxation, call_seconds
+from autopar.solve.pipeline.pipeline_bound import RelaxedCalls, StageRelaxation, call_seconds, relaxed_calls
 from autopar.solve.pipeline.promising import promising
 from autopar.solve.pipeline.split_blocks import with_split_blocks
 from autopar.solve.pipeline.stage_search import StageSearch
@@ -35,8 +34,6 @@ from autopar.solve.space.pipeline_grid import chunks_per_stage, pipeline_asked, 
 from autopar.solve.space.problem_tables import ProblemTables
 
 Axes = tuple[Axis, ...]
-_Relaxed = tuple[float, tuple[BlockRelaxation, ...], dict[str, CallSeconds]]
-"""The flow's bound of a family of points, what memory looks at of the blocks, and the seconds of one call of each."""
 
 
 class PipelineSearch:
@@ -58,8 +55,7 @@ class PipelineSearch:
         self.seconds_per_example: dict[tuple[Axes, int], float] = {}
         self.ran = False
         self.mixed_devices = len({group.device for group in cluster.groups}) > 1
-        self._bubbles = BubbleFactors()
-        self._relaxed: dict[object, _Relaxed] = {}
+        self._relaxed: dict[object, RelaxedCalls] = {}
         self._rough: dict[object, StageRelaxation] = {}
         self._roughly: dict[GridPoint, float] = {}
 
@@ -148,7 +144,7 @@ class PipelineSearch:
         sharp = set[GridPoint]()
         enough = best_seconds() * (1 - self.options.sharp_gap)
 
-        def sharpened(point: GridPoint) -> tuple[float, _Relaxed]:
+        def sharpened(point: GridPoint) -> tuple[float, RelaxedCalls]:
             return self.sharp_bound(point, best_seconds()), self._relaxed[self._family(point)]
 
         with Lookahead(sharpened, self.options.processes) as ahead:
@@ -199,26 +195,22 @@ class PipelineSearch:
         if key not in self._rough:
             problem = self.problem(largest)
             calls = {name: call_seconds(problem, name, 0.0) for name in problem.blocks}
-            self._rough[key] = StageRelaxation(problem, 0.0, relax_blocks(problem), calls, self._bubbles)
+            self._rough[key] = StageRelaxation(problem, RelaxedCalls(0.0, relax_blocks(problem), calls))
         rough = self._rough[key]
         share = largest.micro_batches / point.micro_batches
-        calls = {name: each.part(share) for name, each in rough.calls.items()}
-        return replace(rough, flow_seconds=flow_seconds, calls=calls).under_any_schedule(point)
+        calls = {name: each.part(share) for name, each in rough.relaxed.calls.items()}
+        relaxed = replace(rough.relaxed, flow_seconds=flow_seconds, calls=calls)
+        return replace(rough, relaxed=relaxed).under_any_schedule(point)
 
     def sharp_bound(self, point: GridPoint, best_seconds: float) -> float:
-        problem = self.problem(point)
-        key = self._family(point)
+        problem, key = self.problem(point), self._family(point)
         if key not in self._relaxed:
-            flow = FlowRelaxation(problem).bound(self.seconds_left()) / point.stages
-            by_block = {name: FlowRelaxation(problem, (name,)).bound(self.seconds_left()) for name in problem.blocks}
-            calls = {name: call_seconds(problem, name, seconds) for name, seconds in by_block.items()}
-            self._relaxed[key] = flow, relax_blocks(problem), calls
-        flow, blocks, calls = self._relaxed[key]
+            self._relaxed[key] = relaxed_calls(problem, point.stages, self.seconds_left)
         try:
             options = schedule_options(self.graph, point, self.options.force, self.options.schedule)
         except PlanError:  # too few micro-batches for a forced schedule
             return inf
-        return StageRelaxation(problem, flow, blocks, calls, self._bubbles).at_least(point, options, best_seconds)
+        return StageRelaxation(problem, self._relaxed[key]).at_least(point, options, best_seconds)
 
     def bounds(self) -> Iterable[float]:
         """Below every pipeline of each point that is not shown to be infeasible."""

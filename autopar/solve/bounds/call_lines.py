@@ -1,0 +1,163 @@
+"""What one call of a block takes at least, as half-planes: seconds of its forward and the two parts of its backward against each
+other, and seconds of recomputation against bytes that are saved.
+
+Each half-plane is a linear program of one block with other weights, so it holds for every plan, and for sums over calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.cost_models.step.call_trace import weight_gradient_nodes
+from autopar.solve.bounds.block_relaxation import BlockRelaxation
+from autopar.solve.bounds.flow_bound import FlowRelaxation
+from autopar.solve.ilp.linear_model import INFINITY, LinearModel
+from autopar.solve.ilp.solver import Status, solve
+from autopar.solve.problem.problem import Problem
+
+_ROUNDING = 1e-6
+"""Of the programs."""
+
+_DIRECTIONS = ((1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 1.0), (0.0, 1.0, 0.0))
+
+_DEPTH = 3
+"""How often an edge of the frontier of saved bytes is halved."""
+
+
+@dataclass(frozen=True, slots=True)
+class DurationLine:
+    """``forward x F + inputs x I + weights x W >= least_seconds``: one micro-batch through one call; I and W are the parts of the
+    backward that a schedule may take apart."""
+
+    forward: float
+    inputs: float
+    weights: float
+    least_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLine:
+    """``recompute x seconds + saved x bytes >= least``: of one micro-batch and one call."""
+
+    recompute: float
+    saved: float
+    least: float
+
+
+def duration_lines(problem: Problem, name: str, seconds_left: float, minor: bool = False) -> tuple[DurationLine, ...]:
+    """Of one block; the first one has all weights 1. The others of a `minor` block are those of its operations alone."""
+    relaxation = FlowRelaxation(problem, (name,))
+    table, form = problem.blocks[name], relaxation.form
+    delayed = weight_gradient_nodes(table.block)
+    parts: dict[int, list[float]] = {}
+
+    def spend(column: int, forward: float, backward: float, weights: float) -> None:
+        mine = parts.setdefault(column, [0.0, 0.0, 0.0])
+        for place, seconds in enumerate((forward, backward - weights, weights)):
+            mine[place] += seconds
+
+    for node, strategies in table.strategies.items():
+        for strategy, x in zip(strategies, form.x[name, node], strict=True):
+            backward = strategy.seconds.backward
+            spend(x, strategy.seconds.forward, backward, backward / 2 if node in delayed else 0.0)
+    for value, conversions in table.conversions.items():
+        for edge, y in zip(conversions.edges, form.y[name, value], strict=True):
+            spend(y, edge.seconds.forward, edge.seconds.backward, 0.0)
+    whole = sum(
+        min(each.seconds.forward + each.seconds.backward for each in strategies) for strategies in table.strategies.values()
+    )
+    out: list[DurationLine] = []
+    for direction in _DIRECTIONS:
+        if minor and out:
+            out.append(DurationLine(*direction, _operations_seconds(problem, name, direction)))
+            continue
+        seconds = {column: sum(w * each for w, each in zip(direction, three, strict=True)) for column, three in parts.items()}
+        out.append(DurationLine(*direction, _least(form.model, seconds, whole or 1e-9, seconds_left)))
+    return tuple(out)
+
+
+def _operations_seconds(problem: Problem, name: str, direction: tuple[float, float, float]) -> float:
+    """Every operation by its fastest strategy in this direction, without conversions."""
+    table, (forward, inputs, weights) = problem.blocks[name], direction
+    delayed = weight_gradient_nodes(table.block)
+    out = 0.0
+    for node, strategies in table.strategies.items():
+        backward = (inputs + weights) / 2 if node in delayed else inputs
+        out += min(forward * each.seconds.forward + backward * each.seconds.backward for each in strategies)
+    return out
+
+
+def _least(model: LinearModel, seconds: Mapping[int, float], unit: float, seconds_left: float) -> float:
+    """The least of the relaxation, 0 where time ends; in a unit in which the program's numbers are about one."""
+    model.cost = [0.0] * model.variables
+    model.minimise({column: each / unit for column, each in seconds.items()})
+    outcome = solve(model, relaxed=True, time_limit_seconds=seconds_left)
+    return max(0.0, outcome.bound * unit * (1 - _ROUNDING)) if outcome.status is Status.OPTIMAL else 0.0
+
+
+def saved_lines(block: BlockRelaxation) -> tuple[SavedLine, ...]:
+    """The convex frontier of one call, from below. Tensors that several calls read count for none of them."""
+    frontier = _Frontier(block)
+    saving_all, saving_least = frontier.solve(1.0, _ROUNDING), frontier.solve(_ROUNDING, 1.0)
+    if saving_all is None or saving_least is None:
+        return ()
+    frontier.halve(saving_all, saving_least, _DEPTH)
+    return tuple(frontier.lines)
+
+
+class _Frontier:
+    """Recomputed seconds and saved bytes of one call, in shares of the largest ones; `lines` are those that were found."""
+
+    def __init__(self, block: BlockRelaxation) -> None:
+        self.block = block
+        self.most_seconds = sum(seconds for seconds, _ in block.recompute.values()) or 1.0
+        self.most_bytes = sum(each.bytes for name, each in block.tensors.items() if name not in block.shared) or 1.0
+        self.lines: list[SavedLine] = []
+        self.model, self.seconds, self.bytes = LinearModel(), dict[int, float](), dict[int, float]()
+        self._add()
+
+    def _add(self) -> None:
+        model, block = self.model, self.block
+        again = {name: model.variable(1.0) for name in block.recompute}
+        available: dict[str, int] = {}
+        for name, tensor in block.tensors.items():
+            saved = model.variable(1.0)
+            if name not in block.shared:
+                self.bytes[saved] = tensor.copies / block.calls * tensor.bytes / self.most_bytes
+            support = {saved: 1.0}
+            if tensor.producer in again:
+                support[again[tensor.producer]] = 1.0
+            available[name] = there = model.variable(1.0, lower=float(tensor.needed))
+            # available <= saved + recomputation of what produces it
+            model.row({**support, there: -1.0}, 0.0, INFINITY)
+        for name, (seconds, reads) in block.recompute.items():
+            self.seconds[again[name]] = seconds / self.most_seconds
+            for value in reads:
+                # recomputation <= available, for all that it reads
+                model.row([(available[value], 1.0), (again[name], -1.0)], 0.0, INFINITY)
+
+    def solve(self, recompute: float, saved: float) -> tuple[float, float] | None:
+        """(seconds, bytes) that are least by these weights, which make a line."""
+        model = self.model
+        model.cost = [0.0] * model.variables
+        model.minimise({column: recompute * each for column, each in self.seconds.items()})
+        model.minimise({column: saved * each for column, each in self.bytes.items()})
+        outcome = solve(model, relaxed=True)
+        if outcome.status is not Status.OPTIMAL:
+            return None
+        least = outcome.bound * (1 - _ROUNDING)
+        self.lines.append(SavedLine(recompute / self.most_seconds, saved / self.most_bytes, least))
+        seconds, size = (sum(outcome.values[column] * each for column, each in of.items()) for of in (self.seconds, self.bytes))
+        return seconds, size
+
+    def halve(self, first: tuple[float, float], last: tuple[float, float], depth: int) -> None:
+        """Lines between two corners."""
+        longer, smaller = last[0] - first[0], first[1] - last[1]
+        if not depth or min(longer, smaller) < 1e-3:
+            return
+        price = longer / smaller
+        corner = self.solve(1.0, price)
+        if corner is not None and corner[0] + price * corner[1] < (first[0] + price * first[1]) * (1 - 1e-4):
+            self.halve(first, corner, depth - 1)
+            self.halve(corner, last, depth - 1)

@@ -1,0 +1,73 @@
+"""What the parameter state of one call takes at least under each ZeRO stage: every parameter sharded over all model axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import prod
+
+from autopar.cost_models.hardware.allocator import fragmentation
+from autopar.cost_models.state.optimizers import optimizer_named
+from autopar.cost_models.state.state_communication import StateCommunication
+from autopar.cost_models.state.state_group import StateGroup
+from autopar.ir.graph import Parameter
+from autopar.ir.mesh import DATA_AXIS
+from autopar.solve.problem.problem import BlockTable, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class CallState:
+    """One call under one ZeRO stage: bytes that the allocator reserves, and the seconds of `StateCommunication`."""
+
+    bytes: float
+    optimizer_seconds: float
+    accumulate_seconds: float
+    gather_each: float
+    gather_backward: float
+    reduce_each: float
+    reduce_last: float
+
+
+def call_states(problem: Problem, name: str, micro_batches: int) -> dict[int, CallState]:
+    """By ZeRO stage; below every call of a block. Parameters that other calls share, and those that arrive sharded, count for
+    none."""
+    table = problem.blocks[name]
+    every = [
+        [
+            parameter
+            for parameter, alone in zip(table.block.parameters, kind.own, strict=True)
+            if alone and not parameter.buffer and parameter.expert_parallel == 1
+        ]
+        for kind in problem.boundary.kind_counts
+        if kind.block == name
+    ]
+    return {zero: least_of([_state(problem, table, own, zero, micro_batches) for own in every]) for zero in problem.zeros}
+
+
+def least_of(states: Sequence[CallState]) -> CallState:
+    """The least of each number."""
+    return CallState(*(min((getattr(state, each.name) for state in states), default=0.0) for each in fields(CallState)))
+
+
+def _state(problem: Problem, table: BlockTable, own: Sequence[Parameter], zero: int, micro_batches: int) -> CallState:
+    cut = problem.mesh.size // problem.mesh.size_of(DATA_AXIS)
+    sizes = [prod(size for size in each.value.shape if isinstance(size, int)) for each in own]
+    trained = sum(size for each, size in zip(own, sizes, strict=True) if each.trainable) / cut
+    group = StateGroup(sum(sizes) / cut, trained, len(own))
+    cost = table.costs.group_state_cost(group, zero, problem.precision, optimizer_named(problem.optimizer))
+    device, shards = problem.cluster.device, table.costs.state_links[0].size
+    sent = StateCommunication.of(cost, zero, shards, device, problem.precision, micro_batches)
+    held = 1 + fragmentation(device)
+    memory = cost.memory
+    size = memory.parameters + memory.optimizer
+    size += 0.0 if memory.gathered_is_transient else held * memory.gathered
+    size += held * memory.accumulated if micro_batches > 1 else 0.0
+    return CallState(
+        bytes=size,
+        optimizer_seconds=sent.optimizer_seconds,
+        accumulate_seconds=sent.accumulate_seconds,
+        gather_each=sent.gather_each,
+        gather_backward=sent.gather_backward,
+        reduce_each=sent.reduce_each,
+        reduce_last=sent.reduce_last,
+    )

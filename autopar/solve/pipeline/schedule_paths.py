@@ -1,0 +1,224 @@
+"""Paths through the actions of a schedule, whatever its chunks take: each is a chain of actions that wait for each other, so a
+step is not shorter than their sum; and how many micro-batches a stage holds at one place in its order.
+
+Three kinds go through all chunks, and stay on the stage of one of them: with the first micro-batch forward to a chunk, there from
+its first to its last forward, or from its first to its last backward, or all of it, and on with the last micro-batch. Their means
+over the chunks of a phase (one chunk of every stage) are taken, which chunks of other sizes hardly shorten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy
+
+from autopar.cost_models.step.pipeline_clock import repeats_from
+from autopar.ir.plan import Pipeline
+from autopar.ir.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
+from autopar.schedules.pipeline_schedule import schedule_of
+from autopar.schedules.placement import chunks_of_stages, stage_of_chunks
+
+KINDS = 5
+"""Durations of a chunk: forward, gradients of inputs, gradients of weights; the first forward, and the weights' part of the last
+backward."""
+
+_FORWARD, _INPUTS, _WEIGHTS, _FIRST, _LAST = range(KINDS)
+
+_MOST_PHASES = 3
+"""Of more chunks a stage, those between the first and the last one are one class."""
+
+_MOST_PLACES = 3
+
+_MOST_ACTIONS = 10_000
+"""Of schedules with more, only what each stage does by itself is looked at, and the micro-batches in flight of a shorter one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulePath:
+    """``[kind, class]``: how often each duration of each chunk of a class occurs, at least. It ends on stage `end`."""
+
+    counts: Any
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulePaths:
+    """`classes`: the chunks of each, all on one stage. `in_flight`: per stage, what it holds of each chunk of some classes at one
+    place of its order, at least."""
+
+    classes: tuple[tuple[int, ...], ...]
+    stage_of_class: tuple[int, ...]
+    in_flight: tuple[tuple[dict[int, int], ...], ...]
+    paths: tuple[SchedulePath, ...]
+
+
+@lru_cache(maxsize=256)
+def schedule_paths(stages: int, virtual: int, name: str, micro_batches: int) -> SchedulePaths:
+    """Of a named schedule."""
+    pipeline = Pipeline(stages, virtual, name)
+    long = 2 * stages * virtual * micro_batches > _MOST_ACTIONS
+    schedule = schedule_of(pipeline, repeats_from(pipeline, micro_batches) if long else micro_batches)
+    classes = _classes(stages, virtual)
+    stage_of = stage_of_chunks(pipeline)
+    class_of = {chunk: number for number, members in enumerate(classes) for chunk in members}
+    in_flight = tuple(
+        tuple(_least_of_classes(each, class_of) for each in _most_held(actions, mine))
+        for actions, mine in zip(schedule.ranks, chunks_of_stages(pipeline), strict=True)
+    )
+    counted = (
+        _busy(schedule, stage_of, micro_batches) if long else _Paths(schedule, stage_of, micro_batches).counted(stages, virtual)
+    )
+    paths = tuple(SchedulePath(_merged(counts, classes), end) for counts, end in counted)
+    return SchedulePaths(classes, tuple(stage_of[members[0]] for members in classes), in_flight, paths)
+
+
+def _phases(virtual: int) -> list[range]:
+    """All of them one by one, or the middle ones together. A phase is a chunk of every stage."""
+    if virtual <= _MOST_PHASES:
+        return [range(phase, phase + 1) for phase in range(virtual)]
+    return [range(1), range(1, virtual - 1), range(virtual - 1, virtual)]
+
+
+def _classes(stages: int, virtual: int) -> tuple[tuple[int, ...], ...]:
+    """The chunks of each stage in the same phases. (Schedules with more than two chunks a stage deal them in turn.)"""
+    return tuple(tuple(phase * stages + stage for phase in phases) for phases in _phases(virtual) for stage in range(stages))
+
+
+def _merged(counts: Any, classes: Sequence[Sequence[int]]) -> Any:
+    return numpy.stack([counts[:, list(members)].min(axis=1) for members in classes], axis=1)
+
+
+def _least_of_classes(held: dict[int, int], class_of: dict[int, int]) -> dict[int, int]:
+    out: dict[int, int] = {}
+    for chunk, count in held.items():
+        out[class_of[chunk]] = min(count, out.get(class_of[chunk], count))
+    return out
+
+
+def _most_held(actions: Sequence[Action], chunks: Sequence[int]) -> list[dict[int, int]]:
+    """Where a stage holds most: in all, of the chunk that it holds least of, and of the last chunk."""
+    now = dict.fromkeys(chunks, 0)
+    every: dict[tuple[int, ...], None] = {}
+    for action in actions:
+        now[action.chunk] += {FORWARD: 1, BACKWARD: -1, INPUT: -1}.get(action.kind, 0)
+        if action.kind == FORWARD:
+            every[tuple(now.values())] = None
+    ranked = [max(every, key=lambda held: (sum(held), min(held))), max(every, key=lambda held: (min(held), sum(held)))]
+    ranked.append(max(every, key=lambda held: (held[-1], sum(held))))
+    return [dict(zip(now, held, strict=True)) for held in dict.fromkeys(ranked)][:_MOST_PLACES]
+
+
+def _busy(schedule: Schedule, stage_of: Sequence[int], micro_batches: int) -> Iterator[tuple[Any, int]]:
+    """What each stage computes, after the first forwards before it."""
+    for stage, actions in enumerate(schedule.ranks):
+        counts = numpy.zeros((KINDS, len(stage_of)))
+        mine = [chunk for chunk, of in enumerate(stage_of) if of == stage]
+        counts[:, mine] = numpy.array([micro_batches - 1, micro_batches, micro_batches - 1, 1, 1])[:, None]
+        counts[_FIRST, : actions[0].chunk] += 1
+        yield counts, stage
+
+
+class _Paths:
+    """All of one schedule, as ``[kind, chunk]`` counts."""
+
+    def __init__(self, schedule: Schedule, stage_of: Sequence[int], micro_batches: int) -> None:
+        self.schedule, self.stage_of, self.last = schedule, stage_of, micro_batches - 1
+        chunks = len(stage_of)
+        self.slots: list[list[tuple[int, ...]]] = [_slots(actions) for actions in schedule.ranks]
+        self.place = [{each: cell for cell, each in enumerate(actions)} for actions in schedule.ranks]
+        self.sums = [self._sums(rank) for rank in range(len(schedule.ranks))]
+        self.forwards, self.backwards = ([numpy.zeros((KINDS, chunks)) for _ in range(2)] for _ in range(2))
+        for chunk, rank in enumerate(stage_of):
+            for number, micro in enumerate((0, self.last)):
+                for table, cell in (
+                    (self.forwards, self._forward(chunk, micro)),
+                    (self.backwards, self._backward(chunk, micro)),
+                ):
+                    for slot in self.slots[rank][cell]:
+                        table[number][slot, chunk] += 1
+
+    def _forward(self, chunk: int, micro: int) -> int:
+        return self.place[self.stage_of[chunk]][Action(chunk, FORWARD, micro)]
+
+    def _backward(self, chunk: int, micro: int) -> int:
+        """The cell of what the chunk before waits for."""
+        cells = self.place[self.stage_of[chunk]]
+        whole = cells.get(Action(chunk, BACKWARD, micro))
+        return cells[Action(chunk, INPUT, micro)] if whole is None else whole
+
+    def counted(self, stages: int, virtual: int) -> Iterator[tuple[Any, int]]:
+        """(counts, the stage where they end)."""
+        for stage, actions in enumerate(self.schedule.ranks):
+            first = actions[0].chunk
+            yield self._stay(stage, 0, len(actions) - 1) + self._part(self.forwards[0], 0, first), stage
+        for phases in _phases(virtual):
+            chunks = [chunk for phase in phases for chunk in range(phase * stages, (phase + 1) * stages)]
+            for kind in (self._forwards_on, self._backwards_on, self._all_on):
+                known = [each for each in map(kind, chunks) if each is not None]
+                if known:
+                    yield sum(known) / len(known) + self._rest(), self.stage_of[0]
+
+    def _stay(self, rank: int, first: int, last: int) -> Any:
+        """All actions of a rank from one cell to another."""
+        return self.sums[rank][last + 1] - self.sums[rank][first] if last >= first else numpy.zeros((KINDS, len(self.stage_of)))
+
+    def _sums(self, rank: int) -> Any:
+        """``[cell, kind, chunk]``: what comes before a cell."""
+        actions = self.schedule.ranks[rank]
+        out = numpy.zeros((len(actions) + 1, KINDS, len(self.stage_of)), dtype=numpy.int32)
+        for cell, action in enumerate(actions):
+            for slot in self.slots[rank][cell]:
+                out[cell + 1, slot, action.chunk] = 1
+        return out.cumsum(axis=0, dtype=numpy.int32)
+
+    @staticmethod
+    def _part(counts: Any, first: int, end: int) -> Any:
+        out = numpy.zeros_like(counts)
+        out[:, first:end] = counts[:, first:end]
+        return out
+
+    def _rest(self) -> Any:
+        """What the first chunk's stage has to do after its last backward (or gradient of inputs)."""
+        rank = self.stage_of[0]
+        return self._stay(rank, self._backward(0, self.last) + 1, len(self.schedule.ranks[rank]) - 1)
+
+    def _forwards_on(self, chunk: int) -> Any | None:
+        cells = self._forward(chunk, 0), self._forward(chunk, self.last)
+        if cells[0] > cells[1]:
+            return None
+        many = len(self.stage_of)
+        there = self._part(self.forwards[0], 0, chunk) + self._stay(self.stage_of[chunk], *cells)
+        return there + self._part(self.forwards[1], chunk + 1, many) + self.backwards[1]
+
+    def _backwards_on(self, chunk: int) -> Any | None:
+        cells = self._backward(chunk, 0), self._backward(chunk, self.last)
+        if cells[0] > cells[1]:
+            return None
+        many = len(self.stage_of)
+        there = self.forwards[0] + self._part(self.backwards[0], chunk + 1, many) + self._stay(self.stage_of[chunk], *cells)
+        return there + self._part(self.backwards[1], 0, chunk)
+
+    def _all_on(self, chunk: int) -> Any | None:
+        cells = self._forward(chunk, 0), self._backward(chunk, self.last)
+        if cells[0] > cells[1]:
+            return None
+        there = self._part(self.forwards[0], 0, chunk) + self._stay(self.stage_of[chunk], *cells)
+        return there + self._part(self.backwards[1], 0, chunk)
+
+
+def _slots(actions: Sequence[Action]) -> list[tuple[int, ...]]:
+    """The durations of each action of a rank, as `schedules.clock` has them."""
+    last = {each.chunk: cell for cell, each in enumerate(actions) if each.kind in (BACKWARD, WEIGHT)}
+    out: list[tuple[int, ...]] = []
+    begun = set[int]()
+    for cell, each in enumerate(actions):
+        weights = _LAST if last.get(each.chunk) == cell else _WEIGHTS
+        if each.kind == FORWARD:
+            out.append((_FORWARD if each.chunk in begun else _FIRST,))
+            begun.add(each.chunk)
+        else:
+            out.append({BACKWARD: (_INPUTS, weights), INPUT: (_INPUTS,), WEIGHT: (weights,)}[each.kind])
+    return out
