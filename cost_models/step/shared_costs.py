@@ -13,8 +13,8 @@ from autopar.ir.plan import Candidate
 
 
 class SharedCosts:
-    """For `evaluate` of several candidates of one graph's blocks on one cluster. Nodes whose plans are one object in two candidates
-    are priced once."""
+    """For `evaluate` of several candidates of one graph's blocks on one cluster. Nodes whose plans are one object in two
+    candidates are priced once."""
 
     def __init__(self, graph: Graph, cluster: Cluster) -> None:
         self.graph, self.cluster = graph, cluster
