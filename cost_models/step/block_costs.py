@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 from autopar.cost_models.comm.conversion_costs import ConversionCost, conversion_cost
 from autopar.cost_models.comm.shard_groups import expert_links, state_links
@@ -27,9 +27,6 @@ from autopar.ir.graph import Block, Node, Parameter, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, NodePlan, Precision
-
-if TYPE_CHECKING:
-    from autopar.cost_models.step.call_trace import CallTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +58,8 @@ class BlockCosts:
         self._bytes: dict[tuple[str, Placements], float] = {}
         self._saved_tensors: dict[int, tuple[NodePlan, tuple[SavedTensor, ...]]] = {}
         self._costs: dict[int, tuple[NodePlan, NodeCost]] = {}
-        self.traces: dict[int, tuple[BlockPlan, CallTrace]] = {}
-        """Filled by `evaluate`: the latest call traces, by the id of their plan."""
+        self.traces: dict[int, tuple[BlockPlan, Any]] = {}
+        """Filled by `evaluate`: the latest `CallTrace`s, by the id of their plan."""
 
     def share_with(self, other: BlockCosts) -> None:
         """Shares the memoized results that do not depend on the mesh with `other`, of the same block on another mesh."""

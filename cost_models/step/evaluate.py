@@ -156,7 +156,8 @@ def _call_trace(costs: BlockCosts, plan: BlockPlan) -> CallTrace:
         known[id(plan)] = plan, CallTrace.of(costs, plan)
         if len(known) > _MOST_TRACES:
             del known[next(iter(known))]
-    return known[id(plan)][1]
+    found: CallTrace = known[id(plan)][1]
+    return found
 
 
 def _summary(
