@@ -49,6 +49,11 @@ def size_at(dim: Dim, batch: int) -> int:
 
 def shape_at(shape: Iterable[Dim], batch: int) -> tuple[int, ...]:
     """A whole shape at batch `batch`."""
+    return _shape_at(tuple(shape), batch)
+
+
+@lru_cache(maxsize=65536)
+def _shape_at(shape: Shape, batch: int) -> tuple[int, ...]:
     return tuple(size_at(dim, batch) for dim in shape)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.ir.dims import Dim, Shape
 from autopar.ir.interface import Interface, Output
@@ -60,13 +60,18 @@ class Node:
     module: str = ""
     source: str = ""
     no_grad: bool = False
+    _operands: tuple[str, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def name(self) -> str:
         return self.outputs[0].name
 
     def operands(self) -> tuple[str, ...]:
-        return tuple(ref.name for arg in (*self.args, *(arg for _, arg in self.kwargs)) for ref in refs(arg))
+        found = self._operands
+        if found is None:
+            found = tuple(ref.name for arg in (*self.args, *(arg for _, arg in self.kwargs)) for ref in refs(arg))
+            object.__setattr__(self, "_operands", found)
+        return found
 
 
 def refs(arg: Arg) -> Iterator[Ref]:

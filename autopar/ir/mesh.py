@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 DATA_AXIS = "dp"
@@ -27,6 +27,7 @@ class Mesh:
     """
 
     axes: tuple[Axis, ...]
+    _sizes: tuple[int, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -38,7 +39,11 @@ class Mesh:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(axis.size for axis in self.axes)
+        found = self._sizes
+        if found is None:
+            found = tuple(axis.size for axis in self.axes)
+            object.__setattr__(self, "_sizes", found)
+        return found
 
     def index(self, name: str) -> int:
         return self.names.index(name)

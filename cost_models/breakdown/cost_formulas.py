@@ -9,7 +9,14 @@ from typing import NamedTuple
 
 from autopar.cost_models.breakdown.cost_breakdown import CollectiveCost, OperationCost
 from autopar.cost_models.comm.collectives import collective_seconds, explain_collective
-from autopar.cost_models.compute.kernels import attention_efficiency, product_dtype, product_efficiency
+from autopar.cost_models.compute.kernels import (
+    VECTOR_DTYPE,
+    arithmetic_slowdown,
+    attention_efficiency,
+    product_efficiency,
+    product_flops_per_second,
+    rows_aligned,
+)
 from autopar.cost_models.compute.operations import Profile, local_shape, seconds_and_flops, work_shards
 from autopar.cost_models.formulas.registry import formula
 from autopar.cost_models.hardware.device_specs import Device
@@ -82,10 +89,12 @@ def _arithmetic(
         result = local_shape(matrix.result, plan.results[0], sizes)
         rows = result[-2] if matrix.batched else prod(result[:-1])
         count, n, k = prod(result[:-1]) // max(1, rows), result[-1], left[-1]
-        dtype = product_dtype(device, dtype, n, k) if matrix.batched else dtype
+        aligned = not matrix.batched or rows_aligned(device, dtype, n, k)
+        reached, dtype = product_flops_per_second(device, dtype, aligned), dtype if aligned else VECTOR_DTYPE
         values = {"count": float(count), "m": float(rows), "n": float(n), "k": float(k)}
-        values["fraction"] = device.product_flops_per_second(dtype) / device.peak_flops_per_second(dtype)
-        values["efficiency"] = product_efficiency(count, rows, n, k, device.multiprocessors)
+        values["fraction"] = reached / device.peak_flops_per_second(dtype)
+        slowdown = arithmetic_slowdown(device, dtype)
+        values["efficiency"] = product_efficiency(count, rows, n, k, device.multiprocessors, slowdown)
         found = formula("compute.product")
     values["peak"] = device.peak_flops_per_second(dtype)
     yield CostFormula("arithmetic of the forward", found.value(values), found.explain(values))

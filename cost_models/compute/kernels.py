@@ -4,7 +4,9 @@ A roofline (Williams, Waterman, Patterson 2009) whose compute side depends on th
 
 * Products are distributed over the multiprocessors in tiles, so that a last wave, or a tile at the edge, that is not full costs
   as if it were (NVIDIA, Matrix Multiplication Background User's Guide: tile and wave quantization). A short inner dimension does
-  not pay for the prologue of a tile.
+  not pay for the prologue of a tile. Loads of the operands bound both small tiles and the prologue, so what a product loses to
+  them is seconds, not a share: where the arithmetic takes 16 times as long (float32 on the vector units of an A100), 1/16 of it,
+  as in attention written out on an A100 (github.com/facebookresearch/xformers, pull requests 387 and 587).
 * Flash attention: heads of 64 reach about 0.84 of heads of 128, short sequences less than long ones, and its backward about 0.8
   of the forward's rate (FlashAttention-2, arXiv 2307.08691, figures 4 to 6: 190 and 225 TFLOP/s at heads of 64 and 128,
   causal forward from 512 to 16k tokens, backward 170 to 196, all on A100). Without a causal mask each query sees all keys, and
@@ -32,6 +34,14 @@ _INNER = 64
 _ROW = 16
 """Bytes at whose multiples a row must begin."""
 
+VECTOR_DTYPE = "float32"
+"""At whose rate the vector units compute."""
+
+_CONVERTED = 1.27
+"""How many times longer products of 16 bits take than products of float32, both on the vector units: the least of 1.27 to 1.57
+in five pairs of attention of 197 tokens on an A100, less the time of its other kernels (github.com/facebookresearch/xformers,
+pull request 587); their absolute times ask for less."""
+
 _HEAD = 30
 _SEQUENCE = 300
 _WHOLE_SEQUENCE = 100
@@ -40,16 +50,23 @@ ATTENTION_BACKWARD = 0.8
 
 
 @lru_cache(maxsize=65536)
-def product_efficiency(count: int, m: int, n: int, k: int, multiprocessors: int) -> float:
-    """Share of the rate of large products that `count` products ``[m, k] x [k, n]`` reach; 1 where tiles do not matter (CPU)."""
+def product_efficiency(count: int, m: int, n: int, k: int, multiprocessors: int, slowdown: float = 1.0) -> float:
+    """Share of the rate of large products that `count` products ``[m, k] x [k, n]`` reach; 1 where tiles do not matter (CPU).
+    `slowdown`: how many times longer the arithmetic takes than on the tensor cores in 16 bits, while loads take as long."""
     if not multiprocessors or min(count, m, n, k) < 1:
         return 1.0
     best = 0.0
     for rows, columns, share in _TILES:
         tiles = count * ceil(m / rows) * ceil(n / columns)
         waves = ceil(tiles / multiprocessors)
-        best = max(best, share * count * m * n / (waves * multiprocessors * rows * columns))
-    return best * k / (k + _INNER)
+        best = max(best, min(1.0, share * slowdown) * count * m * n / (waves * multiprocessors * rows * columns))
+    return best * k / (k + _INNER / slowdown)
+
+
+def arithmetic_slowdown(device: Device, dtype: str) -> float:
+    """How many times longer a product in `dtype` computes than one in 16 bits; at least 1."""
+    half = max(map(device.peak_flops_per_second, ("bfloat16", "float16")))
+    return max(1.0, half / device.peak_flops_per_second(dtype))
 
 
 @lru_cache(maxsize=4096)
@@ -60,20 +77,25 @@ def attention_efficiency(queries: int, head: int, backward: bool, whole: bool = 
     return shape * (ATTENTION_BACKWARD if backward else 1.0)
 
 
-def product_dtype(device: Device, dtype: str, n: int, k: int) -> str:
-    """The dtype at whose rate a batched product computes: tensor cores want rows that begin at multiples of 16 bytes (NVIDIA,
-    Mixed Precision Training guide: multiples of 8 half-precision elements), else the vector units do it. Heads of 108 make a
-    whole step a third slower than heads of 144 (BigScience, tr11 chronicles-prequel, NHEADS comparison)."""
+def rows_aligned(device: Device, dtype: str, n: int, k: int) -> bool:
+    """Whether a batched product may use the tensor cores: they want rows that begin at multiples of 16 bytes (NVIDIA, Mixed
+    Precision Training guide: multiples of 8 half-precision elements). Heads of 108 make a whole step a third slower than heads of
+    144 (BigScience, tr11 chronicles-prequel, NHEADS comparison). cuBLAS 11 may use tensor cores for any row (Matrix
+    Multiplication Background User's Guide, 2.2), but what was measured (`_CONVERTED`) is the rate of the vector units."""
     size = itemsize(dtype)
-    if not device.multiprocessors or size >= 4 or (n * size % _ROW == 0 and k * size % _ROW == 0):
-        return dtype
-    return "float32"
+    return not device.multiprocessors or size >= 4 or (n * size % _ROW == 0 and k * size % _ROW == 0)
 
 
-def product_seconds(device: Device, dtype: str, count: int, m: int, n: int, k: int) -> float:
+def product_flops_per_second(device: Device, dtype: str, aligned: bool) -> float:
+    """What large products reach, with rows that are `aligned` or not."""
+    return device.product_flops_per_second(dtype) if aligned else device.product_flops_per_second(VECTOR_DTYPE) / _CONVERTED
+
+
+def product_seconds(device: Device, dtype: str, count: int, m: int, n: int, k: int, aligned: bool = True) -> float:
     """``2 count m n k / (peak x fraction x efficiency)``."""
-    rate = device.product_flops_per_second(dtype)
-    return 2.0 * count * m * n * k / (rate * product_efficiency(count, m, n, k, device.multiprocessors))
+    slowdown = arithmetic_slowdown(device, dtype if aligned else VECTOR_DTYPE)
+    efficiency = product_efficiency(count, m, n, k, device.multiprocessors, slowdown)
+    return 2.0 * count * m * n * k / (product_flops_per_second(device, dtype, aligned) * efficiency)
 
 
 def group_flops_per_second(device: Device, dtype: str, product: tuple[int, int, int, int] | None) -> float:
@@ -82,7 +104,9 @@ def group_flops_per_second(device: Device, dtype: str, product: tuple[int, int, 
     rate = device.product_flops_per_second(dtype)
     if product is None:
         return rate
-    return max(rate * product_efficiency(*product, device.multiprocessors), min(rate, device.product_flops_per_second("float32")))
+    return max(
+        rate * product_efficiency(*product, device.multiprocessors), min(rate, device.product_flops_per_second(VECTOR_DTYPE))
+    )
 
 
 def attention_seconds(

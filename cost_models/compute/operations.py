@@ -13,8 +13,8 @@ from autopar.cost_models.compute.kernels import (
     attention_seconds,
     group_flops_per_second,
     operation_seconds,
-    product_dtype,
     product_seconds,
+    rows_aligned,
     streaming_seconds,
 )
 from autopar.cost_models.compute.operation_collectives import exposed_collective_seconds, work_imbalance
@@ -296,10 +296,10 @@ def _computing(
     result = local_shape(known.matrix.result, plan.results[0], axis_sizes)
     rows = result[-2] if known.matrix.batched else prod(result[:-1])
     count, n, k = prod(result[:-1]) // max(1, rows), result[-1], left[-1]
-    dtype = product_dtype(device, known.dtype, n, k) if known.matrix.batched else known.dtype
-    forward = product_seconds(device, dtype, count, rows, n, k)
-    to_left = product_seconds(device, dtype, count, rows, k, n)
-    to_right = product_seconds(device, dtype, count, k, n, rows)
+    aligned = not known.matrix.batched or rows_aligned(device, known.dtype, n, k)
+    forward = product_seconds(device, known.dtype, count, rows, n, k, aligned)
+    to_left = product_seconds(device, known.dtype, count, rows, k, n, aligned)
+    to_right = product_seconds(device, known.dtype, count, k, n, rows, aligned)
     return forward, (to_left + to_right) / 2 * (flops[1] / flops[0])
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from autopar.cost_models.comm.conversion_costs import ConversionCost, conversion_cost
 from autopar.cost_models.comm.shard_groups import expert_links, state_links
@@ -25,7 +26,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Block, Node, Parameter, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
-from autopar.ir.plan import NodePlan, Precision
+from autopar.ir.plan import BlockPlan, NodePlan, Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class BlockCosts:
         self._bytes: dict[tuple[str, Placements], float] = {}
         self._saved_tensors: dict[int, tuple[NodePlan, tuple[SavedTensor, ...]]] = {}
         self._costs: dict[int, tuple[NodePlan, NodeCost]] = {}
+        self.traces: dict[int, tuple[BlockPlan, Any]] = {}
+        """Filled by `evaluate`: the latest `CallTrace`s, by the id of their plan."""
 
     def share_with(self, other: BlockCosts) -> None:
         """Shares the memoized results that do not depend on the mesh with `other`, of the same block on another mesh."""
@@ -67,6 +70,7 @@ class BlockCosts:
     def with_zero_group(self, zero_group: int) -> BlockCosts:
         """The same costs, with shared results, for another state group."""
         other = copy(self)
+        other.traces = {}
         other.state_links = state_links(self.cluster, self.mesh, zero_group)
         return other
 

@@ -23,8 +23,11 @@ from autopar.cost_models.step.stage_memory import StageMemory, stage_memories
 from autopar.cost_models.step.stage_times import StageTime, stage_times
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
-from autopar.ir.plan import Candidate
+from autopar.ir.plan import BlockPlan, Candidate
 from autopar.schedules.placement import chunks_of_stages
+
+_MOST_TRACES = 8
+"""Of one block on one mesh that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +141,23 @@ def stage_traces(
 def _block_traces(graph: Graph, candidate: Candidate, cluster: Cluster, costs: Mapping[str, BlockCosts]) -> dict[str, CallTrace]:
     """Every block on the devices of one stage."""
     return {
-        block.name: CallTrace.of(
+        block.name: _call_trace(
             costs.get(block.name) or BlockCosts(block, candidate.mesh, candidate.micro_batch, cluster, candidate.zero_group),
             candidate.block(block.name),
         )
         for block in graph.blocks
     }
+
+
+def _call_trace(costs: BlockCosts, plan: BlockPlan) -> CallTrace:
+    """One call of a block. Candidates that are compared have most of their plans in common, each the same object."""
+    known = costs.traces
+    if id(plan) not in known:
+        known[id(plan)] = plan, CallTrace.of(costs, plan)
+        if len(known) > _MOST_TRACES:
+            del known[next(iter(known))]
+    found: CallTrace = known[id(plan)][1]
+    return found
 
 
 def _summary(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 
 from autopar.cost_models.tensors.expert_shapes import ExpertShapes
@@ -49,6 +50,7 @@ FLOAT8 = frozenset(["ap.linear_float8", "ap.linear_float8_dynamic", "ap.experts_
 """Operations of bfloat16 tensors whose products are in float8."""
 
 
+@lru_cache(maxsize=4096)
 def packet(op: str) -> str:
     """``aten.add.Tensor`` -> ``aten.add``."""
     return ".".join(op.split(".")[:2])

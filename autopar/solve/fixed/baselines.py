@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.cost_models.step.shared_costs import SharedCosts
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
@@ -158,6 +159,7 @@ class _Pricer:
         self.registry: Registry = options.registry or default_registry()
         self.whole = bool(why_one_micro_batch(graph, self.registry))
         self.placed: dict[tuple[int, bool], BlockPlacements] = {}
+        self.costs = SharedCosts(graph, cluster)
 
     def price(self, recipe: Recipe) -> PricedRecipe:
         try:
@@ -210,8 +212,11 @@ class _Pricer:
 
     def _one(self, recipe: Recipe, configuration: FixedConfiguration) -> PricedRecipe:
         candidate = fixed_candidate(self.graph, self.cluster, configuration, self._placed(configuration), self.registry)
-        evaluation = evaluate(self.graph, candidate, self.cluster, self.options.optimizer)
+        evaluation = self._evaluated(self.graph, candidate)
         return PricedRecipe(recipe, configuration, candidate, evaluation)
+
+    def _evaluated(self, graph: Graph, candidate: Candidate) -> Evaluation:
+        return evaluate(graph, candidate, self.cluster, self.options.optimizer, self.costs.of(candidate))
 
     def _placed(self, configuration: FixedConfiguration) -> BlockPlacements:
         key = configuration.tp, configuration.sequence_parallel
@@ -233,7 +238,7 @@ class _Pricer:
                 candidate = fixed_candidate(graph, self.cluster, configuration, self._placed(configuration), self.registry)
             except AutoparError:
                 continue
-            if dict(evaluate(graph, candidate, self.cluster, self.options.optimizer).redundant_share)[TENSOR_AXIS] <= _REPEATED:
+            if dict(self._evaluated(graph, candidate).redundant_share)[TENSOR_AXIS] <= _REPEATED:
                 return width
         return 1
 

@@ -114,8 +114,12 @@ class _Walk:
         sharded = any(isinstance(self.produced[name], Shard) for name in names)
         batched = any(dims.has_batch(size) for value in node.outputs for size in value.shape)
 
+        moved: dict[tuple[str, Placement], float] = {}
+
         def cost(strategy: AxisStrategy) -> tuple[float, int]:
-            bytes_moved = sum(self._conversion_cost(name, to) for name, to in {*zip(names, strategy.operands, strict=True)})
+            needed = {*zip(names, strategy.operands, strict=True)}
+            moved.update((each, self._conversion_cost(*each)) for each in needed if each not in moved)
+            bytes_moved = sum(moved[each] for each in needed)
             shards = any(isinstance(place, Shard) for place in (*strategy.operands, *strategy.results))
             return bytes_moved, int(shards != (sharded or (batched and self.graph.batch_is_symbolic)))
 

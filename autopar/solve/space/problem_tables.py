@@ -21,8 +21,10 @@ from autopar.solve.space.options import SearchOptions
 
 T = TypeVar("T")
 
-_CACHED = 4
-"""Tables in the cache: those of a mesh with two model axes take about 30 MB."""
+_Caches = dict[bool, OrderedDict[Hashable, T]]
+
+_CACHED = {False: 16, True: 4}
+"""Tables in the cache, of meshes with two model axes (about 30 MB each) or not."""
 
 
 class ProblemTables:
@@ -31,25 +33,26 @@ class ProblemTables:
     def __init__(self, graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry) -> None:
         self.graph, self.cluster, self.options, self.registry = graph, cluster, options, registry
         self._strategies = AxisStrategies(graph, registry)
-        self._structures: OrderedDict[Hashable, Structure] = OrderedDict()
+        self._structures: _Caches[Structure] = {wide: OrderedDict() for wide in _CACHED}
         self._costs: dict[Device, dict[str, BlockCosts]] = {}
-        self._problems: OrderedDict[Hashable, Problem] = OrderedDict()
+        self._problems: _Caches[Problem] = {wide: OrderedDict() for wide in _CACHED}
 
     def structure(self, mesh: Mesh) -> Structure:
         """The choices on a mesh, without prices."""
-        if mesh not in self._structures:
+        known = self._structures[_is_wide(mesh)]
+        if mesh not in known:
             options = self.options
             given = options.pins, self._strategies, options.stored, options.placed
-            structure = structure_of(self.graph, mesh, self.registry, *given)
-            _remember(self._structures, mesh, structure)
-        return self._structures[mesh]
+            _remember(known, mesh, structure_of(self.graph, mesh, self.registry, *given), _CACHED[_is_wide(mesh)])
+        return known[mesh]
 
     def problem(self, point: GridPoint, zeros: tuple[int, ...] | None = None, cluster: Cluster | None = None) -> Problem:
         """The tables of a point. `zeros`: the allowed state shardings, by default those of the options. `cluster`: the
         devices of one pipeline stage, where these are not all."""
         cluster = cluster or self.cluster
         key = point.mesh, point.micro_batches, cluster.size, cluster.device
-        if key not in self._problems:
+        known = self._problems[_is_wide(point.mesh)]
+        if key not in known:
             options = self.options
             graph = replace(self.graph, batch=self.graph.batch // point.micro_batches)
             problem = price_structure(
@@ -62,15 +65,19 @@ class ProblemTables:
                 micro_batches=point.micro_batches,
                 known=self._costs.setdefault(cluster.device, {}),
             )
-            _remember(self._problems, key, problem)
-        found = with_zero_group(self._problems[key], point.zero_group)
+            _remember(known, key, problem, _CACHED[_is_wide(point.mesh)])
+        found = with_zero_group(known[key], point.zero_group)
         if zeros is not None and found.zeros != (0,):
             found = replace(found, zeros=zeros)
         return found
 
 
-def _remember(cache: OrderedDict[Hashable, T], key: Hashable, table: T) -> None:
+def _is_wide(mesh: Mesh) -> bool:
+    return len(mesh.axes) > 2
+
+
+def _remember(cache: OrderedDict[Hashable, T], key: Hashable, table: T, most: int) -> None:
     """First in, first out: the search goes through the grid mesh by mesh."""
     cache[key] = table
-    while len(cache) > _CACHED:
+    while len(cache) > most:
         cache.popitem(last=False)
