@@ -62,13 +62,13 @@ class StageRelaxation:
     problem: Problem
     relaxed: RelaxedCalls
 
-    def at_least(self, point: GridPoint, options: Sequence[ScheduleOption], best_seconds: float) -> float:
-        """The step of `point` with each of `options`, or `best_seconds` where that is less; infinite where nothing fits. Those
-        with the smallest bubbles come first, which are seldom ruled out."""
-        least = self.under_any_schedule(point)
+    def at_least(self, points: Sequence[GridPoint], options: Sequence[ScheduleOption], best_seconds: float) -> float:
+        """The least step of `points`, which differ in `zero_group` only, with each of `options`, or `best_seconds` where that is
+        less; infinite where nothing fits. Schedules with the smallest bubbles come first, which are seldom ruled out."""
+        point, least = points[0], min(map(self.under_any_schedule, points))
         if least >= best_seconds:
             return least
-        bound, (calls, limits) = best_seconds, self._program_inputs(point)
+        bound, (calls, limits) = best_seconds, self._program_inputs(points)
         for option in sorted(options, key=lambda each: each.bubble_passes):
             if bound <= least:
                 break
@@ -88,21 +88,23 @@ class StageRelaxation:
             waits.append(waits[-1] + self.relaxed.calls[call.block].forward)
         return sum(waits) / len(waits)
 
-    def _program_inputs(self, point: GridPoint) -> tuple[tuple[BlockCalls, ...], StageLimits]:
-        problem, graph = with_zero_group(self.problem, point.zero_group), self.problem.graph
+    def _program_inputs(self, points: Sequence[GridPoint]) -> tuple[tuple[BlockCalls, ...], StageLimits]:
+        """Each call may have its state sharded as at any of the points."""
+        problem, graph, micro_batches = self.problem, self.problem.graph, points[0].micro_batches
         device = problem.cluster.device
         ends = {graph.calls[0].block: 0, graph.calls[-1].block: -1}
+        grouped = [with_zero_group(problem, point.zero_group) for point in points]
         calls = tuple(
             BlockCalls(
                 count=graph.count(name),
                 place=ends.get(name) if graph.count(name) == 1 else None,
                 durations=lines.durations,
                 saved=lines.saved,
-                states=tuple(call_states(problem, name, point.micro_batches).values()),
+                states=tuple(dict.fromkeys(one for each in grouped for one in call_states(each, name, micro_batches).values())),
             )
             for name, lines in self.relaxed.lines.items()
         )
-        communicators = communicator_count(problem.mesh, point.zero_group, point.stages)
+        communicators = min(communicator_count(problem.mesh, point.zero_group, point.stages) for point in points)
         limits = StageLimits(tensor_budget_bytes(device, communicators), 1 + fragmentation(device), problem.cluster.overlap)
         return calls, limits
 

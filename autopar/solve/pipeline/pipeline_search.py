@@ -8,7 +8,7 @@ schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -141,11 +141,11 @@ class PipelineSearch:
     def _tighten(self, best_seconds: Callable[[], float]) -> None:
         """The least bounds, as long as they are what the certificate is short of: first with memory and state, then with the
         tables of their own micro-batch and the bubble too."""
-        sharp = set[GridPoint]()
         enough = best_seconds() * (1 - self.options.sharp_gap)
+        together, done = self._alike(), set[tuple[GridPoint, ...]]()
 
-        def sharpened(point: GridPoint) -> tuple[float, RelaxedCalls]:
-            return self.sharp_bound(point, best_seconds()), self._relaxed[self._family(point)]
+        def sharpened(members: tuple[GridPoint, ...]) -> tuple[float, RelaxedCalls]:
+            return self.sharp_bound(members, best_seconds()), self._relaxed[self._family(members[0])]
 
         with Lookahead(sharpened, self.options.processes) as ahead:
             while self.seconds_left() > 0:
@@ -153,17 +153,28 @@ class PipelineSearch:
                 if not able:
                     return
                 point, *rest = sorted(able, key=lambda each: self.points[each].bound_seconds)
-                if point in sharp or self.points[point].bound_seconds >= enough:
+                members = together[point]
+                if members in done or self.points[point].bound_seconds >= enough:
                     return
                 family = self._family(point)
                 if point not in self._roughly and family not in self._relaxed:
                     self._with_memory(point)
                     continue
-                sharp.add(point)
+                done.add(members)
                 low = [each for each in rest if each in self._roughly and self.points[each].bound_seconds < enough]
-                upcoming = (each for each in low if self._family(each) not in {family, *self._relaxed})
-                bound, self._relaxed[family] = ahead.result(point, upcoming)
-                self._raise_bound(point, bound)
+                upcoming = (together[each] for each in low if self._family(each) not in {family, *self._relaxed})
+                bound, self._relaxed[family] = ahead.result(members, upcoming)
+                for each in members:
+                    self._raise_bound(each, bound)
+
+    def _alike(self) -> dict[GridPoint, tuple[GridPoint, ...]]:
+        """With each point those that differ from it in the groups of ranks that share state only: one bound for all of them is
+        nearly as sharp."""
+        groups: dict[GridPoint, list[GridPoint]] = {}
+        for point, result in self.points.items():
+            if result.status is not Status.INFEASIBLE:
+                groups.setdefault(replace(point, zero_group=0), []).append(point)
+        return {point: members for members in map(tuple, groups.values()) for point in members}
 
     def _raise_bound(self, point: GridPoint, seconds: float) -> None:
         result = self.points[point]
@@ -202,7 +213,9 @@ class PipelineSearch:
         relaxed = replace(rough.relaxed, flow_seconds=flow_seconds, calls=calls)
         return replace(rough, relaxed=relaxed).under_any_schedule(point)
 
-    def sharp_bound(self, point: GridPoint, best_seconds: float) -> float:
+    def sharp_bound(self, members: Sequence[GridPoint], best_seconds: float) -> float:
+        """Of points that differ in `zero_group` only."""
+        point = members[0]
         problem, key = self.problem(point), self._family(point)
         if key not in self._relaxed:
             self._relaxed[key] = relaxed_calls(problem, point.stages, self.seconds_left)
@@ -210,7 +223,7 @@ class PipelineSearch:
             options = schedule_options(self.graph, point, self.options.force, self.options.schedule)
         except PlanError:  # too few micro-batches for a forced schedule
             return inf
-        return StageRelaxation(problem, self._relaxed[key]).at_least(point, options, best_seconds)
+        return StageRelaxation(problem, self._relaxed[key]).at_least(members, options, best_seconds)
 
     def bounds(self) -> Iterable[float]:
         """Below every pipeline of each point that is not shown to be infeasible."""

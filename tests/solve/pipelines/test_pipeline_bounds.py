@@ -181,7 +181,7 @@ def test_no_pipeline_is_below_its_bound(text: str, memory_bytes: int) -> None:
     priced, above = 0, 0
     for point in search.points:
         calls_seconds = operation_bound(search.problem(point)) / point.stages
-        rough, bound = search.rough_bound(point, calls_seconds), search.sharp_bound(point, float("inf"))
+        rough, bound = search.rough_bound(point, calls_seconds), search.sharp_bound((point,), float("inf"))
         assert rough >= calls_seconds
         for option in schedule_options(search.graph, point, {}, ""):
             found = search.stage_search.solve_point(point, option)
@@ -190,6 +190,6 @@ def test_no_pipeline_is_below_its_bound(text: str, memory_bytes: int) -> None:
                 step = found.evaluation.step_seconds
                 assert step >= max(rough, bound) * (1 - 1e-6), f"{point} {option}"
                 above += bound > 0.6 * step
-                assert step >= search.sharp_bound(point, step) * (1 - 1e-6), f"{point} {option}"
+                assert step >= search.sharp_bound((point,), step) * (1 - 1e-6), f"{point} {option}"
     assert priced >= 8
     assert above >= priced / 4
