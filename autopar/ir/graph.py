@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -162,6 +163,7 @@ class Graph:
     notes: tuple[str, ...] = ()
     outputs: tuple[Output, ...] = ()
     interface: Interface | None = None
+    _counts: Counter[str] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -173,7 +175,11 @@ class Graph:
 
     def count(self, name: str) -> int:
         """The number of calls of a block."""
-        return sum(call.block == name for call in self.calls)
+        found = self._counts
+        if found is None:
+            found = Counter(call.block for call in self.calls)
+            object.__setattr__(self, "_counts", found)
+        return found[name]
 
     def parameters(self) -> dict[str, Parameter]:
         """Every distinct parameter and buffer by its original name; a tied one appears once."""

@@ -91,9 +91,12 @@ def product_flops_per_second(device: Device, dtype: str, aligned: bool) -> float
     return device.product_flops_per_second(dtype) if aligned else device.product_flops_per_second(VECTOR_DTYPE) / _CONVERTED
 
 
-def product_seconds(device: Device, dtype: str, count: int, m: int, n: int, k: int, aligned: bool = True) -> float:
-    """``2 count m n k / (peak x fraction x efficiency)``."""
-    slowdown = arithmetic_slowdown(device, dtype if aligned else VECTOR_DTYPE)
+def product_seconds(
+    device: Device, dtype: str, count: int, m: int, n: int, k: int, aligned: bool = True, batched: bool = False
+) -> float:
+    """``2 count m n k / (peak x fraction x efficiency)``. What slow arithmetic loses to loads was measured on `batched` products
+    alone; others are priced as if they lost the same share."""
+    slowdown = arithmetic_slowdown(device, dtype if aligned else VECTOR_DTYPE) if batched else 1.0
     efficiency = product_efficiency(count, m, n, k, device.multiprocessors, slowdown)
     return 2.0 * count * m * n * k / (product_flops_per_second(device, dtype, aligned) * efficiency)
 

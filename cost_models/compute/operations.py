@@ -296,10 +296,11 @@ def _computing(
     result = local_shape(known.matrix.result, plan.results[0], axis_sizes)
     rows = result[-2] if known.matrix.batched else prod(result[:-1])
     count, n, k = prod(result[:-1]) // max(1, rows), result[-1], left[-1]
-    aligned = not known.matrix.batched or rows_aligned(device, known.dtype, n, k)
-    forward = product_seconds(device, known.dtype, count, rows, n, k, aligned)
-    to_left = product_seconds(device, known.dtype, count, rows, k, n, aligned)
-    to_right = product_seconds(device, known.dtype, count, k, n, rows, aligned)
+    batched = known.matrix.batched
+    aligned = not batched or rows_aligned(device, known.dtype, n, k)
+    forward = product_seconds(device, known.dtype, count, rows, n, k, aligned, batched)
+    to_left = product_seconds(device, known.dtype, count, rows, k, n, aligned, batched)
+    to_right = product_seconds(device, known.dtype, count, k, n, rows, aligned, batched)
     return forward, (to_left + to_right) / 2 * (flops[1] / flops[0])
 
 
