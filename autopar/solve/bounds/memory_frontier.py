@@ -16,6 +16,7 @@ from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import add_redundancy_limits, formulate_flows
 from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.linear_model import add, total
+from autopar.solve.ilp.partition import partition_terms
 from autopar.solve.ilp.recompute import add_storages
 from autopar.solve.ilp.solver import solve, solve_large
 from autopar.solve.problem.boundary import Slot
@@ -155,6 +156,8 @@ def _at_memory_price(fixed: Problem, price: float) -> dict[str, BlockPlan] | Non
         if not needed or not forward:
             continue
         recompute = total(*((seconds.forward / form.second_unit, {variable: 1.0}) for seconds, variable in storages.recompute))
+        for seconds, variable in storages.gathers:
+            add(recompute, {variable: (seconds.forward + seconds.backward) / form.second_unit})
         saved = {
             column: storages.sizes[storage] * price * forward / needed
             for storage, column in storages.saved.items()
@@ -162,6 +165,7 @@ def _at_memory_price(fixed: Problem, price: float) -> dict[str, BlockPlan] | Non
         }
         form.model.minimise(recompute)
         form.model.minimise(saved)
+        form.model.minimise(total((price * forward / needed, partition_terms(form, storages)[0])))
     outcome = solve(form.model, time_limit_seconds=2.0, relative_gap=1e-3)
     if not outcome.values:
         return None
