@@ -16,7 +16,7 @@ from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import add_redundancy_limits, formulate_flows
 from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.linear_model import add, total
-from autopar.solve.ilp.partition import partition_terms
+from autopar.solve.ilp.partition import may_partition, partition_terms
 from autopar.solve.ilp.recompute import add_storages
 from autopar.solve.ilp.solver import solve, solve_large
 from autopar.solve.problem.boundary import Slot
@@ -24,6 +24,9 @@ from autopar.solve.problem.problem import BlockTable, NodeStrategy, PricedConver
 
 MEMORY_PRICES = (0.03, 0.1, 0.3, 1.0)
 """Prices of memory: so many times the forward's seconds for all bytes that a block would save."""
+
+PARTITION_PRICES = (3.0, 10.0)
+"""Beyond these prices a block saves little but its inputs: to save them in parts is worth it next."""
 
 _PARAMETER_COST = 0.3
 """Cost of all parameters, sharded as much as possible, as a share of the seconds of the calls."""
@@ -62,10 +65,13 @@ def with_less_memory(fastest: MemoryFrontier) -> MemoryFrontier:
         found = _at_memory_price(fixed, price)
         if found is not None and found not in options:
             options.append(found)
-    recomputing_all = {
-        name: replace(plan, recompute=True) if problem.graph.count(name) > 1 else options[-1][name]
-        for name, plan in saving_all.items()
-    }
+    repeated = {name for name in saving_all if problem.graph.count(name) > 1}
+    others = {name: plan for name, plan in options[-1].items() if name not in repeated}
+    for price in PARTITION_PRICES if may_partition(fixed) else ():
+        found = _at_memory_price(fixed, price)
+        if found is not None and found not in options and any(found[name].partition_saved for name in repeated):
+            options.append({**found, **others})
+    recomputing_all = {**{name: replace(saving_all[name], recompute=True) for name in repeated}, **others}
     if recomputing_all not in options:
         options.append(recomputing_all)
     return replace(fastest, options=tuple(options))

@@ -21,6 +21,11 @@ from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable, Problem, StreamSeconds
 
 
+_LEAST = 0.1
+"""Storages that take less of the device's memory than this, in units of bytes (hundredths of it), in all calls of a micro-batch are
+not worth a collective."""
+
+
 def partition_axes(problem: Problem, table: BlockTable) -> dict[str, tuple[int, ...]]:
     """Per value of the block the model axes of several ranks on which nothing makes it sharded."""
     mesh = problem.mesh
@@ -31,6 +36,22 @@ def partition_axes(problem: Problem, table: BlockTable) -> dict[str, tuple[int, 
         if left:
             out[value] = left
     return out
+
+
+def may_partition(problem: Problem) -> bool:
+    """Whether some value of a block that is worth it could be saved in parts."""
+    byte_unit = problem.cluster.device.memory_bytes / 100
+    return any(
+        replicated_on(at, axis) and _worth_it(problem, name, table.costs.value_bytes(value, at) / byte_unit)
+        for name, table in problem.blocks.items()
+        for value, axes in partition_axes(problem, table).items()
+        for axis in axes
+        for at in dict(_produced(problem, table))[value]
+    )
+
+
+def _worth_it(problem: Problem, block: str, size: float) -> bool:
+    return size * problem.graph.count(block) >= _LEAST
 
 
 def _produced(problem: Problem, table: BlockTable) -> Iterator[tuple[str, tuple[Placements, ...]]]:
@@ -48,6 +69,8 @@ def add_partition(
     """P of a storage over each of the axes, with its seconds. `given`: the expression that says that it is an input of the
     block."""
     parts: Expression = {}
+    if not _worth_it(form.problem, table.block.name, out.sizes[storage]):
+        return parts
     for axis in axes:
         if not replicated_on(storage[1], axis):
             continue
