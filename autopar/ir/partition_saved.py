@@ -4,6 +4,7 @@ backward."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from autopar.errors import PlanError
 from autopar.ir.mesh import DATA_AXIS, Mesh
@@ -19,6 +20,11 @@ def replicated_on(placements: Placements, index: int) -> bool:
 def chosen_tensors(plan: BlockPlan) -> bool:
     """Whether it is decided value by value what the block saves, and where."""
     return bool(plan.recompute_nodes or plan.recompute_conversions or plan.offload or plan.partition_saved)
+
+
+def saving_everything(plan: BlockPlan) -> BlockPlan:
+    """The plan with all that its backward needs saved whole, on the device."""
+    return replace(plan, recompute=False, recompute_nodes=(), recompute_conversions=(), offload=(), partition_saved=())
 
 
 def verify_partition(where: str, plan: BlockPlan, reached: Mapping[str, Collection[Placements]], mesh: Mesh) -> None:

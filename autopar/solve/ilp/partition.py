@@ -20,10 +20,9 @@ from autopar.solve.ilp.linear_model import Terms, add, total
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable, Problem, StreamSeconds
 
-
 _LEAST = 0.1
-"""Storages that take less of the device's memory than this, in units of bytes (hundredths of it), in all calls of a micro-batch are
-not worth a collective."""
+"""Storages that take less of the device's memory than this, in units of bytes (hundredths of it), in all calls of a micro-batch
+are not worth a collective."""
 
 
 def partition_axes(problem: Problem, table: BlockTable) -> dict[str, tuple[int, ...]]:
