@@ -59,7 +59,7 @@ def fastest_sharding(problem: Problem, time_limit_seconds: float, sharded_axes: 
 def with_less_memory(fastest: MemoryFrontier) -> MemoryFrontier:
     """With all options, from `fastest_sharding`."""
     problem, sharding, (saving_all,) = fastest.problem, fastest.sharding, fastest.options
-    fixed = _with_fixed_placements(problem, sharding)
+    fixed = with_fixed_placements(problem, sharding)
     options = [saving_all]
     for price in MEMORY_PRICES:
         found = _at_memory_price(fixed, price)
@@ -120,7 +120,7 @@ def _parameter_cost(form: Formulation) -> dict[int, float]:
     return {w: _PARAMETER_COST * 1000.0 * size / least for w, size in out.items()} if least else {}
 
 
-def _with_fixed_placements(problem: Problem, sharding: Candidate) -> Problem:
+def with_fixed_placements(problem: Problem, sharding: Candidate) -> Problem:
     """The tables with nothing left to choose but what is saved and recomputed."""
     boundary = problem.boundary
     placements: dict[int, tuple[Placements, ...]] = {}
