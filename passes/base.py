@@ -44,6 +44,7 @@ class BlockState:
         local: whether shapes are those of one rank (after `Localize`), else global.
         recomputed: results that are not saved: the backward recomputes them.
         offloaded: values that are offloaded to host memory between forward and backward.
+        partitioned: (value, axis) of values that each rank of the axis saves one part of.
     """
 
     block: Block
@@ -51,6 +52,7 @@ class BlockState:
     local: bool = False
     recomputed: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
+    partitioned: frozenset[tuple[str, str]] = frozenset()
 
     def __str__(self) -> str:
         return format_block(self.block, self.placements)

@@ -53,6 +53,7 @@ class BucketConversions:
     def _buckets(self, state: BlockState, context: Context) -> list[_Bucket]:
         producers = producer_indices(state.block)
         values = state.block.values()
+        alone = state.offloaded | {name for name, _ in state.partitioned}
         buckets: list[_Bucket] = []
         open_by_kind: dict[tuple[object, ...], list[_Bucket]] = {}
         for index, node in enumerate(state.block.nodes):
@@ -63,7 +64,7 @@ class BucketConversions:
             ):
                 continue
             value = node.outputs[0]
-            if value.name in state.offloaded:  # alone: results of one coalesced collective share a storage
+            if value.name in alone:  # results of one coalesced collective share a storage
                 continue
             kind = (
                 text_kwarg(node, "axis"),

@@ -176,6 +176,7 @@ def _lower_block(block: Block, candidate: Candidate, batch: int, uneven: bool, d
         recompute=plan.recompute,
         recomputed=state.recomputed,
         offloaded=state.offloaded,
+        partitioned=state.partitioned,
     )
 
 

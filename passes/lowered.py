@@ -32,7 +32,8 @@ class LoweredBlock:
     """A block of local sizes; `specs` are in the order of ``block.parameters``.
 
     `recompute`: full recomputation, only the inputs are saved for the backward. Selective: the backward recomputes the values
-    `recomputed`, and `offloaded` are in host memory between forward and backward.
+    `recomputed`, `offloaded` are in host memory between forward and backward, and of `partitioned`, (value, axis), each rank of
+    the axis saves one part.
     """
 
     block: Block
@@ -41,11 +42,12 @@ class LoweredBlock:
     recompute: bool = False
     recomputed: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
+    partitioned: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def selective(self) -> bool:
-        """Whether recomputation or offload is decided value by value."""
-        return bool(self.recomputed or self.offloaded)
+        """Whether recomputation, offload or partition is decided value by value."""
+        return bool(self.recomputed or self.offloaded or self.partitioned)
 
     def recomputes(self, node: Node) -> bool:
         """Whether the backward recomputes this node."""

@@ -1,14 +1,15 @@
-"""Marks the values that the backward recomputes, and those that are offloaded to host memory until the backward.
+"""Marks the values that the backward recomputes, that are offloaded to host memory until then, or saved in parts.
 
 Before: the plan names them in terms of the captured block, here recompute_nodes ``(silu,)``, recompute_conversions
-``(%x: S(1) -> R,)`` and offload ``((q, S(1)),)``; nothing is marked::
+``(%x: S(1) -> R,)``, offload ``((q, S(1)),)`` and partition_saved ``((y, R, tp),)``; nothing is marked::
 
     %x_full = ap.convert(%x, axis='tp', conversion='S(1) -> R')
     %q = aten.linear(%x_full, %w)
     %silu = aten.silu(%q)
+    %y = aten.layer_norm(%z)
 
-After: the same nodes; `BlockState.recomputed` is ``{x_full, silu}`` and `BlockState.offloaded` ``{q}``. Later passes keep the
-marks, and the generated program wraps what is marked.
+After: the same nodes; `BlockState.recomputed` is ``{x_full, silu}``, `BlockState.offloaded` ``{q}``, and `BlockState.partitioned`
+``{(y, tp)}``. Later passes keep the marks, and the generated program wraps what is marked.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Node
+from autopar.ir.partition_saved import chosen_tensors
 from autopar.ir.placement import Placements
 from autopar.passes.base import CONVERT, BlockState, Context, only_gradient_changes
 
@@ -33,7 +35,7 @@ class MarkRecompute:
 
     def run(self, state: BlockState, context: Context) -> BlockState:
         plan = context.plan
-        if not (plan.recompute_nodes or plan.recompute_conversions or plan.offload):
+        if not chosen_tensors(plan):
             return state
         placed = dict(_placed_values(state))
         nodes = {node.name: node for node in state.block.nodes if node.op != CONVERT}
@@ -41,13 +43,14 @@ class MarkRecompute:
         targets = [(each.value, each.target) for each in plan.recompute_conversions]
         recomputed = {value.name for name in plan.recompute_nodes for value in _planned_node(nodes, name).outputs}
         recomputed |= {converted[target] for target in targets if target in converted}
-        offloaded: set[str] = set()
-        for wanted in plan.offload:
-            found = _names_of(wanted, placed, context)
-            if not found:
-                raise PlanError(f"the plan offloads {wanted[0]} in a placement that it never has; plan the model again")
-            offloaded.add(found[0])
-        return replace(state, recomputed=frozenset(recomputed), offloaded=frozenset(offloaded - recomputed))
+        offloaded = {_name_of(wanted, placed, context) for wanted in plan.offload}
+        partitioned = {(_name_of((value, at), placed, context), axis) for value, at, axis in plan.partition_saved}
+        return replace(
+            state,
+            recomputed=frozenset(recomputed),
+            offloaded=frozenset(offloaded - recomputed),
+            partitioned=frozenset(each for each in partitioned if each[0] not in recomputed),
+        )
 
 
 def _planned_node(nodes: dict[str, Node], name: str) -> Node:
@@ -65,8 +68,8 @@ def _placed_values(state: BlockState) -> Iterator[tuple[str, PlacedValue]]:
     return ((name, (root, state.placements[name])) for name, root in roots.items())
 
 
-def _names_of(wanted: PlacedValue, placed: dict[str, PlacedValue], context: Context) -> list[str]:
-    """The names that a placed value has in the rewritten block. Axes of size 1, and conversions that change no value, have no
+def _name_of(wanted: PlacedValue, placed: dict[str, PlacedValue], context: Context) -> str:
+    """The name that a placed value has in the rewritten block. Axes of size 1, and conversions that change no value, have no
     node of their own."""
 
     def matches(found: PlacedValue, ignore_gradient: bool) -> bool:
@@ -76,4 +79,7 @@ def _names_of(wanted: PlacedValue, placed: dict[str, PlacedValue], context: Cont
         )
 
     exact = [name for name, found in placed.items() if matches(found, ignore_gradient=False)]
-    return exact or [name for name, found in placed.items() if matches(found, ignore_gradient=True)]
+    found = exact or [name for name, found in placed.items() if matches(found, ignore_gradient=True)]
+    if not found:
+        raise PlanError(f"the plan offloads or partitions {wanted[0]} in a placement that it never has; plan the model again")
+    return found[0]

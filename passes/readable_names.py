@@ -89,8 +89,15 @@ class ReadableNames:
         placements = {renamed[name]: where for name, where in state.placements.items() if name in renamed}
         recomputed = frozenset(renamed[name] for name in state.recomputed & renamed.keys())
         offloaded = frozenset(renamed[name] for name in state.offloaded & renamed.keys())
-        changed = self._renamed(block, renamed)
-        return replace(state, block=changed, placements=placements, recomputed=recomputed, offloaded=offloaded)
+        partitioned = frozenset((renamed[name], axis) for name, axis in state.partitioned if name in renamed)
+        return replace(
+            state,
+            block=self._renamed(block, renamed),
+            placements=placements,
+            recomputed=recomputed,
+            offloaded=offloaded,
+            partitioned=partitioned,
+        )
 
     @staticmethod
     def _name(node: Node, index: int, renamed: dict[str, str], roots: dict[str, str]) -> str:

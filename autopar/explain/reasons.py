@@ -13,6 +13,7 @@ from autopar.errors import PlanError
 from autopar.ir.describe import describe_pipeline
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.partition_saved import saving_everything
 from autopar.ir.plan import Candidate
 
 _TIGHT = 0.9
@@ -107,6 +108,8 @@ def _memory_savings(candidate: Candidate) -> str:
     out = [f"recomputed in the backward to save memory: {', '.join(whole + some)}"] if whole or some else []
     offloaded = [plan.block for plan in candidate.blocks if plan.offload]
     out += [f"tensors of {', '.join(offloaded)} are offloaded to host memory"] if offloaded else []
+    parts = [f"{len(plan.partition_saved)} tensors of {plan.block}" for plan in candidate.blocks if plan.partition_saved]
+    out += [f"saved in parts over a model axis and gathered in the backward: {', '.join(parts)}"] if parts else []
     return "".join(f"; {each}" for each in out)
 
 
@@ -134,9 +137,9 @@ def _changed(graph: Graph, candidate: Candidate) -> Iterator[tuple[str, str, Can
                     f"zero={zero}",
                     replace(candidate, blocks=tuple(replace(p, zero=zero) for p in plans)),
                 )
-    all_saved = tuple(replace(plan, recompute=False, recompute_nodes=(), recompute_conversions=(), offload=()) for plan in plans)
+    all_saved = tuple(map(saving_everything, plans))
     if all_saved != plans:
-        yield "nothing recomputed or offloaded", "", replace(candidate, blocks=all_saved)
+        yield "nothing recomputed, offloaded or partitioned", "", replace(candidate, blocks=all_saved)
     recomputed = tuple(replace(plan, recompute=graph.count(plan.block) > 1) for plan in all_saved)
     if recomputed != plans:
         yield "repeated blocks recomputed whole", "", replace(candidate, blocks=recomputed)

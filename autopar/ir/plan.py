@@ -45,7 +45,8 @@ class BlockPlan:
     `recompute`: full activation checkpointing; only the block's inputs are saved, and the backward recomputes its forward.
     Selective recomputation instead names single nodes (`recompute_nodes`) and conversions (`recompute_conversions`) that the
     backward recomputes: their results are not saved, their operands are. `offload` are the saved tensors that are offloaded to
-    host memory, as (value, placements).
+    host memory, as (value, placements). `partition_saved` are those of which each rank of a model axis, on which they are
+    replicated, saves one part until the backward gathers them (ZeRO-R), as (value, placements, axis).
     """
 
     block: str
@@ -59,6 +60,7 @@ class BlockPlan:
     recompute_nodes: tuple[str, ...] = ()
     recompute_conversions: tuple[Conversion, ...] = ()
     offload: tuple[tuple[str, Placements], ...] = ()
+    partition_saved: tuple[tuple[str, Placements, str], ...] = ()
 
 
 OFFLOAD_DEVICES = ("cpu", "nvme")

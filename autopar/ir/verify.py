@@ -12,6 +12,7 @@ from autopar.ir import dims
 from autopar.ir.graph import Block, Graph, Value
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.micro_batching import candidate_totals
+from autopar.ir.partition_saved import chosen_tensors, verify_partition
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.stage_values import check_chunk_borders, repeatable_values
 from autopar.ir.placement import Invariant, Placements, can_shard, format_placements
@@ -19,13 +20,15 @@ from autopar.ir.plan import OFFLOAD_DEVICES, REDUCTIONS, BlockPlan, Candidate, C
 
 
 def _verify_weight_versions(candidate: Candidate) -> None:
-    """Two weight versions (PipeDream-2BW) run with replicated state, without recomputation or offload, on one chunk per stage."""
+    """Two weight versions (PipeDream-2BW) run with replicated state, without recomputation, offload or partition, on one chunk a
+    stage."""
     pipeline, sharded = candidate.pipeline, candidate.mesh.size_of(DATA_AXIS) > 1
     if pipeline.stages == 1:
         raise PlanError("two versions of weights are for a pipeline: take at least 2 stages")
     for plan in candidate.blocks:
-        if plan.recompute or plan.recompute_nodes or plan.recompute_conversions or plan.offload or (plan.zero and sharded):
-            raise PlanError(f"{plan.block}: two versions of weights take whole state (zero=0), and no recomputation or offload")
+        if plan.recompute or chosen_tensors(plan) or (plan.zero and sharded):
+            text = "two versions of weights take whole state (zero=0), and no recomputation, offload or partition"
+            raise PlanError(f"{plan.block}: {text}")
     if pipeline.virtual > 1 or pipeline.schedule != "1f1b":
         raise PlanError(f"two versions of weights run on 1f1b with one chunk a stage, not {pipeline.schedule}: change one")
     if candidate.micro_batches < pipeline.stages:
@@ -164,6 +167,7 @@ def _verify_block(block: Block, plan: BlockPlan, candidate: Candidate) -> None:
         _verify_placements(f"{where}, {consumer}", values[name], placements, candidate)
     reached = _reached(where, plan, values, produced, candidate)
     _verify_recompute(where, plan, produced, plans)
+    verify_partition(where, plan, reached, candidate.mesh)
     for consumer, name, placements in needed:
         if placements not in reached[name]:
             raise PlanError(
@@ -220,8 +224,10 @@ def _verify_recompute(where: str, plan: BlockPlan, produced: dict[str, Placement
         raise PlanError(f"{where}: {unknown[0]} is to be recomputed or offloaded, but the block does not have it")
     if set(plan.recompute_conversions) - set(plan.conversions):
         raise PlanError(f"{where}: recompute_conversions has a conversion that is not among conversions")
-    if plan.recompute and (plan.recompute_nodes or plan.recompute_conversions or plan.offload):
-        raise PlanError(f"{where}: recompute is true, so recompute_nodes, recompute_conversions and offload must be empty")
+    if plan.recompute and chosen_tensors(plan):
+        raise PlanError(
+            f"{where}: recompute is true, so recompute_nodes, recompute_conversions, offload and partition_saved must be empty"
+        )
 
 
 def _boundary(graph: Graph, candidate: Candidate) -> Iterator[tuple[str, str, Placements]]:

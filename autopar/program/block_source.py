@@ -111,8 +111,15 @@ def split_backward_nodes(block: Block) -> frozenset[str]:
     return frozenset(out)
 
 
-def _offload(name: str) -> str:
-    return f"recompute.offload({name})  # saved in host memory"
+def _saved_elsewhere(lowered_block: LoweredBlock, names: Iterable[str]) -> list[str]:
+    """The lines of those of these values that are offloaded, or saved in parts."""
+    axes = dict(lowered_block.partitioned)
+    lines = []
+    for name in names:
+        lines += [f"recompute.offload({name})  # saved in host memory"] * (name in lowered_block.offloaded)
+        if name in axes:
+            lines.append(f"recompute.partition({name}, {axes[name]})  # each rank of {axes[name]} saves a part")
+    return lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +142,8 @@ class _Forward:
             f"return {', '.join(self._name(name) for name in block.outputs)}",
         ]
         if self.lowered_block.selective:
-            inputs = [value.name for value in block.inputs if value.name in self.lowered_block.offloaded]
-            inside = [RECOMPUTE, *(INDENT + line for line in [*map(_offload, inputs), *inside])]
+            first = _saved_elsewhere(self.lowered_block, (value.name for value in block.inputs))
+            inside = [RECOMPUTE, *(INDENT + line for line in [*first, *inside])]
         body = [*self._header(), *inside]
         return [f"{INDENT}def forward(self{arguments}):", *(f"{INDENT * 2}{line}".rstrip() for line in body)]
 
@@ -149,6 +156,7 @@ class _Forward:
 
     def _header(self) -> list[str]:
         used = {str(dict(node.kwargs).get("axis")) for node in self.block.nodes}
+        used |= {axis for _, axis in self.lowered_block.partitioned}
         lines = [f"{axis} = self.mesh.{axis}" for axis in self.lowered.mesh.names if axis in used]
         symbols = [s for node in self.block.nodes for arg in (*node.args, *(v for _, v in node.kwargs)) for s in _symbols(arg)]
         if self.lowered.uneven:
@@ -176,8 +184,8 @@ class _Forward:
                 yield "with torch.no_grad():"
             no_grad = node.no_grad
             depth = 2 + no_grad + self.lowered_block.selective
-            offloads = [_offload(value.name) for value in node.outputs if value.name in self.lowered_block.offloaded]
-            lines = [*self._statement(node, read, split, len(INDENT) * depth), *offloads]
+            elsewhere = _saved_elsewhere(self.lowered_block, (value.name for value in node.outputs))
+            lines = [*self._statement(node, read, split, len(INDENT) * depth), *elsewhere]
             yield from ((INDENT if no_grad else "") + line for line in lines)
 
     def _statement(self, node: Node, read: set[str], split: Set[str], indent: int) -> list[str]:

@@ -3,7 +3,7 @@
 In the sweeps of ``validate/data/published_train.csv`` two configurations whose predictions are less than 2 % apart are in the
 order of the measurements in 61 of 100 pairs (99 pairs), those that are 3 to 5 % apart in 81 of 100, and beyond 10 % in 95 of 100.
 (The constants have seen the sweeps, and most pairs are BLOOM's.) So what is less than `SearchOptions.indifference` ahead is no
-reason for offloading, an unusual schedule, or one more mesh axis.
+reason for offloading or partitioning activations, an unusual schedule, or one more mesh axis.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.errors import AutoparError
 from autopar.ir.describe import describe
 from autopar.ir.graph import Graph
+from autopar.ir.partition_saved import saving_everything
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.solve.fixed.baselines import PricedRecipe
 from autopar.solve.fixed.seeds import may_seed
@@ -34,11 +35,11 @@ _MEMORY_STEP = 0.05
 
 def complexity(candidate: Candidate) -> int:
     """How much of a plan may go wrong or has to be understood: its axes of more than one rank beside the data axis, pipeline,
-    interleaved chunks, state groups; offloading and unusual schedules count twice."""
+    interleaved chunks, state groups; offloading, activations in parts and unusual schedules count twice."""
     pipeline = candidate.pipeline
     unusual = pipeline.stages > 1 and (pipeline.schedule not in _USUAL_SCHEDULES or bool(pipeline.actions))
-    offloads = any(plan.offload for plan in candidate.blocks)
-    heavy = (offloads, bool(candidate.precision.offload_optimizer), unusual, pipeline.weight_versions > 1)
+    offloads, parts = any(plan.offload for plan in candidate.blocks), any(plan.partition_saved for plan in candidate.blocks)
+    heavy = (offloads, parts, bool(candidate.precision.offload_optimizer), unusual, pipeline.weight_versions > 1)
     light = (
         *(axis.size > 1 for axis in candidate.mesh.axes[1:]),
         pipeline.stages > 1,
@@ -60,7 +61,7 @@ def robust_choice(
             alternatives.append((each.graph or graph, each.candidate, each.evaluation))
     alternatives += (one for one in _plain(graph, options, recipes) if one[2].step_seconds <= most_seconds)
     for alternative in tuple(alternatives):
-        changed = _without_offload(alternative, cluster, options.optimizer)
+        changed = _with_saved_or_recomputed(alternative, cluster, options.optimizer)
         alternatives += (one for one in changed if one[2].step_seconds <= most_seconds)
     chosen = min(alternatives, key=_rank)
     if chosen[1] == found.candidate:
@@ -90,13 +91,15 @@ def _plain(graph: Graph, options: SearchOptions, recipes: Sequence[PricedRecipe]
             yield graph, each.candidate, each.evaluation
 
 
-def _without_offload(alternative: Alternative, cluster: Cluster, optimizer: str) -> Iterator[Alternative]:
-    """The plan with its offloaded tensors saved on the device, or with their blocks recomputed, where that fits."""
+def _with_saved_or_recomputed(alternative: Alternative, cluster: Cluster, optimizer: str) -> Iterator[Alternative]:
+    """The plan with its offloaded and partitioned tensors saved whole on the device, or with their blocks recomputed, where that
+    fits."""
     graph, candidate, _ = alternative
-    if not any(plan.offload for plan in candidate.blocks):
+    if not any(plan.offload or plan.partition_saved for plan in candidate.blocks):
         return
     for change in (_saved, _recomputed):
-        changed = replace(candidate, blocks=tuple(change(plan) if plan.offload else plan for plan in candidate.blocks))
+        blocks = (change(plan) if plan.offload or plan.partition_saved else plan for plan in candidate.blocks)
+        changed = replace(candidate, blocks=tuple(blocks))
         try:
             priced = evaluate(graph, changed, cluster, optimizer)
         except AutoparError:  # it cannot be recomputed
@@ -106,8 +109,8 @@ def _without_offload(alternative: Alternative, cluster: Cluster, optimizer: str)
 
 
 def _saved(plan: BlockPlan) -> BlockPlan:
-    return replace(plan, offload=())
+    return replace(plan, offload=(), partition_saved=())
 
 
 def _recomputed(plan: BlockPlan) -> BlockPlan:
-    return replace(plan, offload=(), recompute=True, recompute_nodes=(), recompute_conversions=())
+    return replace(saving_everything(plan), recompute=True)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from autopar.cost_models.comm.conversion_costs import ConversionCost, conversion_cost
+from autopar.cost_models.comm.conversion_costs import ConversionCost, conversion_cost, partition_seconds
 from autopar.cost_models.comm.shard_groups import expert_links, state_links
 from autopar.cost_models.compute.fused_saves import with_fused_saves
 from autopar.cost_models.compute.fusion import FusableValues, fusable_values, fused_profile
 from autopar.cost_models.compute.operations import NodeCost, Profile, expert_imbalance, node_cost, profile, token_copy_share
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.hardware.offload_target import offload_target
 from autopar.cost_models.state.optimizers import Optimizer
 from autopar.cost_models.state.state_communication import accumulate_seconds
@@ -123,6 +124,11 @@ class BlockCosts:
                 f"the description of {self.cluster.name} has no host, so no tensor can be offloaded: add it, or plan again"
             )
         return size_bytes / host.write_bytes_per_second, size_bytes / host.read_bytes_per_second
+
+    def partition_seconds(self, axis: int, size_bytes: float) -> tuple[float, float]:
+        """Of a tensor that is saved in parts over a mesh axis: seconds of the copy in the forward, of the gather in the
+        backward."""
+        return partition_seconds(size_bytes, links_of_axis(self.cluster, self.mesh, axis), self.cluster.device)
 
     def value_bytes(self, value: str, placements: Placements) -> float:
         """Bytes of a value on one device."""

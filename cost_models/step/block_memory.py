@@ -6,7 +6,7 @@ working set), so that the solver's linear model sums the same terms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.cost_models.compute.operations import token_copy_share
@@ -133,16 +133,41 @@ def block_memory(
         )
     boundary = {same.find(value): -1 - index for index, value in enumerate(outputs)}
     boundary.update({same.find(value): index for index, value in enumerate(inputs)})
-    saved = {storage: size for storage, size in recompute.saved.items() if storage not in recompute.offloaded}
+    elsewhere = {*recompute.offloaded, *recompute.partitioned}
+    saved = {storage: size for storage, size in recompute.saved.items() if storage not in elsewhere}
+    parts = PartitionedBytes.of(costs, recompute, {same.find(value) for value in inputs})
     return BlockMemory(
-        internal_saved_bytes=sum(size for storage, size in saved.items() if storage not in boundary),
+        internal_saved_bytes=sum(size for storage, size in saved.items() if storage not in boundary) + parts.saved,
         boundary_saved_bytes=tuple((boundary[storage], size) for storage, size in saved.items() if storage in boundary),
-        forward_bytes=forward + (OFFLOAD_WINDOW - 1) * offloaded,
-        backward_bytes=backward + input_gradients + recomputed + OFFLOAD_WINDOW * offloaded,
+        forward_bytes=forward + (OFFLOAD_WINDOW - 1) * offloaded + parts.forward,
+        backward_bytes=backward + input_gradients + recomputed + OFFLOAD_WINDOW * offloaded + parts.backward,
         input_gradient_bytes=input_gradients,
         offloaded_bytes=offloaded,
         peak_nodes=nodes,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionedBytes:
+    """Of tensors that are saved in parts: the parts of one rank; what the forward holds besides (the copies, and inputs, which
+    nothing else keeps); and what the backward gathers."""
+
+    saved: float
+    forward: float
+    backward: float
+
+    @staticmethod
+    def of(costs: BlockCosts, recompute: RecomputePlan, inputs: Collection[PlacedValue]) -> PartitionedBytes:
+        each = [
+            partitioned_bytes(recompute.saved[storage], costs.mesh.sizes[axis], storage in inputs)
+            for storage, axis in recompute.partitioned.items()
+        ]
+        return PartitionedBytes(*(sum(sizes) for sizes in zip(*each, strict=True))) if each else PartitionedBytes(0.0, 0.0, 0.0)
+
+
+def partitioned_bytes(size: float, ranks: int, given: bool) -> tuple[float, float, float]:
+    """The terms of `PartitionedBytes` for one tensor; `given`: it is an input of the block."""
+    return size / ranks, size / ranks + given * size, size
 
 
 def _working_sets(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float, tuple[str, str]]:

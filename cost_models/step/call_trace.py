@@ -28,8 +28,8 @@ SPLIT_BACKWARD = ("aten.linear", "ap.linear_kn")
 class CallTrace:
     """One call of a block on the main stream, and its totals.
 
-    forward, backward: the segments. A backward begins with all that it recomputes. Copies of offloaded tensors overlap with the
-        call; where they take longer, a last segment is the stall.
+    forward, backward: the segments. A backward begins with all that it recomputes, or gathers (of tensors saved in parts). Copies
+        of offloaded tensors overlap with the call; where they take longer, a last segment is the stall.
     axis_seconds: communication on each mesh axis, overlapped or exposed.
     model_flops, flops: without and with recomputation, over all devices of the mesh.
     redundant_flops: per mesh axis, those of operations that every rank of the axis repeats.
@@ -56,6 +56,7 @@ class CallTrace:
         recompute = RecomputePlan.of(costs, plan, same)
         recorder = _Recorder(costs, frozenset((*recompute.nodes, *recompute.conversions)))
         recorder.record(plan)
+        recorder.partition(recompute)
         offload_seconds, load_seconds = costs.offload_seconds(sum(recompute.offloaded.values()))
         weight_gradient_seconds, weight_gradient_bytes = _weight_gradients(costs, plan)
         backward = [*exposed_segments(recorder.recompute), *exposed_segments(recorder.backward[::-1])]
@@ -159,6 +160,13 @@ class _Recorder:
                 _append(stream, cost.forward_local_seconds, NO_LINKS)
             _append(self.backward, cost.backward_local_seconds, NO_LINKS)
             self._communicate(self.backward, cost.axis, cost.backward_comm_seconds)
+
+    def partition(self, recompute: RecomputePlan) -> None:
+        """Of tensors that are saved in parts: a copy in the forward, a gather in the backward."""
+        for storage, axis in recompute.partitioned.items():
+            copy, gather = self.costs.partition_seconds(axis, recompute.saved[storage])
+            _append(self.forward, copy, NO_LINKS)
+            self._communicate(self.recompute, axis, gather)
 
     def _overlap_share_inside(self, profile: Profile, axis: int) -> float:
         """The share that may overlap of the collectives inside a function. Beside all-to-alls of experts compute is slower by the

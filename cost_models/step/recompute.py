@@ -28,6 +28,7 @@ class RecomputePlan:
     saved: from forward to backward, without parameters as they are stored.
     recomputed: what the backward needs and recomputes; it lives while the block's backward runs.
     offloaded: the part of `saved` that is in host memory meanwhile.
+    partitioned: those of `saved` of which each rank of a mesh axis saves one part, with the index of the axis.
     """
 
     nodes: tuple[str, ...]
@@ -35,6 +36,7 @@ class RecomputePlan:
     saved: Mapping[PlacedValue, float]
     recomputed: Mapping[PlacedValue, float]
     offloaded: Mapping[PlacedValue, float]
+    partitioned: Mapping[PlacedValue, int]
 
     @staticmethod
     def of(costs: BlockCosts, plan: BlockPlan, same: Aliases) -> RecomputePlan:
@@ -52,7 +54,8 @@ class RecomputePlan:
             conversions=tuple(each for each in plan.conversions if each in conversions),
             saved=saved,
             recomputed={at: size for at, size in needs.backward.items() if at not in saved and at not in needs.stored},
-            offloaded=needs.offloaded(saved),
+            offloaded={storage: saved[storage] for storage in needs.storages(plan.offload, saved)},
+            partitioned=needs.partitioned(saved),
         )
 
 
@@ -177,15 +180,22 @@ class _BackwardNeeds:
                 if placed[0] in self.overwritten:
                     raise self._unsaved(placed)
 
-    def offloaded(self, saved: Mapping[PlacedValue, float]) -> dict[PlacedValue, float]:
-        """Of the tensors that the plan offloads. PlanError where one of them is not saved."""
-        out = {}
-        for placed in self.plan.offload:
-            storage = self.same.find(placed)
-            if storage not in saved:
+    def storages(self, values: Iterable[PlacedValue], saved: Mapping[PlacedValue, float]) -> list[PlacedValue]:
+        """Of values that are offloaded or partitioned. PlanError where one of them is not saved."""
+        out = []
+        for placed in values:
+            out.append(self.same.find(placed))
+            if out[-1] not in saved:
                 raise self._unsaved(placed)
-            out[storage] = saved[storage]
         return out
+
+    def partitioned(self, saved: Mapping[PlacedValue, float]) -> dict[PlacedValue, int]:
+        """Of the tensors that the plan partitions, the index of the mesh axis. An offloaded one stays on the host."""
+        axes = [self.costs.mesh.index(axis) for _, _, axis in self.plan.partition_saved]
+        values = [(value, at) for value, at, _ in self.plan.partition_saved]
+        away = {self.same.find(placed) for placed in self.plan.offload}
+        found = zip(self.storages(values, saved), axes, strict=True)
+        return {storage: axis for storage, axis in found if storage not in away}
 
     def _unsaved(self, placed: PlacedValue) -> PlanError:
         text = f"{placed[0]} as {format_placements(placed[1])!r}"

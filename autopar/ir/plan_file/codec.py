@@ -210,6 +210,7 @@ def encode_blocks(graph: Graph, candidate: Candidate) -> tuple[tuple[BlockInfo, 
                 recompute_nodes=plan.recompute_nodes,
                 recompute_conversions=_encode_conversions(plan.recompute_conversions),
                 offload=tuple((value, format_placements(at)) for value, at in plan.offload),
+                partition_saved=tuple((value, format_placements(at), axis) for value, at, axis in plan.partition_saved),
             )
         )
         table += [_encode_node_plan(plan.block, node, ops.get((plan.block, node.node), "")) for node in plan.nodes]
@@ -248,6 +249,7 @@ def decode_blocks(infos: tuple[BlockInfo, ...], ops: tuple[OpInfo, ...]) -> tupl
             recompute_nodes=info.recompute_nodes,
             recompute_conversions=_decode_conversions(info.recompute_conversions),
             offload=tuple((value, parse_placements(at)) for value, at in info.offload),
+            partition_saved=tuple((value, parse_placements(at), axis) for value, at, axis in info.partition_saved),
         )
         for info in infos
     )

@@ -123,6 +123,7 @@ class BlockInfo(msgspec.Struct, frozen=True):
     recompute_nodes: tuple[str, ...] = ()
     recompute_conversions: tuple[ConversionInfo, ...] = ()
     offload: tuple[tuple[str, str], ...] = ()
+    partition_saved: tuple[tuple[str, str, str], ...] = ()
 
 
 class Predicted(msgspec.Struct, frozen=True):

@@ -48,6 +48,8 @@ def check_names(document: PlanDocument) -> None:
         _all(_LINE, "one line", [document.search.fastest.plan])
     for block in document.blocks:
         _all(_NAME, "the name of a block or value", (block.block, *block.recompute_nodes, *(name for name, _ in block.offload)))
+        parts = block.partition_saved
+        _all(_NAME, "the name of a value or mesh axis", (name for value, _, axis in parts for name in (value, axis)))
         conversions = (*block.conversions, *block.recompute_conversions)
         _all(_NAME, "the name of a value", (conversion.value for conversion in conversions))
     for op in document.ops:

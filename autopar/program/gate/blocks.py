@@ -77,12 +77,12 @@ class BlockReader:
         check_signature(forward, ["self", *inputs])
         statements = _flat(self._after_header(forward.body))
         if self.lowered_block.selective:
-            self._offloads(statements, inputs)
+            self._saved_elsewhere(statements, inputs)
         read = {name for node in block.nodes for name in node.operands()}
         read |= {*block.outputs, *(value for _, value in block.updates)}
         for node in block.nodes:
             self._node(next(statements, (forward, False)), node, written, read)
-            self._offloads(statements, [value.name for value in node.outputs])
+            self._saved_elsewhere(statements, [value.name for value in node.outputs])
         if block.updates:
             self._updates(next(statements, (forward, False))[0], written)
         _check_return(next(statements, (forward, False))[0], [written[name] for name in block.outputs])
@@ -118,7 +118,8 @@ class BlockReader:
         return only.body
 
     def _axes(self) -> set[str]:
-        return {str(dict(node.kwargs)["axis"]) for node in self.lowered_block.block.nodes if "axis" in dict(node.kwargs)}
+        used = {str(dict(node.kwargs)["axis"]) for node in self.lowered_block.block.nodes if "axis" in dict(node.kwargs)}
+        return used | {axis for _, axis in self.lowered_block.partitioned}
 
     def _node(self, found: Statement, node: Node, written: dict[str, str], read: set[str]) -> None:
         tree, no_grad = found
@@ -130,12 +131,14 @@ class BlockReader:
         expect(got == names and no_grad == node.no_grad, tree, f"{node.name} is assigned in another way")
         NodeReader(node, {name: written[name] for name in node.operands()}).check(tree.value)
 
-    def _offloads(self, statements: Iterator[Statement], names: Sequence[str]) -> None:
-        """``recompute.offload(x)`` of those that are offloaded."""
+    def _saved_elsewhere(self, statements: Iterator[Statement], names: Sequence[str]) -> None:
+        """``recompute.offload(x)`` of those that are offloaded, ``recompute.partition(x, tp)`` of those saved in parts."""
+        axes = dict(self.lowered_block.partitioned)
         for name in names:
             if name in self.lowered_block.offloaded:
-                tree = next(statements, (None, False))[0]
-                _check_call(tree, "recompute.offload", name)
+                _check_call(next(statements, (None, False))[0], "recompute.offload", name)
+            if name in axes:
+                _check_call(next(statements, (None, False))[0], "recompute.partition", name, axes[name])
 
     def _updates(self, tree: ast.stmt, written: dict[str, str]) -> None:
         if not isinstance(tree, ast.If) or dotted(tree.test) != "self.training" or tree.orelse:
@@ -155,11 +158,11 @@ def check_batch_size(tree: ast.expr, lowered: Lowered, inputs: Sequence[Value]) 
         expect(size_value(tree, {}, shapes) == (lowered.batch if planned else batch), tree, "B is another size")
 
 
-def _check_call(tree: ast.stmt | None, function: str, argument: str) -> None:
+def _check_call(tree: ast.stmt | None, function: str, *arguments: str) -> None:
     call = tree.value if isinstance(tree, ast.Expr) else None
-    plain = isinstance(call, ast.Call) and len(call.args) == 1 and not call.keywords
-    same = plain and isinstance(call, ast.Call) and (dotted(call.func), dotted(call.args[0])) == (function, argument)
-    expect(same, tree, f"{function}({argument}) is missing")
+    plain = isinstance(call, ast.Call) and not call.keywords
+    same = plain and isinstance(call, ast.Call) and (dotted(call.func), *map(dotted, call.args)) == (function, *arguments)
+    expect(same, tree, f"{function}({', '.join(arguments)}) is missing")
 
 
 def _check_return(tree: ast.stmt, names: Sequence[str]) -> None:

@@ -58,7 +58,8 @@ class OffloadedTensor:
         start, end = storage_span(x)
         return self.dtype == x.dtype and self.start <= start and end <= self.end
 
-    def offload(self) -> None:
+    def store(self) -> None:
+        """Starts the copy to host memory, if it has not started."""
         if self.on_host is None and self.on_device is not None:
             self.on_host, self.on_device = self.host_memory.copy_to_host(self.on_device), None
             self.previous, self.host_memory.last_offloaded = self.host_memory.last_offloaded, weakref.ref(self)

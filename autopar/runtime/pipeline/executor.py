@@ -14,6 +14,7 @@ from ..state.loss_scale import LossScale
 from ..step.micro_batches import split_result
 from .actions import BACKWARD, COMPUTE, FORWARD_ONLY, RankAction
 from .gradient_reductions import GradientReductions
+from .received import InputGradient, received_tensor
 from .stage_modules import BoundaryTensor, ModelChunk, PipelineProgram
 
 Batch = Mapping[str, torch.Tensor]
@@ -23,10 +24,10 @@ TAGS_PER_BOUNDARY = 256
 
 
 class _SavedForBackward(NamedTuple):
-    """What the forward of a micro-batch saves for its backward: received tensors that need gradients, and the gradient edge of
+    """What the forward of a micro-batch saves for its backward: where gradients of received tensors go, and the gradient edge of
     each result that has a gradient (None: it has no graph)."""
 
-    leaves: list[torch.Tensor]
+    inputs: list[InputGradient]
     results: list[GradientEdge | None]
 
 
@@ -163,14 +164,16 @@ class StepState:
         received = self.inputs.pop(key, None)
         if received is None:
             received = self.receiving_inputs.pop(key).wait() if before else []
+        gradients = [InputGradient() for each in before if each.gradient]
         if self.training:
-            received = [x.detach().requires_grad_(each.gradient) for x, each in zip(received, before, strict=True)]
+            slots = iter(gradients)
+            pairs = zip(received, before, strict=True)
+            received = [received_tensor(x, next(slots)) if each.gradient else x.detach() for x, each in pairs]
         given = {each.name: x for each, x in zip(before, received, strict=True)}
         part = self.micro_batches[micro_batch]
         taken = {name: part[name] if name in part else self.totals[name] for name in chunk.batch_inputs}
         chunk.weight_grads.micro_batch = micro_batch if key in self.executor.split_backwards else None
         made = chunk(**given, **taken)
-        leaves = [x for x, each in zip(received, before, strict=True) if each.gradient]
         if position + 1 == len(self.program.chunks):
             made, others = split_result(made)
             if others:
@@ -191,7 +194,7 @@ class StepState:
             else:
                 self.results[key] = sent
         if self.training:
-            self.saved[key] = _SavedForBackward(leaves, edges)
+            self.saved[key] = _SavedForBackward(gradients, edges)
 
     def _check_shapes(self, position: int, micro_batch: int, results: list[torch.Tensor]) -> None:
         """RuntimeProblem where results do not have the planned shapes, for which receives are posted."""
@@ -212,7 +215,7 @@ class StepState:
             pairs = [(edge, x) for edge, x in pairs if x is not None]
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [x for _, x in pairs])
-        back = [leaf.grad for leaf in saved.leaves]
+        back = [each.value for each in saved.inputs]
         if position and self.program.chunk_stages[position - 1] == self.program.mesh.pp.coordinate:
             self.gradients[position - 1, micro_batch] = back
         elif position:

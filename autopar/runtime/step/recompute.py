@@ -1,10 +1,12 @@
-"""Selective recomputation and offloading: what the backward of a block recomputes, and which saved tensors lie in host memory.
+"""Selective recomputation, offloading and partition: what the backward of a block recomputes, and which saved tensors lie in host
+memory, or in parts on the ranks of an axis.
 
-A generated block with either wraps its forward in `Recompute`, and calls what is recomputed through it::
+A generated block with any of them wraps its forward in `Recompute`, and calls what is recomputed through it::
 
     with Recompute(self.mesh.host_memory) as recompute:
         gate = recompute(F.silu, gate_proj)  # not saved: the backward calls F.silu again
         recompute.offload(normal)            # saved, but in host memory
+        recompute.partition(up_proj, tp)     # each rank of tp saves a part
 
 Autograd's saved tensors go through hooks (`torch.autograd.graph.saved_tensors_hooks`). One that lies in the storage of a
 recomputed result becomes a reference to its operation, and so does what the operation saves for itself; everything else is saved
@@ -22,10 +24,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..compat import storage_key
+from ..device.axis import AxisHandle
 from ..device.offload import HostMemory, OffloadedTensor
 from ..device.rng import RngRecorder
+from .partition import PartitionedTensor
 
 Function = Callable[..., Any]
+SavedElsewhere = OffloadedTensor | PartitionedTensor
 
 
 class Recompute:
@@ -33,7 +38,7 @@ class Recompute:
 
     def __init__(self, host_memory: HostMemory) -> None:
         self.host_memory = host_memory
-        self.sources: dict[object, tuple[_RecomputedOperation, int] | OffloadedTensor] = {}
+        self.sources: dict[object, tuple[_RecomputedOperation, int] | SavedElsewhere] = {}
         self.saved: dict[object, list[_SavedTensor]] = {}
         self.running: _RecomputedOperation | None = None
         self.recording = torch.is_grad_enabled()
@@ -75,18 +80,28 @@ class Recompute:
 
     def offload(self, x: torch.Tensor) -> None:
         """Whatever autograd saves of `x`, before or after this call, is saved in host memory."""
-        key = storage_key(x)
-        if not self.recording or key in self.sources:
-            return
-        self.sources[key] = offloaded = OffloadedTensor(x, self.host_memory)
-        for saved in self.saved.pop(key, []):
-            if isinstance(saved.value, torch.Tensor) and offloaded.covers(saved.value):
-                saved.value = _reference(offloaded, 0, saved.value)
+        if self._to_be_saved(x):
+            self._save_elsewhere(x, OffloadedTensor(x, self.host_memory))
 
-    def _source(self, x: torch.Tensor) -> tuple[_RecomputedOperation, int] | OffloadedTensor | None:
+    def partition(self, x: torch.Tensor, axis: AxisHandle) -> None:
+        """Of whatever autograd saves of `x`, before or after this call, each rank of the axis saves a part."""
+        if axis.size > 1 and self._to_be_saved(x):
+            self._save_elsewhere(x, PartitionedTensor(x, axis))
+
+    def _to_be_saved(self, x: torch.Tensor) -> bool:
+        return self.recording and storage_key(x) not in self.sources
+
+    def _save_elsewhere(self, x: torch.Tensor, source: SavedElsewhere) -> None:
+        key = storage_key(x)
+        self.sources[key] = source
+        for saved in self.saved.pop(key, []):
+            if isinstance(saved.value, torch.Tensor) and source.covers(saved.value):
+                saved.value = _reference(source, 0, saved.value)
+
+    def _source(self, x: torch.Tensor) -> tuple[_RecomputedOperation, int] | SavedElsewhere | None:
         """Who provides `x` in the backward, if it is not simply saved."""
         source = self.sources.get(storage_key(x))
-        return None if isinstance(source, OffloadedTensor) and not source.covers(x) else source
+        return None if isinstance(source, SavedElsewhere) and not source.covers(x) else source
 
     def _as_argument(self, x: torch.Tensor) -> _Argument:
         """An operand until the recomputation: without its graph, or a reference to who provides it."""
@@ -107,8 +122,8 @@ class Recompute:
         return saved
 
     @staticmethod
-    def _reference(source: tuple[_RecomputedOperation, int] | OffloadedTensor, x: torch.Tensor) -> _SavedTensor:
-        if isinstance(source, OffloadedTensor):
+    def _reference(source: tuple[_RecomputedOperation, int] | SavedElsewhere, x: torch.Tensor) -> _SavedTensor:
+        if isinstance(source, SavedElsewhere):
             return _SavedTensor(_reference(source, 0, x))
         operation, index = source
         operation.wanted_results.add(index)
@@ -132,22 +147,22 @@ def _unpack(saved: _SavedTensor) -> torch.Tensor:
 
 
 class _StorageView:
-    """A view of the storage of a recomputed result or of an offloaded tensor."""
+    """A view of the storage of a recomputed result, or of an offloaded or partitioned tensor."""
 
     __slots__ = ("index", "layout", "source")
 
-    def __init__(self, source: _RecomputedOperation | OffloadedTensor, index: int, x: torch.Tensor) -> None:
+    def __init__(self, source: _RecomputedOperation | SavedElsewhere, index: int, x: torch.Tensor) -> None:
         self.source, self.index = source, index
-        start = source.start if isinstance(source, OffloadedTensor) else 0
+        start = source.start if isinstance(source, SavedElsewhere) else 0
         self.layout = tuple(x.shape), x.stride(), x.storage_offset() - start
 
     def get(self) -> torch.Tensor:
         return self.source.result(self.index).as_strided(*self.layout)
 
 
-def _reference(source: _RecomputedOperation | OffloadedTensor, index: int, x: torch.Tensor) -> _StorageView:
-    if isinstance(source, OffloadedTensor):
-        source.offload()
+def _reference(source: _RecomputedOperation | SavedElsewhere, index: int, x: torch.Tensor) -> _StorageView:
+    if isinstance(source, SavedElsewhere):
+        source.store()
     return _StorageView(source, index, x)
 
 

@@ -1,5 +1,5 @@
-"""What memory looks at of every block: the tensors that a backward may need, each at its smallest placement, and what may be
-recomputed."""
+"""What memory looks at of every block: the tensors that a backward may need, each at its smallest placement (or saved in
+parts), and what may be recomputed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from autopar.cost_models.tensors.flops import VIEWS, packet
 from autopar.ir.graph import Block, Graph, Node
+from autopar.ir.mesh import DATA_AXIS, Mesh
+from autopar.ir.partition_saved import replicated_on
 from autopar.ir.placement import Placements
 from autopar.solve.ilp.storages import recomputable_nodes
 from autopar.solve.problem.problem import BlockTable, Problem
@@ -19,9 +21,9 @@ _Slot = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class RelaxedTensor:
-    """A storage that a backward may need. `bytes`: of one micro-batch at the smallest placement. `copies`: distinct ones in a
-    micro-batch. `producer`: the operation that produces it (empty: none). `needed`: some backward needs it under every
-    strategy. `in_flight`: micro-batches that hold it at once."""
+    """A storage that a backward may need. `bytes`: of one micro-batch at the smallest placement, or of a part of it that one rank
+    may save. `copies`: distinct ones in a micro-batch. `producer`: the operation that produces it (empty: none). `needed`: some
+    backward needs it under every strategy. `in_flight`: micro-batches that hold it at once."""
 
     bytes: float
     copies: float
@@ -83,7 +85,7 @@ def _relax_block(
         copies = first.get((name, inputs[value]), 0) if value in inputs else 0 if value in ends else calls
         states = list(table.conversions[value].states) if value in table.conversions else []
         states += _produced_placements(table, producers.get(value, ""), value)
-        least = min((costs.value_bytes(value, at) for at in states), default=0.0)
+        least = min((costs.value_bytes(value, at) / _most_parts(problem.mesh, at) for at in states), default=0.0)
         tensors[value] = RelaxedTensor(least, copies, producers.get(value, ""), value in needed)
     recompute: dict[str, tuple[float, tuple[str, ...]]] = {}
     recomputable = recomputable_nodes(block)
@@ -94,6 +96,12 @@ def _relax_block(
     offload = sum(costs.offload_seconds(1.0)) if problem.cluster.host is not None else None
     shared = frozenset(value for value, index in inputs.items() if (name, index) in several)
     return BlockRelaxation(name, calls, tensors, recompute, offload, shared)
+
+
+def _most_parts(mesh: Mesh, placements: Placements) -> int:
+    """In how many parts a tensor may be saved at most: over a model axis that it is replicated on."""
+    model = (axis for axis, name in enumerate(mesh.names) if name != DATA_AXIS and replicated_on(placements, axis))
+    return max((mesh.sizes[axis] for axis in model), default=1)
 
 
 def _is_view(node: Node) -> bool:

@@ -16,6 +16,7 @@ from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import add_redundancy_limits, formulate_flows
 from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.linear_model import add, total
+from autopar.solve.ilp.partition import may_partition, partition_terms
 from autopar.solve.ilp.recompute import add_storages
 from autopar.solve.ilp.solver import solve, solve_large
 from autopar.solve.problem.boundary import Slot
@@ -23,6 +24,9 @@ from autopar.solve.problem.problem import BlockTable, NodeStrategy, PricedConver
 
 MEMORY_PRICES = (0.03, 0.1, 0.3, 1.0)
 """Prices of memory: so many times the forward's seconds for all bytes that a block would save."""
+
+PARTITION_PRICES = (3.0, 10.0)
+"""Beyond these prices a block saves little but its inputs: to save them in parts is worth it next."""
 
 _PARAMETER_COST = 0.3
 """Cost of all parameters, sharded as much as possible, as a share of the seconds of the calls."""
@@ -55,16 +59,19 @@ def fastest_sharding(problem: Problem, time_limit_seconds: float, sharded_axes: 
 def with_less_memory(fastest: MemoryFrontier) -> MemoryFrontier:
     """With all options, from `fastest_sharding`."""
     problem, sharding, (saving_all,) = fastest.problem, fastest.sharding, fastest.options
-    fixed = _with_fixed_placements(problem, sharding)
+    fixed = with_fixed_placements(problem, sharding)
     options = [saving_all]
     for price in MEMORY_PRICES:
         found = _at_memory_price(fixed, price)
         if found is not None and found not in options:
             options.append(found)
-    recomputing_all = {
-        name: replace(plan, recompute=True) if problem.graph.count(name) > 1 else options[-1][name]
-        for name, plan in saving_all.items()
-    }
+    repeated = {name for name in saving_all if problem.graph.count(name) > 1}
+    others = {name: plan for name, plan in options[-1].items() if name not in repeated}
+    for price in PARTITION_PRICES if may_partition(fixed) else ():
+        found = _at_memory_price(fixed, price)
+        if found is not None and found not in options and any(found[name].partition_saved for name in repeated):
+            options.append({**found, **others})
+    recomputing_all = {**{name: replace(saving_all[name], recompute=True) for name in repeated}, **others}
     if recomputing_all not in options:
         options.append(recomputing_all)
     return replace(fastest, options=tuple(options))
@@ -113,7 +120,7 @@ def _parameter_cost(form: Formulation) -> dict[int, float]:
     return {w: _PARAMETER_COST * 1000.0 * size / least for w, size in out.items()} if least else {}
 
 
-def _with_fixed_placements(problem: Problem, sharding: Candidate) -> Problem:
+def with_fixed_placements(problem: Problem, sharding: Candidate) -> Problem:
     """The tables with nothing left to choose but what is saved and recomputed."""
     boundary = problem.boundary
     placements: dict[int, tuple[Placements, ...]] = {}
@@ -155,6 +162,8 @@ def _at_memory_price(fixed: Problem, price: float) -> dict[str, BlockPlan] | Non
         if not needed or not forward:
             continue
         recompute = total(*((seconds.forward / form.second_unit, {variable: 1.0}) for seconds, variable in storages.recompute))
+        for seconds, variable in storages.gathers:
+            add(recompute, {variable: (seconds.forward + seconds.backward) / form.second_unit})
         saved = {
             column: storages.sizes[storage] * price * forward / needed
             for storage, column in storages.saved.items()
@@ -162,6 +171,7 @@ def _at_memory_price(fixed: Problem, price: float) -> dict[str, BlockPlan] | Non
         }
         form.model.minimise(recompute)
         form.model.minimise(saved)
+        form.model.minimise(total((price * forward / needed, partition_terms(form, storages)[0])))
     outcome = solve(form.model, time_limit_seconds=2.0, relative_gap=1e-3)
     if not outcome.values:
         return None

@@ -19,6 +19,7 @@ from autopar.cost_models.step.block_memory import (
 from autopar.ir.plan import Conversion
 from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import Terms, add, total
+from autopar.solve.ilp.partition import partition_terms
 from autopar.solve.ilp.storages import boundary_values, recomputable_nodes
 from autopar.solve.problem.boundary import BlockBoundaries, Slot
 from autopar.solve.problem.problem import BlockTable, Problem
@@ -52,10 +53,11 @@ class BlockMemoryTerms:
 def add_block_memory(form: Formulation, name: str, table: BlockTable, out: BlockMemoryTerms) -> None:
     """The terms of one block, and the rows that define them."""
     storages = form.storages[name]
-    _add_saved(form, name, table, out)
     model, byte, costs = form.model, form.byte_unit, table.costs
     recomputed = {m: storages.sizes[storage] for storage, m in storages.recomputed.items()}
     window = storages.offloaded_bytes()
+    parts, copied, gathered = partition_terms(form, storages)
+    _add_saved(form, name, table, out, parts)
     working, workspace = model.variable(), model.variable()
     forward: Expression = {}
     for node, strategies in table.strategies.items():
@@ -69,16 +71,17 @@ def add_block_memory(form: Formulation, name: str, table: BlockTable, out: Block
             size = conversion_bytes(costs, Conversion(value, conversions.states[edge.source], conversions.states[edge.target]))
             add(forward, {y: size / byte} if size else {})
     gradients = _input_gradients(form, name, table)
-    out.forward[name] = _one_variable(form, total((1.0, forward), (1.0, {workspace: 1.0}), (OFFLOAD_WINDOW - 1, window)))
+    forward = total((1.0, forward), (1.0, {workspace: 1.0}), (OFFLOAD_WINDOW - 1, window), (1.0, copied))
+    out.forward[name] = _one_variable(form, forward)
     out.input_gradients[name] = _one_variable(form, gradients)
-    backward = total((1.0, {working: 1.0}), (1.0, gradients), (1.0, recomputed), (OFFLOAD_WINDOW, window))
+    backward = total((1.0, {working: 1.0}), (1.0, gradients), (1.0, recomputed), (OFFLOAD_WINDOW, window), (1.0, gathered))
     out.backward[name] = _one_variable(form, backward)
 
 
-def _add_saved(form: Formulation, name: str, table: BlockTable, out: BlockMemoryTerms) -> None:
+def _add_saved(form: Formulation, name: str, table: BlockTable, out: BlockMemoryTerms, parts: Terms) -> None:
     model, storages = form.model, form.storages[name]
     ends = {storages.same.find((value, at)): (slot, w) for slot, value, at, w in boundary_values(form, table)}
-    internal: Expression = {}
+    internal: Expression = dict(parts)
     for storage, saved in storages.saved.items():
         size = storages.sizes[storage]
         slot, w = ends.get(storage, (None, {}))

@@ -1,5 +1,5 @@
-"""From a solution of the ILP back to a plan: strategies, boundary placements, conversion trees, and what is recomputed and
-offloaded."""
+"""From a solution of the ILP back to a plan: strategies, boundary placements, conversion trees, and what is recomputed,
+offloaded and partitioned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.cost_models.step.recompute import RecomputePlan, with_least_recompu
 from autopar.cost_models.tensors.aliases import aliases
 from autopar.ir.placement import Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan
-from autopar.solve.ilp.formulation import Formulation, StorageVariables
+from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.storages import recomputable_nodes
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable
@@ -69,17 +69,24 @@ def _block_plan(form: Formulation, values: Sequence[float], placements: dict[int
         zero=max(form.z[block.name], key=lambda zero: values[form.z[block.name][zero]]),
     )
     storages = form.storages.get(block.name)
-    return _with_recompute(table, plan, values, storages) if storages is not None and storages.recompute else plan
+    decided = storages is not None and (storages.recompute or storages.partitioned)
+    return _with_recompute(form, table, plan, values) if decided else plan
 
 
-def _with_recompute(table: BlockTable, plan: BlockPlan, values: Sequence[float], storages: StorageVariables) -> BlockPlan:
-    """The plan with the least recomputation where the storages of the solution are saved or offloaded."""
+def _with_recompute(form: Formulation, table: BlockTable, plan: BlockPlan, values: Sequence[float]) -> BlockPlan:
+    """The plan with the least recomputation where the storages of the solution are saved, in parts too, or offloaded."""
+    storages, axes = form.storages[plan.block], form.problem.mesh.names
     offloaded = {storage for storage, column in storages.offloaded.items() if values[column] > 0.5}
-    saved = offloaded | {storage for storage, column in storages.saved.items() if values[column] > 0.5}
+    parts = {storage: axes[axis] for (storage, axis), column in storages.partitioned.items() if values[column] > 0.5}
+    saved = offloaded | parts.keys() | {storage for storage, column in storages.saved.items() if values[column] > 0.5}
     find = storages.same.find
     plan = with_least_recompute(table.costs, plan, lambda value: find(value) in saved, recomputable_nodes(table.block))
     recompute = RecomputePlan.of(table.costs, plan, aliases(table.block, plan.nodes, plan.conversions))
-    return replace(plan, offload=tuple(value for value in recompute.saved if find(value) in offloaded))
+    return replace(
+        plan,
+        offload=tuple(value for value in recompute.saved if find(value) in offloaded),
+        partition_saved=tuple((*value, parts[find(value)]) for value in recompute.saved if find(value) in parts),
+    )
 
 
 def _conversion_tree(

@@ -4,9 +4,10 @@ Columns, all in [0, 1] unless said otherwise:
 
 ``x[node, s]`` operation `node` of a block takes strategy s; ``w[class, p]`` a boundary class is in placement p; ``y[value, e]``
 conversion e of a value is made; ``z[block, k]`` its state is sharded as in ZeRO stage k (all four one-hot or binary);
-``f[consumer, e]`` the flow of one consumer; ``u[parameter, shards, k]`` the products of w and z; ``S[t]``, ``O[t]`` storage t is
-saved on the device, or offloaded (binary); ``A[t]`` available in the backward, ``M[t]`` recomputed for it; ``r[node, s]``,
-``c[e]`` operations and conversions that are recomputed. The rest are seconds and bytes, in the units of `Formulation`.
+``f[consumer, e]`` the flow of one consumer; ``u[parameter, shards, k]`` the products of w and z; ``S[t]``, ``O[t]``, ``P[t, a]``
+storage t is saved on the device, offloaded, or saved in parts over axis a (binary); ``A[t]`` available in the backward, ``M[t]``
+recomputed for it; ``r[node, s]``, ``c[e]`` operations and conversions that are recomputed. The rest are seconds and bytes, in the
+units of `Formulation`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class StorageVariables:
 
     same: which placed values are one storage. sizes: in units of bytes. needs: per storage and operation, the x under which the
     operation saves it for its backward. saved: S. offloaded: O. recomputed: M, where the backward needs it and recomputes it.
-    recompute: r and c, with the seconds of the forward that is repeated.
+    recompute: r and c, with the seconds of the forward that is repeated. partitioned: P, by storage and mesh axis, with the
+    seconds of the copy and the gather in `gathers`; partitioned_inputs: where the storage is an input of the block.
     """
 
     same: Aliases
@@ -73,6 +75,9 @@ class StorageVariables:
     offloaded: dict[PlacedValue, int] = field(default_factory=dict)
     recomputed: dict[PlacedValue, int] = field(default_factory=dict)
     recompute: list[tuple[StreamSeconds, int]] = field(default_factory=list)
+    partitioned: dict[tuple[PlacedValue, int], int] = field(default_factory=dict)
+    partitioned_inputs: dict[tuple[PlacedValue, int], int] = field(default_factory=dict)
+    gathers: list[tuple[StreamSeconds, int]] = field(default_factory=list)
 
     def offloaded_bytes(self) -> Expression:
         """Of one call, in units of bytes."""

@@ -1,4 +1,5 @@
-"""Recomputation and offloading in the ILP: per storage, whether it is saved on the device, offloaded or recomputed.
+"""Recomputation and offloading in the ILP: per storage, whether it is saved on the device (whole, or in parts, see `partition`),
+offloaded or recomputed.
 
 ``S[t]`` storage t is saved on the device, ``O[t]`` offloaded to host memory, ``A[t]`` available in the backward, ``M[t]``
 recomputed for it; ``r[o, s]`` operation o is recomputed under strategy s, ``c[e]`` a conversion is recomputed. Given strategies,
@@ -21,6 +22,7 @@ from autopar.cost_models.tensors.flops import VIEWS, packet
 from autopar.ir.graph import Node
 from autopar.solve.ilp.formulation import Expression, Formulation, StorageVariables
 from autopar.solve.ilp.linear_model import INFINITY, add, total
+from autopar.solve.ilp.partition import add_partition, partition_axes
 from autopar.solve.ilp.storages import boundary_values, recomputable_nodes, storage_names
 from autopar.solve.problem.problem import BlockTable, NodeStrategy
 
@@ -85,6 +87,7 @@ class _BlockRecompute:
             least[storage[0]] = min(least.get(storage[0], INFINITY), size)
         self.small = _SMALL * sum(least.values())
         self.has_host = form.problem.cluster.host is not None
+        self.partition_axes = partition_axes(form.problem, table)
 
     def add(self) -> None:
         """All variables and rows."""
@@ -174,7 +177,7 @@ class _BlockRecompute:
         return needed
 
     def _add_storage(self, storage: PlacedValue) -> int:
-        """S, O, M and A of a storage; returns A."""
+        """S, O, P, M and A of a storage; returns A."""
         model, out, large = self.model, self.out, self._large(storage)
         may_offload = self.has_host and large and not storage[0].endswith("+")  # such a tensor has no name in a program
         producers = self.producers.get(storage, [])
@@ -188,15 +191,17 @@ class _BlockRecompute:
         if may_offload:
             out.offloaded[storage] = model.binary()
             saved_or_offloaded[out.offloaded[storage]] = 1.0
+        axes = self.partition_axes.get(storage[0], ()) if large else ()
+        saved_or_offloaded |= add_partition(self.form, self.table, out, storage, axes, self.given.get(storage, {}))
         if storage in self.converted:
             # produced or given <= 1: a view shares the storage of its base only where it is made from it, not where a conversion
             # produces it
             model.row(total((1.0, exists)), -INFINITY, 1.0)
-        # S[t] + O[t] <= produced or given in the forward
+        # S[t] + O[t] + P[t] <= produced or given in the forward
         model.row(total((1.0, exists), (-1.0, saved_or_offloaded)), 0.0, INFINITY)
         support = total((1.0, saved_or_offloaded), (1.0, recomputed), (1.0, stored))
         available = model.variable(1.0)
-        # A[t] <= S[t] + O[t] + r, c that produce it + parameters as they are stored
+        # A[t] <= S[t] + O[t] + P[t] + r, c that produce it + parameters as they are stored
         model.row(total((1.0, support), (-1.0, {available: 1.0})), 0.0, INFINITY)
         for terms in out.needs.get(storage, {}).values():
             # A[t] >= x that needs it in its backward, for every operation
@@ -204,7 +209,7 @@ class _BlockRecompute:
         if large and recomputed and storage in out.needs:
             m = out.recomputed[storage] = model.variable(1.0)
             for terms in out.needs[storage].values():
-                # M[t] >= x that needs it - S[t] - O[t] - as it is stored
+                # M[t] >= x that needs it - S[t] - O[t] - P[t] - as it is stored
                 model.at_least(m, total((1.0, terms), (-1.0, saved_or_offloaded), (-1.0, stored)))
         return available
 
@@ -236,11 +241,13 @@ class _BlockRecompute:
             add(support, {self.out.saved[storage]: 1.0})
             if storage in self.out.offloaded:
                 add(support, {self.out.offloaded[storage]: 1.0})
+            for axis in self.partition_axes.get(storage[0], ()):
+                add(support, {p: 1.0 for p in [self.out.partitioned.get((storage, axis))] if p is not None})
             add(support, self.stored.get(storage, {}))
             for producer in self.producers.get(storage, ()):
                 if producer.recompute is not None and not inside.issuperset(producer.sources):
                     support[producer.recompute] = 1.0
         base = self.model.define(support)
         for storage in family:
-            # A[t] <= sum over its family of S + O + r of operations that produce one of it
+            # A[t] <= sum over its family of S + O + P + r of operations that produce one of it
             self.model.row([(base, 1.0), (available[storage], -1.0)], 0.0, INFINITY)

@@ -38,6 +38,8 @@ def add_block_seconds(form: Formulation, name: str, table: BlockTable) -> None:
     for seconds, variable in storages.recompute if storages is not None else ():
         # the backward recomputes before its first gradient
         spend(variable, StreamSeconds(0.0, seconds.forward, 0.0, seconds.forward_shared))
+    for seconds, variable in storages.gathers if storages is not None else ():
+        spend(variable, seconds)
     several = form.problem.mesh.sizes[0] > 1
     to_host, from_host = _offload_seconds(form, name, table)
     form.forward[name] = (

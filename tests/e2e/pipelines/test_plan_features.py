@@ -27,17 +27,19 @@ from support.harness.training_script import (
 from support.models.mesh import mesh_of
 from support.models.small_models import make
 from support.plans.drawn_candidates import drawn_candidate
-from support.plans.drawn_recomputation import with_replays
+from support.plans.drawn_recomputation import with_partition, with_replays
 from support.plans.pipeline_plans import candidate_text
 from torch import Tensor
 
 from autopar.capture import capture
+from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Pipeline, Precision
 from autopar.ir.verify import verify_candidate
 from autopar.program.build import program_text
 
 F64 = Precision("float64", "float64")
+LOCAL = Cluster.parse("local:4")
 
 
 def replayed(
@@ -65,6 +67,21 @@ def test_recomputation(ranks: RankPool) -> None:
     check_jobs(
         [replayed(("gpt2", "llama")[seed % 2], SPLIT[seed % 4], seed, whole=seed in (2, 5), dp=1) for seed in range(7)], ranks, 2
     )
+
+
+def in_parts(name: str, pipeline: Pipeline, seed: int, **axes: int) -> Job:
+    """A plan that saves in parts all that each rank of tp has whole, received tensors too."""
+    case = prepare(name, batch=16)
+    plain = drawn_candidate(case.graph, mesh_of(**axes), seed, wild=0.0, precision=F64)
+    made = replace(with_partition(case.graph, replace(plain, micro_batches=4), LOCAL, "tp"), pipeline=pipeline)
+    verify_candidate(case.graph, made)
+    title, text = f"{name} {seed} {pipeline.schedule} in parts", candidate_text(case, made)
+    assert "recompute.partition(" in text
+    return Job(title, text, case.state, steps(3), batches(case.batch), three_steps(name))
+
+
+def test_tensors_in_parts(ranks: RankPool) -> None:
+    check_jobs([in_parts("gpt2", pipeline, 1, dp=1, tp=2) for pipeline in SPLIT[:2]], ranks, 4)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from support.harness.end_to_end import Prepared, prepare
 from support.harness.rank_pool import RankPool
+from support.harness.storages import Storages
 from support.harness.training_loop import parallel_model
 from support.models.mesh import mesh_of
 from support.plans.drawn_candidates import drawn_candidate
@@ -84,32 +84,6 @@ def settled(made: dict[Any, int], most: float) -> int:
 def held(text: str, state: dict[str, Tensor], batch: dict[str, Tensor], most: list[float]) -> list[tuple[str, int, int]]:
     """On a rank: of each call the block's class, the bytes that its forward made and that are alive when all its results are
     dropped but their graph, and the bytes that went to the host. `most`: see `settled`, for each call."""
-    from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Watch(TorchDispatchMode):
-        """Every storage that an operation makes."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.made: dict[StorageWeakRef, int] = {}
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            before = {StorageWeakRef(x.untyped_storage()) for x in tensors((args, kwargs))}
-            result = func(*args, **(kwargs or {}))
-            for x in tensors(result):
-                key = StorageWeakRef(x.untyped_storage())
-                if key not in before:
-                    self.made.setdefault(key, x.untyped_storage().nbytes())
-            return result
-
-    def tensors(value: Any) -> Iterator[Tensor]:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list, dict)):
-            for item in value.values() if isinstance(value, dict) else value:
-                yield from tensors(item)
-
     parallel = parallel_model(text, state)
     host, found = parallel.program.mesh.host_memory, []
     send, gone = host.copy_to_host, []
@@ -123,7 +97,7 @@ def held(text: str, state: dict[str, Tensor], batch: dict[str, Tensor], most: li
     def watched(block: Any, forward: Any) -> Any:
         def run(*args: Any) -> Any:
             gone.clear()
-            with Watch() as watch:
+            with Storages() as watch:
                 results = forward(*args)
             single = isinstance(results, Tensor)
             results = (results,) if single else results

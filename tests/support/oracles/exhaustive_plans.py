@@ -12,6 +12,8 @@ from autopar.cost_models.step.recompute import RecomputePlan, with_least_recompu
 from autopar.cost_models.tensors.aliases import PlacedValue, aliases
 from autopar.errors import PlanError
 from autopar.ir.graph import Block, Graph
+from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.partition_saved import replicated_on
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, Candidate, Conversion
 from autopar.solve.ilp.storages import recomputable_nodes
@@ -118,7 +120,16 @@ def _variants(problem: Problem, table: BlockTable, start: Candidate) -> Iterator
         same = aliases(table.block, saved.nodes, saved.conversions)
         names = [state for state in RecomputePlan.of(table.costs, saved, same).saved if not state[0].endswith("+")]
         for away in _subsets(names) if problem.cluster.host is not None else [()]:
-            yield from (replace(saved, offload=away, zero=zero) for zero in stages)
+            for parts in _partitions(problem, [state for state in names if state not in away]):
+                yield from (replace(saved, offload=away, partition_saved=parts, zero=zero) for zero in stages)
+
+
+def _partitions(problem: Problem, names: Sequence[PlacedValue]) -> Iterator[tuple[tuple[str, Placements, str], ...]]:
+    """Every choice of tensors, each over one model axis on which it is replicated, if any."""
+    mesh = problem.mesh
+    axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1 and mesh.names[axis] != DATA_AXIS]
+    each = [[(), *(((value, at, mesh.names[axis]),) for axis in axes if replicated_on(at, axis))] for value, at in names]
+    yield from (tuple(chain(*chosen)) for chosen in product(*each))
 
 
 def _recompute_variants(table: BlockTable, plan: BlockPlan) -> Iterator[BlockPlan]:

@@ -11,6 +11,7 @@ from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.recompute import RecomputePlan, overwritten_values, with_least_recompute
 from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
 from autopar.ir.graph import Block, Graph
+from autopar.ir.partition_saved import replicated_on
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, Candidate, Conversion
 
@@ -45,6 +46,20 @@ def with_kept(graph: Graph, candidate: Candidate, cluster: Cluster, seed: int, s
         left = RecomputePlan.of(costs, chosen, same).saved
         away = tuple(state for state in left if not state[0].endswith("+") and draw(state, "host") < offload)
         plans.append(replace(chosen, offload=away))
+    return replace(candidate, blocks=tuple(plans))
+
+
+def with_partition(graph: Graph, candidate: Candidate, cluster: Cluster, axis: str, least_bytes: float = 0.0) -> Candidate:
+    """Every saved tensor of so many bytes that is replicated on the axis is saved in parts."""
+    index = candidate.mesh.index(axis)
+    plans = []
+    for plan in candidate.blocks:
+        block = graph.block(plan.block)
+        costs = BlockCosts(block, candidate.mesh, candidate.micro_batch, cluster)
+        saved = RecomputePlan.of(costs, plan, aliases(block, plan.nodes, plan.conversions))
+        left = {at: size for at, size in saved.saved.items() if at not in saved.offloaded and not at[0].endswith("+")}
+        parts = tuple((*at, axis) for at, size in left.items() if replicated_on(at[1], index) and size >= least_bytes)
+        plans.append(plan if plan.recompute else replace(plan, partition_saved=parts))
     return replace(candidate, blocks=tuple(plans))
 
 

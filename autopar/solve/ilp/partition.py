@@ -1,0 +1,106 @@
+"""Activation partition (ZeRO-R) in the ILP: ``P[t, a]``, storage t is saved in parts over model axis a, and gathered in the
+backward.
+
+Only storages that are replicated on the axis, of values that no operation makes sharded there, have such a variable: the others
+are saved in parts by the choice of placements, and what a conversion gathers is recomputed from its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.cost_models.hardware.mesh_links import links_of_axis
+from autopar.cost_models.step.block_memory import partitioned_bytes
+from autopar.cost_models.tensors.aliases import PlacedValue
+from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.partition_saved import replicated_on
+from autopar.ir.placement import Placements, Shard
+from autopar.solve.ilp.formulation import Expression, Formulation, StorageVariables
+from autopar.solve.ilp.linear_model import Terms, add, total
+from autopar.solve.problem.boundary import Slot
+from autopar.solve.problem.problem import BlockTable, Problem, StreamSeconds
+
+_LEAST = 0.1
+"""Storages that take less of the device's memory than this, in units of bytes (hundredths of it), in all calls of a micro-batch
+are not worth a collective."""
+
+
+def partition_axes(problem: Problem, table: BlockTable) -> dict[str, tuple[int, ...]]:
+    """Per value of the block the model axes of several ranks on which nothing makes it sharded."""
+    mesh = problem.mesh
+    axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1 and mesh.names[axis] != DATA_AXIS]
+    out: dict[str, tuple[int, ...]] = {}
+    for value, made in _produced(problem, table) if axes else ():
+        left = tuple(axis for axis in axes if not any(isinstance(at[axis], Shard) for at in made))
+        if left:
+            out[value] = left
+    return out
+
+
+def may_partition(problem: Problem) -> bool:
+    """Whether some value of a block that is worth it could be saved in parts."""
+    byte_unit = problem.cluster.device.memory_bytes / 100
+    return any(
+        replicated_on(at, axis) and _worth_it(problem, name, table.costs.value_bytes(value, at) / byte_unit)
+        for name, table in problem.blocks.items()
+        for value, axes in partition_axes(problem, table).items()
+        for axis in axes
+        for at in dict(_produced(problem, table))[value]
+    )
+
+
+def _worth_it(problem: Problem, block: str, size: float) -> bool:
+    return size * problem.graph.count(block) >= _LEAST
+
+
+def _produced(problem: Problem, table: BlockTable) -> Iterator[tuple[str, tuple[Placements, ...]]]:
+    """Each value that is no parameter, and the placements that it may be produced in."""
+    for index, value in enumerate(table.block.inputs):
+        yield value.name, problem.placements[problem.boundary.classes[Slot(table.block.name, "in", index)]]
+    for node in table.block.nodes:
+        for index, value in enumerate(node.outputs):
+            yield value.name, tuple(each.plan.results[index] for each in table.strategies[node.name])
+
+
+def add_partition(
+    form: Formulation, table: BlockTable, out: StorageVariables, storage: PlacedValue, axes: tuple[int, ...], given: Terms
+) -> Expression:
+    """P of a storage over each of the axes, with its seconds. `given`: the expression that says that it is an input of the
+    block."""
+    parts: Expression = {}
+    if not _worth_it(form.problem, table.block.name, out.sizes[storage]):
+        return parts
+    for axis in axes:
+        if not replicated_on(storage[1], axis):
+            continue
+        p = out.partitioned[storage, axis] = form.model.binary()
+        parts[p] = 1.0
+        copy, gather = table.costs.partition_seconds(axis, out.sizes[storage] * form.byte_unit)
+        out.gathers.append((StreamSeconds(copy, gather, 0.0, gather if _shares_link(form.problem, axis) else 0.0), p))
+        if given:
+            # G[t, a] >= P[t, a] + given - 1: nothing but the call holds the whole input
+            held = out.partitioned_inputs[storage, axis] = form.model.variable(1.0)
+            form.model.at_least(held, total((1.0, {p: 1.0}), (1.0, given)), -1.0)
+    return parts
+
+
+def _shares_link(problem: Problem, axis: int) -> bool:
+    """Whether the axis uses a physical link of the data axis."""
+    data = links_of_axis(problem.cluster, problem.mesh, problem.mesh.index(DATA_AXIS)).names
+    return not data.isdisjoint(links_of_axis(problem.cluster, problem.mesh, axis).names)
+
+
+def partition_terms(form: Formulation, storages: StorageVariables) -> tuple[Expression, Expression, Expression]:
+    """As `PartitionedBytes` of one call: saved, forward, backward, in units of bytes."""
+    saved: Expression = {}
+    forward: Expression = {}
+    backward: Expression = {}
+    for (storage, axis), p in storages.partitioned.items():
+        size = storages.sizes[storage]
+        part, copied, gathered = partitioned_bytes(size, form.problem.mesh.sizes[axis], False)
+        add(saved, {p: part})
+        add(forward, {p: copied})
+        add(backward, {p: gathered})
+        if (storage, axis) in storages.partitioned_inputs:
+            add(forward, {storages.partitioned_inputs[storage, axis]: size})
+    return saved, forward, backward
