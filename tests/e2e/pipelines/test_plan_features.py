@@ -39,7 +39,7 @@ from autopar.ir.verify import verify_candidate
 from autopar.program.build import program_text
 
 F64 = Precision("float64", "float64")
-LOCAL = Cluster.parse("local:4")
+STAGE = Cluster.parse("local:2")
 
 
 def replayed(
@@ -73,7 +73,7 @@ def in_parts(name: str, pipeline: Pipeline, seed: int, **axes: int) -> Job:
     """A plan that saves in parts all that each rank of tp has whole, received tensors too."""
     case = prepare(name, batch=16)
     plain = drawn_candidate(case.graph, mesh_of(**axes), seed, wild=0.0, precision=F64)
-    made = replace(with_partition(case.graph, replace(plain, micro_batches=4), LOCAL, "tp"), pipeline=pipeline)
+    made = replace(with_partition(case.graph, replace(plain, micro_batches=4), STAGE, "tp"), pipeline=pipeline)
     verify_candidate(case.graph, made)
     title, text = f"{name} {seed} {pipeline.schedule} in parts", candidate_text(case, made)
     assert "recompute.partition(" in text
