@@ -80,8 +80,9 @@ def in_parts(name: str, pipeline: Pipeline, seed: int, **axes: int) -> Job:
     return Job(title, text, case.state, steps(3), batches(case.batch), three_steps(name))
 
 
-def test_tensors_in_parts(ranks: RankPool) -> None:
-    check_jobs([in_parts("gpt2", pipeline, 1, dp=1, tp=2) for pipeline in SPLIT[:2]], ranks, 4)
+@pytest.mark.parametrize("pipeline", [SPLIT[1], *(pytest.param(each, marks=pytest.mark.slow) for each in (SPLIT[0], SPLIT[2]))])
+def test_tensors_in_parts(pipeline: Pipeline, ranks: RankPool) -> None:
+    check_jobs([in_parts("gpt2", pipeline, 1, dp=1, tp=2)], ranks, 4)
 
 
 @pytest.mark.slow

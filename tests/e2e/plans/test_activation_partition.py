@@ -59,7 +59,6 @@ def test_trains_like_one_process(name: str, ranks: RankPool) -> None:
     """Losses, gradients, and parameters after three steps, with and without recomputation beside it."""
     prepared = prepare(name)
     plans = [
-        partitioned(prepared, 0, 1, 0.0, {"dp": 1, "tp": 4}),
         partitioned(prepared, 1, 2, 0.4, {"dp": 2, "tp": 2}),
         partitioned(prepared, 2, 1, 0.6, {"dp": 1, "tp": 4}),
     ]
