@@ -97,8 +97,8 @@ def describe(graph: Graph, candidate: Candidate, bubble_share: float | None = No
     where = {"": "", "cpu": "host memory", "nvme": "NVMe"}.get(candidate.precision.offload_optimizer, "")
     more += [f"optimizer state in {where}"] * bool(where)
     more += [f"activations of {', '.join(offloaded)} offloaded"] * bool(offloaded)
-    parts = [plan.block for plan in candidate.blocks if plan.partition_saved]
-    more += [f"activations of {', '.join(parts)} saved in parts"] * bool(parts)
+    partly_saved = [plan.block for plan in candidate.blocks if plan.partition_saved]
+    more += [f"activations of {', '.join(partly_saved)} saved in parts"] * bool(partly_saved)
     return ", ".join([" x ".join(parts), *more])
 
 

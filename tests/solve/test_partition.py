@@ -31,7 +31,7 @@ from autopar.solve.space.options import SearchOptions
 
 def whole_problem(micro_batches: int = 1) -> Problem:
     """Nothing of it divides over the four ranks of tp: every tensor is whole on each of them."""
-    graph = toy_graph(batch=1, seq=8191, width=4095, calls=2)
+    graph = toy_graph(batch=1, seq=65535, width=1023, calls=6)
     return problem_of(graph, mesh_of(dp=1, tp=4), replace(NODE, size=4, host=None), micro_batches)
 
 
@@ -45,7 +45,7 @@ def test_the_optimum_of_all_plans(micro_batches: int) -> None:
     problem = with_fixed_placements(problem, sharding)
     plans = priced_plans(problem, [sharding])
     peaks = sorted({found.peak_memory_bytes for _, found in plans})
-    assert len(plans) >= 30 and any(plan.partition_saved for candidate, _ in plans for plan in candidate.blocks)
+    assert len(plans) >= 18 and any(plan.partition_saved for candidate, _ in plans for plan in candidate.blocks)
     parts = 0
     for capacity in (peaks[0], peaks[len(peaks) // 4], peaks[len(peaks) // 2], peaks[-1]):
         result = attempt(with_memory(problem, capacity))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from support.models.solver_graphs import llama_graph
+from support.plans.drawn_recomputation import with_partition
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
@@ -47,6 +49,13 @@ def with_offload(candidate: Candidate) -> Candidate:
     raise AssertionError
 
 
+def with_parts(candidate: Candidate) -> Candidate:
+    """Each rank of tp saves a part of what all of them would save whole."""
+    changed = with_partition(GRAPH, candidate, CLUSTER, "tp", 2.0**20)
+    assert any(plan.partition_saved for plan in changed.blocks)
+    return changed
+
+
 def result(*plans: tuple[Candidate, Evaluation]) -> PlanResult:
     """A search that found these, the fastest one first."""
     solutions = tuple(
@@ -72,15 +81,19 @@ def choose(*plans: tuple[Candidate, Evaluation]) -> PlanResult:
 
 
 PLAIN = FixedConfiguration(zero=3)
+TWO = FixedConfiguration(zero=3, tp=2)
 
 
 @pytest.mark.parametrize(("seconds", "is_chosen"), [(1.005, True), (1.03, False)])
-def test_offloading_must_earn_it(seconds: float, is_chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a plan half a percent slower, and against one that is 3 % slower."""
-    monkeypatch.setattr("autopar.solve.robust_choice._without_offload", lambda *_: ())
-    candidate, evaluation = priced(PLAIN, 1.0, 0.99)
-    plain = priced(replace(PLAIN, micro_batches=2), seconds, 0.7)
-    found = choose((with_offload(candidate), evaluation), plain)
+@pytest.mark.parametrize("saved_elsewhere", [with_offload, with_parts])
+def test_offloading_must_earn_it(
+    seconds: float, is_chosen: bool, saved_elsewhere: Callable[[Candidate], Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a plan half a percent slower, and against one that is 3 % slower; and to save tensors in parts."""
+    monkeypatch.setattr("autopar.solve.robust_choice._with_saved_or_recomputed", lambda *_: ())
+    candidate, evaluation = priced(TWO, 1.0, 0.99)
+    plain = priced(replace(TWO, micro_batches=2), seconds, 0.7)
+    found = choose((saved_elsewhere(candidate), evaluation), plain)
     assert (found.candidate == plain[0]) == is_chosen == (found.fastest is not None)
     if found.fastest is not None:
         assert found.fastest.step_seconds == 1.0 and found.gap == pytest.approx(1 - 0.9 / 1.005)
@@ -91,6 +104,12 @@ def test_an_offloaded_tensor_that_brings_little_is_saved_or_recomputed() -> None
     found = choose((candidate, evaluate(GRAPH, candidate, CLUSTER)))
     assert not any(plan.offload for plan in found.candidate.blocks)
     assert found.evaluation.fits and found.evaluation.step_seconds == evaluate(GRAPH, found.candidate, CLUSTER).step_seconds
+
+
+def test_a_tensor_in_parts_that_brings_little_is_saved_whole() -> None:
+    candidate = with_parts(fixed_candidate(GRAPH, CLUSTER, TWO))
+    found = choose((candidate, evaluate(GRAPH, candidate, CLUSTER)))
+    assert not any(plan.partition_saved for plan in found.candidate.blocks)
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,14 @@ def _worth_it(problem: Problem, block: str, size: float) -> bool:
 
 
 def _produced(problem: Problem, table: BlockTable) -> Iterator[tuple[str, tuple[Placements, ...]]]:
-    """Each value that is no parameter, and the placements that it may be produced in."""
+    """Each value that is no parameter, and the placements that it may be produced in; without inputs of the batch, which the
+    caller holds whole."""
+    graph, name = problem.graph, table.block.name
+    batch = {value.name for value in graph.inputs}
     for index, value in enumerate(table.block.inputs):
-        yield value.name, problem.placements[problem.boundary.classes[Slot(table.block.name, "in", index)]]
+        if any(call.block == name and call.inputs[index] in batch for call in graph.calls):
+            continue
+        yield value.name, problem.placements[problem.boundary.classes[Slot(name, "in", index)]]
     for node in table.block.nodes:
         for index, value in enumerate(node.outputs):
             yield value.name, tuple(each.plan.results[index] for each in table.strategies[node.name])

@@ -11,9 +11,9 @@ import pytest
 import torch
 from support.harness.end_to_end import Prepared, prepare
 from support.harness.rank_pool import RankPool
-from support.harness.storages import Storages
 from support.harness.training_loop import parallel_model
 from support.models.mesh import mesh_of
+from support.oracles.live_storages import Storages
 from support.plans.drawn_candidates import drawn_candidate
 from torch import Tensor
 

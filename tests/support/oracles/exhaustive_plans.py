@@ -120,8 +120,16 @@ def _variants(problem: Problem, table: BlockTable, start: Candidate) -> Iterator
         same = aliases(table.block, saved.nodes, saved.conversions)
         names = [state for state in RecomputePlan.of(table.costs, saved, same).saved if not state[0].endswith("+")]
         for away in _subsets(names) if problem.cluster.host is not None else [()]:
-            for parts in _partitions(problem, [state for state in names if state not in away]):
+            whole = [state for state in names if state not in away and state[0] not in _from_the_batch(problem, table)]
+            for parts in _partitions(problem, whole):
                 yield from (replace(saved, offload=away, partition_saved=parts, zero=zero) for zero in stages)
+
+
+def _from_the_batch(problem: Problem, table: BlockTable) -> set[str]:
+    """Inputs of the block that the caller of the model holds whole."""
+    batch = {value.name for value in problem.graph.inputs}
+    calls = [call for call in problem.graph.calls if call.block == table.block.name]
+    return {value.name for index, value in enumerate(table.block.inputs) if any(call.inputs[index] in batch for call in calls)}
 
 
 def _partitions(problem: Problem, names: Sequence[PlacedValue]) -> Iterator[tuple[tuple[str, Placements, str], ...]]:
