@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autopar.cost_models.breakdown.cost_breakdown import CollectiveCost, StateCollective, cost_breakdown
+from autopar.cost_models.comm.collectives import STATE_KINDS
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.evaluate import Evaluation, evaluate, stage_traces
@@ -92,7 +93,7 @@ def _collectives(number: int, plan: Plan, cluster: Cluster) -> Iterator[dict[str
 
 def _kinds(cost: CollectiveCost) -> Iterator[str]:
     """Of one call of it."""
-    kinds = [kind for kind, _, _ in cost.collectives] or list(cost.kinds)
+    kinds = [STATE_KINDS.get(kind, kind) for kind, _, _ in cost.collectives] or list(cost.kinds)
     if not kinds:
         kinds = [cost.origin.name.partition(" ")[0]] if isinstance(cost.origin, StateCollective) else ["inside operations"]
     yield from (kind.replace("_", "-") for kind in kinds)
