@@ -77,6 +77,8 @@ def bottleneck_of(objects: Any, keep: frozenset[str] | set[str] = frozenset()) -
         values = [getattr(part, field.name) for part in objects]
         if field.name in keep or len(set(values)) == 1:
             out[field.name] = values[0]
+        elif field.name == "measured":
+            out[field.name] = ()  # no table is of several links: latency, bandwidth and factors are
         elif isinstance(values[0], str):
             out[field.name] = "+".join(dict.fromkeys(map(str, values)))
         else:

@@ -27,6 +27,13 @@ def _lists(data: Any) -> Any:
     return [_lists(each) for each in data] if isinstance(data, (list, tuple)) else data
 
 
+def _measured_entry(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """A table as `cluster_parser.parse_measured` reads it."""
+    table = measured["table"]
+    by_bytes = {int(size): seconds for size, seconds in zip(table["sizes"], table["seconds"], strict=True)}
+    return {"kind": measured["kind"], "width": measured["width"], "by_bytes_seconds": by_bytes}
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """`size` devices, and `links` from the innermost level (inside a node) outwards. The last level joins everything.
@@ -96,6 +103,7 @@ class Cluster:
                 each["device"][name] = dict(each["device"][name])
             for link in each["links"]:
                 link["factors"] = {kind: list(pair) for kind, *pair in link["factors"]}
+                link["measured"] = [_measured_entry(measured) for measured in link["measured"]]
         plain: dict[str, Any] = _lists(data)
         return plain
 

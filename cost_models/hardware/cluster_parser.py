@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, replace
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 from autopar.cost_models.hardware.allocator import COMMUNICATOR_BYTES
 from autopar.cost_models.hardware.cluster_file import human_key, nonnegative
 from autopar.cost_models.hardware.device_specs import ALGORITHMS, LINK_KINDS, Device, Link, NodeGroup, OffloadTarget
+from autopar.cost_models.hardware.measured_collectives import KINDS, STATE_KINDS, MeasuredCollective, PiecewiseLinear
 from autopar.cost_models.hardware.overlap import Overlap
 from autopar.cost_models.hardware.state_layouts import StateLayout
 from autopar.errors import ClusterError
@@ -108,6 +110,38 @@ def _factors(value: Any, where: str) -> tuple[tuple[str, float, float], ...]:
     return tuple((str(kind), _number(pair[0], at % kind), _number(pair[1], at % kind)) for kind, pair in value.items())
 
 
+_TABLE = "{kind: all_gather, width: 4, by_bytes_us: {65536: 900, 16777216: 23000}}"
+
+
+def parse_measured(value: Any, where: str) -> MeasuredCollective:
+    """Measured seconds of one kind of collective."""
+    if not isinstance(value, Mapping) or set(value) != {"kind", "width", "by_bytes_seconds"}:
+        raise ClusterError(f"{where} is {str(value)[:60]}: write kind, width and by_bytes_us, as in {_TABLE}")
+    kind, width, known = value["kind"], value["width"], (*KINDS, *STATE_KINDS)
+    if kind not in known:
+        raise ClusterError(f"{where}.kind is {kind!r}: write one of {', '.join(known)}")
+    if isinstance(width, bool) or not isinstance(width, int) or width < 2:
+        raise ClusterError(f"{where}.width is {width!r}: write among how many neighbours it was measured, at least 2")
+    return MeasuredCollective(kind, width, _table(value["by_bytes_seconds"], f"{where}.by_bytes_us"))
+
+
+def _table(value: Any, where: str) -> PiecewiseLinear:
+    if not isinstance(value, Mapping) or len(value) < 2:
+        raise ClusterError(f"{where} is {str(value)[:60]}: write the microseconds of at least two sizes in bytes, as in {_TABLE}")
+    try:
+        points = sorted((nonnegative(float(size), where), nonnegative(seconds, where)) for size, seconds in value.items())
+    except (TypeError, ValueError):
+        raise ClusterError(f"{where} is {str(value)[:60]}: write bytes and microseconds as numbers, as in {_TABLE}") from None
+    for (left, low), (right, high) in pairwise(points):
+        if left == right:
+            raise ClusterError(f"{where} has {left:.0f} bytes twice: take one out")
+        if high < low:
+            raise ClusterError(f"{where} falls from {left:.0f} to {right:.0f} bytes: write microseconds that do not fall")
+    if points[0][1] <= 0:
+        raise ClusterError(f"{where} has no time for {points[0][0]:.0f} bytes: write microseconds above 0")
+    return PiecewiseLinear.of(points)
+
+
 def _link_kind(value: Any, where: str) -> str:
     if value not in LINK_KINDS:
         raise ClusterError(f"{where} is {value!r}: write one of {', '.join(LINK_KINDS)}")
@@ -131,7 +165,8 @@ def parse_device(data: Any, where: str) -> Device:
 
 def parse_link(data: Any, where: str) -> Link:
     """One link level."""
-    found: Link = parse_dataclass(Link, data, where, {"kind": _link_kind, "dimensions": list_of(_whole), "factors": _factors})
+    readers = {"kind": _link_kind, "dimensions": list_of(_whole), "factors": _factors, "measured": list_of(parse_measured)}
+    found: Link = parse_dataclass(Link, data, where, readers)
     return found
 
 
@@ -204,6 +239,14 @@ def _check_measured_peak(given: Device) -> None:
 _ROUNDED = 1e-3
 
 
+def _check_measured(level: Link, where: str) -> None:
+    if level.measured and level.kind != "switch":
+        raise ClusterError(f"{where}.measured is of a {level.kind}: take it out, as only links of kind switch can have it")
+    tables = [(each.kind, each.width) for each in level.measured]
+    if twice := [kind for kind, width in tables if tables.count((kind, width)) > 1]:
+        raise ClusterError(f"{where}.measured has {twice[0]} twice: take one out")
+
+
 def _check_links(links: Sequence[Link], size: int) -> None:
     inside, inner = 1, "a single device"
     for index, level in enumerate(links):
@@ -216,6 +259,7 @@ def _check_links(links: Sequence[Link], size: int) -> None:
             raise ClusterError(f"{where}.devices is {level.devices}: write a multiple of {inside}, as {inner} joins so many")
         if level.kind == "torus" and (not level.dimensions or prod(level.dimensions) * inside != level.devices):
             raise ClusterError(f"{where}.dimensions of torus {level.name} must multiply to {level.devices // inside}")
+        _check_measured(level, where)
         inside, inner = level.devices, f"{where} ({level.name})"
     if links and size > inside:
         raise ClusterError(f"size is {size}, but {inner} joins only {inside} devices: raise its devices, or lower size")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from autopar.cost_models.hardware.measured_collectives import MeasuredCollective, PiecewiseLinear
+
 LINK_KINDS = ("switch", "mesh", "ring", "torus")
 """How a link joins its members: through a switch; pair by pair (each pair has ``bandwidth / (devices - 1)`` for itself); as a
 ring of neighbours; or as rings along each of several `dimensions`."""
@@ -88,6 +90,8 @@ class Link:
     dimensions: widths of the rings of a torus.
     factors: per kind of collective, how many times longer than its formula the library takes, in latency and in transfer (a
         reduce-scatter that is run as an all-reduce: 2 and 2).
+    measured: seconds by message size, per kind of collective, as they were measured on this level; what is not there is priced by
+        latency, bandwidth and factors.
     """
 
     name: str
@@ -103,9 +107,10 @@ class Link:
     port: str = ""
     dimensions: tuple[int, ...] = ()
     factors: tuple[tuple[str, float, float], ...] = ()
+    measured: tuple[MeasuredCollective, ...] = ()
 
     def scaled(self, share: float) -> Link:
-        """The same link with `share` of its bandwidth, for messages of every size."""
+        """The same link with `share` of its bandwidth, for messages of every size. What was measured is what the link carries."""
         return replace(
             self,
             bandwidth_bytes_per_second=self.bandwidth_bytes_per_second * share,
@@ -173,7 +178,9 @@ class AxisLink:
     launch_seconds: float = 0.0
     algorithms: tuple[str, ...] = ("ring", "tree", "switch")
     cost_cache: dict[str, tuple[AlphaBetaCost, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Filled by comm/collectives.py: the costs of each kind of collective on these links."""
+    """Filled by comm/alpha_beta.py: the costs of each kind of collective on these links."""
+    table_cache: dict[str, PiecewiseLinear | None] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Filled by comm/measured_tables.py: the table of each kind, None where the alpha-beta model prices it."""
 
     def __hash__(self) -> int:
         return hash((self.size, self.launch_seconds, *(level.link.name for level in self.levels)))

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from autopar.cost_models.hardware.bottleneck import bottleneck_device, fastest_device
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.device_specs import NodeGroup
+from autopar.cost_models.hardware.device_specs import Link, NodeGroup
+from autopar.cost_models.hardware.measured_collectives import STATE_KINDS
 from autopar.errors import PlanError
 
 
@@ -51,3 +52,17 @@ def fastest_stage_cluster(cluster: Cluster, stages: int) -> Cluster:
         return clusters[0]
     best = max(clusters, key=lambda each: each.links[0].bandwidth_bytes_per_second)
     return replace(best, device=fastest_device([each.device for each in clusters]))
+
+
+def cluster_for_bounds(cluster: Cluster) -> Cluster:
+    """A cluster on which no plan takes longer than on `cluster`, and a batch at once is never slower than in micro-batches, which
+    the bounds of solve/bounds rest on: measured tables without what makes a large message dearer than several small ones. State,
+    whose messages do not depend on the number of micro-batches, keeps its prices. `cluster` itself where that changes nothing."""
+    if not any(link.measured for link in cluster.links):
+        return cluster
+    return replace(cluster, links=tuple(map(_link_for_bounds, cluster.links)))
+
+
+def _link_for_bounds(link: Link) -> Link:
+    measured = tuple(replace(each, for_bounds=each.kind not in STATE_KINDS) for each in link.measured)
+    return replace(link, measured=measured)

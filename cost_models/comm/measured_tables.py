@@ -1,0 +1,89 @@
+"""Measured tables of collectives, from the links on which they were measured to the links of a mesh axis.
+
+A level's table is of one number of neighbours. What it says of a size is a slowdown, how many times longer than the alpha-beta
+formula among so many neighbours the library took; on an axis with other widths, or over several levels, the formula with the
+slowdown of each level is the price, at every size that was measured on one of them. Between these sizes it is linear. Where an
+axis is the level that was measured, the price is the measured one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import log
+
+from autopar.cost_models.comm.alpha_beta import algorithm_costs, measured_factors
+from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
+from autopar.cost_models.hardware.measured_collectives import STATE_KINDS, MeasuredCollective, PiecewiseLinear
+
+_LEAST = 1e-3
+"""Of a slowdown: a measurement may be shorter than the launch alone."""
+
+
+def measured_table(kind: str, link: AxisLink) -> PiecewiseLinear | None:
+    """Seconds by the bytes of the whole tensor; None where no level of the axis was measured. ValueError on an unknown kind."""
+    if kind not in link.table_cache:
+        algorithm_costs(kind, link)  # refuses an unknown kind
+        levels = link.levels[-1:] if kind == "point_to_point" else link.levels
+        known = link.size > 1 and any(_measured(kind, level) for level in levels)
+        link.table_cache[kind] = _table(kind, link, levels) if known else None
+    return link.table_cache[kind]
+
+
+def _measured(kind: str, level: Level) -> MeasuredCollective | None:
+    """Of this kind, or of the plain collective where the one of state was not measured; of the most similar width."""
+    for name in (kind, STATE_KINDS.get(kind, kind)):
+        found = [each for each in level.link.measured if each.kind == name]
+        if found:
+            return min(found, key=lambda each: abs(log(each.width / level.width)))
+    return None
+
+
+def _table(kind: str, link: AxisLink, levels: tuple[Level, ...]) -> PiecewiseLinear:
+    parts, inside, sizes, for_bounds = [], 1, {0.0}, False
+    for level in levels:
+        found = _measured(kind, level)
+        if found is not None:
+            sizes |= {size * inside for size in found.table.sizes}
+            for_bounds |= found.for_bounds
+        parts.append((level, found, inside))
+        inside *= level.width
+    points, least = [], 0.0
+    for size in sorted(sizes):
+        slowed = tuple(_slowed(kind, level, found, size / part, link) for level, found, part in parts)
+        at = replace(link, levels=(*link.levels[: len(link.levels) - len(slowed)], *slowed))
+        least = max(least, _formula_seconds(kind, size, at))
+        points.append((size, least))
+    table = PiecewiseLinear.of(points)
+    return table.without_diseconomies() if for_bounds else table
+
+
+def _slowed(kind: str, level: Level, found: MeasuredCollective | None, size: float, link: AxisLink) -> Level:
+    """The level with its latency and transfer as many times longer as it was measured for `size` bytes."""
+    if found is None:
+        return level
+    size = max(size, found.table.sizes[0])
+    alone = replace(link, size=found.width, levels=(Level(level.link, found.width),))
+    formula = _formula_seconds(kind, size, alone) - link.launch_seconds
+    slowdown = max(_LEAST, (found.table.at(size) - link.launch_seconds) / formula) if formula > 0 else 1.0
+    return replace(level, link=_with_slowdown(kind, level.link, slowdown))
+
+
+def _with_slowdown(kind: str, link: Link, slowdown: float) -> Link:
+    latency, transfer = measured_factors(kind, link)
+    others = tuple(each for each in link.factors if each[0] != kind)
+    return replace(link, factors=(*others, (kind, slowdown * latency, slowdown * transfer)))
+
+
+def _formula_seconds(kind: str, size: float, link: AxisLink) -> float:
+    return min(cost.seconds(size) for cost in algorithm_costs(kind, link))
+
+
+def explain_table(kind: str, full_bytes: float, link: AxisLink, table: PiecewiseLinear) -> str:
+    """The measured sizes next to the message, and the line between them."""
+    after = next((index for index, size in enumerate(table.sizes) if size >= full_bytes), len(table.sizes) - 1)
+    after = max(1, after)
+    (left, low), (right, high) = table.points[after - 1 : after + 1]
+    widths = " x ".join(f"{level.width} on {level.link.name}" for level in link.levels)
+    line = f"t1 + (N - N1)*(t2 - t1)/(N2 - N1), as measured, over {widths}"
+    numbers = f"{low:.6g} + ({full_bytes:.6g} - {left:.6g})*({high:.6g} - {low:.6g})/({right:.6g} - {left:.6g})"
+    return f"{kind} = {line}\n  = {numbers}\n  = {table.at(full_bytes):.6g} seconds"
