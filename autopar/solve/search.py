@@ -253,7 +253,9 @@ class _Search:
         report_solution(state, each.solution)
 
     def _prune_more_micro_batches(self, solved: SearchPoint) -> None:
-        """More micro-batches are not faster, where the fewer ones fit."""
+        """More micro-batches are not faster, where the fewer ones fit; but for measured prices that say so."""
+        if self.state.cluster_for_bounds != self.state.cluster:
+            return
         for each in self.state.points:
             same = (each.point.mesh, each.point.zero_group) == (solved.point.mesh, solved.point.zero_group)
             if same and not each.done and each.point.micro_batches % solved.point.micro_batches == 0:

@@ -117,9 +117,9 @@ class SearchBounds:
             )
 
     def _tables(self, members: Sequence[SearchPoint]) -> Callable[[], Problem]:
-        """The problem of the least number of micro-batches, whose bound holds for its multiples."""
+        """The problem of the least number of micro-batches, whose bound holds for its multiples by the prices for bounds."""
         least = min((each.point for each in members), key=lambda point: point.micro_batches)
-        return lambda: self.state.tables.problem(least)
+        return lambda: self.state.tables.problem(least, cluster=self.state.cluster_for_bounds)
 
     def _bound_mesh(self, members: Sequence[SearchPoint]) -> None:
         state = self.state
@@ -136,7 +136,7 @@ class SearchBounds:
                 each.settle(Status.PRUNED)
         least = operation_bound(problem)
         self.ideal_seconds = self.ideal_seconds or ideal_seconds(problem)
-        state.pipelines.learn_bound(problem, least)
+        self._tell_pipelines(problem, least)
         for each in members:
             each.solution.bound_seconds = least
         rough.bounds[1.0] = least
@@ -196,8 +196,13 @@ class SearchBounds:
             return not rough.all_blocks
 
         rough.bounds[1.0] = max(rough.bounds[1.0], bound_by_blocks(problem, ended, state.seconds_left))
-        state.pipelines.learn_bound(problem, rough.bounds[1.0])
+        self._tell_pipelines(problem, rough.bounds[1.0])
         self._bound_by_memory(rough, fully=False)
+
+    def _tell_pipelines(self, problem: Problem, step_seconds: float) -> None:
+        """What holds for smaller micro-batches too, as the prices for bounds do and those of a single point need not."""
+        if problem.cluster == self.state.cluster_for_bounds:
+            self.state.pipelines.learn_bound(problem, step_seconds)
 
     def _bound_by_flow(self, rough: _RoughBound, fully: bool = False) -> None:
         """With the linear relaxation of placements, then with memory; and with what collectives and state send over one link,
@@ -208,7 +213,7 @@ class SearchBounds:
             rough.flow = flow = FlowRelaxation(problem)
             state.variables[problem.mesh] = flow.form.model.variables
             rough.bounds[1.0] = max(rough.bounds[1.0], flow.bound(state.seconds_left()))
-            state.pipelines.learn_bound(problem, rough.bounds[1.0])
+            self._tell_pipelines(problem, rough.bounds[1.0])
             self._bound_by_memory(rough, fully)
         if fully or (state.any_open(members) and not state.is_large(members[0])):
             rough.sharp = True

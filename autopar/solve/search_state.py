@@ -8,6 +8,7 @@ from math import inf
 from time import monotonic
 
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.stage_devices import cluster_for_bounds
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.rules.registry import default_registry
@@ -58,13 +59,15 @@ class SearchPoint:
 
 class SearchState:
     """`variables` has the size of each mesh's problem, `points` the grid without pipelines; `pipelines` has its own points.
-    `fitting` are all plans that were found and fit."""
+    `fitting` are all plans that were found and fit. `cluster_for_bounds`: with the prices of bounds that hold for more
+    micro-batches too."""
 
     def __init__(self, graph: Graph, cluster: Cluster, options: SearchOptions, progress: Progress) -> None:
         if options.batch not in (0, graph.batch):
             graph = replace(graph, batch=options.batch)
         self.graph, self.cluster, self.options, self.progress = graph, cluster, options, progress
         self.registry = options.registry or default_registry()
+        self.cluster_for_bounds = cluster_for_bounds(cluster)
         self.tables = ProblemTables(graph, cluster, options, self.registry)
         self.began = monotonic()
         self.pipelines_began = self.began

@@ -10,12 +10,14 @@ from operator import mul
 from typing import Any
 
 from autopar.cost_models.calibrate.measure import CalibrationRun, Timing
-from autopar.cost_models.comm.collectives import algorithm_cost, collective_seconds
+from autopar.cost_models.comm.alpha_beta import algorithm_cost
+from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.compute.kernels import TRANSCENDENTAL_BACKWARD
 from autopar.cost_models.hardware.allocator import COMMUNICATOR_BYTES
 from autopar.cost_models.hardware.cluster import Cluster, read_cluster
 from autopar.cost_models.hardware.cluster_file import in_human_units, preset_path, presets
 from autopar.cost_models.hardware.device_specs import AxisLink, Device, Level, Link, OffloadTarget
+from autopar.cost_models.hardware.measured_collectives import MeasuredCollective, rising
 from autopar.cost_models.hardware.overlap import Overlap
 
 MAX_SLOWDOWN = 1.5
@@ -28,7 +30,8 @@ _SHARED_CORES = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The cluster, the measurements that it was fitted to, and predicted over measured seconds of each collective."""
+    """The cluster, the measurements that it was fitted to, and predicted over measured seconds of each collective: by latency,
+    bandwidth and factors alone where its own level has it as measured, else as plans are priced."""
 
     cluster: Cluster
     run: CalibrationRun
@@ -148,13 +151,14 @@ def _host_memory(run: CalibrationRun) -> OffloadTarget | None:
 
 
 def predicted_seconds(link: Link, size: int, launch_seconds: float, each: Timing) -> float:
-    """Of a collective among `size` neighbours on one link."""
+    """Of a collective among `size` neighbours on one link, by the alpha-beta model."""
+    link = replace(link, measured=())
     return collective_seconds(each.name, each.work, AxisLink(size, (Level(link, size),), launch_seconds, ("ring",)))
 
 
 def fit_link(link: Link, size: int, launch_seconds: float, run: Sequence[Timing], small_protocol: bool) -> Link:
     """Latency and bandwidth from the all-reduces. Each other kind may differ from its formula by two constant factors, of latency
-    and of transfer."""
+    and of transfer. What was measured of each kind goes along, since plans are priced by it."""
     reduced = [each for each in run if each.name == "all_reduce"]
     unit = replace(link, latency_seconds=1.0, bandwidth_bytes_per_second=1.0)
     latency, transfer = _fit_alpha_beta(unit, size, launch_seconds, reduced)
@@ -165,7 +169,16 @@ def fit_link(link: Link, size: int, launch_seconds: float, run: Sequence[Timing]
     for kind in dict.fromkeys(each.name for each in run if each.name != "all_reduce"):
         pair = _fit_alpha_beta(found, size, launch_seconds, [each for each in run if each.name == kind])
         factors.append((kind, float(f"{pair[0]:.3g}"), float(f"{pair[1]:.3g}")))
-    return replace(found, factors=tuple(factors))
+    return replace(found, factors=tuple(factors), measured=measured_tables(size, run))
+
+
+def measured_tables(width: int, run: Sequence[Timing]) -> tuple[MeasuredCollective, ...]:
+    """The table of each kind among `width` neighbours that was timed with several message sizes. Seconds that fall from one size
+    to a larger one are noise, which is averaged."""
+    points: dict[str, dict[float, float]] = {}
+    for each in run:
+        points.setdefault(each.name, {})[each.work] = float(f"{each.seconds:.6g}")
+    return tuple(MeasuredCollective(kind, width, rising(found.items())) for kind, found in points.items() if len(found) > 1)
 
 
 def _fit_alpha_beta(link: Link, size: int, launch_seconds: float, run: Sequence[Timing]) -> tuple[float, float]:
@@ -217,4 +230,5 @@ def calibration_document(found: Calibration, source: dict[str, Any]) -> dict[str
         for each, ratio in zip(found.run.collectives, found.ratios, strict=True)
     }
     how = {**source, "slowdown": round(found.run.slowdown, 2), "spread": round(found.run.spread, 3)}
-    return {**in_human_units(found.cluster.to_dict()), "source": {**how, **rows, **sent}}
+    parts = {f"{what} took": f"{seconds:.1f} s" for what, seconds in found.run.parts}
+    return {**in_human_units(found.cluster.to_dict()), "source": {**how, **parts, **rows, **sent}}

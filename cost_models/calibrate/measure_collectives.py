@@ -8,11 +8,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-SMALL_SIZES, SIZES = (2**12, 2**22), (2**12, 2**18, 2**22, 2**24)
-"""Bytes of the whole tensor, of which a GPU takes eight times as many."""
+SMALL_SIZES, SIZES = (2**12, 2**22), (2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
+"""Bytes of the whole tensor, of which a GPU takes eight times as many. Buffers of the largest ones are fresh pages of the operating
+system each time, where a collective has buffers of its own."""
 
-STATE_SIZES = (*SIZES, 2**26)
-"""Of parameters and gradients: so large buffers get fresh pages from the operating system each time."""
+SMALL_STATE_SIZES = (*SMALL_SIZES, 2**24, 2**26)
+"""Of parameters and gradients in a quick calibration."""
 
 PARAMETERS = 4
 """Of one FSDP2 group."""
@@ -25,7 +26,7 @@ def collective_calls(device: torch.device, size: int, thorough: bool) -> Iterato
     """Each kind and message size over all ranks."""
     for full in SIZES if thorough else SMALL_SIZES:
         yield from calls_of_size(device, size, full)
-    for full in STATE_SIZES if thorough else SMALL_SIZES:
+    for full in SIZES if thorough else SMALL_STATE_SIZES:
         yield from state_calls_of_size(device, size, full)
 
 

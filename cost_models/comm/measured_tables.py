@@ -29,6 +29,12 @@ def measured_table(kind: str, link: AxisLink) -> PiecewiseLinear | None:
     return link.table_cache[kind]
 
 
+def bends(kind: str, link: AxisLink) -> tuple[float, ...]:
+    """Bytes at which a measured price changes its slope; none of an alpha-beta price, which is concave."""
+    table = measured_table(kind, link)
+    return table.sizes if table is not None else ()
+
+
 def _measured(kind: str, level: Level) -> MeasuredCollective | None:
     """Of this kind, or of the plain collective where the one of state was not measured; of the most similar width."""
     for name in (kind, STATE_KINDS.get(kind, kind)):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from autopar.cost_models.comm.collectives import collective_seconds
+from autopar.cost_models.comm.measured_tables import bends
 from autopar.cost_models.hardware.device_specs import AxisLink, Device
 from autopar.cost_models.state.offload_cost import offloaded_update_seconds
 from autopar.cost_models.state.optimizers import Optimizer, optimizer_seconds
@@ -80,3 +81,16 @@ def state_cost(
         gather_bytes=gather_bytes if zero else 0.0,
         reduce_bytes=reduce_bytes,
     )
+
+
+def state_price_bends(
+    zero: int, data: AxisLink, policy: StatePolicy, across: AxisLink | None = None
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Where `state_cost` changes its slope: elements at which the all-gather does, and trainable elements at which the reduction
+    does. Between them both are concave."""
+    gathers = bends("broadcast" if policy.owners_broadcast else "parameter_gather", data) if zero else ()
+    reductions = bends("gradient_scatter" if zero else "all_reduce", data)
+    if across is not None:
+        reductions += tuple(size * (data.size if zero else 1) for size in bends("all_reduce", across))
+    gathered, reduced = (size / policy.compute_bytes for size in gathers), (size / policy.reduction_bytes for size in reductions)
+    return tuple(gathered), tuple(reduced)

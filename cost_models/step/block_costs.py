@@ -18,7 +18,7 @@ from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.hardware.offload_target import offload_target
 from autopar.cost_models.state.optimizers import Optimizer
 from autopar.cost_models.state.state_communication import accumulate_seconds
-from autopar.cost_models.state.state_cost import StateCost, state_cost
+from autopar.cost_models.state.state_cost import StateCost, state_cost, state_price_bends
 from autopar.cost_models.state.state_group import StateGroup, state_group
 from autopar.cost_models.state.state_memory import StatePolicy
 from autopar.cost_models.tensors.saved_tensors import SavedTensors, saved_tensors
@@ -197,10 +197,15 @@ class BlockCosts:
         return accumulate_seconds(cost, zero, self.state_links[0].size, self.cluster.device, precision)
 
     def group_state_cost(self, group: StateGroup, zero: int, precision: Precision, optimizer: Optimizer) -> StateCost:
-        """As `state_cost`, of one group (linear in its counts but for latencies)."""
+        """As `state_cost`, of one group (between `state_price_bends` linear in its counts but for latencies)."""
         data, across = self.state_links
         policy = self._state_policy(precision, optimizer)
         return state_cost(group, zero, data, self.cluster.device, precision, optimizer, policy, across)
+
+    def state_price_bends(self, zero: int, precision: Precision, optimizer: Optimizer) -> tuple[tuple[float, ...], ...]:
+        """Elements and trainable elements of a group at which measured prices change their slopes."""
+        data, across = self.state_links
+        return state_price_bends(zero, data, self._state_policy(precision, optimizer), across)
 
     def _state_policy(self, precision: Precision, optimizer: Optimizer) -> StatePolicy:
         """That of the cluster's software. PlanError where state is offloaded to what the cluster does not describe."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 from autopar.cost_models.state.optimizers import Optimizer, optimizer_named
@@ -155,11 +156,27 @@ class _GroupTerms:
     form: Formulation
     z: int
 
-    def seconds(self, into: Expression, cost: Callable[[float], float], elements: Terms, extremes: tuple[float, float]) -> None:
-        """``into += cost(elements) z``, by the chord of the cost between its extremes."""
-        slope, intercept = _chord(cost, *extremes)
-        add(into, elements, slope / self.form.second_unit)
-        add(into, {self.z: intercept / self.form.second_unit})
+    def seconds(
+        self,
+        into: Expression,
+        cost: Callable[[float], float],
+        elements: Terms,
+        extremes: tuple[float, float],
+        bends: Sequence[float] = (),
+    ) -> None:
+        """``into += cost(elements) z``, by the lower convex envelope of the cost between its extremes."""
+        unit = self.form.second_unit
+        lines = [{self.z: intercept / unit} for _, intercept in (found := _envelope(cost, *extremes, bends))]
+        for line, (slope, _) in zip(lines, found, strict=True):
+            add(line, elements, slope / unit)
+        if len(lines) == 1:
+            add(into, lines[0])
+            return
+        price = self.form.model.variable()
+        for line in lines:
+            # price >= slope x elements + intercept x z, for each line of the envelope
+            self.form.model.at_least(price, line)
+        add(into, {price: 1.0})
 
     def bytes(self, into: Expression, elements: Terms, bytes_per_element: float) -> None:
         """``into += bytes per element x elements``."""
@@ -167,14 +184,23 @@ class _GroupTerms:
             add(into, elements, bytes_per_element / self.form.byte_unit)
 
 
-def _chord(cost: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """(slope, intercept) of the line through both ends: exact for affine costs, below concave ones."""
+def _envelope(
+    cost: Callable[[float], float], low: float, high: float, bends: Sequence[float]
+) -> list[tuple[float, float]]:
+    """(slope, intercept) of each line of the lower convex envelope of a cost that is concave between `bends`: the chord of both
+    ends for affine and concave costs, and for measured tables the lower hull of their points (Andrew's monotone chain)."""
     if high <= 0:
-        return 0.0, 0.0
+        return [(0.0, 0.0)]
     if high - low <= 1e-9 * high:
-        return 0.0, cost(high)
-    slope = (cost(high) - cost(low)) / (high - low)
-    return slope, cost(low) - slope * low
+        return [(0.0, cost(high))]
+    hull: list[tuple[float, float]] = []
+    for x in (low, *sorted(each for each in bends if low < each < high), high):
+        y = cost(x)
+        while len(hull) > 1 and (y - hull[-2][1]) * (hull[-1][0] - hull[-2][0]) <= (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]):
+            hull.pop()
+        hull.append((x, y))
+    slopes = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(hull)]
+    return [(slope, y - slope * x) for slope, (x, y) in zip(slopes, hull, strict=False)]
 
 
 def _state_terms(form: Formulation, group: Sequence[_StoredParameter], z: Mapping[int, int], costs: BlockCosts) -> StateTerms:
@@ -191,12 +217,13 @@ def _state_terms(form: Formulation, group: Sequence[_StoredParameter], z: Mappin
         elements = total(*((1.0, each.elements[zero]) for each in parameters))
         trained = total(*((1.0, each.elements[zero]) for each in trainable))
         extremes, trained_extremes = _extremes(parameters, sizes), _extremes(trainable, sizes)
-        terms.seconds(out.gather_forward, prices.gather_forward, elements, extremes)
-        terms.seconds(out.gather_backward, prices.gather_backward, elements, extremes)
-        terms.seconds(out.reduce_last, prices.reduce, trained, trained_extremes)
+        gathers, reductions = costs.state_price_bends(zero, problem.precision, optimizer_named(problem.optimizer))
+        terms.seconds(out.gather_forward, prices.gather_forward, elements, extremes, gathers)
+        terms.seconds(out.gather_backward, prices.gather_backward, elements, extremes, gathers)
+        terms.seconds(out.reduce_last, prices.reduce, trained, trained_extremes, reductions)
         if problem.micro_batches > 1:
             if zero >= 2:
-                terms.seconds(out.reduce_each, prices.reduce, trained, trained_extremes)
+                terms.seconds(out.reduce_each, prices.reduce, trained, trained_extremes, reductions)
             terms.seconds(out.accumulate, prices.accumulate, trained, trained_extremes)
         terms.seconds(out.optimizer_streaming, prices.optimizer_step, trained, trained_extremes)
         if trained_extremes[1]:

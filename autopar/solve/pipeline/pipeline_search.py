@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import inf
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.step.stage_devices import fastest_stage_cluster
+from autopar.cost_models.step.stage_devices import cluster_for_bounds, fastest_stage_cluster
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, Axis
@@ -130,7 +130,7 @@ class PipelineSearch:
             if of == axes and examples >= self._examples(largest)
         ]
         if not known or self.mixed_devices:
-            problem = self.problem(largest)
+            problem = self.problem(largest, for_smaller=True)
             bound = operation_bound(problem) / largest.stages
             if bound < best_seconds():
                 bound = max(bound, FlowRelaxation(problem).bound(self.seconds_left()) / largest.stages)
@@ -193,9 +193,11 @@ class PipelineSearch:
         """Points of one relaxation."""
         return point.mesh.axes[1:], self._examples(point)
 
-    def problem(self, point: GridPoint) -> Problem:
-        """Of one stage, on devices that are no slower than those of any stage."""
-        return self.tables.problem(replace(point, zero_group=0), None, fastest_stage_cluster(self.cluster, point.stages))
+    def problem(self, point: GridPoint, for_smaller: bool = False) -> Problem:
+        """Of one stage, on devices that are no slower than those of any stage. `for_smaller`: with prices whose bounds hold for
+        smaller micro-batches too."""
+        cluster = cluster_for_bounds(self.cluster) if for_smaller else self.cluster
+        return self.tables.problem(replace(point, zero_group=0), None, fastest_stage_cluster(cluster, point.stages))
 
     def rough_bound(self, point: GridPoint, flow_seconds: float) -> float:
         """What is known of the seconds of its calls, with memory and the communication of state, by the tables of the largest
@@ -204,7 +206,7 @@ class PipelineSearch:
         largest = min(alike, key=lambda each: each.micro_batches)
         key = largest.mesh, largest.micro_batches
         if key not in self._rough:
-            problem = self.problem(largest)
+            problem = self.problem(largest, for_smaller=True)
             calls = {name: call_seconds(problem, name, 0.0) for name in problem.blocks}
             self._rough[key] = StageRelaxation(problem, RelaxedCalls(0.0, relax_blocks(problem), calls))
         rough = self._rough[key]

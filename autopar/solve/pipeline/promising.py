@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 
+from autopar.cost_models.step.stage_devices import cluster_for_bounds
 from autopar.errors import AutoparError
 from autopar.ir.mesh import DATA_AXIS
 from autopar.solve.forked import Lookahead
@@ -27,7 +28,7 @@ def promising(
 
 
 class _Promising:
-    """`ratios`: what larger micro-batches showed of smaller ones. `beyond`: what memory and the communication of state add to the
+    """`ratios`: what larger micro-batches showed of smaller ones, where these are never faster. `beyond`: what memory and the communication of state add to the
     bound of a point, which no bubble makes longer."""
 
     def __init__(
@@ -37,6 +38,7 @@ class _Promising:
         self.search, self.placement, self.points, self.best_seconds = search, search.placement, points, best_seconds
         self.with_memory, self.beyond = with_memory, dict[GridPoint, float]()
         self.ratios = BoundRatios(search.graph.batch)
+        self.ratios_hold = cluster_for_bounds(search.cluster) == search.cluster
         order = sorted(points, key=lambda each: (points[each], -self.ratios.examples(each)))
         self.schedules = dict(search.with_schedules(order))
 
@@ -96,7 +98,8 @@ class _Promising:
         if fastest is None:
             return []
         seconds = {each: self.search.estimate(fastest, each, inf) for each in self._open_schedules(point)}
-        self.ratios.learn(point, {each: found / self._least(point, each) for each, found in seconds.items()})
+        if self.ratios_hold:
+            self.ratios.learn(point, {each: found / self._least(point, each) for each, found in seconds.items()})
         schedules = [each for each, found in seconds.items() if found < self.best_seconds]
         placed = self.placement.place(point) if schedules else None
         if placed is None:

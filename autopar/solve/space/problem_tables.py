@@ -48,9 +48,9 @@ class ProblemTables:
 
     def problem(self, point: GridPoint, zeros: tuple[int, ...] | None = None, cluster: Cluster | None = None) -> Problem:
         """The tables of a point. `zeros`: the allowed state shardings, by default those of the options. `cluster`: the
-        devices of one pipeline stage, where these are not all."""
+        devices of one pipeline stage, where these are not all, or other prices."""
         cluster = cluster or self.cluster
-        key = point.mesh, point.micro_batches, cluster.size, cluster.device
+        key = point.mesh, point.micro_batches, cluster.size, cluster.device, cluster.links
         known = self._problems[_is_wide(point.mesh)]
         if key not in known:
             options = self.options
