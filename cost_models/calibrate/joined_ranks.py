@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,7 +24,8 @@ from autopar.cost_models.calibrate.measure_rank import RankBenchmark, TimedCall,
 from autopar.errors import ClusterError
 
 SLOW_SECONDS = 0.5
-"""Where one call of each kind takes longer, larger messages are not timed: bandwidth is known by then."""
+"""Where one call of each kind takes longer over links between machines, larger messages are not timed: bandwidth is known by
+then."""
 
 WIRE_SLICE_SECONDS = 0.25
 """Of large messages over links between machines. Such a link may carry the first bytes after a rest (a token bucket's burst) at a
@@ -125,24 +127,28 @@ def _measure(
     share, alone = max(1 / torch.get_num_threads(), ranks / cores), max(1.0, ranks / cores)
     bench = RankBenchmark(device, effort, share, alone, say)
     made = [TimedCall(*each) for each in operation_calls(device, effort.thorough)]
-    bench.rounds("operations", made, (0.0, 0.4))
+    parts = [("operations", bench.rounds("operations", made, (0.0, 0.4)))]
     found = []
     for index, level in enumerate(groups):
         begin, end = (0.4 + 0.6 * part / len(groups) for part in (index, index + 1))
         what = f"links that join {level.devices}" if index < len(groups) - 1 else "all ranks together"
+        started = time.perf_counter()
         found.append(_level_timings(bench, level, what, (begin, end)))
+        parts.append((what, time.perf_counter() - started))
     return {
         "facts": device_facts(device, ranks),
         "operations": [task.to_dict() for task in made],
         "levels": [[task.to_dict() for task in tasks] for tasks in found],
+        "parts": parts,
     }
 
 
 def _level_timings(bench: RankBenchmark, level: _LevelGroup, what: str, share: tuple[float, float]) -> list[TimedCall]:
-    """Each kind in sizes that grow until they take long."""
+    """Each kind in sizes that grow, between machines until they take long. The level's time is divided evenly between the sizes."""
     effort = replace(bench.effort, limit_seconds=bench.effort.limit_seconds / len(SIZES))
     out: list[TimedCall] = []
-    for full in SIZES:
+    begin, end = share
+    for index, full in enumerate(SIZES):
         made = [*calls_of_size(bench.device, level.width, full, level.group)]
         if not level.wire:  # beside a network copies are small
             made += state_calls_of_size(bench.device, level.width, full, level.group)
@@ -151,8 +157,11 @@ def _level_timings(bench: RankBenchmark, level: _LevelGroup, what: str, share: t
         tasks = [TimedCall(*each, between=between) for each in made]
         least = max(effort.slice_seconds, WIRE_SLICE_SECONDS) if bound else effort.slice_seconds
         timing = replace(bench, effort=replace(effort, slice_seconds=least))
-        timing.rounds(f"{what}, {full // 1024} KiB", tasks, share)
+        mine = begin + (end - begin) * index / len(SIZES), begin + (end - begin) * (index + 1) / len(SIZES)
+        timing.rounds(f"{what}, {full // 1024} KiB", tasks, mine)
         out += tasks
+        if not level.wire:
+            continue
         longest = torch.tensor([sum(min(task.clock) for task in tasks)], device=bench.device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         if longest.item() > SLOW_SECONDS:

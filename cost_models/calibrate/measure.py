@@ -36,8 +36,9 @@ WIRE_BYTES = 2**17
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured: `rounds` slices of `slice_seconds` of each operation and collective, and whether of many shapes and
-    sizes. Operations and collectives each end early, after three rounds at least, when they have taken `limit_seconds`."""
+    """How much is measured: at most `rounds` slices of `slice_seconds` of each operation and collective, and whether of many shapes
+    and sizes. All operations, and all collectives of one level, take about `limit_seconds`, of which each has an equal part: what
+    takes long has fewer calls and rounds, but one at least."""
 
     rounds: int
     slice_seconds: float
@@ -78,6 +79,7 @@ class CalibrationRun:
     slowdown: how many times longer operations took than on an idle machine.
     spread: by which share the median round took longer than the one that counts, for the median operation.
     contention: share of the cores that a large collective uses, which compute that overlaps with it lacks.
+    parts: what was measured, and how many seconds that took.
     """
 
     facts: dict[str, Any]
@@ -86,6 +88,7 @@ class CalibrationRun:
     slowdown: float
     spread: float = 0.0
     contention: float = 0.0
+    parts: tuple[tuple[str, float], ...] = ()
 
     @property
     def everything(self) -> tuple[Timing, ...]:
@@ -96,9 +99,9 @@ class CalibrationRun:
     def from_dict(data: Mapping[str, Any]) -> CalibrationRun:
         """The inverse of `dataclasses.asdict`."""
         operations, collectives = (tuple(Timing(**each) for each in data[key]) for key in ("operations", "collectives"))
-        return CalibrationRun(
-            dict(data["facts"]), operations, collectives, *(float(data[key]) for key in ("slowdown", "spread", "contention"))
-        )
+        quality = (float(data[key]) for key in ("slowdown", "spread", "contention"))
+        parts = tuple((str(what), float(seconds)) for what, seconds in data.get("parts", ()))
+        return CalibrationRun(dict(data["facts"]), operations, collectives, *quality, parts)
 
     def faster(self, other: CalibrationRun) -> CalibrationRun:
         """The faster seconds of each timing: only a disturbance makes a run slower. This run where the two timed different
@@ -109,7 +112,7 @@ class CalibrationRun:
             tuple(replace(a, seconds=min(a.seconds, b.seconds)) for a, b in zip(mine, others, strict=True))
             for mine, others in ((self.operations, other.operations), (self.collectives, other.collectives))
         ]
-        return CalibrationRun(self.facts, pairs[0], pairs[1], *map(min, _quality(self), _quality(other)))
+        return CalibrationRun(self.facts, pairs[0], pairs[1], *map(min, _quality(self), _quality(other)), self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +228,7 @@ def merge_ranks(each: list[dict[str, Any]], wire: bool = False) -> CalibrationRu
         slowdown=slowdown,
         spread=spread,
         contention=contention,
+        parts=tuple((str(what), float(seconds)) for what, seconds in each[0].get("parts", ())),
     )
 
 

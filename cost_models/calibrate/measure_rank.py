@@ -20,20 +20,21 @@ from autopar.cost_models.calibrate.measure_collectives import collective_calls
 from autopar.cost_models.calibrate.measure_operations import operation_calls
 
 _LEAST = 1e-7
-LONG_SECONDS = 0.1
-"""A call of at least so long fills a slice alone."""
+LEAST_ROUNDS = 3
+"""Into so many the budget of a task is divided, where one call with the computation before it does not take more."""
 
 
 @dataclass(slots=True)
 class TimedCall:
-    """An operation or collective to time: name, FLOPs or bytes, the call, and the seconds of each round, by the wall clock and
-    its own (see `RankBenchmark.slice`). `between`: what a rank computes before each call, whose seconds do not count; what the
+    """An operation or collective to time: name, FLOPs or bytes, the call, how many calls make a slice, in how many rounds, and the
+    seconds of each round, by the wall clock and its own (see `RankBenchmark.slice`). `between`: what a rank computes before each call, whose seconds do not count; what the
     call then waits, for ranks that still compute on the same cores, does."""
 
     name: str
     work: float
     call: Callable[[], object]
     calls: int = 1
+    rounds: int = 1
     between: Callable[[], object] | None = None
     clock: list[float] = field(default_factory=list)
     own: list[float] = field(default_factory=list)
@@ -99,32 +100,49 @@ class RankBenchmark:
         a, b = torch.randn(256, 768), torch.randn(768, 768)
         return partial(torch.mm, a, b, out=torch.empty(256, 768))
 
-    def rounds(self, what: str, tasks: list[TimedCall], share: tuple[float, float]) -> None:
-        """Times each task once per round. `share` is where this begins and ends in the whole measurement."""
-        for task in tasks:
-            task.calls = self._calls(task)
+    def rounds(self, what: str, tasks: list[TimedCall], share: tuple[float, float]) -> float:
+        """Times each task in as many rounds as its share of the time allows, the first of which is what `_plan` looks at; returns
+        how long all took. `share` is where this begins and ends in the whole measurement."""
         start = time.perf_counter()
-        for done in range(self.effort.rounds):
-            late = torch.tensor([float(time.perf_counter() - start > self.effort.limit_seconds)], device=self.device)
+        for task in tasks:
+            self._plan(task, self.effort.limit_seconds / len(tasks))
+        rounds = max(task.rounds for task in tasks)
+        for done in range(1, rounds + 1):
+            late = torch.tensor([float(time.perf_counter() - start > 2 * self.effort.limit_seconds)], device=self.device)
             dist.all_reduce(late, op=dist.ReduceOp.MAX)
-            if done >= 3 and late.item():
+            if done > 1 and late.item():
                 break
-            so_far = share[0] + (share[1] - share[0]) * done / self.effort.rounds
-            self.say(f"{so_far:.3f} {what}: {len(tasks)} kinds, round {done + 1} of {self.effort.rounds}")
+            so_far = share[0] + (share[1] - share[0]) * (done - 1) / rounds
+            self.say(f"{so_far:.3f} {what}: {len(tasks)} kinds, round {done} of {rounds}")
             for task in tasks:
-                clock, own = self.slice(task)
-                task.clock.append(clock)
-                task.own.append(own)
+                if len(task.clock) < task.rounds:
+                    self._time(task)
+        passed = time.perf_counter() - start
+        self.say(f"{share[1]:.3f} {what}: took {passed:.1f} s")
+        return passed
 
-    def _calls(self, task: TimedCall) -> int:
-        """Calls that fill a slice with their own time, agreed on by all ranks. The first call (which may set things up) does not
-        count."""
+    def _time(self, task: TimedCall) -> None:
+        clock, own = self.slice(task)
+        task.clock.append(clock)
+        task.own.append(own)
+
+    def _plan(self, task: TimedCall, budget_seconds: float) -> None:
+        """Calls that fill a slice, fewer where ranks compute between them for longer than the budget, and as many rounds as the
+        budget allows; agreed on by all ranks. The first call (which may set things up) does not count."""
         task.call()
-        _, own = self.slice(task)
-        mean = torch.tensor([own], device=self.device)
-        dist.all_reduce(mean)
-        seconds = float(mean) / dist.get_world_size()
-        return max(1 if seconds > LONG_SECONDS else 3, min(1000, int(self.effort.slice_seconds / seconds)))
+        start = time.perf_counter()
+        self._time(task)
+        seen = torch.tensor([task.clock[0], time.perf_counter() - start], device=self.device)
+        dist.all_reduce(seen)
+        seconds, whole = (float(each) / dist.get_world_size() for each in seen)
+        calls = self.effort.slice_seconds / seconds
+        if task.between is not None:
+            calls = min(calls, budget_seconds / (LEAST_ROUNDS * whole))
+        task.calls = max(1, min(1000, int(calls)))
+        task.rounds = max(1, min(self.effort.rounds, int(budget_seconds / (task.calls * whole))))
+        if task.calls > 1:  # a single call is no slice
+            task.clock.clear()
+            task.own.clear()
 
 
 def measure_as_rank(rank: int, job: str) -> None:
@@ -156,13 +174,13 @@ def measure_as_rank(rank: int, job: str) -> None:
 
 def _measure(bench: RankBenchmark, size: int) -> dict[str, Any]:
     made = [TimedCall(*each) for each in operation_calls(bench.device, bench.effort.thorough)]
-    bench.rounds("operations", made, (0.0, 0.5 if size > 1 else 1.0))
+    parts = [("operations", bench.rounds("operations", made, (0.0, 0.5 if size > 1 else 1.0)))]
     sent: list[TimedCall] = []
     if size > 1:
         sent = [TimedCall(*each, between=bench.between()) for each in collective_calls(bench.device, size, bench.effort.thorough)]
-        bench.rounds("collectives", sent, (0.5, 1.0))
+        parts.append(("collectives", bench.rounds("collectives", sent, (0.5, 1.0))))
     plain = [[task.to_dict() for task in tasks] for tasks in (made, sent)]
-    return {"facts": device_facts(bench.device, size), "operations": plain[0], "collectives": plain[1]}
+    return {"facts": device_facts(bench.device, size), "operations": plain[0], "collectives": plain[1], "parts": parts}
 
 
 def device_facts(device: torch.device, size: int) -> dict[str, Any]:

@@ -59,8 +59,9 @@ class PiecewiseLinear:
         for (left, low), (right, high) in pairwise((*self.points, (0.0, 0.0))):
             if left:
                 rate = min(rate, low / left)
-            out.append((left, min(low, rate * left) if left else low))
-            if right and low > rate * left * _ROUNDED and high < rate * right:
+            above = left > 0 and low > rate * left * _ROUNDED
+            out.append((left, rate * left if above else low))
+            if above and right and high < rate * right:
                 slope = (high - low) / (right - left)
                 meeting = (low - slope * left) / (rate - slope)
                 out.append((meeting, rate * meeting))

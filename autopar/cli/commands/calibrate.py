@@ -132,7 +132,9 @@ def _show(found: Calibration, path: Path, console: Console) -> None:
         for each, ratio in zip(seen.collectives, found.ratios, strict=True)
     ]
     if collectives:
-        console.table("Collectives", ("collective", "bytes", "measured", "fitted link", "error"), collectives)
+        console.table("Collectives", ("collective", "bytes", "measured", "latency and bandwidth", "error"), collectives)
+        console.text("plans are priced by the measured seconds, linear between the sizes; rows over all are predicted by them")
+    console.text(f"measuring took {', '.join(f'{took:.0f} s for {what}' for what, took in seen.parts)}")
     console.text(found.cluster.note)
     console.text(f"written to {path}; plan with\n  autopar plan MODEL --cluster {path}")
     console.document({"file": str(path), "slowdown": seen.slowdown, "spread": seen.spread, "cluster": cluster.to_dict()})

@@ -22,10 +22,11 @@ from autopar.cost_models.calibrate.fit import (
     measured_overlap,
 )
 from autopar.cost_models.calibrate.measure import CalibrationRun, Effort, Timing, measure_ranks, merge_ranks
-from autopar.cost_models.comm.collectives import STATE_KINDS, collective_seconds
+from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.cluster_file import in_code_units, in_human_units, presets
 from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
+from autopar.cost_models.hardware.measured_collectives import STATE_KINDS
 from autopar.cost_models.hardware.overlap import Overlap
 from autopar.errors import ClusterError
 

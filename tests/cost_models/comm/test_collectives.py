@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.cost_models.comm.alpha_beta import algorithm_cost, algorithm_costs
 from autopar.cost_models.comm.collectives import (
-    KINDS,
-    algorithm_cost,
-    algorithm_costs,
     collective_seconds,
     explain_collective,
     fastest_algorithm,
     parameter_server_seconds,
 )
 from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
+from autopar.cost_models.hardware.measured_collectives import KINDS
 
 FLAT = AxisLink(4, (Level(Link("nv", 4, 100.0, 0.5), 4),), 2.0)
 DEEP = AxisLink(8, (Level(Link("nv", 4, 100.0, 0.5), 4), Level(Link("ib", 2, 10.0, 3.0), 2)), 2.0)

@@ -11,7 +11,8 @@ from statistics import median
 import pytest
 from support.models.mesh import mesh_of
 
-from autopar.cost_models.comm.collectives import algorithm_cost, fastest_algorithm
+from autopar.cost_models.comm.alpha_beta import algorithm_cost
+from autopar.cost_models.comm.collectives import fastest_algorithm
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 
