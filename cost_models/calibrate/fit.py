@@ -82,16 +82,17 @@ def is_reliable(run: CalibrationRun) -> bool:
 
 
 def fit_device(run: CalibrationRun) -> Device:
-    """Peak of a dtype: that of the data sheet where the device is a bundled one, else the fastest product. Fractions: geometric
-    means over shapes against the peak of the main dtype (bfloat16 on a GPU, float32 on a CPU)."""
+    """Peak of a dtype: that of the data sheet where the device is a bundled one, else the fastest product or convolution.
+    Fractions: geometric means over shapes against the peak of the main dtype (bfloat16 on a GPU, float32 on a CPU)."""
     facts, main = run.facts, "bfloat16" if run.facts["kind"] == "cuda" else "float32"
     fastest: dict[str, float] = {}
-    for each in _timings("gemm", run):
+    for each in _timings("gemm", run) + _timings("convolution", run):
         dtype = each.name.split(".")[1]
         fastest[dtype] = max(fastest.get(dtype, 0.0), each.rate)
     sheet = known_device(facts["name"])
     peak = {**dict(sheet.peak), **{k: v for k, v in fastest.items() if k not in dict(sheet.peak)}} if sheet else fastest
     (stream,), (launch,), special = _timings("stream", run), _timings("launch.chain", run, ""), _timings("special", run)
+    convolutions = _timings(f"convolution.{main}", run)
     update, large_update = _timings("launch.update", run, ""), _timings("update", run)
     bandwidth = sheet.bandwidth_bytes_per_second if sheet else stream.rate
     return Device(
@@ -103,6 +104,7 @@ def fit_device(run: CalibrationRun) -> Device:
         launch_seconds=launch.seconds / launch.work,
         matmul_fraction=_reached_fraction(_timings(f"gemm.{main}", run), peak[main]),
         attention_fraction=_reached_fraction(_timings("attention", run), peak[main]),
+        convolution_fraction=_reached_fraction(convolutions, peak[main]) if convolutions else 0.0,
         bandwidth_fraction=_reached_fraction([stream], bandwidth),
         base_bytes=int(facts["base_bytes"]),
         generation=str(facts.get("generation") or facts["kind"]),

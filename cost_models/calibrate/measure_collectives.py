@@ -8,6 +8,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from autopar.runtime import compat
+
 SMALL_SIZES, SIZES = (2**12, 2**22), (2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 """Bytes of the whole tensor, of which a GPU takes eight times as many. Buffers of the largest ones are fresh pages of the operating
 system each time, where a collective has buffers of its own."""
@@ -31,15 +33,17 @@ def collective_calls(device: torch.device, size: int, thorough: bool) -> Iterato
 
 
 def calls_of_size(device: torch.device, size: int, full: int, group: dist.ProcessGroup | None = None) -> Iterator[Collective]:
-    """Each kind over the `size` ranks of `group`, of about `full` bytes."""
+    """Each kind over the `size` ranks of `group`, of about `full` bytes; as programs call them, functional: results are new
+    tensors. (Measured on 4 ranks of 2 cores: an all-reduce of 4 MB takes 11 to 12 ms in place and 16 ms so.)"""
     count = full * (8 if device.type == "cuda" else 1) // 4 // size**2 * size**2 or size**2
     whole = torch.ones(count, device=device)
     part = torch.ones(count // size, device=device)
     other = torch.ones_like(part)
-    yield "all_reduce", 4.0 * count, partial(_reduce, whole, group)
-    yield "all_gather", 4.0 * count, partial(dist.all_gather_into_tensor, whole, part, group=group)
-    yield "reduce_scatter", 4.0 * count, partial(dist.reduce_scatter_tensor, part, whole, group=group)
-    yield "all_to_all", 4.0 * count, partial(dist.all_to_all_single, other, part, group=group)
+    name = (group or dist.distributed_c10d._get_default_group()).group_name
+    yield "all_reduce", 4.0 * count, lambda: compat.wait_tensor(compat.all_reduce(whole, "sum", name))
+    yield "all_gather", 4.0 * count, lambda: compat.wait_tensor(compat.all_gather(part, size, name))
+    yield "reduce_scatter", 4.0 * count, lambda: compat.wait_tensor(compat.reduce_scatter(whole, "sum", size, name))
+    yield "all_to_all", 4.0 * count, lambda: compat.wait_tensor(compat.all_to_all(part, size, name))
     yield "point_to_point", 4.0 * part.numel(), partial(_shift, part, other, group)
 
 
@@ -70,11 +74,6 @@ def _scatter_gradients(gradients: Sequence[torch.Tensor], size: int, group: dist
     new = [gradient.clone() for gradient in gradients]
     flat = torch.cat([gradient.view(size, -1) for gradient in new], dim=1).view(-1)
     dist.reduce_scatter_tensor(flat.new_empty(flat.numel() // size), flat, group=group)
-
-
-def _reduce(whole: torch.Tensor, group: dist.ProcessGroup | None) -> object:
-    """The average of ones stays one, however often."""
-    return dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
 
 
 def _shift(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup | None) -> None:

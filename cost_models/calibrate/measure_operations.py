@@ -28,6 +28,7 @@ def operation_calls(device: torch.device, thorough: bool) -> Iterator[Operation]
     for dtype in others:
         side = (4096 if dtype == torch.float16 else 2048) if cuda else 512 if dtype == torch.float64 else 192
         yield from _products(device, dtype, [(side, side, side)])
+    yield from _convolutions(device, main, thorough)
     yield from _attention(device, main, thorough)
     big = torch.ones(2**28 if cuda else 2**24, device=device)
     yield "stream.add", 8.0 * big.numel(), partial(torch.add, big, 1.0, out=big)
@@ -59,6 +60,22 @@ def _products(device: torch.device, dtype: torch.dtype, shapes: list[tuple[int, 
         out = torch.empty(m, n, dtype=dtype, device=device)
         name = f"gemm.{str(dtype).removeprefix('torch.')}.{m}x{k}x{n}"
         yield name, 2.0 * m * k * n, partial(torch.mm, a, b.t(), out=out)
+
+
+def _convolutions(device: torch.device, dtype: torch.dtype, thorough: bool) -> Iterator[Operation]:
+    """Forward and backward, three products of the forward's size, of kernels of 3 x 3 over square images."""
+    shapes = ((8, 32, 64, 32), (8, 64, 64, 16)) if thorough else ((4, 32, 64, 16),)
+    for count, inputs, outputs, side in shapes:
+        count, inputs, outputs = (8 * count, 4 * inputs, 4 * outputs) if device.type == "cuda" else (count, inputs, outputs)
+        image = torch.randn(count, inputs, side, side, device=device).to(dtype).requires_grad_()
+        kernel = torch.randn(outputs, inputs, 3, 3, device=device).to(dtype).requires_grad_()
+        grad = torch.ones(count, outputs, side, side, device=device, dtype=dtype)
+
+        def both(image: torch.Tensor = image, kernel: torch.Tensor = kernel, grad: torch.Tensor = grad) -> object:
+            return torch.autograd.grad(torch.nn.functional.conv2d(image, kernel, padding=1), (image, kernel), grad)
+
+        flops = 3 * 2.0 * 9 * count * inputs * outputs * side * side
+        yield f"convolution.{str(dtype).removeprefix('torch.')}.{count}x{inputs}x{outputs}x{side}", flops, both
 
 
 def _attention(device: torch.device, dtype: torch.dtype, thorough: bool) -> Iterator[Operation]:

@@ -101,12 +101,12 @@ def product_seconds(
     return 2.0 * count * m * n * k / (product_flops_per_second(device, dtype, aligned) * efficiency)
 
 
-def group_flops_per_second(device: Device, dtype: str, product: tuple[int, int, int, int] | None) -> float:
+def convolution_flops_per_second(device: Device, dtype: str, product: tuple[int, int, int, int] | None) -> float:
     """The rate of convolutions. With groups each is a small product (`flops.group_product`): in tiles, or on the vector
     units (at the rate of float32), whichever is faster."""
-    rate = device.product_flops_per_second(dtype)
     if product is None:
-        return rate
+        return device.convolution_flops_per_second(dtype)
+    rate = device.product_flops_per_second(dtype)
     return max(
         rate * product_efficiency(*product, device.multiprocessors), min(rate, device.product_flops_per_second(VECTOR_DTYPE))
     )

@@ -11,7 +11,7 @@ from autopar.cost_models.compute.float8 import scaling_seconds
 from autopar.cost_models.compute.kernels import (
     TRANSCENDENTAL_BACKWARD,
     attention_seconds,
-    group_flops_per_second,
+    convolution_flops_per_second,
     operation_seconds,
     product_seconds,
     rows_aligned,
@@ -286,7 +286,7 @@ def _computing(
     if not flops[0]:
         return 0.0, 0.0
     if known.matrix is None:
-        rate = group_flops_per_second(device, known.dtype, known.group_product)
+        rate = convolution_flops_per_second(device, known.dtype, known.group_product)
         return flops[0] / rate, flops[1] / rate
     left = local_shape(known.matrix.left, plan.operands[known.matrix.index], axis_sizes)
     if known.attention:

@@ -21,6 +21,7 @@ class Device:
     peak: dense FLOP/s per dtype as the data sheet prints it (``float8`` stands for both of its formats).
     measured_peak: FLOP/s that the best matrix product of any shape was measured to reach, where known. No product is faster.
     matmul_fraction, attention_fraction: share of `peak` that matrix products and attention reach.
+    convolution_fraction: share of `peak` that convolutions without groups reach (0: as matrix products).
     bandwidth_fraction: share of the memory bandwidth that streaming kernels reach.
     launch_seconds: the floor below which no operation ends.
     base_bytes: what the process takes before the model and its communicators: context, kernels of libraries (see `allocator`).
@@ -56,6 +57,7 @@ class Device:
     update_seconds: float = 0.0
     update_bytes_per_second: float = 0.0
     measured_peak: tuple[tuple[str, float], ...] = ()
+    convolution_fraction: float = 0.0
 
     @property
     def budget_bytes(self) -> int:
@@ -69,7 +71,14 @@ class Device:
 
     def product_flops_per_second(self, dtype: str) -> float:
         """What large matrix products in `dtype` reach: ``peak x fraction``, and no more than the measured peak."""
-        rate = self.peak_flops_per_second(dtype) * self.matmul_fraction
+        return self._reached(dtype, self.matmul_fraction)
+
+    def convolution_flops_per_second(self, dtype: str) -> float:
+        """What large convolutions in `dtype` reach, likewise."""
+        return self._reached(dtype, self.convolution_fraction or self.matmul_fraction)
+
+    def _reached(self, dtype: str, fraction: float) -> float:
+        rate = self.peak_flops_per_second(dtype) * fraction
         measured = dict(self.measured_peak)
         return min(rate, measured.get("float8" if dtype.startswith("float8") else dtype, rate))
 
