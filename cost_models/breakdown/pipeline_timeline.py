@@ -8,6 +8,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.step.chunk_costs import chunk_costs
 from autopar.cost_models.step.evaluate import stage_traces
+from autopar.cost_models.step.pipeline_clock import shared_core_factor
 from autopar.cost_models.step.stage_times import schedule_times
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
@@ -52,16 +53,19 @@ def pipeline_timeline(graph: Graph, candidate: Candidate, cluster: Cluster, opti
     times = schedule_times(costs, cluster)
     clock = ScheduleClock.of(schedule)
     spans, ranks = clock.action_spans(*times), clock.run(*times)
+    shortened = shared_core_factor(ranks, cluster.device.ranks_per_core)
     end = max(rank.end_seconds for rank in ranks)
     return PipelineTimeline(
         schedule.name,
-        end,
+        shortened * end,
         tuple(
             RankTimeline(
                 chunks=tuple(sorted({action.chunk for action in actions})),
-                spans=mine,
-                busy_seconds=rank.busy_seconds,
-                end_seconds=rank.end_seconds,
+                spans=tuple(
+                    ActionSpan(span.action, shortened * span.start_seconds, shortened * span.end_seconds) for span in mine
+                ),
+                busy_seconds=shortened * rank.busy_seconds,
+                end_seconds=shortened * rank.end_seconds,
                 bubble_share=1 - rank.busy_seconds / end if end else 0.0,
                 in_flight=most_in_flight(actions),
             )

@@ -109,6 +109,7 @@ def fit_device(run: CalibrationRun) -> Device:
         base_bytes=int(facts["base_bytes"]),
         generation=str(facts.get("generation") or facts["kind"]),
         multiprocessors=int(facts.get("multiprocessors", 0)),
+        ranks_per_core=float(facts.get("ranks_per_core", 1.0)),
         transcendental_seconds=_transcendental_seconds(special, stream.rate) if facts["kind"] == "cpu" else 0.0,
         update_seconds=update[0].seconds / update[0].work if update else 0.0,
         update_bytes_per_second=large_update[0].rate if large_update else 0.0,

@@ -190,7 +190,9 @@ def device_facts(device: torch.device, size: int) -> dict[str, Any]:
     """
     if device.type == "cpu":
         name = platform.processor() or platform.machine() or "CPU"
-        return {"kind": "cpu", "name": f"{name} process", "memory_bytes": machine_memory_bytes() // size, "base_bytes": 2**29}
+        shared = max(1.0, size / available_cores())
+        facts = {"kind": "cpu", "name": f"{name} process", "memory_bytes": machine_memory_bytes() // size, "base_bytes": 2**29}
+        return {**facts, "ranks_per_core": shared}
     told = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     major = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell"}.get(told.major, "")

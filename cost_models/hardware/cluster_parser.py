@@ -211,6 +211,8 @@ def check_cluster(given: Device, links: Sequence[Link], size: int, algorithms: S
     for name in ("matmul_fraction", "attention_fraction", "convolution_fraction", "bandwidth_fraction"):
         if getattr(given, name) > 1.5:
             raise ClusterError(f"device.{name} is {getattr(given, name):g}: write the share of the peak that is reached, as 0.7")
+    if given.ranks_per_core < 1:
+        raise ClusterError(f"device.ranks_per_core is {given.ranks_per_core:g}: write how many ranks share a core, at least 1")
     _check_measured_peak(given)
     if "float32" not in dict(given.peak) or min(peak for _, peak in given.peak) < _LEAST:
         raise ClusterError("device.peak_tflops needs float32, and each rate above 0: such as {float32: 60, bfloat16: 900}")

@@ -22,6 +22,8 @@ class Device:
     measured_peak: FLOP/s that the best matrix product of any shape was measured to reach, where known. No product is faster.
     matmul_fraction, attention_fraction: share of `peak` that matrix products and attention reach.
     convolution_fraction: share of `peak` that convolutions without groups reach (0: as matrix products).
+    ranks_per_core: how many ranks share a core of a CPU machine; what one takes is stated for all of them at work, so that a rank
+        that waits gives its share to the others (1: no core is shared).
     bandwidth_fraction: share of the memory bandwidth that streaming kernels reach.
     launch_seconds: the floor below which no operation ends.
     base_bytes: what the process takes before the model and its communicators: context, kernels of libraries (see `allocator`).
@@ -58,6 +60,7 @@ class Device:
     update_bytes_per_second: float = 0.0
     measured_peak: tuple[tuple[str, float], ...] = ()
     convolution_fraction: float = 0.0
+    ranks_per_core: float = 1.0
 
     @property
     def budget_bytes(self) -> int:

@@ -88,6 +88,16 @@ def run_schedule(
     )
 
 
+def shared_core_factor(ranks: Sequence[RankSeconds], ranks_per_core: float) -> float:
+    """By how much a schedule's clock is shortened where ranks share cores and seconds are those of all ranks at work: a rank that
+    waits leaves its share to the others. At least all work on all cores, and at least the clock of ranks that have a core each
+    (R. P. Brent, The Parallel Evaluation of General Arithmetic Expressions, 1974, has both as an upper bound's terms)."""
+    end = max(rank.end_seconds for rank in ranks)
+    if ranks_per_core <= 1 or not end:
+        return 1.0
+    return max(sum(rank.busy_seconds for rank in ranks) / len(ranks) / end, 1 / ranks_per_core)
+
+
 def _undrained_clock(
     stages: int, micro_batches: int, chunks: Sequence[ChunkSeconds], transfer_seconds: Sequence[float], blocking: bool
 ) -> tuple[RankSeconds, ...]:

@@ -213,7 +213,7 @@ class PipelineSearch:
         share = largest.micro_batches / point.micro_batches
         calls = {name: each.part(share) for name, each in rough.relaxed.calls.items()}
         relaxed = replace(rough.relaxed, flow_seconds=flow_seconds, calls=calls)
-        return replace(rough, relaxed=relaxed).under_any_schedule(point)
+        return replace(rough, relaxed=relaxed).under_any_schedule(point) / self._ranks_per_core
 
     def sharp_bound(self, members: Sequence[GridPoint], best_seconds: float) -> float:
         """Of points that differ in `zero_group` only."""
@@ -225,7 +225,13 @@ class PipelineSearch:
             options = schedule_options(self.graph, point, self.options.force, self.options.schedule)
         except PlanError:  # too few micro-batches for a forced schedule
             return inf
-        return StageRelaxation(problem, self._relaxed[key]).at_least(members, options, best_seconds)
+        shared = self._ranks_per_core
+        return StageRelaxation(problem, self._relaxed[key]).at_least(members, options, best_seconds * shared) / shared
+
+    @property
+    def _ranks_per_core(self) -> float:
+        """At most by this factor is a step shorter than its schedule's clock (`pipeline_clock.shared_core_factor`)."""
+        return max(1.0, self.cluster.device.ranks_per_core)
 
     def bounds(self) -> Iterable[float]:
         """Below every pipeline of each point that is not shown to be infeasible."""
