@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autopar.cost_models.breakdown.cost_breakdown import CollectiveCost, StateCollective, cost_breakdown
-from autopar.cost_models.hardware.measured_collectives import STATE_KINDS
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.measured_collectives import STATE_KINDS
 from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.evaluate import Evaluation, evaluate, stage_traces
 from autopar.cost_models.step.stage_devices import stage_clusters

@@ -144,7 +144,7 @@ def _measure(
 
 
 def _level_timings(bench: RankBenchmark, level: _LevelGroup, what: str, share: tuple[float, float]) -> list[TimedCall]:
-    """Each kind in sizes that grow, between machines until they take long. The level's time is divided evenly between the sizes."""
+    """Each kind in sizes that grow, between machines until they take long. The sizes divide the level's time evenly."""
     effort = replace(bench.effort, limit_seconds=bench.effort.limit_seconds / len(SIZES))
     out: list[TimedCall] = []
     begin, end = share

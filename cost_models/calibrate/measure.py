@@ -36,9 +36,9 @@ WIRE_BYTES = 2**17
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured: at most `rounds` slices of `slice_seconds` of each operation and collective, and whether of many shapes
-    and sizes. All operations, and all collectives of one level, take about `limit_seconds`, of which each has an equal part: what
-    takes long has fewer calls and rounds, but one at least."""
+    """How much is measured: at most `rounds` slices of `slice_seconds` of each operation and collective, and whether of many
+    shapes and sizes. All operations, and all collectives of one level, take about `limit_seconds`, of which each has an equal
+    part: what takes long has fewer calls and rounds, but one at least."""
 
     rounds: int
     slice_seconds: float
@@ -99,9 +99,9 @@ class CalibrationRun:
     def from_dict(data: Mapping[str, Any]) -> CalibrationRun:
         """The inverse of `dataclasses.asdict`."""
         operations, collectives = (tuple(Timing(**each) for each in data[key]) for key in ("operations", "collectives"))
-        quality = (float(data[key]) for key in ("slowdown", "spread", "contention"))
+        slowdown, spread, contention = (float(data[key]) for key in ("slowdown", "spread", "contention"))
         parts = tuple((str(what), float(seconds)) for what, seconds in data.get("parts", ()))
-        return CalibrationRun(dict(data["facts"]), operations, collectives, *quality, parts)
+        return CalibrationRun(dict(data["facts"]), operations, collectives, slowdown, spread, contention, parts)
 
     def faster(self, other: CalibrationRun) -> CalibrationRun:
         """The faster seconds of each timing: only a disturbance makes a run slower. This run where the two timed different
@@ -112,7 +112,8 @@ class CalibrationRun:
             tuple(replace(a, seconds=min(a.seconds, b.seconds)) for a, b in zip(mine, others, strict=True))
             for mine, others in ((self.operations, other.operations), (self.collectives, other.collectives))
         ]
-        return CalibrationRun(self.facts, pairs[0], pairs[1], *map(min, _quality(self), _quality(other)), self.parts)
+        slowdown, spread, contention = map(min, _quality(self), _quality(other))
+        return CalibrationRun(self.facts, pairs[0], pairs[1], slowdown, spread, contention, self.parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from autopar.runtime import compat
 
 SMALL_SIZES, SIZES = (2**12, 2**22), (2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
-"""Bytes of the whole tensor, of which a GPU takes eight times as many. Buffers of the largest ones are fresh pages of the operating
-system each time, where a collective has buffers of its own."""
+"""Bytes of the whole tensor, of which a GPU takes eight times as many. Of the largest ones a collective's own buffers are fresh
+pages of the operating system each time."""
 
 SMALL_STATE_SIZES = (*SMALL_SIZES, 2**24, 2**26)
 """Of parameters and gradients in a quick calibration."""

@@ -26,9 +26,9 @@ LEAST_ROUNDS = 3
 
 @dataclass(slots=True)
 class TimedCall:
-    """An operation or collective to time: name, FLOPs or bytes, the call, how many calls make a slice, in how many rounds, and the
-    seconds of each round, by the wall clock and its own (see `RankBenchmark.slice`). `between`: what a rank computes before each call, whose seconds do not count; what the
-    call then waits, for ranks that still compute on the same cores, does."""
+    """An operation or collective to time: name, FLOPs or bytes, the call, how many calls make a slice, in how many rounds, and
+    the seconds of each round, by the wall clock and its own (see `RankBenchmark.slice`). `between`: what a rank computes before
+    each call, whose seconds do not count; what the call then waits, for ranks that still compute on the same cores, does."""
 
     name: str
     work: float

@@ -166,9 +166,8 @@ class _GroupTerms:
     ) -> None:
         """``into += cost(elements) z``, by the lower convex envelope of the cost between its extremes."""
         unit = self.form.second_unit
-        lines = [{self.z: intercept / unit} for _, intercept in (found := _envelope(cost, *extremes, bends))]
-        for line, (slope, _) in zip(lines, found, strict=True):
-            add(line, elements, slope / unit)
+        found = _envelope(cost, *extremes, bends)
+        lines = [total((slope / unit, elements), (intercept / unit, {self.z: 1.0})) for slope, intercept in found]
         if len(lines) == 1:
             add(into, lines[0])
             return
@@ -184,9 +183,7 @@ class _GroupTerms:
             add(into, elements, bytes_per_element / self.form.byte_unit)
 
 
-def _envelope(
-    cost: Callable[[float], float], low: float, high: float, bends: Sequence[float]
-) -> list[tuple[float, float]]:
+def _envelope(cost: Callable[[float], float], low: float, high: float, bends: Sequence[float]) -> list[tuple[float, float]]:
     """(slope, intercept) of each line of the lower convex envelope of a cost that is concave between `bends`: the chord of both
     ends for affine and concave costs, and for measured tables the lower hull of their points (Andrew's monotone chain)."""
     if high <= 0:
@@ -196,11 +193,15 @@ def _envelope(
     hull: list[tuple[float, float]] = []
     for x in (low, *sorted(each for each in bends if low < each < high), high):
         y = cost(x)
-        while len(hull) > 1 and (y - hull[-2][1]) * (hull[-1][0] - hull[-2][0]) <= (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]):
+        while len(hull) > 1 and _slope(hull[-1], (x, y)) <= _slope(*hull[-2:]):
             hull.pop()
         hull.append((x, y))
-    slopes = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(hull)]
-    return [(slope, y - slope * x) for slope, (x, y) in zip(slopes, hull, strict=False)]
+    lines = [(_slope(before, after), before) for before, after in pairwise(hull)]
+    return [(slope, y - slope * x) for slope, (x, y) in lines]
+
+
+def _slope(before: tuple[float, float], after: tuple[float, float]) -> float:
+    return (after[1] - before[1]) / (after[0] - before[0])
 
 
 def _state_terms(form: Formulation, group: Sequence[_StoredParameter], z: Mapping[int, int], costs: BlockCosts) -> StateTerms:

@@ -28,8 +28,8 @@ def promising(
 
 
 class _Promising:
-    """`ratios`: what larger micro-batches showed of smaller ones, where these are never faster. `beyond`: what memory and the communication of state add to the
-    bound of a point, which no bubble makes longer."""
+    """`ratios`: what larger micro-batches showed of smaller ones, where these are never faster. `beyond`: what memory and the
+    communication of state add to the bound of a point, which no bubble makes longer."""
 
     def __init__(
         self, search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float,

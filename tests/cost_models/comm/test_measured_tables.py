@@ -102,7 +102,8 @@ def test_other_widths_take_as_many_times_their_formula() -> None:
     for size in (1e6, 16e6, 64e6):
         slowdown = (CONVEX.at(size) - LAUNCH) / ring[4](size)
         assert collective_seconds("all_gather", size, axis(link, 2)) == pytest.approx(LAUNCH + slowdown * ring[2](size))
-    both = measured(MeasuredCollective("all_gather", 4, CONVEX), MeasuredCollective("all_gather", 2, PiecewiseLinear((1.0, 1e9), (1.0, 2.0))))
+    pairs = MeasuredCollective("all_gather", 2, PiecewiseLinear((1.0, 1e9), (1.0, 2.0)))
+    both = measured(MeasuredCollective("all_gather", 4, CONVEX), pairs)
     assert collective_seconds("all_gather", 1e9, axis(both, 2)) == pytest.approx(2.0)
 
 

@@ -18,8 +18,8 @@ from autopar.errors import ClusterError
 
 FILE = """
 device:
-  {name: X, kind: cpu, peak_tflops: {float32: 0.1}, memory_gib: 16, bandwidth_gb_per_second: 10, launch_us: 5, matmul_fraction: 0.5,
-   attention_fraction: 0.5, bandwidth_fraction: 0.5, base_gib: 1}
+  {name: X, kind: cpu, peak_tflops: {float32: 0.1}, memory_gib: 16, bandwidth_gb_per_second: 10, launch_us: 5,
+   matmul_fraction: 0.5, attention_fraction: 0.5, bandwidth_fraction: 0.5, base_gib: 1}
 size: 4
 links:
 - name: loopback
