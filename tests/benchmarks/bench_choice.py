@@ -34,6 +34,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from choice_plans import FORCES, Row, make_plans, predictions, print_plans, print_table  # noqa: E402
 
 WORLD = 4
+RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**32)}
+"""As docs/benchmarks.md recommends for ranks on CPUs: else glibc gives freed memory back, and steps get it page by page again."""
+
 LEAST_ROUNDS = 2
 """Of each plan, besides one that sets things up, however little time is left."""
 
@@ -58,8 +61,7 @@ class Place:
 
         if self.nodes == 1:
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "--master-port", "29478"]
-            env = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run([*command, *words], env=env, capture_output=True, text=True, timeout=timeout, check=False)
+            done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=timeout, check=False)
             ended = [(done.returncode, done.stderr)]
         else:
             with NetworkLab(self.nodes, self.rate) as lab:
@@ -202,6 +204,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
     parser.add_argument("--calibrate", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    os.environ.update(RANK_ENVIRONMENT)
     if arguments.calibrate:
         calibrate(arguments.calibrate)
     if arguments.ranks:

@@ -217,8 +217,10 @@ def test_stages_on_different_devices_take_layers_in_proportion_to_their_speed() 
 # -- certificate
 
 
-def test_no_forced_pipeline_is_below_the_bound() -> None:
+@pytest.mark.parametrize("ranks_per_core", [1.0, 2.0])
+def test_no_forced_pipeline_is_below_the_bound(ranks_per_core: float) -> None:
     graph, cluster = small(), Cluster.parse("local:4")
+    cluster = replace(cluster, device=replace(cluster.device, ranks_per_core=ranks_per_core))
     result = found(graph, cluster)
     statuses = Counter(each.status for each in result.solutions if each.stages > 1)
     assert statuses and set(statuses) <= {Status.PRUNED, Status.FEASIBLE, Status.INFEASIBLE}
