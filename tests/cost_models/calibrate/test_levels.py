@@ -158,7 +158,7 @@ def test_collectives_wait_for_ranks_that_compute(monkeypatch: pytest.MonkeyPatch
 def test_what_takes_long_is_called_once(
     seconds: float, product: float, calls: int, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices of 60 ms and at most eight rounds in half a second for each task; what is computed between counts to the budget."""
+    """Slices of 60.5 ms and at most eight rounds in half a second for each task; what is computed between counts to the budget."""
     from autopar.cost_models.calibrate import measure_rank
 
     now, made = [0.0], [0]
@@ -175,7 +175,7 @@ def test_what_takes_long_is_called_once(
     for name in ("barrier", "all_reduce"):
         monkeypatch.setattr(measure_rank.dist, name, lambda *given, **named: None)
     monkeypatch.setattr(measure_rank.dist, "get_world_size", lambda: 1)
-    bench = measure_rank.RankBenchmark(torch.device("cpu"), Effort(8, 0.06, True, 0.5), 1.0, 1.0, lambda line: None)
+    bench = measure_rank.RankBenchmark(torch.device("cpu"), Effort(8, 0.0605, True, 0.5), 1.0, 1.0, lambda line: None)
     between = measure_rank.TimedCall("between", 0.0, takes(product)) if product else None
     task = measure_rank.TimedCall("all_reduce", 4.0, call, between=between)
     took = bench.rounds("collectives", [task], (0.0, 1.0))
