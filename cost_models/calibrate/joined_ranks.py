@@ -147,13 +147,13 @@ def _level_timings(bench: RankBenchmark, level: _LevelGroup, what: str, share: t
     """Each kind in sizes that grow, between machines until they take long. The sizes divide the level's time evenly."""
     effort = replace(bench.effort, limit_seconds=bench.effort.limit_seconds / len(SIZES))
     out: list[TimedCall] = []
-    begin, end = share
+    (begin, end), products = share, bench.between()
     for index, full in enumerate(SIZES):
         made = [*calls_of_size(bench.device, level.width, full, level.group)]
         if not level.wire:  # beside a network copies are small
             made += state_calls_of_size(bench.device, level.width, full, level.group)
         bound = level.wire and full // level.width >= WIRE_BYTES
-        between = None if bound else bench.between()
+        between = None if bound else products
         tasks = [TimedCall(*each, between=between) for each in made]
         least = max(effort.slice_seconds, WIRE_SLICE_SECONDS) if bound else effort.slice_seconds
         timing = replace(bench, effort=replace(effort, slice_seconds=least))

@@ -53,7 +53,7 @@ def quick_effort() -> Effort:
 
 def thorough_effort() -> Effort:
     """Under a minute: for `autopar calibrate`."""
-    return Effort(rounds=8, slice_seconds=0.06, thorough=True, limit_seconds=14.0)
+    return Effort(rounds=8, slice_seconds=0.06, thorough=True, limit_seconds=20.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,15 +212,15 @@ def merge_ranks(each: list[dict[str, Any]], wire: bool = False) -> CalibrationRu
     slowdown = max(1.0, median(sum(clock["operations", i]) / sum(own["operations", i]) for i in counts["operations"]))
     operations, collectives = [], []
     for index, item in enumerate(each[0]["operations"]):
-        operations.append(Timing(item["name"], item["work"], _counted(own["operations", index])))
+        operations.append(Timing(item["name"], item["work"], counted(own["operations", index])))
     for index, item in enumerate(each[0]["collectives"]):
-        used, passed = _counted(own["collectives", index]), _counted(clock["collectives", index])
+        used, passed = counted(own["collectives", index]), counted(clock["collectives", index])
         waiting = (slowdown - 1) * used if item["work"] < WIRE_BYTES else 0.0
         seconds = max(used, passed / slowdown, passed - waiting if wire else 0.0)
         collectives.append(Timing(item["name"], item["work"], seconds))
-    spread = median(median(same) / _counted(same) for same in own.values()) - 1
+    spread = median(median(same) / counted(same) for same in own.values()) - 1
     large = [each.work >= LARGE_BYTES for each in collectives]
-    uses = [_counted(own["collectives", i]) / collectives[i].seconds for i, counts in enumerate(large) if counts]
+    uses = [counted(own["collectives", i]) / collectives[i].seconds for i, counts in enumerate(large) if counts]
     contention = median(uses) if uses and facts["kind"] == "cpu" else 0.0
     return CalibrationRun(
         facts=facts,
@@ -241,7 +241,7 @@ def _mean(seconds: Sequence[float]) -> float:
     return sum(seconds) / len(seconds)
 
 
-def _counted(rounds: list[float]) -> float:
+def counted(rounds: list[float]) -> float:
     """The `QUANTILE` of the rounds."""
     return sorted(rounds)[int(QUANTILE * (len(rounds) - 1))]
 

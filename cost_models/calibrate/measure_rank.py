@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.cost_models.calibrate.measure import Effort, available_cores, machine_memory_bytes
+from autopar.cost_models.calibrate.measure import Effort, available_cores, counted, machine_memory_bytes
 from autopar.cost_models.calibrate.measure_collectives import collective_calls
 from autopar.cost_models.calibrate.measure_operations import operation_calls
 
 _LEAST = 1e-7
+BETWEEN_CALLS = 8
 LEAST_ROUNDS = 3
 """Into so many the budget of a task is divided, where one call with the computation before it does not take more."""
 
@@ -28,20 +29,25 @@ LEAST_ROUNDS = 3
 class TimedCall:
     """An operation or collective to time: name, FLOPs or bytes, the call, how many calls make a slice, in how many rounds, and
     the seconds of each round, by the wall clock and its own (see `RankBenchmark.slice`). `between`: what a rank computes before
-    each call, whose seconds do not count; what the call then waits, for ranks that still compute on the same cores, does."""
+    each call, timed by itself too, whose seconds do not count; what the call then waits, for ranks that still compute on the same
+    cores, does."""
 
     name: str
     work: float
     call: Callable[[], object]
     calls: int = 1
     rounds: int = 1
-    between: Callable[[], object] | None = None
+    between: TimedCall | None = None
     clock: list[float] = field(default_factory=list)
     own: list[float] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """What is merged over ranks."""
-        return {"name": self.name, "work": self.work, "clock": self.clock, "own": self.own}
+        """What is merged over ranks: seconds without those of `between`, which are the same in all rounds and so better known
+        than those of one round."""
+        base_clock, base_own = (counted(self.between.clock), counted(self.between.own)) if self.between else (0.0, 0.0)
+        own = [max(_LEAST, each - base_own) for each in self.own]
+        clock = [max(used, each - base_clock) for used, each in zip(own, self.clock, strict=True)]
+        return {"name": self.name, "work": self.work, "clock": clock, "own": own}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +73,14 @@ class RankBenchmark:
         return float(first.elapsed_time(last)) / 1e3
 
     def slice(self, task: TimedCall) -> tuple[float, float]:
-        """(clock, own) seconds of one call of `task.calls`: own is processor time times its share, of all threads or of the main
-        one, whichever is longer; on a GPU both are the GPU's."""
+        """(clock, own) seconds of one call of `task.calls`, with what is computed before it: own is processor time times its
+        share, of all threads or of the main one, whichever is longer; on a GPU both are the GPU's."""
         dist.barrier()
         if self.device.type == "cuda":
             passed = self._on_gpu(task) / task.calls
             return passed, passed
-        if task.between is None:
-            return self._timed((task.call,), task.calls)
-        alone = self._timed((task.between,), task.calls)
-        dist.barrier()
-        both = self._timed((task.between, task.call), task.calls)
-        own = max(_LEAST, both[1] - alone[1])
-        return max(own, both[0] - alone[0]), own
+        before = (task.between.call,) if task.between else ()
+        return self._timed((*before, task.call), task.calls)
 
     def _timed(self, functions: Sequence[Callable[[], object]], times: int) -> tuple[float, float]:
         """(clock, own) seconds of one call of all functions."""
@@ -91,19 +92,22 @@ class RankBenchmark:
         own = max((time.process_time() - processor) * self.share, (time.thread_time() - thread) * self.alone)
         return passed / times, own / times
 
-    def between(self) -> Callable[[], object] | None:
+    def between(self) -> TimedCall | None:
         """A matrix product to be computed before each collective, where ranks share cores: as in a step, some of them still
         compute when the first ones wait, and messages wait for a core. Measured on 4 ranks of 2 cores, an all-reduce of 512 KiB
         took 11 ms after products of 6 ms, and 5 ms without."""
         if self.device.type != "cpu" or self.alone <= 1:
             return None
         a, b = torch.randn(256, 768), torch.randn(768, 768)
-        return partial(torch.mm, a, b, out=torch.empty(256, 768))
+        return TimedCall("between", 0.0, partial(torch.mm, a, b, out=torch.empty(256, 768)), calls=BETWEEN_CALLS)
 
     def rounds(self, what: str, tasks: list[TimedCall], share: tuple[float, float]) -> float:
         """Times each task in as many rounds as its share of the time allows, the first of which is what `_plan` looks at; returns
         how long all took. `share` is where this begins and ends in the whole measurement."""
         start = time.perf_counter()
+        befores = list({id(task.between): task.between for task in tasks if task.between}.values())
+        for before in befores:
+            self._time(before)
         for task in tasks:
             self._plan(task, self.effort.limit_seconds / len(tasks))
         rounds = max(task.rounds for task in tasks)
@@ -114,6 +118,8 @@ class RankBenchmark:
                 break
             so_far = share[0] + (share[1] - share[0]) * (done - 1) / rounds
             self.say(f"{so_far:.3f} {what}: {len(tasks)} kinds, round {done} of {rounds}")
+            for before in befores:
+                self._time(before)
             for task in tasks:
                 if len(task.clock) < task.rounds:
                     self._time(task)
@@ -132,7 +138,7 @@ class RankBenchmark:
         task.call()
         start = time.perf_counter()
         self._time(task)
-        seen = torch.tensor([task.clock[0], time.perf_counter() - start], device=self.device)
+        seen = torch.tensor([task.to_dict()["clock"][0], time.perf_counter() - start], device=self.device)
         dist.all_reduce(seen)
         seconds, whole = (float(each) / dist.get_world_size() for each in seen)
         calls = self.effort.slice_seconds / seconds
@@ -177,7 +183,8 @@ def _measure(bench: RankBenchmark, size: int) -> dict[str, Any]:
     parts = [("operations", bench.rounds("operations", made, (0.0, 0.5 if size > 1 else 1.0)))]
     sent: list[TimedCall] = []
     if size > 1:
-        sent = [TimedCall(*each, between=bench.between()) for each in collective_calls(bench.device, size, bench.effort.thorough)]
+        between = bench.between()
+        sent = [TimedCall(*each, between=between) for each in collective_calls(bench.device, size, bench.effort.thorough)]
         parts.append(("collectives", bench.rounds("collectives", sent, (0.5, 1.0))))
     plain = [[task.to_dict() for task in tasks] for tasks in (made, sent)]
     return {"facts": device_facts(bench.device, size), "operations": plain[0], "collectives": plain[1], "parts": parts}

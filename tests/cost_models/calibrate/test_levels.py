@@ -141,9 +141,48 @@ def test_collectives_wait_for_ranks_that_compute(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(measure_rank.dist, "barrier", lambda: None)
     shared, alone = (measure_rank.RankBenchmark(torch.device("cpu"), QUICK, share, share, print) for share in (2.0, 1.0))
     assert alone.between() is None and shared.between() is not None
-    task = measure_rank.TimedCall("all_reduce", 4.0, takes(5e-3), calls=3, between=takes(6e-3))
-    assert alone.slice(task) == pytest.approx((5e-3, 5e-3))
+    product = measure_rank.TimedCall("between", 0.0, takes(6e-3), calls=2)
+    task = measure_rank.TimedCall("all_reduce", 4.0, takes(5e-3), calls=3, between=product)
+    assert alone.slice(task) == pytest.approx((11e-3, 11e-3))
+    for each in (product, task, task):
+        clock, own = alone.slice(each)
+        each.clock.append(clock)
+        each.own.append(own)
+    assert task.to_dict()["clock"] == pytest.approx([5e-3] * 2) and task.to_dict()["own"] == pytest.approx([5e-3] * 2)
     assert alone.slice(replace(task, between=None)) == pytest.approx((5e-3, 5e-3))
+
+
+@pytest.mark.parametrize(("seconds", "product", "calls", "rounds"), [
+    (4.0, 0.0, 1, 1), (0.05, 0.0, 1, 8), (1e-3, 0.0, 60, 8), (1e-3, 6e-3, 23, 3), (4.0, 6e-3, 1, 1),
+])  # fmt: skip
+def test_what_takes_long_is_called_once(
+    seconds: float, product: float, calls: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of 60.5 ms and at most eight rounds in half a second for each task; what is computed between counts to the budget."""
+    from autopar.cost_models.calibrate import measure_rank
+
+    now, made = [0.0], [0]
+
+    def takes(seconds: float) -> Callable[[], None]:
+        return lambda: now.__setitem__(0, now[0] + seconds)
+
+    def call() -> None:
+        made[0] += 1
+        takes(seconds)()
+
+    for name in ("perf_counter", "process_time", "thread_time"):
+        monkeypatch.setattr(measure_rank.time, name, lambda: now[0])
+    for name in ("barrier", "all_reduce"):
+        monkeypatch.setattr(measure_rank.dist, name, lambda *given, **named: None)
+    monkeypatch.setattr(measure_rank.dist, "get_world_size", lambda: 1)
+    bench = measure_rank.RankBenchmark(torch.device("cpu"), Effort(8, 0.0605, True, 0.5), 1.0, 1.0, lambda line: None)
+    between = measure_rank.TimedCall("between", 0.0, takes(product)) if product else None
+    task = measure_rank.TimedCall("all_reduce", 4.0, call, between=between)
+    took = bench.rounds("collectives", [task], (0.0, 1.0))
+    assert (task.calls, len(task.clock)) == (calls, rounds)
+    assert made[0] == 2 + calls * rounds - (calls == 1)
+    assert task.to_dict()["clock"] == pytest.approx([seconds] * rounds)
+    assert took <= 0.5 + 2 * seconds + 20 * product + 1e-9
 
 
 @pytest.mark.slow
@@ -160,3 +199,6 @@ def test_two_nodes_in_a_lab(tmp_path: Path) -> None:
     inside, across = (link.bandwidth_bytes_per_second for link in cluster.links)
     assert across == pytest.approx(1.25e7, rel=0.1) and inside > 10 * across
     assert "over all" in ended[0].stdout and "over" not in ended[1].stdout
+    assert "measuring took" in ended[0].stdout and "s for links that join 4" in ended[0].stdout
+    tables = [{each.kind: each.table.sizes[-1] for each in link.measured} for link in cluster.links]
+    assert tables[0]["parameter_gather"] == 2**26 and 2**20 <= tables[1]["all_reduce"] < 2**26

@@ -22,12 +22,15 @@ from autopar.solve.bounds.flow_bound import FlowRelaxation
 from autopar.solve.ilp import solver as ilp
 from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import formulate
+from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
 from autopar.solve.ilp.state_sharding import _envelope
+from autopar.solve.problem.forced_axes import forced_axes
 from autopar.solve.problem.problem import build_problem
 from autopar.solve.search import search
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
+from autopar.solve.space.problem_tables import ProblemTables
 
 FLOAT32 = Precision("float32", "float32")
 LINEAR = PiecewiseLinear((0.0, 2.0**22), (1e-4, 1e-4 + 4e-3))
@@ -97,6 +100,23 @@ def test_bounds_hold_for_more_micro_batches() -> None:
     assert relaxed(cluster_for_bounds(cluster)) <= step * (1 + 1e-9)
 
 
+def test_more_micro_batches_are_found_where_they_are_faster() -> None:
+    """On one mesh: the search takes the point that is best of all when each is solved to its end, and bounds none above that."""
+    graph, cluster, options = small(), measured(CONVEX), SearchOptions(force={"dp": 1, "tp": 4, "pp": 1})
+    result = search(graph, cluster, options)
+    tables, steps = ProblemTables(graph, cluster, options, default_registry()), []
+    for point in result.solutions:
+        problem = tables.problem(GridPoint(point.mesh, point.micro_batches))
+        axes = forced_axes(point.mesh, options.force)
+        attempt = MeshSolver(graph, problem, axes, 1e-6, MeshSolution(point.mesh))
+        attempt.solve_with_memory(20.0)
+        assert attempt.result.evaluation is not None
+        steps.append((attempt.result.evaluation.step_seconds, point.micro_batches))
+        assert point.bound_seconds <= steps[-1][0] * (1 + 1e-6)
+    assert min(steps)[1] > 1 and result.evaluation.step_seconds <= min(steps)[0] * 1.001
+    assert result.lower_bound_seconds <= min(steps)[0] * (1 + 1e-6)
+
+
 @pytest.mark.parametrize(("batch", "dp", "tp"), [(16, 4, 1), (16, 2, 2)])
 def test_a_batch_at_once_by_the_prices_for_bounds(batch: int, dp: int, tp: int) -> None:
     """Not slower than in micro-batches, and no plan slower than by the true prices."""
@@ -134,8 +154,6 @@ def test_the_envelope_of_a_price(table: PiecewiseLinear, low: float, high: float
 
 
 def test_the_tables_of_bounds_are_their_own() -> None:
-    from autopar.solve.space.problem_tables import ProblemTables
-
     cluster = measured(CONVEX)
     tables = ProblemTables(small(), cluster, SearchOptions(), default_registry())
     point = GridPoint(mesh_of(dp=1, tp=4), 1)
