@@ -83,7 +83,12 @@ def _arithmetic(
     if profile.attention:
         flops = profile.forward_flops / prod(work_shards(plan.operands, plan.results, sizes))
         share = attention_efficiency(left[-2], left[-1], False, profile.whole_attention) if device.multiprocessors else 1.0
-        values = {"flops": flops, "efficiency": share, "pass_share": 1.0, "fraction": device.attention_fraction}
+        values = {
+            "flops": flops,
+            "efficiency": share,
+            "pass_share": 1.0,
+            "fraction": device.attention_share(profile.whole_attention),
+        }
         found = formula("compute.attention")
     else:
         result = local_shape(matrix.result, plan.results[0], sizes)

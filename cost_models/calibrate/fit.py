@@ -62,10 +62,13 @@ def fit_cluster(name: str, processes: int, run: CalibrationRun, day: str = "") -
 
 def measured_overlap(run: CalibrationRun) -> Overlap:
     """On CPUs FSDP2's collectives return when they have ended, so that they overlap with nothing. Reductions of replicated
-    gradients do, but not where ranks share cores of which a collective takes more than half."""
+    gradients do, but not where ranks share cores of which a collective takes more than half; there messages between stages take
+    core time too."""
     contention = round(min(MAX_CONTENTION, run.contention), 3)
     on_cpu = run.facts["kind"] == "cpu"
-    return Overlap(contention, gradient_reduction=not on_cpu or contention < _SHARED_CORES, parameter_gather=not on_cpu)
+    shared = float(run.facts.get("ranks_per_core", 1.0)) > 1
+    reduction = not on_cpu or contention < _SHARED_CORES
+    return Overlap(contention, gradient_reduction=reduction, parameter_gather=not on_cpu, blocking_sends=shared)
 
 
 def calibration_note(run: CalibrationRun, day: str) -> str:
@@ -92,7 +95,7 @@ def fit_device(run: CalibrationRun) -> Device:
     sheet = known_device(facts["name"])
     peak = {**dict(sheet.peak), **{k: v for k, v in fastest.items() if k not in dict(sheet.peak)}} if sheet else fastest
     (stream,), (launch,), special = _timings("stream", run), _timings("launch.chain", run, ""), _timings("special", run)
-    convolutions = _timings(f"convolution.{main}", run)
+    convolutions, causal = _timings(f"convolution.{main}", run), _timings("causal_attention", run)
     update, large_update = _timings("launch.update", run, ""), _timings("update", run)
     bandwidth = sheet.bandwidth_bytes_per_second if sheet else stream.rate
     return Device(
@@ -104,6 +107,7 @@ def fit_device(run: CalibrationRun) -> Device:
         launch_seconds=launch.seconds / launch.work,
         matmul_fraction=_reached_fraction(_timings(f"gemm.{main}", run), peak[main]),
         attention_fraction=_reached_fraction(_timings("attention", run), peak[main]),
+        causal_attention_fraction=_reached_fraction(causal, peak[main]) if causal else 0.0,
         convolution_fraction=_reached_fraction(convolutions, peak[main]) if convolutions else 0.0,
         bandwidth_fraction=_reached_fraction([stream], bandwidth),
         base_bytes=int(facts["base_bytes"]),

@@ -64,7 +64,7 @@ def _products(device: torch.device, dtype: torch.dtype, shapes: list[tuple[int, 
 
 def _convolutions(device: torch.device, dtype: torch.dtype, thorough: bool) -> Iterator[Operation]:
     """Forward and backward, three products of the forward's size, of kernels of 3 x 3 over square images."""
-    shapes = ((8, 32, 64, 32), (8, 64, 64, 16)) if thorough else ((4, 32, 64, 16),)
+    shapes = ((8, 16, 16, 32), (8, 32, 64, 32), (8, 64, 64, 16)) if thorough else ((4, 32, 64, 16),)
     for count, inputs, outputs, side in shapes:
         count, inputs, outputs = (8 * count, 4 * inputs, 4 * outputs) if device.type == "cuda" else (count, inputs, outputs)
         image = torch.randn(count, inputs, side, side, device=device).to(dtype).requires_grad_()
@@ -79,18 +79,26 @@ def _convolutions(device: torch.device, dtype: torch.dtype, thorough: bool) -> I
 
 
 def _attention(device: torch.device, dtype: torch.dtype, thorough: bool) -> Iterator[Operation]:
-    """Forward and backward of unmasked attention: two and five products of ``2 b h s s d`` FLOPs."""
+    """Forward and backward of attention: two and five products of ``2 b h s s d`` FLOPs; on CPUs with a causal mask too, which
+    leaves half of them. (On GPUs compute/kernels.py knows what a mask costs.)"""
     lengths = ((2048, 8192) if thorough else (4096,)) if device.type == "cuda" else ((128, 512) if thorough else (256,))
-    for length in lengths:
+    for length, causal in [(length, causal) for causal in (False, True) for length in lengths]:
+        if causal and device.type == "cuda":
+            continue
         heads, width = (32, 128) if device.type == "cuda" else (4, 64)
         q, k, v = (torch.randn(1, heads, length, width, device=device).to(dtype).requires_grad_() for _ in range(3))
         grad = torch.ones(1, heads, length, width, device=device, dtype=dtype)
 
-        def both(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v, grad: torch.Tensor = grad) -> object:
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-            return torch.autograd.grad(out, (q, k, v), grad)
+        name = f"{'causal_' * causal}attention.{str(dtype).removeprefix('torch.')}.{length}"
+        yield name, (7.0 if causal else 14.0) * heads * length * length * width, _attend(q, k, v, grad, causal)
 
-        yield f"attention.{str(dtype).removeprefix('torch.')}.{length}", 14.0 * heads * length * length * width, both
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, causal: bool) -> Callable[[], object]:
+    def call() -> object:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return torch.autograd.grad(out, (q, k, v), grad)
+
+    return call
 
 
 def _transcendental(x: torch.Tensor) -> Callable[[], object]:

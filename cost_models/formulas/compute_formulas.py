@@ -46,7 +46,7 @@ FORMULAS = (
     ),
     Formula(
         "compute.operation.cpu",
-        "Max(arithmetic, traffic/(bandwidth*streams) + elements*special) + kernels*launch",
+        "arithmetic + traffic/(bandwidth*streams) + elements*special + kernels*launch",
         (
             *_MEMORY,
             ("elements", "elements of a transcendental function, twice as many in the backward; 0 for other operations"),
@@ -54,6 +54,7 @@ FORMULAS = (
             ("kernels", "kernels of the pass"),
             ("launch", "seconds to start one"),
         ),
-        "measured: a CPU starts nothing while it computes, and its transcendental functions are slower than its memory",
+        "measured: a CPU starts nothing while it computes, packs the operands of its products before it multiplies (Goto, van de Geijn "
+        "2008), and its transcendental functions are slower than its memory",
     ),
 )

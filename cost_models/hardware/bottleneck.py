@@ -48,6 +48,7 @@ def fastest_device(devices: list[Device]) -> Device:
         bandwidth_fraction=max(device.bandwidth_fraction for device in devices),
         matmul_fraction=max(device.matmul_fraction for device in devices),
         attention_fraction=max(device.attention_fraction for device in devices),
+        causal_attention_fraction=max(device.attention_share(False) for device in devices),
         convolution_fraction=max(device.convolution_fraction or device.matmul_fraction for device in devices),
         launch_seconds=min(device.launch_seconds for device in devices),
         base_bytes=min(device.base_bytes for device in devices),

@@ -208,7 +208,13 @@ def check_cluster(given: Device, links: Sequence[Link], size: int, algorithms: S
     for name in above:
         if getattr(given, name) < _LEAST:
             raise ClusterError(f"device.{human_key(name)} is {getattr(given, name):g}: write a number above 0")
-    for name in ("matmul_fraction", "attention_fraction", "convolution_fraction", "bandwidth_fraction"):
+    for name in (
+        "matmul_fraction",
+        "attention_fraction",
+        "causal_attention_fraction",
+        "convolution_fraction",
+        "bandwidth_fraction",
+    ):
         if getattr(given, name) > 1.5:
             raise ClusterError(f"device.{name} is {getattr(given, name):g}: write the share of the peak that is reached, as 0.7")
     if given.ranks_per_core < 1:

@@ -21,6 +21,8 @@ class Device:
     peak: dense FLOP/s per dtype as the data sheet prints it (``float8`` stands for both of its formats).
     measured_peak: FLOP/s that the best matrix product of any shape was measured to reach, where known. No product is faster.
     matmul_fraction, attention_fraction: share of `peak` that matrix products and attention reach.
+    causal_attention_fraction: what attention reaches where not every query sees all keys, of the FLOPs of those pairs alone
+        (0: as other attention): kernels for CPUs compute masked scores too.
     convolution_fraction: share of `peak` that convolutions without groups reach (0: as matrix products).
     ranks_per_core: how many ranks share a core of a CPU machine; what one takes is stated for all of them at work, so that a rank
         that waits gives its share to the others (1: no core is shared).
@@ -60,6 +62,7 @@ class Device:
     update_bytes_per_second: float = 0.0
     measured_peak: tuple[tuple[str, float], ...] = ()
     convolution_fraction: float = 0.0
+    causal_attention_fraction: float = 0.0
     ranks_per_core: float = 1.0
 
     @property
@@ -79,6 +82,10 @@ class Device:
     def convolution_flops_per_second(self, dtype: str) -> float:
         """What large convolutions in `dtype` reach, likewise."""
         return self._reached(dtype, self.convolution_fraction or self.matmul_fraction)
+
+    def attention_share(self, whole: bool) -> float:
+        """Share of `peak` that attention reaches; `whole`: every query sees all keys."""
+        return self.attention_fraction if whole else self.causal_attention_fraction or self.attention_fraction
 
     def _reached(self, dtype: str, fraction: float) -> float:
         rate = self.peak_flops_per_second(dtype) * fraction

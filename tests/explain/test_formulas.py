@@ -38,9 +38,10 @@ def test_operations(priced) -> None:
             assert not seconds or printed(lines[name][1]) == pytest.approx(seconds, rel=1e-5)
         if "arithmetic of the forward" in lines:
             products += 1
-            inserted = re.search(r"= Max\(([-+.e\d]+),", lines["forward"][1])
-            assert inserted is not None
-            assert float(inserted[1]) == pytest.approx(lines["arithmetic of the forward"][0], rel=1e-5)
+            inserted = [
+                float(each) for each in re.findall(r"\d[.\d]*(?:e[-+]?\d+)?", lines["forward"][1].rpartition(" = Max(")[2])
+            ]
+            assert pytest.approx(lines["arithmetic of the forward"][0], rel=1e-5) in inserted
     assert products >= 10
 
 
