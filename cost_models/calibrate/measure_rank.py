@@ -98,8 +98,8 @@ class RankBenchmark:
     def between(self) -> TimedCall | None:
         """A matrix product to be computed before each collective, where ranks share cores: as in a step, some of them still
         compute when the first ones wait, and messages wait for a core. Measured on 4 ranks of 2 cores, an all-reduce of 512 KiB
-        took 11 ms after products of 6 ms, and 5 ms without; what is functional and of 4 MB 11 ms after 10 ms of products, 13 to 19
-        after 40 ms, and 9 without: so much as in a step between two collectives."""
+        took 11 ms after products of 6 ms, and 5 ms without; what is functional and of 4 MB 11 ms after 10 ms of products, 13 to
+        19 after 40 ms, and 9 without: so much as in a step between two collectives."""
         if self.device.type != "cpu" or self.alone <= 1:
             return None
         a, b = torch.randn(512, 768), torch.randn(768, 768)

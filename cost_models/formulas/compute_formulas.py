@@ -54,7 +54,7 @@ FORMULAS = (
             ("kernels", "kernels of the pass"),
             ("launch", "seconds to start one"),
         ),
-        "measured: a CPU starts nothing while it computes, packs the operands of its products before it multiplies (Goto, van de Geijn "
-        "2008), and its transcendental functions are slower than its memory",
+        "measured: a CPU starts nothing while it computes, packs the operands of its products before it multiplies (Goto, van de "
+        "Geijn 2008), and its transcendental functions are slower than its memory",
     ),
 )
