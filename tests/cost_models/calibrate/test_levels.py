@@ -158,8 +158,7 @@ def test_collectives_wait_for_ranks_that_compute(monkeypatch: pytest.MonkeyPatch
 def test_what_takes_long_is_timed_twice(
     seconds: float, product: float, calls: int, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices of 60.5 ms and at most eight rounds in half a second for each task; what is computed between
-    counts to the budget."""
+    """Slices of 60.5 ms and at most eight rounds in half a second for each task; what is computed between counts too."""
     from autopar.cost_models.calibrate import measure_rank
 
     now, made = [0.0], [0]
