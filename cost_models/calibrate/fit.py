@@ -46,6 +46,7 @@ def fit_cluster(name: str, processes: int, run: CalibrationRun, day: str = "") -
     algorithms = ("ring", "tree", "switch") if on_gpu else ("ring",)
     if processes > 1:
         link = fit_link(link, processes, device.launch_seconds, run.collectives, on_gpu)
+        link = replace(link, measured=link.measured + measured_tables(processes, run.narrower))
     cluster = Cluster(
         name,
         device,
@@ -180,12 +181,12 @@ def fit_link(link: Link, size: int, launch_seconds: float, run: Sequence[Timing]
 
 
 def measured_tables(width: int, run: Sequence[Timing]) -> tuple[MeasuredCollective, ...]:
-    """The table of each kind among `width` neighbours that was timed with several message sizes. Seconds that fall from one size
-    to a larger one are noise, which is averaged."""
-    points: dict[str, dict[float, float]] = {}
+    """The table of each kind among `width` neighbours (or as many as a timing says) that was timed with several message sizes.
+    Seconds that fall from one size to a larger one are noise, which is averaged."""
+    points: dict[tuple[str, int], dict[float, float]] = {}
     for each in run:
-        points.setdefault(each.name, {})[each.work] = float(f"{each.seconds:.6g}")
-    return tuple(MeasuredCollective(kind, width, rising(found.items())) for kind, found in points.items() if len(found) > 1)
+        points.setdefault((each.name, each.width or width), {})[each.work] = float(f"{each.seconds:.6g}")
+    return tuple(MeasuredCollective(*which, rising(found.items())) for which, found in points.items() if len(found) > 1)
 
 
 def _fit_alpha_beta(link: Link, size: int, launch_seconds: float, run: Sequence[Timing]) -> tuple[float, float]:

@@ -58,11 +58,13 @@ def thorough_effort() -> Effort:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one call. `work` is FLOPs or bytes."""
+    """Seconds of one call. `work` is FLOPs or bytes. `width`: of a collective in groups of so many neighbours at once (0: among
+    all ranks)."""
 
     name: str
     work: float
     seconds: float
+    width: int = 0
 
     @property
     def rate(self) -> float:
@@ -80,6 +82,7 @@ class CalibrationRun:
     spread: by which share the median round took longer than the one that counts, for the median operation.
     contention: share of the cores that a large collective uses, which compute that overlaps with it lacks.
     parts: what was measured, and how many seconds that took.
+    narrower: collectives of groups, which are as wide as a mesh axis may be.
     """
 
     facts: dict[str, Any]
@@ -89,6 +92,7 @@ class CalibrationRun:
     spread: float = 0.0
     contention: float = 0.0
     parts: tuple[tuple[str, float], ...] = ()
+    narrower: tuple[Timing, ...] = ()
 
     @property
     def everything(self) -> tuple[Timing, ...]:
@@ -101,7 +105,8 @@ class CalibrationRun:
         operations, collectives = (tuple(Timing(**each) for each in data[key]) for key in ("operations", "collectives"))
         slowdown, spread, contention = (float(data[key]) for key in ("slowdown", "spread", "contention"))
         parts = tuple((str(what), float(seconds)) for what, seconds in data.get("parts", ()))
-        return CalibrationRun(dict(data["facts"]), operations, collectives, slowdown, spread, contention, parts)
+        narrower = tuple(Timing(**each) for each in data.get("narrower", ()))
+        return CalibrationRun(dict(data["facts"]), operations, collectives, slowdown, spread, contention, parts, narrower)
 
     def faster(self, other: CalibrationRun) -> CalibrationRun:
         """The faster seconds of each timing: only a disturbance makes a run slower. This run where the two timed different
@@ -113,7 +118,7 @@ class CalibrationRun:
             for mine, others in ((self.operations, other.operations), (self.collectives, other.collectives))
         ]
         slowdown, spread, contention = map(min, _quality(self), _quality(other))
-        return CalibrationRun(self.facts, pairs[0], pairs[1], slowdown, spread, contention, self.parts)
+        return CalibrationRun(self.facts, pairs[0], pairs[1], slowdown, spread, contention, self.parts, self.narrower)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,15 +222,16 @@ def merge_ranks(each: list[dict[str, Any]], wire: bool = False) -> CalibrationRu
         used, passed = counted(own["collectives", index]), counted(clock["collectives", index])
         waiting = (slowdown - 1) * used if item["work"] < WIRE_BYTES else 0.0
         seconds = max(used, passed / slowdown, passed - waiting if wire else 0.0)
-        collectives.append(Timing(item["name"], item["work"], seconds))
+        collectives.append(Timing(item["name"], item["work"], seconds, item.get("width", 0)))
     spread = median(median(same) / counted(same) for same in own.values()) - 1
-    large = [each.work >= LARGE_BYTES for each in collectives]
+    large = [each.work >= LARGE_BYTES and not each.width for each in collectives]
     uses = [counted(own["collectives", i]) / collectives[i].seconds for i, counts in enumerate(large) if counts]
     contention = median(uses) if uses and facts["kind"] == "cpu" else 0.0
     return CalibrationRun(
         facts=facts,
         operations=tuple(operations),
-        collectives=tuple(collectives),
+        collectives=tuple(each for each in collectives if not each.width),
+        narrower=tuple(each for each in collectives if each.width),
         slowdown=slowdown,
         spread=spread,
         contention=contention,

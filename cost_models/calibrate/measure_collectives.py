@@ -24,12 +24,25 @@ Collective = tuple[str, float, Callable[[], object]]
 """Kind, bytes of the whole tensor (of a message: what is sent), and a call."""
 
 
-def collective_calls(device: torch.device, size: int, thorough: bool) -> Iterator[Collective]:
-    """Each kind and message size over all ranks."""
+def collective_calls(
+    device: torch.device, size: int, thorough: bool, group: dist.ProcessGroup | None = None
+) -> Iterator[Collective]:
+    """Each kind and message size over the `size` ranks of `group`, by default all."""
     for full in SIZES if thorough else SMALL_SIZES:
-        yield from calls_of_size(device, size, full)
+        yield from calls_of_size(device, size, full, group)
     for full in SIZES if thorough else SMALL_STATE_SIZES:
-        yield from state_calls_of_size(device, size, full)
+        yield from state_calls_of_size(device, size, full, group)
+
+
+def narrower_groups(size: int) -> Iterator[tuple[int, dist.ProcessGroup]]:
+    """For each power of 2 below `size` that divides it, the group of so many neighbours that this rank is in. All groups of a
+    width communicate at once, as those of a mesh axis do."""
+    width = 2
+    while width < size and size % width == 0:
+        group, _ = dist.new_subgroups(width)
+        assert group is not None
+        yield width, group
+        width *= 2
 
 
 def calls_of_size(device: torch.device, size: int, full: int, group: dist.ProcessGroup | None = None) -> Iterator[Collective]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.cost_models.calibrate.measure import Effort, available_cores, counted, machine_memory_bytes
-from autopar.cost_models.calibrate.measure_collectives import collective_calls
+from autopar.cost_models.calibrate.measure_collectives import collective_calls, narrower_groups
 from autopar.cost_models.calibrate.measure_operations import operation_calls
 
 _LEAST = 1e-7
@@ -41,6 +41,7 @@ class TimedCall:
     calls: int = 1
     rounds: int = 1
     between: TimedCall | None = None
+    width: int = 0
     clock: list[float] = field(default_factory=list)
     own: list[float] = field(default_factory=list)
 
@@ -50,7 +51,7 @@ class TimedCall:
         base_clock, base_own = (counted(self.between.clock), counted(self.between.own)) if self.between else (0.0, 0.0)
         own = [max(_LEAST, each - base_own) for each in self.own]
         clock = [max(used, each - base_clock) for used, each in zip(own, self.clock, strict=True)]
-        return {"name": self.name, "work": self.work, "clock": clock, "own": own}
+        return {"name": self.name, "work": self.work, "width": self.width, "clock": clock, "own": own}
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,9 @@ def _measure(bench: RankBenchmark, size: int) -> dict[str, Any]:
     if size > 1:
         between = bench.between()
         sent = [TimedCall(*each, between=between) for each in collective_calls(bench.device, size, bench.effort.thorough)]
+        for width, group in narrower_groups(size) if bench.effort.thorough else ():
+            calls = collective_calls(bench.device, width, True, group)
+            sent += [TimedCall(*each, between=between, width=width) for each in calls]
         parts.append(("collectives", bench.rounds("collectives", sent, (0.5, 1.0))))
     plain = [[task.to_dict() for task in tasks] for tasks in (made, sent)]
     return {"facts": device_facts(bench.device, size), "operations": plain[0], "collectives": plain[1], "parts": parts}
