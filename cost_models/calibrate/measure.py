@@ -1,7 +1,8 @@
 """Runs one process per rank, which measure at the same time, as in training; and merges their timings.
 
 Each operation and collective is timed in short slices, one slice per round, so that a disturbance affects one round of
-everything and not every round of one operation; of the rounds a fast one counts (`QUANTILE`). Every slice starts on all ranks
+everything and not every round of one operation; of the rounds of an operation a fast one counts (`QUANTILE`), of a collective,
+which waits for the slowest rank in every step too, the median. Every slice starts on all ranks
 together, since they share memory and perhaps cores (then collectives are timed between products: `RankBenchmark.between`).
 On a CPU an operation's seconds are its processor time, times the ranks over the cores that they share: other programs do not
 count. A collective also waits: its seconds are wall-clock seconds divided by the slowdown of the operations
@@ -219,7 +220,7 @@ def merge_ranks(each: list[dict[str, Any]], wire: bool = False) -> CalibrationRu
     for index, item in enumerate(each[0]["operations"]):
         operations.append(Timing(item["name"], item["work"], counted(own["operations", index])))
     for index, item in enumerate(each[0]["collectives"]):
-        used, passed = counted(own["collectives", index]), counted(clock["collectives", index])
+        used, passed = median(own["collectives", index]), median(clock["collectives", index])
         waiting = (slowdown - 1) * used if item["work"] < WIRE_BYTES else 0.0
         seconds = max(used, passed / slowdown, passed - waiting if wire else 0.0)
         collectives.append(Timing(item["name"], item["work"], seconds, item.get("width", 0)))

@@ -10,22 +10,21 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autopar.cost_models.calibrate.measure import Effort, available_cores, counted, machine_memory_bytes
+from autopar.cost_models.calibrate.measure import Effort, available_cores, machine_memory_bytes
 from autopar.cost_models.calibrate.measure_collectives import collective_calls, narrower_groups
 from autopar.cost_models.calibrate.measure_operations import operation_calls
 
 _LEAST = 1e-7
 BETWEEN_CALLS = 8
-LEAST_TIMINGS = 2
-"""Of each task: buffers that are as large as none before get new pages once."""
-
 LEAST_ROUNDS = 3
-"""Into so many the budget of a task is divided, where one call with the computation before it does not take more."""
+"""Of each task while there is time: buffers that are as large as none before get new pages once. Its budget is divided into so
+many, where one call with the computation before it does not take more."""
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class TimedCall:
     def to_dict(self) -> dict[str, Any]:
         """What is merged over ranks: seconds without those of `between`, which are the same in all rounds and so better known
         than those of one round."""
-        base_clock, base_own = (counted(self.between.clock), counted(self.between.own)) if self.between else (0.0, 0.0)
+        base_clock, base_own = (median(self.between.clock), median(self.between.own)) if self.between else (0.0, 0.0)
         own = [max(_LEAST, each - base_own) for each in self.own]
         clock = [max(used, each - base_clock) for used, each in zip(own, self.clock, strict=True)]
         return {"name": self.name, "work": self.work, "width": self.width, "clock": clock, "own": own}
@@ -150,7 +149,7 @@ class RankBenchmark:
         if task.between is not None:
             calls = min(calls, budget_seconds / (LEAST_ROUNDS * whole))
         task.calls = max(1, min(1000, int(calls)))
-        task.rounds = max(LEAST_TIMINGS, min(self.effort.rounds, int(budget_seconds / (task.calls * whole))))
+        task.rounds = max(LEAST_ROUNDS, min(self.effort.rounds, int(budget_seconds / (task.calls * whole))))
         if task.calls > 1:  # a single call is no slice
             task.clock.clear()
             task.own.clear()
