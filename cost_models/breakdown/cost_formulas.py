@@ -55,13 +55,15 @@ def operation_formulas(cost: OperationCost, costs: BlockCosts) -> Iterator[CostF
     elements = profile.transcendental_elements / prod(work_shards(plan.operands, plan.results, sizes))
     yield from _arithmetic(profile, plan, sizes, device, arithmetic[0])
     found = formula("compute.operation.cpu" if device.kind == "cpu" else "compute.operation")
-    rate = device.bandwidth_bytes_per_second * device.bandwidth_fraction
+    bandwidth, streams = device.bandwidth_bytes_per_second, device.bandwidth_fraction
+    if profile.packs and device.product_bytes_per_second:
+        bandwidth, streams = device.product_bytes_per_second, 1.0
     for index, name in enumerate(("forward", "backward")):
         values = {
             "arithmetic": arithmetic[index],
-            "traffic": streamed[index] * rate,
-            "bandwidth": device.bandwidth_bytes_per_second,
-            "streams": device.bandwidth_fraction,
+            "traffic": streamed[index] * bandwidth * streams,
+            "bandwidth": bandwidth,
+            "streams": streams,
             "elements": elements * (1, 2 * (streamed[1] > 0))[index] if device.transcendental_seconds else 0.0,
             "special": device.transcendental_seconds,
             "kernels": float(profile.kernels[index]),

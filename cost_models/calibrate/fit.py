@@ -9,7 +9,13 @@ from math import exp, log
 from operator import mul
 from typing import Any
 
-from autopar.cost_models.calibrate.measure import CalibrationRun, Timing
+from autopar.cost_models.calibrate.measure import (
+    PACKED,
+    PACKED_MATRICES,
+    PACKED_ROWS,
+    CalibrationRun,
+    Timing,
+)
 from autopar.cost_models.comm.alpha_beta import algorithm_cost
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.compute.kernels import TRANSCENDENTAL_BACKWARD
@@ -96,6 +102,7 @@ def fit_device(run: CalibrationRun) -> Device:
     sheet = known_device(facts["name"])
     peak = {**dict(sheet.peak), **{k: v for k, v in fastest.items() if k not in dict(sheet.peak)}} if sheet else fastest
     (stream,), (launch,), special = _timings("stream", run), _timings("launch.chain", run, ""), _timings("special", run)
+    packing = packing_rate(run)
     convolutions, causal = _timings(f"convolution.{main}", run), _timings("causal_attention", run)
     update, large_update = _timings("launch.update", run, ""), _timings("update", run)
     bandwidth = sheet.bandwidth_bytes_per_second if sheet else stream.rate
@@ -106,8 +113,9 @@ def fit_device(run: CalibrationRun) -> Device:
         memory_bytes=int(facts["memory_bytes"]),
         bandwidth_bytes_per_second=bandwidth,
         launch_seconds=launch.seconds / launch.work,
-        matmul_fraction=_reached_fraction(_timings(f"gemm.{main}", run), peak[main]),
+        matmul_fraction=_reached_fraction([_unpacked(each, packing) for each in _timings(f"gemm.{main}", run)], peak[main]),
         attention_fraction=_reached_fraction(_timings("attention", run), peak[main]),
+        product_bytes_per_second=packing,
         causal_attention_fraction=_reached_fraction(causal, peak[main]) if causal else 0.0,
         convolution_fraction=_reached_fraction(convolutions, peak[main]) if convolutions else 0.0,
         bandwidth_fraction=_reached_fraction([stream], bandwidth),
@@ -120,6 +128,24 @@ def fit_device(run: CalibrationRun) -> Device:
         update_bytes_per_second=large_update[0].rate if large_update else 0.0,
         communicator_bytes=0 if facts["kind"] == "cpu" else COMMUNICATOR_BYTES,
     )
+
+
+def packing_rate(run: CalibrationRun) -> float:
+    """Bytes per second: what products of few rows take beyond their arithmetic is their traffic (0 where none were timed)."""
+    products = [each.rate for each in _timings("gemm.float32", run)]
+    for each in _timings("packed_gemm", run, ""):
+        arithmetic = PACKED_MATRICES * 2.0 * PACKED_ROWS * PACKED**2 / max(products)
+        return each.work / max(each.seconds - arithmetic, 0.1 * each.seconds)
+    return 0.0
+
+
+def _unpacked(each: Timing, bytes_per_second: float) -> Timing:
+    """A product ``gemm.dtype.MxKxN`` of float32 without the seconds of its traffic, at most half of it."""
+    if not bytes_per_second:
+        return each
+    m, k, n = map(int, each.name.split(".")[2].split("x"))
+    traffic = 4.0 * (m * k + k * n + m * n) / bytes_per_second
+    return replace(each, seconds=max(each.seconds - traffic, 0.5 * each.seconds))
 
 
 def known_device(name: str) -> Device | None:

@@ -5,7 +5,8 @@ everything and not every round of one operation; of the rounds of an operation a
 which waits for the slowest rank in every step too, the median. Every slice starts on all ranks
 together, since they share memory and perhaps cores (then collectives are timed between products: `RankBenchmark.between`).
 On a CPU an operation's seconds are its processor time, times the ranks over the cores that they share: other programs do not
-count. A collective also waits: its seconds are wall-clock seconds divided by the slowdown of the operations
+count. Shared cores are never shared evenly, and steps wait for the rank that has least of them: by how much longer than the mean
+its clock runs (median over everything) is part of an operation's seconds. A collective also waits: its seconds are wall-clock seconds divided by the slowdown of the operations
 (`CalibrationRun.slowdown`), and at least the processor time of all ranks over the cores.
 """
 
@@ -30,6 +31,9 @@ QUANTILE = 0.25
 TIME_LIMIT_SECONDS = 300.0
 LARGE_BYTES = 2**21
 """From here on a collective is bound by bandwidth."""
+
+PACKED_MATRICES, PACKED_ROWS, PACKED = 4, 16, 2048
+"""Products of few rows by square weights, which are packed for as long as the arithmetic takes, and are more than caches hold."""
 
 WIRE_BYTES = 2**17
 """From here on a collective over a link between machines is bound by that link."""
@@ -216,9 +220,13 @@ def merge_ranks(each: list[dict[str, Any]], wire: bool = False) -> CalibrationRu
     own = {(kind, index): rounds(kind, index, "own") for kind in counts for index in counts[kind]}
     clock = {(kind, index): rounds(kind, index, "clock") for kind in counts for index in counts[kind]}
     slowdown = max(1.0, median(sum(clock["operations", i]) / sum(own["operations", i]) for i in counts["operations"]))
+    skew = 1.0
+    if facts.get("ranks_per_core", 1.0) > 1:
+        pairs = [zip(*(one["operations"][i]["clock"] for one in each), strict=True) for i in counts["operations"]]
+        skew = median(max(same) / _mean(same) for rounds_of in pairs for same in rounds_of)
     operations, collectives = [], []
     for index, item in enumerate(each[0]["operations"]):
-        operations.append(Timing(item["name"], item["work"], counted(own["operations", index])))
+        operations.append(Timing(item["name"], item["work"], skew * counted(own["operations", index])))
     for index, item in enumerate(each[0]["collectives"]):
         used, passed = median(own["collectives", index]), median(clock["collectives", index])
         waiting = (slowdown - 1) * used if item["work"] < WIRE_BYTES else 0.0

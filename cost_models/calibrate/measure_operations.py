@@ -7,6 +7,8 @@ from functools import partial
 
 import torch
 
+from autopar.cost_models.calibrate.measure import PACKED, PACKED_MATRICES, PACKED_ROWS
+
 Operation = tuple[str, float, Callable[[], object]]
 """Name (``kind.what``), FLOPs or bytes, and a call. fit.py reads the names."""
 
@@ -28,6 +30,8 @@ def operation_calls(device: torch.device, thorough: bool) -> Iterator[Operation]
     for dtype in others:
         side = (4096 if dtype == torch.float16 else 2048) if cuda else 512 if dtype == torch.float64 else 192
         yield from _products(device, dtype, [(side, side, side)])
+    if not cuda:
+        yield from _packed_product()
     yield from _convolutions(device, main, thorough)
     yield from _attention(device, main, thorough)
     big = torch.ones(2**28 if cuda else 2**24, device=device)
@@ -60,6 +64,18 @@ def _products(device: torch.device, dtype: torch.dtype, shapes: list[tuple[int, 
         out = torch.empty(m, n, dtype=dtype, device=device)
         name = f"gemm.{str(dtype).removeprefix('torch.')}.{m}x{k}x{n}"
         yield name, 2.0 * m * k * n, partial(torch.mm, a, b.t(), out=out)
+
+
+def _packed_product() -> Iterator[Operation]:
+    x, weights = torch.randn(PACKED_ROWS, PACKED), [torch.randn(PACKED, PACKED) for _ in range(PACKED_MATRICES)]
+    out = torch.empty(PACKED_ROWS, PACKED)
+
+    def call() -> object:
+        for weight in weights:  # more than caches hold
+            torch.mm(x, weight.t(), out=out)
+        return out
+
+    yield "packed_gemm", 4.0 * PACKED_MATRICES * (PACKED * PACKED + 2 * PACKED_ROWS * PACKED), call
 
 
 def _convolutions(device: torch.device, dtype: torch.dtype, thorough: bool) -> Iterator[Operation]:

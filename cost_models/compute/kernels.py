@@ -135,6 +135,12 @@ def operation_seconds(device: Device, arithmetic_seconds: float, memory_seconds:
     return max(arithmetic_seconds, memory_seconds, launches)
 
 
+def product_memory_seconds(device: Device, accessed_bytes: float) -> float:
+    """Of a matrix product's operands and results, besides its arithmetic."""
+    rate = device.product_bytes_per_second
+    return accessed_bytes / rate if rate else streaming_seconds(device, accessed_bytes)
+
+
 def streaming_seconds(device: Device, accessed_bytes: float) -> float:
     """``bytes / (bandwidth x fraction)``."""
     return accessed_bytes / (device.bandwidth_bytes_per_second * device.bandwidth_fraction)

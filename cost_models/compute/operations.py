@@ -14,6 +14,7 @@ from autopar.cost_models.compute.kernels import (
     convolution_flops_per_second,
     operation_seconds,
     product_seconds,
+    product_memory_seconds,
     rows_aligned,
     streaming_seconds,
 )
@@ -107,6 +108,8 @@ class Profile:
     group_product: tuple[int, int, int, int] | None = None
     whole_attention: bool = False
     """Whether every query sees all keys."""
+    packs: bool = False
+    """Whether it is a matrix product, whose operands are packed on a CPU."""
     scaled: bool = False
     """Whether kernels of their own cast the operands to float8 (dynamic scaling)."""
 
@@ -139,6 +142,7 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
         writes = [2.0] * len(out)
         if op == "aten.embedding_bag":  # a row of the table for each id
             writes[0] = 1.0 + a[1][0] / max(1, out[0][0])
+    matrix = _matrix(op, a, out)
     return Profile(
         forward_flops=flops,
         backward_flops=2.5 * flops * backward if attention else products * flops,
@@ -152,7 +156,8 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
         kernels=(0 if op in VIEWS else 1, _kernels(op, products, back_results, flops > 0 and not attention)),
         dtype="float8" if op in FLOAT8 else operands[0].dtype if operands else node.outputs[0].dtype,
         attention=attention,
-        matrix=_matrix(op, a, out),
+        matrix=matrix,
+        packs=matrix is not None and not attention,
         experts=_experts_cost(node, a, operands[0].dtype) if op in EXPERTS else None,
         transcendental_elements=float(prod(a[0])) if op in TRANSCENDENTAL and a else 0.0,
         group_product=group_product(node, a, out),
@@ -230,7 +235,8 @@ def seconds_and_flops(
     )
     flops = known.forward_flops / work, known.backward_flops / work
     busy = _computing(known, plan, axis_sizes, device, flops)
-    traffic = streaming_seconds(device, forward), streaming_seconds(device, backward)
+    seconds_of = product_memory_seconds if known.packs else streaming_seconds
+    traffic = seconds_of(device, forward), seconds_of(device, backward)
     if device.transcendental_seconds and known.transcendental_elements:
         special = known.transcendental_elements / work * device.transcendental_seconds
         traffic = traffic[0] + special, traffic[1] + TRANSCENDENTAL_BACKWARD * special * (backward > 0)

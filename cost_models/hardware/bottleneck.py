@@ -48,6 +48,7 @@ def fastest_device(devices: list[Device]) -> Device:
         bandwidth_fraction=max(device.bandwidth_fraction for device in devices),
         matmul_fraction=max(device.matmul_fraction for device in devices),
         attention_fraction=max(device.attention_fraction for device in devices),
+        product_bytes_per_second=max(device.product_bytes_per_second for device in devices),
         causal_attention_fraction=max(device.attention_share(False) for device in devices),
         convolution_fraction=max(device.convolution_fraction or device.matmul_fraction for device in devices),
         launch_seconds=min(device.launch_seconds for device in devices),

@@ -21,6 +21,8 @@ class Device:
     peak: dense FLOP/s per dtype as the data sheet prints it (``float8`` stands for both of its formats).
     measured_peak: FLOP/s that the best matrix product of any shape was measured to reach, where known. No product is faster.
     matmul_fraction, attention_fraction: share of `peak` that matrix products and attention reach.
+    product_bytes_per_second: at which matrix products on a CPU read, pack and write their operands and results (0: as streaming
+        operations).
     causal_attention_fraction: what attention reaches where not every query sees all keys, of the FLOPs of those pairs alone
         (0: as other attention): kernels for CPUs compute masked scores too.
     convolution_fraction: share of `peak` that convolutions without groups reach (0: as matrix products).
@@ -63,6 +65,7 @@ class Device:
     measured_peak: tuple[tuple[str, float], ...] = ()
     convolution_fraction: float = 0.0
     causal_attention_fraction: float = 0.0
+    product_bytes_per_second: float = 0.0
     ranks_per_core: float = 1.0
 
     @property
