@@ -6,8 +6,9 @@ which waits for the slowest rank in every step too, the median. Every slice star
 together, since they share memory and perhaps cores (then collectives are timed between products: `RankBenchmark.between`).
 On a CPU an operation's seconds are its processor time, times the ranks over the cores that they share: other programs do not
 count. Shared cores are never shared evenly, and steps wait for the rank that has least of them: by how much longer than the mean
-its clock runs (median over everything) is part of an operation's seconds. A collective also waits: its seconds are wall-clock seconds divided by the slowdown of the operations
-(`CalibrationRun.slowdown`), and at least the processor time of all ranks over the cores.
+its clock runs (median over everything) is part of an operation's seconds. A collective also waits: its seconds are wall-clock
+seconds divided by the slowdown of the operations (`CalibrationRun.slowdown`), and at least the processor time of all ranks over
+the cores.
 """
 
 from __future__ import annotations

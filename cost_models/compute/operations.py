@@ -13,8 +13,8 @@ from autopar.cost_models.compute.kernels import (
     attention_seconds,
     convolution_flops_per_second,
     operation_seconds,
-    product_seconds,
     product_memory_seconds,
+    product_seconds,
     rows_aligned,
     streaming_seconds,
 )
