@@ -3,6 +3,7 @@ it. Those of all ranks together are predicted from the levels, not fitted: their
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost_models.calibrate.fit import (
@@ -11,14 +12,22 @@ from autopar.cost_models.calibrate.fit import (
     fit_device,
     fit_link,
     measured_overlap,
+    measured_tables,
     predicted_seconds,
 )
-from autopar.cost_models.calibrate.measure import LevelRuns, Timing
+from autopar.cost_models.calibrate.measure import WIRE_BYTES, LevelRuns, Timing
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Link
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.ir.mesh import Axis, Mesh
+
+
+def _without_bursts(run: Sequence[Timing]) -> list[Timing]:
+    """The smallest message of each kind, for the latency, and those that the link bounds: what lies between may pass within the
+    burst of a token bucket, faster than its rate."""
+    smallest = {each.name: min(other.work for other in run if other.name == each.name) for each in run}
+    return [each for each in run if each.work == smallest[each.name] or each.work >= WIRE_BYTES]
 
 
 def fit_levels(found: LevelRuns, day: str = "") -> Calibration:
@@ -33,8 +42,11 @@ def fit_levels(found: LevelRuns, day: str = "") -> Calibration:
     inside = 1
     for devices, run in found.levels:
         width = devices // inside
-        name = ("nvlink" if on_gpu else "loopback") if devices <= size // found.nodes else f"network{devices}"
-        link = fit_link(Link(name, devices, 1e9, 1e-6), width, device.launch_seconds, run.collectives, on_gpu)
+        wire = devices > size // found.nodes
+        name = f"network{devices}" if wire else "nvlink" if on_gpu else "loopback"
+        fitted = _without_bursts(run.collectives) if wire else run.collectives
+        link = fit_link(Link(name, devices, 1e9, 1e-6), width, device.launch_seconds, fitted, on_gpu)
+        link = replace(link, measured=measured_tables(width, run.collectives))
         links.append(link)
         timings += [replace(each, name=f"{each.name} over {name}") for each in run.collectives]
         ratios += [predicted_seconds(link, width, device.launch_seconds, each) / each.seconds for each in run.collectives]
