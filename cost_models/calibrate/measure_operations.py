@@ -14,6 +14,8 @@ CHAIN = 32
 TRANSCENDENTAL_CHAIN = 8
 UPDATED, UPDATE_PASSES = 16, 10.0
 """Tensors, and what `optimizer_named` counts of AdamW: two accesses a pass."""
+FRESH = 2**24
+"""Numbers of a tensor that is above the C library's mmap threshold, so that its pages are new each time."""
 LARGE_UPDATED = (2**20, 2**20, 2**20, 2**20, 2**22)
 """Numbers of the parameters of `_large_update`: half of them in tensors that the C library keeps when they are freed, half in a
 larger one."""
@@ -35,6 +37,8 @@ def operation_calls(device: torch.device, thorough: bool) -> Iterator[Operation]
     yield "special.gelu", float(TRANSCENDENTAL_CHAIN * few.numel()), _transcendental(few)
     if not cuda:
         yield "launch.update", UPDATED * UPDATE_PASSES, _update()
+        yield "pages.new", 4.0 * FRESH, lambda: torch.empty(FRESH).fill_(1.0)
+        yield "pages.old", 4.0 * FRESH, partial(torch.ones(FRESH).fill_, 1.0)
         yield "update.adamw", 4.0 * 2 * UPDATE_PASSES * sum(LARGE_UPDATED), _large_update()
     yield "launch.chain", 2.0 * CHAIN, _chain(device)
     if cuda:

@@ -56,11 +56,13 @@ def fastest_stage_cluster(cluster: Cluster, stages: int) -> Cluster:
 
 def cluster_for_bounds(cluster: Cluster) -> Cluster:
     """A cluster on which no plan takes longer than on `cluster`, and a batch at once is never slower than in micro-batches, which
-    the bounds of solve/bounds rest on: measured tables without what makes a large message dearer than several small ones. State,
-    whose messages do not depend on the number of micro-batches, keeps its prices. `cluster` itself where that changes nothing."""
-    if not any(link.measured for link in cluster.links):
+    the bounds of solve/bounds rest on: measured tables without what makes a large message dearer than several small ones, and no
+    fresh pages. State, whose messages do not depend on the number of micro-batches, keeps its prices. `cluster` itself where that
+    changes nothing."""
+    device = replace(cluster.device, fresh_page_bytes_per_second=0.0)
+    if device == cluster.device and not any(link.measured for link in cluster.links):
         return cluster
-    return replace(cluster, links=tuple(map(_link_for_bounds, cluster.links)))
+    return replace(cluster, device=device, links=tuple(map(_link_for_bounds, cluster.links)))
 
 
 def _link_for_bounds(link: Link) -> Link:
