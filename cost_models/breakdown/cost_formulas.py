@@ -70,16 +70,18 @@ def operation_formulas(cost: OperationCost, costs: BlockCosts) -> Iterator[CostF
             "launch": device.launch_seconds,
         }
         values = {key: values[key] for key in found.names}
+        fresh = pages[0][index] - pages[1][index]
         if found.value(values):
-            yield CostFormula(name, found.value(values), found.explain(values))
-        if fresh := pages[0][index] - pages[1][index]:
+            spelling = f"{name} without fresh pages" if fresh else name
+            yield CostFormula(spelling, found.value(values), found.explain(values))
+        if fresh:
             yield _with_fresh_pages(name, found.value(values), fresh, whole)
 
 
 def _with_fresh_pages(name: str, work_seconds: float, page_seconds: float, device: Device) -> CostFormula:
     found, rate = formula("compute.fresh_pages"), device.fresh_page_bytes_per_second
     values = {"work": work_seconds, "fresh": page_seconds * rate, "pages": rate}
-    return CostFormula(f"{name} with fresh pages", found.value(values), found.explain(values))
+    return CostFormula(name, found.value(values), found.explain(values))
 
 
 def _arithmetic(
