@@ -17,18 +17,21 @@ from autopar.cost_models.step.evaluate import evaluate
 from autopar.cost_models.step.stage_devices import cluster_for_bounds
 from autopar.explain.ranking import operation_rows, row_formulas
 from autopar.ir.graph import Node, Ref, Value
-from autopar.ir.placement import Invariant, Shard
+from autopar.ir.placement import Invariant, Placement, Shard
 from autopar.ir.plan import NodePlan
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
 
 LOCAL = Cluster.parse("local:4")
 RATE = 2e9
+REDUNDANT = Invariant()
 FRESH = replace(LOCAL, device=replace(LOCAL.device, fresh_page_bytes_per_second=RATE))
 MIB = 2**20
 
 
-def longer(op: str, shapes: list[tuple[int, ...]], out: tuple[int, ...], sizes: tuple[int, ...] = (1,), at=Invariant()) -> tuple[float, float]:  # fmt: skip
+def longer(
+    op: str, shapes: list[tuple[int, ...]], out: tuple[int, ...], sizes: tuple[int, ...] = (1,), at: Placement = REDUNDANT
+) -> tuple[float, float]:
     """MiB of fresh pages in forward and backward of an operation whose operands need gradients."""
     values = {f"x{index}": Value(f"x{index}", shape, "float32", True) for index, shape in enumerate(shapes)}
     node = Node(op, tuple(map(Ref, values)), (), (Value("y", out, "float32", True),))
