@@ -42,13 +42,15 @@ def collective_formulas(cost: CollectiveCost) -> Iterator[CostFormula]:
 def operation_formulas(cost: OperationCost, costs: BlockCosts) -> Iterator[CostFormula]:
     """Arithmetic of the forward, then forward and backward as a whole. `costs` are those of the operation's block."""
     plan, profile = cost.plan, costs.profile(cost.plan.node)
-    device, sizes = costs.cluster.device, costs.mesh.sizes
+    whole, sizes = costs.cluster.device, costs.mesh.sizes
+    device = replace(whole, fresh_page_bytes_per_second=0.0)
     if profile.experts is not None:
         return
     unlaunched = replace(profile, kernels=(0, 0), transcendental_elements=0.0)
     without_memory = replace(
         unlaunched, operand_bytes=(0,) * len(profile.operand_bytes), result_bytes=(0,) * len(profile.result_bytes)
     )
+    pages = [seconds_and_flops(profile, plan, sizes, each)[:2] for each in (whole, device)]
     without_flops = replace(unlaunched, forward_flops=0.0, backward_flops=0.0, matrix=None)
     arithmetic = seconds_and_flops(without_memory, plan, sizes, device)[:2]
     streamed = seconds_and_flops(without_flops, plan, sizes, device)[:2]
@@ -70,8 +72,18 @@ def operation_formulas(cost: OperationCost, costs: BlockCosts) -> Iterator[CostF
             "launch": device.launch_seconds,
         }
         values = {key: values[key] for key in found.names}
+        fresh = pages[0][index] - pages[1][index]
         if found.value(values):
-            yield CostFormula(name, found.value(values), found.explain(values))
+            spelling = f"{name} without fresh pages" if fresh else name
+            yield CostFormula(spelling, found.value(values), found.explain(values))
+        if fresh:
+            yield _with_fresh_pages(name, found.value(values), fresh, whole)
+
+
+def _with_fresh_pages(name: str, work_seconds: float, page_seconds: float, device: Device) -> CostFormula:
+    found, rate = formula("compute.fresh_pages"), device.fresh_page_bytes_per_second
+    values = {"work": work_seconds, "fresh": page_seconds * rate, "pages": rate}
+    return CostFormula(name, found.value(values), found.explain(values))
 
 
 def _arithmetic(

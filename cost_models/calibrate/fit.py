@@ -127,6 +127,7 @@ def fit_device(run: CalibrationRun) -> Device:
         update_seconds=update[0].seconds / update[0].work if update else 0.0,
         update_bytes_per_second=large_update[0].rate if large_update else 0.0,
         communicator_bytes=0 if facts["kind"] == "cpu" else COMMUNICATOR_BYTES,
+        fresh_page_bytes_per_second=_fresh_page_rate(run),
     )
 
 
@@ -146,6 +147,14 @@ def _unpacked(each: Timing, bytes_per_second: float) -> Timing:
     m, k, n = map(int, each.name.split(".")[2].split("x"))
     traffic = 4.0 * (m * k + k * n + m * n) / bytes_per_second
     return replace(each, seconds=max(each.seconds - traffic, 0.5 * each.seconds))
+
+
+def _fresh_page_rate(run: CalibrationRun) -> float:
+    """Bytes per second of what a write to new memory takes longer than one to memory that is there; 0 where it was not timed, or
+    takes no longer."""
+    new, old = _timings("pages.new", run, ""), _timings("pages.old", run, "")
+    longer = new[0].seconds - old[0].seconds if new and old else 0.0
+    return float(f"{new[0].work / longer:.4g}") if longer > 0 else 0.0
 
 
 def known_device(name: str) -> Device | None:

@@ -54,7 +54,7 @@ class Effort:
 
 def quick_effort() -> Effort:
     """A few seconds: for ``local:N`` on first use."""
-    return Effort(rounds=5, slice_seconds=0.03, thorough=False, limit_seconds=4.0)
+    return Effort(rounds=5, slice_seconds=0.03, thorough=False, limit_seconds=6.0)
 
 
 def thorough_effort() -> Effort:

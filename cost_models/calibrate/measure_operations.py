@@ -19,6 +19,8 @@ UPDATED, UPDATE_PASSES = 16, 10.0
 LARGE_UPDATED = (2**20, 2**20, 2**20, 2**20, 2**22, 2**22, 2**22)
 """Numbers of the parameters of `_large_update`: some in tensors that the C library keeps when they are freed, most in larger
 ones; together more than caches hold."""
+FRESH = 2**24
+"""Numbers of a tensor that is above the C library's mmap threshold, so that its pages are new each time."""
 
 
 def operation_calls(device: torch.device, thorough: bool) -> Iterator[Operation]:
@@ -40,6 +42,8 @@ def operation_calls(device: torch.device, thorough: bool) -> Iterator[Operation]
     yield "special.gelu", float(TRANSCENDENTAL_CHAIN * few.numel()), _transcendental(few)
     if not cuda:
         yield "launch.update", UPDATED * UPDATE_PASSES, _update()
+        yield "pages.new", 4.0 * FRESH, lambda: torch.empty(FRESH).fill_(1.0)
+        yield "pages.old", 4.0 * FRESH, partial(torch.ones(FRESH).fill_, 1.0)
         yield "update.adamw", 4.0 * 2 * UPDATE_PASSES * sum(LARGE_UPDATED), _large_update()
     yield "launch.chain", 2.0 * CHAIN, _chain(device)
     if cuda:

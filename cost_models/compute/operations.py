@@ -8,6 +8,7 @@ from math import prod
 
 from autopar.cost_models.compute.experts import ExpertsCost
 from autopar.cost_models.compute.float8 import scaling_seconds
+from autopar.cost_models.compute.fresh_pages import fresh_page_seconds
 from autopar.cost_models.compute.kernels import (
     TRANSCENDENTAL_BACKWARD,
     attention_seconds,
@@ -88,6 +89,7 @@ class Profile:
     matrix: shapes of a matrix product or of attention (None: the operation streams).
     transcendental_elements: elements of a transcendental function.
     group_product: of a convolution with groups, see `flops.group_product`.
+    temporaries, gradients: whether the forward makes a temporary, and the backward a gradient, as large as each operand.
     """
 
     forward_flops: float
@@ -112,6 +114,8 @@ class Profile:
     """Whether it is a matrix product, whose operands are packed on a CPU."""
     scaled: bool = False
     """Whether kernels of their own cast the operands to float8 (dynamic scaling)."""
+    temporaries: tuple[bool, ...] = ()
+    gradients: tuple[bool, ...] = ()
 
 
 def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
@@ -162,6 +166,8 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
         transcendental_elements=float(prod(a[0])) if op in TRANSCENDENTAL and a else 0.0,
         group_product=group_product(node, a, out),
         scaled=op == "ap.linear_float8_dynamic",
+        temporaries=tuple(op in LOSSES and index == 0 for index in range(len(a))),
+        gradients=tuple(need and accesses > 0 for need, accesses in zip(needed, back_operands, strict=True)),
         whole_attention=attention and argument(node, 5, "is_causal", False) is not True and argument(node, 99, "window") is None,
     )
 
@@ -244,6 +250,11 @@ def seconds_and_flops(
     if known.scaled:
         casts = scaling_seconds(device, sum(operands[:2]), results[0])
         first, second = first + casts[0], second + casts[1] * (backward > 0)
+    if device.fresh_page_bytes_per_second:
+        new = [size for size, writes in zip(results, known.forward_results, strict=True) if writes]
+        new += [size for size, is_new in zip(operands, known.temporaries, strict=False) if is_new]
+        gradients = (size for size, is_new in zip(operands, known.gradients, strict=False) if is_new)
+        first, second = first + fresh_page_seconds(device, new), second + fresh_page_seconds(device, gradients)
     return first, second, *flops
 
 

@@ -57,4 +57,14 @@ FORMULAS = (
         "measured: a CPU starts nothing while it computes, packs the operands of its products before it multiplies (Goto, van de "
         "Geijn 2008), and its transcendental functions are slower than its memory",
     ),
+    Formula(
+        "compute.fresh_pages",
+        "work + fresh/pages",
+        (
+            ("work", "seconds of compute.operation.cpu"),
+            ("fresh", "bytes of new tensors of 32 MiB and more"),
+            ("pages", "bytes per second at which the system maps new pages"),
+        ),
+        "mallopt(3), M_MMAP_THRESHOLD: freed memory of large tensors is not used again; measured",
+    ),
 )

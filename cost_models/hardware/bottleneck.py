@@ -55,6 +55,7 @@ def fastest_device(devices: list[Device]) -> Device:
         base_bytes=min(device.base_bytes for device in devices),
         communicator_bytes=min(device.communicator_bytes for device in devices),
         memory_margin=min(device.memory_margin for device in devices),
+        fresh_page_bytes_per_second=0.0,
     )
 
 

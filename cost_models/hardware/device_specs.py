@@ -42,6 +42,8 @@ class Device:
     update_seconds: one pass of an optimizer over a small distributed tensor on a CPU (0: as a launch).
     update_bytes_per_second: memory traffic of an update of large tensors on a CPU, whose temporary results are fresh pages (0: as
         other streaming operations).
+    fresh_page_bytes_per_second: at which a CPU's system maps the pages of new tensors, where they are so large that freed memory
+        is not used again (compute/fresh_pages.py), besides the traffic (0: no such cost).
     """
 
     name: str
@@ -67,6 +69,7 @@ class Device:
     causal_attention_fraction: float = 0.0
     product_bytes_per_second: float = 0.0
     ranks_per_core: float = 1.0
+    fresh_page_bytes_per_second: float = 0.0
 
     @property
     def budget_bytes(self) -> int:

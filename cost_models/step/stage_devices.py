@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopar.cost_models.hardware.bottleneck import bottleneck_device, fastest_device
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.device_specs import Link, NodeGroup
+from autopar.cost_models.hardware.device_specs import Device, Link, NodeGroup
 from autopar.cost_models.hardware.measured_collectives import STATE_KINDS
 from autopar.errors import PlanError
 
@@ -56,11 +56,17 @@ def fastest_stage_cluster(cluster: Cluster, stages: int) -> Cluster:
 
 def cluster_for_bounds(cluster: Cluster) -> Cluster:
     """A cluster on which no plan takes longer than on `cluster`, and a batch at once is never slower than in micro-batches, which
-    the bounds of solve/bounds rest on: measured tables without what makes a large message dearer than several small ones. State,
-    whose messages do not depend on the number of micro-batches, keeps its prices. `cluster` itself where that changes nothing."""
-    if not any(link.measured for link in cluster.links):
-        return cluster
-    return replace(cluster, links=tuple(map(_link_for_bounds, cluster.links)))
+    the bounds of solve/bounds rest on: measured tables without what makes a large message dearer than several small ones, and no
+    fresh pages. State, whose messages do not depend on the number of micro-batches, keeps its prices. `cluster` itself where that
+    changes nothing."""
+    device, links = _part_for_bounds(cluster.device, cluster.links)
+    groups = tuple(NodeGroup(*_part_for_bounds(group.device, group.links), group.size) for group in cluster.groups)
+    found = replace(cluster, device=device, links=links, groups=groups)
+    return cluster if found == cluster else found
+
+
+def _part_for_bounds(device: Device, links: tuple[Link, ...]) -> tuple[Device, tuple[Link, ...]]:
+    return replace(device, fresh_page_bytes_per_second=0.0), tuple(map(_link_for_bounds, links))
 
 
 def _link_for_bounds(link: Link) -> Link:

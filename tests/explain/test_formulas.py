@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from support.models.solver_graphs import llama_graph
 
 from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.measured_collectives import KINDS, STATE_KINDS, MeasuredCollective, PiecewiseLinear
 from autopar.explain.ranking import collective_rows, operation_rows, row_formulas
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
@@ -18,10 +20,18 @@ def printed(text: str) -> float:
     return float(re.findall(r"= ([-+.e\d]+) seconds", text)[-1])
 
 
-@pytest.fixture(scope="module", params=["dgx-h100:1", "local:4"])
+def with_tables(cluster: Cluster) -> Cluster:
+    """Every kind of collective as it was measured among four."""
+    table = PiecewiseLinear((2.0**12, 2.0**20, 2.0**26), (1e-3, 5e-3, 2.0))
+    measured = tuple(MeasuredCollective(kind, 4, table) for kind in (*KINDS, *STATE_KINDS))
+    return replace(cluster, links=(replace(cluster.links[0], measured=measured),))
+
+
+@pytest.fixture(scope="module", params=["dgx-h100:1", "local:4", "local:4 measured"])
 def priced(request):
     graph = llama_graph(layers=3, batch=16, seq=256, hidden=512, heads=8, kv_heads=4, ffn=1024)
-    cluster = Cluster.parse(request.param)
+    name, _, measured = request.param.partition(" ")
+    cluster = with_tables(Cluster.parse(name)) if measured else Cluster.parse(name)
     wanted = FixedConfiguration(tp=2, sequence_parallel=True, zero=3, micro_batches=2)
     candidate = fixed_candidate(graph, cluster, wanted)
     return graph, cost_breakdown(graph, candidate, cluster, "adamw")

@@ -50,6 +50,7 @@ def run_of(link: Link, kind: str = "cpu", launch: float = 1e-5, noise: float = 0
         Timing("launch.chain", 64.0, 64 * launch),
         *([Timing("packed_gemm", 1e9, 4 * 2 * 16 * 2048**2 / 1e11 + 0.2)] if kind == "cpu" else []),
         *([Timing("launch.update", 160.0, 160 * 3 * launch), Timing("update.adamw", 1e9, 0.25)] if kind == "cpu" else []),
+        *([Timing("pages.new", 6e7, 0.03), Timing("pages.old", 6e7, 0.01)] if kind == "cpu" else []),
         *((Timing("host.read", 1e9, 0.05), Timing("host.write", 1e9, 0.1)) if kind == "cuda" else ()),
     ]
     sent = [
@@ -79,6 +80,7 @@ def test_a_known_machine_is_recovered() -> None:
     assert device.attention_fraction == pytest.approx(0.25) and device.bandwidth_bytes_per_second == pytest.approx(1e10)
     assert device.launch_seconds == pytest.approx(1e-5) and found.cluster.host is None
     assert (device.update_seconds, device.update_bytes_per_second) == pytest.approx((3e-5, 4e9))
+    assert device.fresh_page_bytes_per_second == pytest.approx(3e9), "20 ms longer for 60 MB"
 
 
 def test_noise_of_a_fifth_moves_the_link_by_less() -> None:

@@ -12,6 +12,7 @@ import yaml
 from autopar.cost_models.hardware.bottleneck import bottleneck_of
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.cluster_file import in_human_units
+from autopar.cost_models.hardware.device_specs import NodeGroup
 from autopar.cost_models.hardware.measured_collectives import MeasuredCollective, PiecewiseLinear
 from autopar.cost_models.step.stage_devices import cluster_for_bounds
 from autopar.errors import ClusterError
@@ -93,4 +94,9 @@ def test_prices_for_bounds_and_of_several_links() -> None:
     (link,) = local.links
     measured = replace(local, links=(replace(link, measured=tables),))
     assert [each.for_bounds for each in cluster_for_bounds(measured).links[0].measured] == [True, False]
+    state = replace(local, links=(replace(link, measured=tables[1:]),))
+    assert cluster_for_bounds(state) is state
+    groups = (NodeGroup(replace(local.device, fresh_page_bytes_per_second=1e9), measured.links, 4),)
+    (group,) = cluster_for_bounds(replace(local, groups=groups)).groups
+    assert group.device == local.device and group.links == cluster_for_bounds(measured).links
     assert bottleneck_of([link, measured.links[0]]).measured == () and bottleneck_of([link, link]) == link

@@ -153,6 +153,20 @@ def test_the_envelope_of_a_price(table: PiecewiseLinear, low: float, high: float
         assert max(slope * size + start for slope, start in lines) == pytest.approx(table.at(size))
 
 
+def test_no_pipeline_is_below_its_bounds() -> None:
+    """Two stages of two ranks, each number of micro-batches forced in turn: what the search of all of them knows of a point is
+    below what is found there."""
+    graph, cluster, force = small(64), measured(CONVEX), {"pp": 2, "tp": 2}
+    every = search(graph, cluster, SearchOptions(force=force))
+    bounds = {each.micro_batches: each.bound_seconds for each in every.solutions if each.stages == 2 and each.evaluation is None}
+    assert len(bounds) > 1
+    for micro_batches, bound in bounds.items():
+        found = search(graph, cluster, SearchOptions(force={**force, "micro": graph.batch // micro_batches}))
+        assert found.candidate.micro_batches == micro_batches
+        assert bound <= found.evaluation.step_seconds * (1 + 1e-9)
+        assert every.lower_bound_seconds <= found.evaluation.step_seconds * (1 + 1e-9)
+
+
 def test_the_tables_of_bounds_are_their_own() -> None:
     cluster = measured(CONVEX)
     tables = ProblemTables(small(), cluster, SearchOptions(), default_registry())
