@@ -149,6 +149,8 @@ def _level_timings(bench: RankBenchmark, level: _LevelGroup, what: str, share: t
     out: list[TimedCall] = []
     (begin, end), products = share, bench.between()
     for index, full in enumerate(SIZES):
+        if level.wire and index and full // level.width < WIRE_BYTES:
+            continue  # a token bucket's burst would carry all of it, which says nothing of the bandwidth
         made = [*calls_of_size(bench.device, level.width, full, level.group)]
         if not level.wire:  # beside a network copies are small
             made += state_calls_of_size(bench.device, level.width, full, level.group)
