@@ -62,13 +62,13 @@ class StageRelaxation:
     problem: Problem
     relaxed: RelaxedCalls
 
-    def at_least(self, points: Sequence[GridPoint], options: Sequence[ScheduleOption], best_seconds: float) -> float:
-        """The least step of `points`, which differ in `zero_group` only, with each of `options`, or `best_seconds` where that is
-        less; infinite where nothing fits. Schedules with the smallest bubbles come first, which are seldom ruled out."""
+    def at_least(self, points: Sequence[GridPoint], options: Sequence[ScheduleOption], enough_seconds: float) -> float:
+        """The least step of `points`, which differ in `zero_group` only, with each of `options`, or `enough_seconds` where that
+        is less; infinite where nothing fits. Schedules with the smallest bubbles come first, which are seldom ruled out."""
         point, least = points[0], min(map(self.under_any_schedule, points))
-        if least >= best_seconds:
+        if least >= enough_seconds:
             return least
-        bound, (calls, limits) = best_seconds, self._program_inputs(points)
+        bound, (calls, limits) = enough_seconds, self._program_inputs(points)
         for option in sorted(options, key=lambda each: each.bubble_passes):
             if bound <= least:
                 break

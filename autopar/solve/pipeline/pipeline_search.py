@@ -145,7 +145,7 @@ class PipelineSearch:
         together, done = self._alike(), set[tuple[GridPoint, ...]]()
 
         def sharpened(members: tuple[GridPoint, ...]) -> tuple[float, RelaxedCalls]:
-            return self.sharp_bound(members, best_seconds()), self._relaxed[self._family(members[0])]
+            return self.sharp_bound(members, enough), self._relaxed[self._family(members[0])]
 
         with Lookahead(sharpened, self.options.processes) as ahead:
             while self.seconds_left() > 0:
@@ -213,8 +213,8 @@ class PipelineSearch:
         relaxed = replace(rough.relaxed, flow_seconds=flow_seconds, calls=calls)
         return replace(rough, relaxed=relaxed).under_any_schedule(point)
 
-    def sharp_bound(self, members: Sequence[GridPoint], best_seconds: float) -> float:
-        """Of points that differ in `zero_group` only."""
+    def sharp_bound(self, members: Sequence[GridPoint], enough_seconds: float) -> float:
+        """Of points that differ in `zero_group` only; `enough_seconds` where it is above that for each schedule."""
         point = members[0]
         problem, key = self.problem(point), self._family(point)
         if key not in self._relaxed:
@@ -223,7 +223,7 @@ class PipelineSearch:
             options = schedule_options(self.graph, point, self.options.force, self.options.schedule)
         except PlanError:  # too few micro-batches for a forced schedule
             return inf
-        return StageRelaxation(problem, self._relaxed[key]).at_least(members, options, best_seconds)
+        return StageRelaxation(problem, self._relaxed[key]).at_least(members, options, enough_seconds)
 
     def bounds(self) -> Iterable[float]:
         """Below every pipeline of each point that is not shown to be infeasible."""
