@@ -71,13 +71,15 @@ def _without_duals() -> Any:
 def _result(found: Any) -> SolverResult:
     ending = found.termination
     bound = ending.objective_bounds.dual_bound if ending.HasField("objective_bounds") else -float("inf")
-    primal = found.solutions[0].primal_solution if found.solutions else None
-    feasible = primal is not None and primal.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE
+    values, objective = None, float("inf")
+    if found.solutions and found.solutions[0].primal_solution.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE:
+        primal = found.solutions[0].primal_solution
+        values, objective = tuple(primal.variable_values.values), primal.objective_value  # ids ascend, as variables do
     return SolverResult(
         infeasible=ending.reason in _INFEASIBLE,
         optimal=ending.reason == result_pb2.TERMINATION_REASON_OPTIMAL,
-        values=tuple(primal.variable_values.values) if feasible else None,  # in the order of the variables: their ids ascend
-        objective=primal.objective_value if feasible else float("inf"),
+        values=values,
+        objective=objective,
         bound=bound,
     )
 
