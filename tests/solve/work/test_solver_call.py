@@ -109,3 +109,15 @@ def test_dual_values_and_reduced_costs_are_not_sent(monkeypatch: pytest.MonkeyPa
     without, with_duals = (each.solutions[0].dual_solution for each in answers)
     assert not without.dual_values.ids and not without.reduced_costs.ids
     assert len(with_duals.dual_values.ids) == 15 and len(with_duals.reduced_costs.ids) == 25
+
+
+def test_columns_and_rows_in_bulk_are_those_added_one_by_one() -> None:
+    bulk, single = LinearModel(), LinearModel()
+    paid, flow = bulk.shares(4, integer=True), bulk.shares(4)
+    bulk.row({paid[0]: 1.0, paid[1]: 0.0, paid[2]: 2.0}, 1.0, 3.0)
+    bulk.at_least_each(paid, flow)
+    assert paid == [single.binary() for _ in paid] and flow == [single.variable(1.0) for _ in flow]
+    single.row([(paid[0], 1.0), (paid[2], 2.0)], 1.0, 3.0)
+    for more, less in zip(paid, flow, strict=True):
+        single.row([(more, 1.0), (less, -1.0)], 0.0, INFINITY)
+    assert bulk == single
