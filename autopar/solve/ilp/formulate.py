@@ -6,7 +6,7 @@ listed in `formulation`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar.ir.placement import Placements, Replicate
 from autopar.solve.ilp.formulation import Expression, Formulation
@@ -43,22 +43,21 @@ def formulate(problem: Problem, sharded_axes: Sequence[int] = (), recompute: boo
 def formulate_flows(problem: Problem, blocks: Collection[str] | None = None) -> Formulation:
     """Strategies, boundary placements and the conversion flows between them, without time, state and objective; of some `blocks`
     only, as if the others took whatever placements suit these."""
-    form = Formulation(problem, _second_unit(problem), problem.cluster.device.memory_bytes / 100)
+    taken = problem.blocks if blocks is None else {name: problem.blocks[name] for name in problem.blocks if name in blocks}
+    form = Formulation(problem, _second_unit(problem, taken), problem.cluster.device.memory_bytes / 100)
     add_boundary_placements(form, blocks)
-    for name, table in problem.blocks.items():
-        if blocks is not None and name not in blocks:
-            continue
+    for table in taken.values():
         add_strategies(form, table)
         for value in table.consumers:
             add_conversion_flow(form, table, value)
     return form
 
 
-def _second_unit(problem: Problem) -> float:
-    """Scales the seconds of a micro-batch to about a thousand."""
+def _second_unit(problem: Problem, blocks: Mapping[str, BlockTable]) -> float:
+    """Scales the seconds of a micro-batch, in these blocks, to about a thousand."""
     least = sum(
         problem.graph.count(name) * min((each.seconds.forward + each.seconds.backward for each in strategies), default=0.0)
-        for name, table in problem.blocks.items()
+        for name, table in blocks.items()
         for strategies in table.strategies.values()
     )
     return max(least, 1e-9) / 1000
@@ -79,7 +78,7 @@ def add_boundary_placements(form: Formulation, blocks: Collection[str] | None = 
 def add_strategies(form: Formulation, table: BlockTable) -> None:
     """x: one strategy per operation."""
     for node, strategies in table.strategies.items():
-        form.x[table.block.name, node] = [form.model.binary() for _ in strategies]
+        form.x[table.block.name, node] = form.model.shares(len(strategies), integer=True)
         # sum_s x[node, s] = 1
         form.model.row([(x, 1.0) for x in form.x[table.block.name, node]], 1.0, 1.0)
         form.model.strategy_groups.append(tuple(form.x[table.block.name, node]))
@@ -126,28 +125,26 @@ def add_conversion_flow(form: Formulation, table: BlockTable, value: str) -> Non
     consumers use it."""
     model, conversions, consumers = form.model, table.conversions[value], table.consumers[value]
     produced = _produced(form, table, value)
-    y = [model.binary() for _ in conversions.edges]
+    y = model.shares(len(conversions.edges), integer=True)
     form.y[table.block.name, value] = y
     replicated = (Replicate(),) * len(form.problem.mesh.sizes)
     for consumer in consumers:
-        flow = y if len(consumers) == 1 else [model.variable(1.0) for _ in conversions.edges]
+        flow = y if len(consumers) == 1 else model.shares(len(conversions.edges))
         rows: list[Expression] = [{} for _ in conversions.states]
         needed = _needed(form, table, consumer)
         for row, state in zip(rows, conversions.states, strict=True):
             add(row, produced.get(state, {}))
             add(row, needed.get(state, {}), -1.0)
         for edge, f in zip(conversions.edges, flow, strict=True):
-            add(rows[edge.source], {f: -1.0})
-            add(rows[edge.target], {f: 1.0})
+            rows[edge.source][f], rows[edge.target][f] = -1.0, 1.0
         for row, state in zip(rows, conversions.states, strict=True):
             # produced[p] + sum_into_p f = needed[p] + sum_out_of_p f, for each consumer
             if row:
                 constant = float(consumer[0] == "=" and state == replicated)
                 model.row(row, constant, constant)
         if flow is not y:
-            for f, paid in zip(flow, y, strict=True):
-                # y[e] >= f[consumer, e]
-                model.row([(paid, 1.0), (f, -1.0)], 0.0, INFINITY)
+            # y[e] >= f[consumer, e]
+            model.at_least_each(y, flow)
 
 
 def add_conversion_trees(form: Formulation, table: BlockTable) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Terms = Mapping[int, float]
@@ -51,17 +51,35 @@ class LinearModel:
         """A new column that is 0 or 1."""
         return self.variable(1.0, integer=True)
 
+    def shares(self, count: int, *, integer: bool = False) -> list[int]:
+        """So many new columns from 0 to 1; their numbers."""
+        first = len(self.lower)
+        self.lower += [0.0] * count
+        self.upper += [1.0] * count
+        self.integer += [integer] * count
+        self.cost += [0.0] * count
+        return list(range(first, first + count))
+
     def row(self, terms: Terms | Iterable[tuple[int, float]], lower: float, upper: float) -> None:
         """``lower <= terms <= upper``. A variable must occur once."""
         pairs = terms.items() if isinstance(terms, Mapping) else terms
-        number = len(self.row_lower)
+        first = len(self.entry_column)
         for column, value in pairs:
             if value:
-                self.entry_row.append(number)
                 self.entry_column.append(column)
                 self.entry_value.append(value)
+        self.entry_row += [len(self.row_lower)] * (len(self.entry_column) - first)
         self.row_lower.append(lower)
         self.row_upper.append(upper)
+
+    def at_least_each(self, variables: Sequence[int], others: Sequence[int]) -> None:
+        """``variable >= other`` for each pair: one row each."""
+        count, first = len(variables), len(self.row_lower)
+        self.entry_row += [number for number in range(first, first + count) for _ in range(2)]
+        self.entry_column += [column for pair in zip(variables, others, strict=True) for column in pair]
+        self.entry_value += [1.0, -1.0] * count
+        self.row_lower += [0.0] * count
+        self.row_upper += [INFINITY] * count
 
     def at_least(self, variable: int, terms: Terms, constant: float = 0.0) -> None:
         """``variable >= terms + constant``."""

@@ -1,30 +1,22 @@
-"""Solves a `LinearModel` by OR-tools, which only this file knows: HiGHS, with SCIP (GLOP for relaxations) as fallback and
-cross-check."""
+"""Solves a `LinearModel` by HiGHS, with SCIP (GLOP for relaxations) as fallback and cross-check; large ones by branching on few
+of their binaries."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from enum import StrEnum
 from functools import partial
 from heapq import heappop, heappush
 from queue import Queue
 from threading import Thread, current_thread, main_thread
 from time import monotonic
-from typing import Literal
-
-import numpy
-from ortools.math_opt import model_pb2
-from ortools.math_opt.python import mathopt
-from ortools.math_opt.solvers import highs_pb2
+from typing import TypeVar
 
 from autopar.solve.ilp.linear_model import LinearModel
+from autopar.solve.ilp.solver_call import SolverName, SolverResult, call_solver
 
-SolverName = Literal["highs", "scip", "glop"]
-
-_ONE_THREAD = {"threads": 1}
-"""HiGHS takes half of the cores otherwise, in threads that a forked copy of this process has not and would wait for."""
+T = TypeVar("T")
 
 _LARGE_MODEL = 1500
 """Variables from which on the linear relaxation is solved first."""
@@ -69,49 +61,30 @@ def solve(
     relaxed: bool = False,
 ) -> Outcome:
     """Minimises. `relaxed` drops integrality: the root LP."""
-    found = _call_solver(model, solver, relaxed, time_limit_seconds, relative_gap)
+
+    def call(name: SolverName) -> SolverResult | None:
+        return _interruptible(partial(call_solver, model, name, relaxed, time_limit_seconds, relative_gap))
+
+    found = call(solver)
     if found is None and solver == "highs":
-        found = _call_solver(model, "glop" if relaxed else "scip", relaxed, time_limit_seconds, relative_gap)
+        found = call("glop" if relaxed else "scip")
     if found is None:
         return Outcome(Status.TIMEOUT, (), float("inf"), -float("inf"))
-    bounds = found.termination.objective_bounds
-    reason = found.termination.reason
-    if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+    if found.infeasible:
         return Outcome(Status.INFEASIBLE, (), float("inf"), float("inf"))
-    if not found.has_primal_feasible_solution():
-        return Outcome(Status.TIMEOUT, (), float("inf"), bounds.dual_bound)
-    values = found.variable_values()
-    status = Status.OPTIMAL if reason == mathopt.TerminationReason.OPTIMAL else Status.FEASIBLE
-    ordered = tuple(values.values())  # in the order of the variables: the protocol buffer's ids ascend
-    return Outcome(status, ordered, found.objective_value(), min(bounds.dual_bound, found.objective_value()))
+    if found.values is None:
+        return Outcome(Status.TIMEOUT, (), float("inf"), found.bound)
+    status = Status.OPTIMAL if found.optimal else Status.FEASIBLE
+    return Outcome(status, found.values, found.objective, min(found.bound, found.objective))
 
 
-def _call_solver(
-    model: LinearModel, solver: SolverName, relaxed: bool, time_limit_seconds: float | None, relative_gap: float
-) -> mathopt.SolveResult | None:
-    """None where the solver gave up for numerical reasons (HiGHS' model status "unknown", which OR-tools reports as an error)."""
-    kind = {"highs": mathopt.SolverType.HIGHS, "scip": mathopt.SolverType.GSCIP, "glop": mathopt.SolverType.GLOP}[solver]
-    parameters = mathopt.SolveParameters(
-        time_limit=None if time_limit_seconds is None else timedelta(seconds=max(0.05, time_limit_seconds)),
-        relative_gap_tolerance=None if relaxed else relative_gap,
-        highs=highs_pb2.HighsOptionsProto(int_options=_ONE_THREAD),
-    )
-    call = partial(mathopt.solve, mathopt.Model.from_model_proto(_proto(model, relaxed)), kind, params=parameters)
-    try:
-        return _interruptible(call)
-    except Exception as error:
-        if "StatusNotOk" in f"{type(error.__context__).__name__} {error}":
-            return None
-        raise
-
-
-def _interruptible(call: Callable[[], mathopt.SolveResult]) -> mathopt.SolveResult:
+def _interruptible(call: Callable[[], T]) -> T:
     """Runs a call in a second thread, so that the main thread receives Ctrl-C at once; the call then runs to its time limit.
     Short calls too: the first Python code that runs after the solver's own is a look-up of a message's class, whose exceptions
     OR-tools drops, an interrupt among them."""
     if current_thread() is not main_thread():
         return call()
-    out: Queue[mathopt.SolveResult | BaseException] = Queue()
+    out: Queue[T | BaseException] = Queue()
 
     def run() -> None:
         try:
@@ -244,26 +217,3 @@ class _Branching:
         """The branching group that is farthest from one choice, None where none is mixed."""
         worst = min(self.model.branching_groups, key=lambda group: max(values[column] for column in group), default=())
         return worst if worst and max(values[column] for column in worst) < 1 - 1e-6 else None
-
-
-def _proto(model: LinearModel, relaxed: bool) -> model_pb2.ModelProto:
-    """The model as a protocol buffer, filled from arrays: fifty times faster than one call per term."""
-    proto = model_pb2.ModelProto()
-    columns, rows = range(model.variables), range(model.constraints)
-    proto.variables.ids.extend(columns)
-    proto.variables.lower_bounds.extend(model.lower)
-    proto.variables.upper_bounds.extend(model.upper)
-    proto.variables.integers.extend([False] * model.variables if relaxed else model.integer)
-    priced = [column for column in columns if model.cost[column]]
-    proto.objective.linear_coefficients.ids.extend(priced)
-    proto.objective.linear_coefficients.values.extend(model.cost[column] for column in priced)
-    proto.linear_constraints.ids.extend(rows)
-    proto.linear_constraints.lower_bounds.extend(model.row_lower)
-    proto.linear_constraints.upper_bounds.extend(model.row_upper)
-    row = numpy.asarray(model.entry_row, dtype=numpy.int64)
-    column = numpy.asarray(model.entry_column, dtype=numpy.int64)
-    order = numpy.lexsort((column, row))
-    proto.linear_constraint_matrix.row_ids.extend(row[order].tolist())
-    proto.linear_constraint_matrix.column_ids.extend(column[order].tolist())
-    proto.linear_constraint_matrix.coefficients.extend(numpy.asarray(model.entry_value)[order].tolist())
-    return proto

@@ -62,18 +62,22 @@ class StageRelaxation:
     problem: Problem
     relaxed: RelaxedCalls
 
-    def at_least(self, points: Sequence[GridPoint], options: Sequence[ScheduleOption], best_seconds: float) -> float:
-        """The least step of `points`, which differ in `zero_group` only, with each of `options`, or `best_seconds` where that is
-        less; infinite where nothing fits. Schedules with the smallest bubbles come first, which are seldom ruled out."""
-        point, least = points[0], min(map(self.under_any_schedule, points))
-        if least >= best_seconds:
+    def at_least(self, points: Sequence[GridPoint], options: Sequence[ScheduleOption], enough_seconds: float) -> float:
+        """The least step of `points`, which differ in `zero_group` only, with each of `options`, or `enough_seconds` where that
+        is less; infinite where nothing fits. Schedules with the smallest bubbles come first, which are seldom ruled out."""
+        point, least = points[0], self.least_under_any_schedule(points)
+        if least >= enough_seconds:
             return least
-        bound, (calls, limits) = best_seconds, self._program_inputs(points)
+        bound, (calls, limits) = enough_seconds, self._program_inputs(points)
         for option in sorted(options, key=lambda each: each.bubble_passes):
             if bound <= least:
                 break
             bound = min(bound, schedule_bound(point.stages, option, point.micro_batches, calls, limits, bound))
         return max(least, bound)
+
+    def least_under_any_schedule(self, points: Sequence[GridPoint]) -> float:
+        """Of points that differ in `zero_group` only."""
+        return min(map(self.under_any_schedule, points))
 
     def under_any_schedule(self, point: GridPoint) -> float:
         """With one micro-batch in flight, and no bubble but the first calls."""
@@ -109,9 +113,16 @@ class StageRelaxation:
         return calls, limits
 
 
-def relaxed_calls(problem: Problem, stages: int, seconds_left: Callable[[], float]) -> RelaxedCalls:
+def operation_calls(problem: Problem, stages: int) -> RelaxedCalls:
+    """By the fastest strategies of a point's own micro-batch alone, without linear programs."""
+    calls = {name: call_seconds(problem, name, 0.0) for name in problem.blocks}
+    return RelaxedCalls(_flow_seconds(problem, stages, calls), relax_blocks(problem), calls)
+
+
+def relaxed_calls(
+    problem: Problem, stages: int, blocks: tuple[BlockRelaxation, ...], seconds_left: Callable[[], float]
+) -> RelaxedCalls:
     """By the tables of a point's own micro-batch."""
-    blocks = relax_blocks(problem)
     saved = {each.name: saved_lines(each) for each in blocks}
     shares = {name: problem.graph.count(name) * call_seconds(problem, name, 0.0).both for name in problem.blocks}
     minor = {name for name, seconds in shares.items() if seconds < _MINOR * sum(shares.values())}
@@ -119,8 +130,12 @@ def relaxed_calls(problem: Problem, stages: int, seconds_left: Callable[[], floa
         name: CallLines(duration_lines(problem, name, seconds_left(), name in minor), saved[name]) for name in problem.blocks
     }
     calls = {name: call_seconds(problem, name, each.durations[0].least_seconds) for name, each in lines.items()}
-    whole = sum(problem.graph.count(name) * each.both for name, each in calls.items())
-    return RelaxedCalls(whole * problem.micro_batches / stages, blocks, calls, lines)
+    return RelaxedCalls(_flow_seconds(problem, stages, calls), blocks, calls, lines)
+
+
+def _flow_seconds(problem: Problem, stages: int, calls: Mapping[str, CallSeconds]) -> float:
+    """All calls of a step, on one of the stages on average."""
+    return sum(problem.graph.count(name) * each.both for name, each in calls.items()) * problem.micro_batches / stages
 
 
 def call_seconds(problem: Problem, name: str, least_seconds: float) -> CallSeconds:

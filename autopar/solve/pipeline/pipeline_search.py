@@ -23,7 +23,13 @@ from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
 from autopar.solve.forked import Lookahead
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
-from autopar.solve.pipeline.pipeline_bound import RelaxedCalls, StageRelaxation, call_seconds, relaxed_calls
+from autopar.solve.pipeline.pipeline_bound import (
+    RelaxedCalls,
+    StageRelaxation,
+    call_seconds,
+    operation_calls,
+    relaxed_calls,
+)
 from autopar.solve.pipeline.promising import promising
 from autopar.solve.pipeline.split_blocks import with_split_blocks
 from autopar.solve.pipeline.stage_search import StageSearch
@@ -56,6 +62,7 @@ class PipelineSearch:
         self.ran = False
         self.mixed_devices = len({group.device for group in cluster.groups}) > 1
         self._relaxed: dict[object, RelaxedCalls] = {}
+        self._operations: dict[object, RelaxedCalls] = {}
         self._rough: dict[object, StageRelaxation] = {}
         self._roughly: dict[GridPoint, float] = {}
 
@@ -144,8 +151,8 @@ class PipelineSearch:
         enough = best_seconds() * (1 - self.options.sharp_gap)
         together, done = self._alike(), set[tuple[GridPoint, ...]]()
 
-        def sharpened(members: tuple[GridPoint, ...]) -> tuple[float, RelaxedCalls]:
-            return self.sharp_bound(members, best_seconds()), self._relaxed[self._family(members[0])]
+        def sharpened(members: tuple[GridPoint, ...]) -> tuple[float, RelaxedCalls | None]:
+            return self.sharp_bound(members, enough), self._relaxed.get(self._family(members[0]))
 
         with Lookahead(sharpened, self.options.processes) as ahead:
             while self.seconds_left() > 0:
@@ -161,11 +168,25 @@ class PipelineSearch:
                     self._with_memory(point)
                     continue
                 done.add(members)
-                low = [each for each in rest if each in self._roughly and self.points[each].bound_seconds < enough]
-                upcoming = (together[each] for each in low if self._family(each) not in {family, *self._relaxed})
-                bound, self._relaxed[family] = ahead.result(members, upcoming)
+                low = (each for each in rest if each in self._roughly and self.points[each].bound_seconds < enough)
+                upcoming = self._independent(members, [together[each] for each in low if together[each] is not members])
+                bound, relaxed = ahead.result(members, upcoming)
+                if relaxed is not None:
+                    self._relaxed[family] = relaxed
                 for each in members:
                     self._raise_bound(each, bound)
+
+    def _independent(
+        self, members: tuple[GridPoint, ...], others: Iterable[tuple[GridPoint, ...]]
+    ) -> Iterator[tuple[GridPoint, ...]]:
+        """Those of `others` that need not wait for `members` or for each other: their family is relaxed, or no other one of it is
+        at work."""
+        waiting = {self._family(members[0])}
+        for each in others:
+            family = self._family(each[0])
+            if family in self._relaxed or family not in waiting:
+                waiting.add(family)
+                yield each
 
     def _alike(self) -> dict[GridPoint, tuple[GridPoint, ...]]:
         """With each point those that differ from it in the groups of ranks that share state only: one bound for all of them is
@@ -215,18 +236,24 @@ class PipelineSearch:
         relaxed = replace(rough.relaxed, flow_seconds=flow_seconds, calls=calls)
         return replace(rough, relaxed=relaxed).under_any_schedule(point) / self._ranks_per_core
 
-    def sharp_bound(self, members: Sequence[GridPoint], best_seconds: float) -> float:
-        """Of points that differ in `zero_group` only."""
+    def sharp_bound(self, members: Sequence[GridPoint], enough_seconds: float) -> float:
+        """Of points that differ in `zero_group` only; `enough_seconds` where it is above that for each schedule. Operations alone
+        first: those of small micro-batches often say enough."""
         point = members[0]
         problem, key = self.problem(point), self._family(point)
         if key not in self._relaxed:
-            self._relaxed[key] = relaxed_calls(problem, point.stages, self.seconds_left)
+            if key not in self._operations:
+                self._operations[key] = operation_calls(problem, point.stages)
+            operations = self._operations[key]
+            if (least := StageRelaxation(problem, operations).least_under_any_schedule(members)) >= enough_seconds:
+                return least
+            self._relaxed[key] = relaxed_calls(problem, point.stages, operations.blocks, self.seconds_left)
         try:
             options = schedule_options(self.graph, point, self.options.force, self.options.schedule)
         except PlanError:  # too few micro-batches for a forced schedule
             return inf
         shared = self._ranks_per_core
-        return StageRelaxation(problem, self._relaxed[key]).at_least(members, options, best_seconds * shared) / shared
+        return StageRelaxation(problem, self._relaxed[key]).at_least(members, options, enough_seconds * shared) / shared
 
     @property
     def _ranks_per_core(self) -> float:

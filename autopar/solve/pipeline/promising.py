@@ -68,7 +68,8 @@ class _Promising:
         return out
 
     def _least(self, point: GridPoint, option: ScheduleOption) -> float:
-        return self.points[point] * bubble_factor(point, option)
+        shared = max(1.0, self.search.cluster.device.ranks_per_core)
+        return self.points[point] * max(1.0, bubble_factor(point, option) / shared)
 
     def _open_schedules(self, point: GridPoint) -> list[ScheduleOption]:
         """Those that bound, bubble and ratios do not prune."""

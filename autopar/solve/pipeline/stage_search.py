@@ -116,17 +116,24 @@ class StageSearch:
         link = stage_link(self.cluster, placed.point.mesh.size, middle - 1, middle)
         median = sent[len(sent) // 2] if sent else 0.0
         transfer = collective_seconds("point_to_point", median, link) if median else 0.0
-        return min(
-            tables.least_seconds(
-                stages,
-                option.virtual,
-                option.in_flight,
-                self._usable_bytes(placed.point, device) if usable_bytes is None else usable_bytes,
-                option.bubble_passes,
-                option.transfers * transfer,
+
+        def least(bubble_passes: float) -> float:
+            return min(
+                tables.least_seconds(
+                    stages,
+                    option.virtual,
+                    option.in_flight,
+                    self._usable_bytes(placed.point, device) if usable_bytes is None else usable_bytes,
+                    bubble_passes,
+                    option.transfers * transfer,
+                )
+                for device, tables in placed.tables.items()
             )
-            for device, tables in placed.tables.items()
-        )
+
+        shared = self.cluster.device.ranks_per_core
+        if shared > 1:  # as `shared_core_factor`
+            return max(least(0.0), least(option.bubble_passes) / shared)
+        return least(option.bubble_passes)
 
     def solve_point(self, point: GridPoint, option: ScheduleOption) -> MeshSolution | None:
         """The point under one schedule: partitioned, priced, and partitioned with a smaller budget where it does not fit. None

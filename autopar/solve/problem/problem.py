@@ -65,15 +65,20 @@ class PricedConversions:
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """One distinct block. `strategies` per node, `conversions` per value; `consumers` per value: (node, operand), ("", output) or
-    ("=", 0) for a buffer's new value. `flops`: forward and backward, unsharded."""
+    """One distinct block. `strategies` per node, `conversions` per value, priced when they are first read: what only asks for the
+    state of parameters prices none. `consumers` per value: (node, operand), ("", output) or ("=", 0) for a buffer's new value."""
 
     block: Block
     costs: BlockCosts
     strategies: Mapping[str, tuple[NodeStrategy, ...]]
     consumers: Mapping[str, tuple[tuple[str, int], ...]]
     conversions: Mapping[str, PricedConversions]
-    flops: float
+
+    @property
+    def flops(self) -> float:
+        """Forward and backward, unsharded."""
+        profiles = (self.costs.profile(node.name) for node in self.block.nodes)
+        return sum(known.forward_flops + known.backward_flops for known in profiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +161,9 @@ class _Pricing:
     def table(self, of: BlockStructure) -> BlockTable:
         costs = BlockCosts(of.block, self.mesh, self.batch, self.cluster)
         costs.share_with(self.known.setdefault(of.block.name, costs))
-        strategies = {name: self._strategies(costs, plans, of.same_price_as[name]) for name, plans in of.plans.items()}
+        strategies = LazyTable(of.plans, lambda name: self._strategies(costs, of.plans[name], of.same_price_as[name]))
         conversions = LazyTable(of.conversions, lambda name: self._priced_conversions(costs, name, of.conversions[name]))
-        profiles = [costs.profile(node.name) for node in of.block.nodes]
-        flops = sum(known.forward_flops + known.backward_flops for known in profiles)
-        return BlockTable(
-            block=of.block, costs=costs, strategies=strategies, consumers=of.consumers, conversions=conversions, flops=flops
-        )
+        return BlockTable(block=of.block, costs=costs, strategies=strategies, consumers=of.consumers, conversions=conversions)
 
     def _strategies(
         self, costs: BlockCosts, plans: tuple[NodePlan, ...], same_price_as: tuple[int, ...]

@@ -23,9 +23,10 @@ from autopar.solve.bounds.block_relaxation import relax_blocks
 from autopar.solve.bounds.call_lines import DurationLine, SavedLine, duration_lines, saved_lines
 from autopar.solve.bounds.call_state import CallState
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
+from autopar.solve.pipeline import pipeline_search
 from autopar.solve.pipeline.pipeline_search import PipelineSearch
 from autopar.solve.pipeline.stage_program import BlockCalls, StageLimits, schedule_bound
-from autopar.solve.space.grid import grid_points
+from autopar.solve.space.grid import GridPoint, grid_points
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
 from autopar.solve.space.problem_tables import ProblemTables
@@ -165,6 +166,66 @@ def test_forward_and_backward_of_a_block_are_bounded_apart_and_together() -> Non
             assert backward.least_seconds >= inputs.least_seconds * (1 - 1e-5) > 0
             whole = both.least_seconds * problem.graph.count(name) * problem.micro_batches
             assert whole == pytest.approx(FlowRelaxation(problem, (name,)).bound(10.0), rel=1e-4)
+
+
+def _pipelines(batch: int = 8) -> PipelineSearch:
+    graph = gpt2_graph(layers=6, hidden=128, heads=4, vocabulary=512, seq=64, batch=batch)
+    cluster, options, registry = replace(Cluster.parse("local:4"), size=4), SearchOptions(), default_registry()
+    search = PipelineSearch(graph, cluster, options, registry, ProblemTables(graph, cluster, options, registry), lambda: 60.0)
+    search.list_points()
+    return search
+
+
+def test_blocks_are_relaxed_where_operations_alone_do_not_say_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    relaxed: list[int] = []
+    original = pipeline_search.relaxed_calls
+    monkeypatch.setattr(pipeline_search, "relaxed_calls", lambda *given: relaxed.append(given[1]) or original(*given))
+    search = _pipelines()
+    for point in search.points:
+        search._relaxed.clear()
+        operations = operation_bound(search.problem(point)) / point.stages
+        enough = search.sharp_bound((point,), operations)
+        assert not relaxed and enough >= operations
+        sharp = search.sharp_bound((point,), float("inf"))
+        assert relaxed.pop() == point.stages and not relaxed
+        assert enough <= sharp * (1 + 1e-6)  # so it is below every plan too
+
+
+def test_bounds_are_sharpened_no_further_than_needed() -> None:
+    """The bound of a point ends at what is enough, and says as much as without an end where it is below."""
+    search = _pipelines()
+    point = max(search.points, key=lambda each: each.micro_batches * each.stages)
+    whole = search.sharp_bound((point,), float("inf"))
+    assert search.sharp_bound((point,), 2 * whole) == pytest.approx(whole, rel=1e-6)
+    below = search.sharp_bound((point,), 0.99 * whole)
+    assert 0.99 * whole * (1 - 1e-9) <= below <= whole * (1 + 1e-6)
+
+
+def test_who_waits_for_whom() -> None:
+    """Beside a point other processes begin with one of each family that is not relaxed, and with all of those that are."""
+    search = _pipelines(batch=16)
+    every = list(dict.fromkeys(search._alike().values()))
+    first, *others = every
+    taken = list(search._independent(first, others))
+    assert len({search._family(each[0]) for each in (first, *taken)}) == len(taken) + 1 < len(every)
+    search.sharp_bound(first, float("inf"))
+    family = search._family(first[0])
+    known = [each for each in others if search._family(each[0]) == family]
+    assert known and set(known) <= set(search._independent(first, others))
+
+
+def test_state_and_memory_prices_no_operation() -> None:
+    """A point whose family is relaxed needs what its state costs, and no strategy."""
+    search = _pipelines()
+    families: dict[object, list[GridPoint]] = {}
+    for each in search.points:
+        families.setdefault(search._family(each), []).append(each)
+    first, second = next(each[:2] for each in families.values() if len({one.mesh for one in each}) > 1 and len(each) > 1)
+    search.sharp_bound((first,), float("inf"))
+    search.sharp_bound((second,), float("inf"))
+    priced = [len(table.strategies._known) for table in search.problem(second).blocks.values()]  # type: ignore[attr-defined]
+    assert sum(priced) == 0
+    assert sum(len(table.strategies._known) for table in search.problem(first).blocks.values())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("text", "memory_bytes"), [("local:4", 0), ("dgx-h100:1", 12 * 2**20)])

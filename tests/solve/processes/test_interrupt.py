@@ -41,6 +41,6 @@ def _solves_until_interrupted(model: LinearModel, seconds: float) -> None:
 def test_no_interrupt_is_lost(size: int, alarm: None) -> None:
     model = _knapsack(size)
     for number in range(40):
-        signal.setitimer(signal.ITIMER_REAL, 0.003 + 0.0007 * number)
         with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.003 + 0.0007 * number)
             _solves_until_interrupted(model, 1.0)
