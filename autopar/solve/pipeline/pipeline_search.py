@@ -239,20 +239,20 @@ class PipelineSearch:
     def sharp_bound(self, members: Sequence[GridPoint], enough_seconds: float) -> float:
         """Of points that differ in `zero_group` only; `enough_seconds` where it is above that for each schedule. Operations alone
         first: those of small micro-batches often say enough."""
-        point = members[0]
+        point, shared = members[0], self._ranks_per_core
         problem, key = self.problem(point), self._family(point)
         if key not in self._relaxed:
             if key not in self._operations:
                 self._operations[key] = operation_calls(problem, point.stages)
             operations = self._operations[key]
-            if (least := StageRelaxation(problem, operations).least_under_any_schedule(members)) >= enough_seconds:
+            least = StageRelaxation(problem, operations).least_under_any_schedule(members) / shared
+            if least >= enough_seconds:
                 return least
             self._relaxed[key] = relaxed_calls(problem, point.stages, operations.blocks, self.seconds_left)
         try:
             options = schedule_options(self.graph, point, self.options.force, self.options.schedule)
         except PlanError:  # too few micro-batches for a forced schedule
             return inf
-        shared = self._ranks_per_core
         return StageRelaxation(problem, self._relaxed[key]).at_least(members, options, enough_seconds * shared) / shared
 
     @property
