@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
+from autopar.cost_models.hardware.cluster import Cluster
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
 from autopar.solve.bounds.call_lines import DurationLine, SavedLine, duration_lines, saved_lines
 from autopar.solve.bounds.call_state import call_states
+from autopar.solve.bounds.cut_transfers import stage_transfers
 from autopar.solve.bounds.memory_bound import PipelineShape, memory_bound
-from autopar.solve.pipeline.stage_program import BlockCalls, StageLimits, schedule_bound
+from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
+from autopar.solve.pipeline.stage_program import schedule_bound
 from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.pipeline_grid import ScheduleOption
@@ -57,10 +60,11 @@ class RelaxedCalls:
 
 @dataclass(frozen=True, slots=True)
 class StageRelaxation:
-    """The calls on the mesh of a stage."""
+    """The calls on the mesh of a stage; `cluster` is the whole one."""
 
     problem: Problem
     relaxed: RelaxedCalls
+    cluster: Cluster
 
     def at_least(self, points: Sequence[GridPoint], options: Sequence[ScheduleOption], best_seconds: float) -> float:
         """The least step of `points`, which differ in `zero_group` only, with each of `options`, or `best_seconds` where that is
@@ -105,7 +109,12 @@ class StageRelaxation:
             for name, lines in self.relaxed.lines.items()
         )
         communicators = min(communicator_count(problem.mesh, point.zero_group, point.stages) for point in points)
-        limits = StageLimits(tensor_budget_bytes(device, communicators), 1 + fragmentation(device), problem.cluster.overlap)
+        limits = StageLimits(
+            usable_bytes=tensor_budget_bytes(device, communicators),
+            held=1 + fragmentation(device),
+            overlap=problem.cluster.overlap,
+            transfers=stage_transfers(problem, self.cluster, points[0].stages),
+        )
         return calls, limits
 
 

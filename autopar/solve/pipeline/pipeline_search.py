@@ -206,7 +206,7 @@ class PipelineSearch:
         if key not in self._rough:
             problem = self.problem(largest)
             calls = {name: call_seconds(problem, name, 0.0) for name in problem.blocks}
-            self._rough[key] = StageRelaxation(problem, RelaxedCalls(0.0, relax_blocks(problem), calls))
+            self._rough[key] = StageRelaxation(problem, RelaxedCalls(0.0, relax_blocks(problem), calls), self.cluster)
         rough = self._rough[key]
         share = largest.micro_batches / point.micro_batches
         calls = {name: each.part(share) for name, each in rough.relaxed.calls.items()}
@@ -223,7 +223,7 @@ class PipelineSearch:
             options = schedule_options(self.graph, point, self.options.force, self.options.schedule)
         except PlanError:  # too few micro-batches for a forced schedule
             return inf
-        return StageRelaxation(problem, self._relaxed[key]).at_least(members, options, best_seconds)
+        return StageRelaxation(problem, self._relaxed[key], self.cluster).at_least(members, options, best_seconds)
 
     def bounds(self) -> Iterable[float]:
         """Below every pipeline of each point that is not shown to be infeasible."""

@@ -10,19 +10,16 @@ which are added, a few times (Kelley, The cutting-plane method for solving conve
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy
 
-from autopar.cost_models.hardware.overlap import Overlap
 from autopar.ir.plan import Pipeline
 from autopar.schedules.clock import ScheduleClock
 from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.solve.bounds.call_lines import DurationLine, SavedLine
-from autopar.solve.bounds.call_state import CallState
-from autopar.solve.ilp.linear_model import INFINITY, LinearModel
+from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, StageLimits
+from autopar.solve.ilp.linear_model import INFINITY, LinearModel, total
 from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.pipeline.schedule_paths import KINDS, SchedulePath, schedule_paths
 from autopar.solve.space.pipeline_grid import ScheduleOption
@@ -32,27 +29,6 @@ _MOST_WALKED = 5_000
 
 _NEARLY = 0.97
 """Paths that are not so long as the longest one are not added."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCalls:
-    """All calls of one block in the model: how many, and what each takes. `place`: 0 where the first chunk has all of them, -1
-    where the last one has; None where any may."""
-
-    count: int
-    place: int | None
-    durations: tuple[DurationLine, ...]
-    saved: tuple[SavedLine, ...]
-    states: tuple[CallState, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StageLimits:
-    """`usable_bytes` of one stage; `held`: what the allocator reserves for a byte that is saved."""
-
-    usable_bytes: float
-    held: float
-    overlap: Overlap
 
 
 _ROUNDS = 1
@@ -94,6 +70,8 @@ class _Program:
         self.key = stages, option.virtual, option.schedule, micro_batches
         self.shape = schedule_paths(*self.key)
         self.unit = sum(each.count * each.durations[0].least_seconds for each in calls) * micro_batches / stages or 1.0
+        self.sends = limits.between_chunks(self.shape.stage_of)
+        self.lags = numpy.array([each.seconds for each in self.sends])
         model, sizes = self.model, [len(members) for members in self.shape.classes]
         self.one_by_one = max(sizes) == 1
         self.t = model.variable()
@@ -101,13 +79,16 @@ class _Program:
         # of all chunks of a class together
         self.columns = numpy.array([[model.variable() for _ in sizes] for _ in range(KINDS)])
         self.after = [model.variable() for _ in range(stages)]
-        self.parts = [_ClassParts({}, {}, {}) for _ in sizes]
+        self.parts = [
+            ClassCalls(calls, len(members), limits.overlap, self.unit, sum(map(self._on_data_links, members)))
+            for members in self.shape.classes
+        ]
         self._deal(len(sizes))
-        for number, size in enumerate(sizes):
-            self._bound_class(number, size)
+        for number in range(len(sizes)):
+            self._bound_class(number)
         for stage in range(stages):
             self._bound_stage(stage)
-        self._seen: set[tuple[bytes, int]] = set()
+        self._seen: set[tuple[bytes, bytes, int]] = set()
         for path in self.shape.paths:
             self._add(path)
 
@@ -132,72 +113,52 @@ class _Program:
             # sum over classes = calls of the model
             model.row(dealt, float(each.count), float(each.count))
 
-    def _bound_class(self, number: int, size: int) -> None:
-        """The durations of its chunks, each of which has a call."""
-        model, parts = self.model, self.parts[number]
+    def _on_data_links(self, chunk: int) -> float:
+        """Seconds of a chunk's transfers in each pass, on links that the communication of its state uses too."""
+        both = self.sends[max(0, chunk - 1) : chunk + 1]
+        return max((each.seconds for each in both if each.on_data_links), default=0.0)
+
+    def _bound_class(self, number: int) -> None:
+        """The durations of its chunks, each of which has a call: what its calls take; with the gathers that it waits for and what
+        overlaps compute, which slows it; and at least what is sent."""
+        model, mine, contention = self.model, self.parts[number], self.limits.overlap.contention
         forward, inputs, weights, first, last = self.columns[:, number].tolist()
-        model.row({count: 1.0 for count in parts.counts.values()}, float(size), INFINITY)
+        model.row({count: 1.0 for count in mine.counts.values()}, float(mine.size), INFINITY)
+        # with how many passes that are not the first or last of a step
+        pairs = {(forward, weights): 2, (forward, last): 1, (first, weights): 0, (first, last): 0}
         for line, direction in enumerate(self.calls[0].durations):
-            sent, left = self._sent(number, direction)
-            slowed = {column: self.limits.overlap.contention * seconds for column, seconds in sent.items()}
-            rows = [(self._calls_terms(number, line), 0.0)]
-            if any(sent.values()):
-                rows.append((self._calls_terms(number, line, slowed), self.limits.overlap.contention * left * size))
-                rows.append(({column: -seconds for column, seconds in sent.items()}, left * size))
-            pairs = ((forward, weights), (first, last), (forward, last), (first, weights))
-            three = ({one: direction.forward, inputs: direction.inputs, other: direction.weights} for one, other in pairs)
-            for weighted in dict.fromkeys(tuple((column, w) for column, w in each.items() if w) for each in three):
-                for terms, most in rows:
-                    model.row({**dict(weighted), **terms}, -most, INFINITY)
-        self._bound_with_state(number, size)
+            computed, (waited, least_waited) = mine.computed(line), mine.exposed(direction)
+            done = set[tuple[int, ...]]()
+            for (one, other), later in pairs.items():
+                three = {one: direction.forward, inputs: direction.inputs, other: direction.weights}
+                longer = {column: weight for column, weight in three.items() if weight}
+                if tuple(longer) in done:
+                    continue
+                done.add(tuple(longer))
+                sent, least_sent = mine.sent(direction, later)
+                self._exceeds(longer, computed, 0.0)
+                if any(sent.values()) or least_sent > 0:
+                    least = contention * least_sent + (1 - contention) * least_waited
+                    self._exceeds(longer, total((1.0, computed), (contention, sent), (1 - contention, waited)), least)
+                    if direction.weights or not direction.inputs:  # gradients of weights hide what is sent, too
+                        self._exceeds(longer, sent, least_sent)
+        self._bound_last(number)
 
-    def _sent(self, number: int, direction: DurationLine) -> tuple[dict[int, float], float]:
-        """Seconds of gathers and reductions in each forward and backward, by column of the sharded calls; and of them at most
-        those of a chunk's first call, whose reduction runs after its backward."""
-        overlap, out = self.limits.overlap, dict[int, float]()
-        for block, columns in self.parts[number].sharded.items():
-            for column, one in zip(columns, self.calls[block].states, strict=True):
-                backward = one.gather_backward
-                if overlap.gradient_reduction and not overlap.gradient_buffers:
-                    backward += one.reduce_each
-                out[column] = (direction.forward * one.gather_each + direction.inputs * backward) / self.unit
-        longest = max((one.reduce_each for each in self.calls for one in each.states), default=0.0)
-        return out, direction.inputs * longest / self.unit
+    def _exceeds(self, longer: Mapping[int, float], terms: Mapping[int, float], constant: float) -> None:
+        """``longer >= terms + constant``."""
+        self.model.row(total((1.0, longer), (-1.0, terms)), constant, INFINITY)
 
-    def _calls_terms(self, number: int, line: int, state: Mapping[int, float] | None = None) -> dict[int, float]:
-        """What durations by a line have to exceed, with the sign of the left side; `state`: seconds of sharded calls beside
-        the accumulation."""
-        parts = self.parts[number]
-        terms: dict[int, float] = {}
-        for block, count in parts.counts.items():
-            each = self.calls[block].durations[line]
-            terms[count] = -each.least_seconds / self.unit
-            terms[parts.saved[block][0]] = -each.inputs
-            for column, one in zip(parts.sharded[block], self.calls[block].states, strict=True):
-                terms[column] = -(each.inputs * one.accumulate_seconds / self.unit + (state or {}).get(column, 0.0))
-        return terms
-
-    def _bound_with_state(self, number: int, size: int) -> None:
-        """A forward and a backward with the communication of state: what overlaps compute slows it, and all of it takes its
-        time. What the last backward of a chunk leaves to its end is the first call's."""
-        model, parts, overlap = self.model, self.parts[number], self.limits.overlap
-        forward, inputs, weights, first, last = self.columns[:, number].tolist()
-        each_micro_batch: dict[int, float] = {}
-        at_last: dict[int, float] = {}
-        for block, columns in parts.sharded.items():
-            for column, one in zip(columns, self.calls[block].states, strict=True):
-                each_micro_batch[column] = (one.gather_each + one.gather_backward + one.reduce_each) / self.unit
-                at_last[column] = overlap.contention * one.reduce_last / self.unit
-        slowed = {column: overlap.contention * seconds for column, seconds in each_micro_batch.items()}
-        model.row({forward: 1.0, inputs: 1.0, weights: 1.0, **self._calls_terms(number, 0, slowed)}, 0.0, INFINITY)
-        sent = {column: -seconds for column, seconds in each_micro_batch.items()}
-        model.row({forward: 1.0, inputs: 1.0, weights: 1.0, **sent}, 0.0, INFINITY)
-        if overlap.gradient_reduction and not overlap.gradient_buffers:
-            longest = max((one.reduce_last for each in self.calls for one in each.states), default=0.0)
-            left = -size * overlap.contention * longest / self.unit
-            terms = self._calls_terms(number, 0, at_last)
-            model.row({first: 1.0, inputs: 1.0, last: 1.0, **terms}, left, INFINITY)
-            model.row({forward: 1.0, inputs: 1.0, last: 1.0, **terms}, left, INFINITY)
+    def _bound_last(self, number: int) -> None:
+        """What the last backward of a chunk leaves to its end is the first call's reduction."""
+        mine, overlap = self.parts[number], self.limits.overlap
+        if not overlap.gradient_reduction or overlap.gradient_buffers:
+            return
+        forward, inputs, _, first, last = self.columns[:, number].tolist()
+        slowed = {column: overlap.contention * one.reduce_last / self.unit for column, one in mine.states()}
+        longest = max((one.reduce_last for each in self.calls for one in each.states), default=0.0)
+        terms = total((1.0, mine.computed(0)), (1.0, slowed))
+        for one in (first, forward):
+            self._exceeds({one: 1.0, inputs: 1.0, last: 1.0}, terms, -mine.size * overlap.contention * longest / self.unit)
 
     def _bound_stage(self, stage: int) -> None:
         """What follows its last action: a reduction and the optimizer; and its memory."""
@@ -206,10 +167,9 @@ class _Program:
         optimizer: dict[int, float] = {}
         held: dict[int, float] = {}
         for number in mine:
-            for block, columns in self.parts[number].sharded.items():
-                for column, one in zip(columns, self.calls[block].states, strict=True):
-                    optimizer[column] = -one.optimizer_seconds / self.unit
-                    held[column] = one.bytes / usable
+            for column, one in self.parts[number].states():
+                optimizer[column] = -one.optimizer_seconds / self.unit
+                held[column] = one.bytes / usable
         heads = [each for each in self.calls if (each.place == 0) == (stage == 0)] or list(self.calls)
         left = min((one.reduce_last for each in heads for one in each.states), default=0.0)
         model.row({self.after[stage]: 1.0, **optimizer}, left / self.unit, INFINITY)
@@ -223,14 +183,14 @@ class _Program:
             model.row({**held, **saved}, -INFINITY, 1.0)
 
     def _add(self, path: SchedulePath) -> bool:
-        key = path.counts.tobytes(), path.end
+        key = path.counts.tobytes(), path.sends.tobytes(), path.end
         if key in self._seen:
             return False
         self._seen.add(key)
         pairs = zip(self.columns.ravel().tolist(), path.counts.ravel().tolist(), strict=True)
         terms = {column: -count for column, count in pairs if count}
-        # t >= sum of the path + what follows on its last stage
-        self.model.row({self.t: 1.0, self.after[path.end]: -1.0, **terms}, 0.0, INFINITY)
+        # t >= sum of the path + its transfers + what follows on its last stage
+        self.model.row({self.t: 1.0, self.after[path.end]: -1.0, **terms}, float(path.sends @ self.lags) / self.unit, INFINITY)
         return True
 
     def solve(self) -> tuple[float, Any] | None:
@@ -248,14 +208,16 @@ class _Program:
         slots = [forward, inputs + weights, inputs, weights, first, inputs + last, last]  # the order of `clock._SLOTS`
         table = numpy.stack(slots, axis=1).ravel().tolist()
         clock = _clock(*self.key)
-        ranks = len(clock.busy)
+        ranks, lags = len(clock.busy), (self.lags / self.unit).tolist()
         free, latest = [0.0] * ranks, [-1] * ranks
         ends: list[float] = []
-        before: list[int] = []
-        for place, (rank, slot, after, *_) in enumerate(clock.steps):
-            start, waits_for = free[rank], latest[rank]
-            if after >= 0 and ends[after] > start:
-                start, waits_for = ends[after], after
+        before: list[tuple[int, int]] = []
+        for place, (rank, slot, after, cut, *_) in enumerate(clock.steps):
+            start, waits_for = free[rank], (latest[rank], -1)
+            if after >= 0:
+                arrival = ends[after] + (lags[cut] if cut >= 0 else 0.0)
+                if arrival > start:
+                    start, waits_for = arrival, (after, cut)
             ends.append(start + table[slot])
             before.append(waits_for)
             free[rank], latest[rank] = ends[place], place
@@ -263,25 +225,16 @@ class _Program:
         ended = [(rank, place) for rank, place in enumerate(latest) if ends[place] >= _NEARLY * longest]
         return any([self._add(self._path(clock, rank, place, before)) for rank, place in ended])
 
-    @staticmethod
-    def _path(clock: ScheduleClock, rank: int, place: int, before: Sequence[int]) -> SchedulePath:
-        slots = []
+    def _path(self, clock: ScheduleClock, rank: int, place: int, before: Sequence[tuple[int, int]]) -> SchedulePath:
+        slots, cuts = list[int](), list[int]()
         while place >= 0:
             slots.append(clock.steps[place][1])
-            place = before[place]
-        many = 7
-        chunks = max(slot for _, slot, *_ in clock.steps) // many + 1
+            place, cut = before[place]
+            cuts.append(cut + 1)
+        many, chunks = 7, len(self.shape.stage_of)
         n = numpy.bincount(slots, minlength=many * chunks).reshape(chunks, many).T.astype(float)
-        return SchedulePath(numpy.stack([n[0], n[1] + n[2] + n[5], n[1] + n[3], n[4], n[5] + n[6]]), rank)
-
-
-@dataclass(frozen=True, slots=True)
-class _ClassParts:
-    """By block: the columns of its calls, of those under each ZeRO stage, and of their recomputed seconds and saved bytes."""
-
-    counts: dict[int, int]
-    sharded: dict[int, tuple[int, ...]]
-    saved: dict[int, tuple[int, int]]
+        counts = numpy.stack([n[0], n[1] + n[2] + n[5], n[1] + n[3], n[4], n[5] + n[6]])
+        return SchedulePath(counts, rank, numpy.bincount(cuts, minlength=chunks)[1:].astype(float))
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from random import Random
 
 import pytest
@@ -18,13 +18,16 @@ from autopar.ir.plan import Pipeline
 from autopar.rules.registry import default_registry
 from autopar.schedules.clock import ChunkSeconds, ScheduleClock
 from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.placement import chunks_of_stages, stage_of_chunks
 from autopar.solve.bounds.block_relaxation import relax_blocks
 from autopar.solve.bounds.call_lines import DurationLine, SavedLine, duration_lines, saved_lines
 from autopar.solve.bounds.call_state import CallState
+from autopar.solve.bounds.cut_transfers import StageTransfer
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
+from autopar.solve.pipeline.pipeline_bound import StageRelaxation, relaxed_calls
 from autopar.solve.pipeline.pipeline_search import PipelineSearch
-from autopar.solve.pipeline.stage_program import BlockCalls, StageLimits, schedule_bound
+from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
+from autopar.solve.pipeline.stage_program import schedule_bound
 from autopar.solve.space.grid import grid_points
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
@@ -72,9 +75,11 @@ class Layers:
         return held
 
 
-def bound_of(layers: Layers, stages: int, virtual: int, schedule: str, micro_batches: int, usable_bytes: float) -> float:
+def bound_of(
+    layers: Layers, stages: int, virtual: int, schedule: str, micro_batches: int, usable_bytes: float, transfer: float = 0.0
+) -> float:
     option = ScheduleOption(virtual, schedule, 0.0, 1.0)
-    limits = StageLimits(usable_bytes, 1.0, Overlap())
+    limits = StageLimits(usable_bytes, 1.0, Overlap(), (StageTransfer(transfer),) * stages)
     return schedule_bound(stages, option, micro_batches, layers.calls, limits)
 
 
@@ -87,6 +92,10 @@ def test_no_partition_is_faster_than_the_program(stages: int, virtual: int, sche
     random, plenty = Random(0), 1e6
     free = bound_of(layers, stages, virtual, schedule, micro_batches, plenty)
     assert free > 1.02 * (layers.layers + layers.head) * micro_batches / stages
+    lag = 0.2
+    sent = bound_of(layers, stages, virtual, schedule, micro_batches, plenty, lag)
+    assert sent > free
+    lags = [0.0 if here == there else lag for here, there in pairwise(stage_of_chunks(pipeline))]
     shortest, dearer = float("inf"), 0
     for draw in range(60):
         cuts = sorted(random.sample(range(1, layers.layers), chunks - 1)) if draw else even(layers.layers, chunks)
@@ -94,6 +103,7 @@ def test_no_partition_is_faster_than_the_program(stages: int, virtual: int, sche
         share = random.random() if draw else 0.0
         again = [sum(random.random() < share for _ in range(size)) for size in sizes]
         step = max(rank.end_seconds for rank in clock.run(layers.chunks(sizes, again)))
+        assert max(rank.end_seconds for rank in clock.run(layers.chunks(sizes, again), lags)) >= sent * (1 - 1e-6)
         shortest = min(shortest, step)
         usable = layers.most_held(pipeline, micro_batches, sizes, again)
         bound = bound_of(layers, stages, virtual, schedule, micro_batches, max(usable, 1e-3)) if draw % 4 == 1 else free
@@ -180,8 +190,10 @@ def test_no_pipeline_is_below_its_bound(text: str, memory_bytes: int) -> None:
     search.list_points()
     priced, above = 0, 0
     for point in search.points:
-        calls_seconds = operation_bound(search.problem(point)) / point.stages
+        problem = search.problem(point)
+        calls_seconds = operation_bound(problem) / point.stages
         rough, bound = search.rough_bound(point, calls_seconds), search.sharp_bound((point,), float("inf"))
+        relaxation = StageRelaxation(problem, relaxed_calls(problem, point.stages, lambda: 60.0), cluster)
         assert rough >= calls_seconds
         for option in schedule_options(search.graph, point, {}, ""):
             found = search.stage_search.solve_point(point, option)
@@ -189,7 +201,34 @@ def test_no_pipeline_is_below_its_bound(text: str, memory_bytes: int) -> None:
                 priced += 1
                 step = found.evaluation.step_seconds
                 assert step >= max(rough, bound) * (1 - 1e-6), f"{point} {option}"
+                assert step >= relaxation.at_least((point,), (option,), float("inf")) * (1 - 1e-6), f"{point} {option}"
                 above += bound > 0.6 * step
                 assert step >= search.sharp_bound((point,), step) * (1 - 1e-6), f"{point} {option}"
     assert priced >= 8
     assert above >= priced / 4
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("contention", [0.0, 0.5])
+def test_communication_of_state_that_hides_counts_once(zero: int, contention: float) -> None:
+    """Wide layers and few tokens: gathers of weights and reductions of gradients are nearly all of a step. Weights of a stage's
+    further chunks arrive while it waits, its reductions run beside its next chunk, and its gathers beside gradients of weights."""
+    graph = gpt2_graph(layers=8, hidden=1024, heads=4, vocabulary=64, seq=16, batch=8)
+    cluster = Cluster.parse("local:4")
+    overlap = replace(cluster.overlap, contention=contention, parameter_gather=True, gradient_reduction=True)
+    force, registry = {"zero": zero, "dp": 2, "pp": 2}, default_registry()
+    cluster, options = replace(cluster, overlap=overlap), SearchOptions(force=force)
+    search = PipelineSearch(graph, cluster, options, registry, ProblemTables(graph, cluster, options, registry), lambda: 60.0)
+    search.list_points()
+    priced = 0
+    for point in search.points:
+        problem = search.problem(point)
+        relaxation = StageRelaxation(problem, relaxed_calls(problem, point.stages, lambda: 60.0), cluster)
+        for option in schedule_options(search.graph, point, {}, ""):
+            found = search.stage_search.solve_point(point, option)
+            if found is not None and found.evaluation is not None:
+                step = found.evaluation.step_seconds
+                assert step >= search.rough_bound(point, 0.0) * (1 - 1e-6), f"{point} {option}"
+                assert step >= relaxation.at_least((point,), (option,), float("inf")) * (1 - 1e-6), f"{point} {option}"
+                priced += option.virtual > 1
+    assert priced >= 2
