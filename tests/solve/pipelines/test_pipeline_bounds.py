@@ -13,6 +13,9 @@ from support.models.handwritten_blocks import gpt2_graph
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.state.optimizers import optimizer_named
+from autopar.cost_models.step.chunk_costs import chunk_costs
+from autopar.cost_models.step.evaluate import stage_traces
 from autopar.cost_models.step.pipeline_clock import micro_batches_in_flight
 from autopar.ir.plan import Pipeline
 from autopar.rules.registry import default_registry
@@ -22,7 +25,7 @@ from autopar.schedules.placement import chunks_of_stages, stage_of_chunks
 from autopar.solve.bounds.block_relaxation import relax_blocks
 from autopar.solve.bounds.call_lines import DurationLine, SavedLine, duration_lines, saved_lines
 from autopar.solve.bounds.call_state import CallState
-from autopar.solve.bounds.cut_transfers import StageTransfer
+from autopar.solve.bounds.cut_transfers import StageTransfer, stage_transfers
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
 from autopar.solve.pipeline.pipeline_bound import StageRelaxation, relaxed_calls
 from autopar.solve.pipeline.pipeline_search import PipelineSearch
@@ -232,3 +235,28 @@ def test_communication_of_state_that_hides_counts_once(zero: int, contention: fl
                 assert step >= relaxation.at_least((point,), (option,), float("inf")) * (1 - 1e-6), f"{point} {option}"
                 priced += option.virtual > 1
     assert priced >= 2
+
+
+@pytest.mark.parametrize("text", ["local:4", "dgx-h100:1"])
+def test_no_stage_sends_in_less(text: str) -> None:
+    """Every cut of every pipeline of the grid, by the evaluator's own transfers."""
+    graph = gpt2_graph(layers=6, hidden=128, heads=4, vocabulary=512, seq=64, batch=8)
+    cluster, options, registry = replace(Cluster.parse(text), size=4), SearchOptions(), default_registry()
+    search = PipelineSearch(graph, cluster, options, registry, ProblemTables(graph, cluster, options, registry), lambda: 60.0)
+    search.list_points()
+    ratios = []
+    for point in search.points:
+        least = stage_transfers(search.problem(point), cluster, point.stages)
+        for option in schedule_options(search.graph, point, {}, ""):
+            found = search.stage_search.solve_point(point, option)
+            if found is None or found.graph is None or found.candidate is None:
+                continue
+            limits = StageLimits(1.0, 1.0, cluster.overlap, least)
+            between = limits.between_chunks(stage_of_chunks(found.candidate.pipeline))
+            traces = stage_traces(found.graph, found.candidate, cluster)
+            costs = chunk_costs(found.graph, found.candidate, cluster, traces, optimizer_named("adamw"))
+            sent = [cost.send_seconds for cost in costs[:-1]]
+            assert all(seconds >= each.seconds * (1 - 1e-9) for seconds, each in zip(sent, between, strict=True)), f"{point} {option}"
+            ratios += [each.seconds / seconds for seconds, each in zip(sent, between, strict=True) if seconds]
+    assert len(ratios) >= 20
+    assert max(ratios) == pytest.approx(1.0)
