@@ -18,13 +18,14 @@ Linear = tuple[dict[int, float], float]
 @dataclass(frozen=True, slots=True)
 class BlockCalls:
     """All calls of one block in the model: how many, and what each takes. `place`: 0 where the first chunk has all of them, -1
-    where the last one has; None where any may."""
+    where the last one has; None where any may. `working_bytes`: of a backward, beside what is saved."""
 
     count: int
     place: int | None
     durations: tuple[DurationLine, ...]
     saved: tuple[SavedLine, ...]
     states: tuple[CallState, ...]
+    working_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +83,25 @@ class ClassCalls:
         forward of a step, where transfers may run while the stage waits anyway; 1 for one after it; 2 for one after it and a
         backward before the last: what a backward leaves over, its transfers and the reduction of the first call, ends there."""
         reduced = self.overlap.gradient_reduction and not self.overlap.gradient_buffers
-        both = bool(later == 2 and direction.forward and direction.inputs)
+        both = later == 2 and direction.forward > 0 and direction.inputs > 0
         terms = dict[int, float]()
         for column, one in self.states():
             backward = one.gather_backward + (one.reduce_each if reduced or both else 0.0)
             terms[column] = (direction.forward * one.gather_each + direction.inputs * backward) / self.unit
         longest = 0.0 if both else max((one.reduce_each for _, one in self.states()), default=0.0) * reduced
-        passes = direction.forward * min(later, 1 + both)
-        return terms, (passes * self.sends - direction.inputs * longest * self.size) / self.unit
+        return terms, (transfers_of(direction, later) * self.sends - direction.inputs * longest * self.size) / self.unit
 
-    def exposed(self, direction: DurationLine) -> Linear:
-        """Seconds of the gathers that begin each forward and each backward of a chunk, for which it waits: of its first and its
+    def gathers_at_begin(self) -> Iterator[Linear]:
+        """Seconds of the gathers that begin each forward of a chunk, and each backward, for which it waits: of its first and its
         last call, where all of its calls gather."""
-        terms, constant = dict[int, float](), 0.0
-        for weight, gathers in (
-            (direction.forward, {column: one.gather_each for column, one in self.states()}),
-            (direction.inputs, {column: one.gather_backward for column, one in self.states()}),
+        for gathers in (
+            {column: one.gather_each for column, one in self.states()},
+            {column: one.gather_backward for column, one in self.states()},
         ):
-            least = weight * min((each for each in gathers.values() if each), default=0.0) / self.unit
-            constant += least * self.size
-            for column, each in gathers.items():
-                terms[column] = terms.get(column, 0.0) - (0.0 if each else least)
-        return terms, constant
+            least = min((each for each in gathers.values() if each), default=0.0) / self.unit
+            yield {column: -least for column, each in gathers.items() if not each}, least * self.size
+
+
+def transfers_of(direction: DurationLine, later: int) -> float:
+    """How often a chunk's transfers run beside a forward and a backward. `later`: as in `ClassCalls.sent`."""
+    return direction.forward * min(later, 1 + (direction.inputs > 0))

@@ -14,10 +14,11 @@ from autopar.cost_models.hardware.allocator import communicator_count, fragmenta
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
 from autopar.solve.bounds.call_lines import DurationLine, SavedLine, duration_lines, saved_lines
-from autopar.solve.bounds.call_state import call_states
+from autopar.solve.bounds.call_state import call_states, undominated
 from autopar.solve.bounds.cut_transfers import stage_transfers
 from autopar.solve.bounds.memory_bound import PipelineShape, memory_bound
 from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
+from autopar.solve.bounds.working_set import batch_bytes, least_working_bytes
 from autopar.solve.pipeline.stage_program import schedule_bound
 from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint
@@ -45,6 +46,7 @@ class CallLines:
 
     durations: tuple[DurationLine, ...]
     saved: tuple[SavedLine, ...]
+    working_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +106,14 @@ class StageRelaxation:
                 place=ends.get(name) if graph.count(name) == 1 else None,
                 durations=lines.durations,
                 saved=lines.saved,
-                states=tuple(dict.fromkeys(one for each in grouped for one in call_states(each, name, micro_batches).values())),
+                working_bytes=lines.working_bytes,
+                states=undominated(one for each in grouped for one in call_states(each, name, micro_batches).values()),
             )
             for name, lines in self.relaxed.lines.items()
         )
         communicators = min(communicator_count(problem.mesh, point.zero_group, point.stages) for point in points)
         limits = StageLimits(
-            usable_bytes=tensor_budget_bytes(device, communicators),
+            usable_bytes=tensor_budget_bytes(device, communicators) - batch_bytes(problem),
             held=1 + fragmentation(device),
             overlap=problem.cluster.overlap,
             transfers=stage_transfers(problem, self.cluster, points[0].stages),
@@ -125,7 +128,10 @@ def relaxed_calls(problem: Problem, stages: int, seconds_left: Callable[[], floa
     shares = {name: problem.graph.count(name) * call_seconds(problem, name, 0.0).both for name in problem.blocks}
     minor = {name for name, seconds in shares.items() if seconds < _MINOR * sum(shares.values())}
     lines = {
-        name: CallLines(duration_lines(problem, name, seconds_left(), name in minor), saved[name]) for name in problem.blocks
+        name: CallLines(
+            duration_lines(problem, name, seconds_left(), name in minor), saved[name], least_working_bytes(problem, name)
+        )
+        for name in problem.blocks
     }
     calls = {name: call_seconds(problem, name, each.durations[0].least_seconds) for name, each in lines.items()}
     whole = sum(problem.graph.count(name) * each.both for name, each in calls.items())

@@ -153,7 +153,8 @@ class PipelineSearch:
                 if not able:
                     return
                 point, *rest = sorted(able, key=lambda each: self.points[each].bound_seconds)
-                members = together[point]
+                # together first, then by themselves
+                members = together[point] if together[point] not in done else (point,)
                 if members in done or self.points[point].bound_seconds >= enough:
                     return
                 family = self._family(point)

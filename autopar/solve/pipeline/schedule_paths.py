@@ -39,8 +39,8 @@ _MOST_ACTIONS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class SchedulePath:
-    """``[kind, class]``: how often each duration of each chunk of a class occurs, at least. It ends on stage `end`. `sends`: how
-    often something is sent between each chunk and the next."""
+    """``[kind, chunk]``: how often each duration of each chunk occurs, at least. It ends on stage `end`. `sends`: how often
+    something is sent between each chunk and the next."""
 
     counts: Any
     end: int
@@ -75,7 +75,7 @@ def schedule_paths(stages: int, virtual: int, name: str, micro_batches: int) -> 
     counted = (
         _busy(schedule, stage_of, micro_batches) if long else _Paths(schedule, stage_of, micro_batches).counted(stages, virtual)
     )
-    paths = tuple(SchedulePath(_merged(counts[:KINDS], classes), end, counts[_SENDS, :-1]) for counts, end in counted)
+    paths = tuple(SchedulePath(counts[:KINDS], end, counts[_SENDS, :-1]) for counts, end in counted)
     return SchedulePaths(
         classes=classes,
         stage_of=tuple(stage_of),
@@ -95,10 +95,6 @@ def _phases(virtual: int) -> list[range]:
 def _classes(stages: int, virtual: int) -> tuple[tuple[int, ...], ...]:
     """The chunks of each stage in the same phases. (Schedules with more than two chunks a stage deal them in turn.)"""
     return tuple(tuple(phase * stages + stage for phase in phases) for phases in _phases(virtual) for stage in range(stages))
-
-
-def _merged(counts: Any, classes: Sequence[Sequence[int]]) -> Any:
-    return numpy.stack([counts[:, list(members)].min(axis=1) for members in classes], axis=1)
 
 
 def _least_of_classes(held: dict[int, int], class_of: dict[int, int]) -> dict[int, int]:

@@ -9,7 +9,7 @@ which are added, a few times (Kelley, The cutting-plane method for solving conve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +18,8 @@ import numpy
 from autopar.ir.plan import Pipeline
 from autopar.schedules.clock import ScheduleClock
 from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, StageLimits
+from autopar.solve.bounds.call_lines import DurationLine
+from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, StageLimits, transfers_of
 from autopar.solve.ilp.linear_model import INFINITY, LinearModel, total
 from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.pipeline.schedule_paths import KINDS, SchedulePath, schedule_paths
@@ -31,8 +32,11 @@ _NEARLY = 0.97
 """Paths that are not so long as the longest one are not added."""
 
 
-_ROUNDS = 1
+_ROUNDS = 3
 """How often longer paths are looked for."""
+
+_WORTH_A_ROUND = 0.002
+"""Not again where those of the last time made the bound longer by less."""
 
 
 def schedule_bound(
@@ -45,23 +49,30 @@ def schedule_bound(
 ) -> float:
     """Seconds below every plan of these calls under a schedule; infinite where none fits. Ends early
     where that is `enough_seconds`."""
-    actions = 2 * stages * option.virtual * micro_batches
+    if limits.usable_bytes <= 0:
+        return INFINITY
     program = _Program(stages, option, micro_batches, calls, limits)
+    walked = 2 * stages * option.virtual * micro_batches <= _MOST_WALKED
+    if walked:
+        program.add_longest_paths(program.even_durations())
     best, found = 0.0, program.solve()
-    for _ in range(_ROUNDS + 1):
+    for _ in range(_ROUNDS):
         if found is None:
             return best
+        longer = found[0] >= best * (1 + _WORTH_A_ROUND)
         best = max(best, found[0])
-        walked = actions <= _MOST_WALKED and found[1] is not None and program.one_by_one
-        if best >= enough_seconds or not walked or not program.add_longest_paths(found[1]):
-            break
+        if best >= enough_seconds or not longer or not walked or found[1] is None:
+            return best
+        if not program.add_longest_paths(found[1]):
+            return best
         found = program.solve()
-    return best
+    return best if found is None else max(best, found[0])
 
 
 class _Program:
-    """The linear program. Seconds are in `unit`, bytes in `limits.usable_bytes`. `columns`: ``[kind, class]``, the durations of
-    one chunk of each class."""
+    """The linear program. Seconds are in `unit`, bytes in `limits.usable_bytes`. `columns`: ``[kind, chunk]``, the durations of
+    one pass. Where a class has several chunks, only what their calls take is looked at in each of them, and the rest in their
+    sum."""
 
     def __init__(
         self, stages: int, option: ScheduleOption, micro_batches: int, calls: Sequence[BlockCalls], limits: StageLimits
@@ -72,19 +83,17 @@ class _Program:
         self.unit = sum(each.count * each.durations[0].least_seconds for each in calls) * micro_batches / stages or 1.0
         self.sends = limits.between_chunks(self.shape.stage_of)
         self.lags = numpy.array([each.seconds for each in self.sends])
-        model, sizes = self.model, [len(members) for members in self.shape.classes]
-        self.one_by_one = max(sizes) == 1
+        model, classes = self.model, self.shape.classes
         self.t = model.variable()
         model.minimise({self.t: 1.0})
-        # of all chunks of a class together
-        self.columns = numpy.array([[model.variable() for _ in sizes] for _ in range(KINDS)])
+        self.columns = numpy.array([[model.variable() for _ in self.shape.stage_of] for _ in range(KINDS)])
         self.after = [model.variable() for _ in range(stages)]
         self.parts = [
             ClassCalls(calls, len(members), limits.overlap, self.unit, sum(map(self._on_data_links, members)))
-            for members in self.shape.classes
+            for members in classes
         ]
-        self._deal(len(sizes))
-        for number in range(len(sizes)):
+        self._deal(len(classes))
+        for number in range(len(classes)):
             self._bound_class(number)
         for stage in range(stages):
             self._bound_stage(stage)
@@ -122,38 +131,58 @@ class _Program:
         """The durations of its chunks, each of which has a call: what its calls take; with the gathers that it waits for and what
         overlaps compute, which slows it; and at least what is sent."""
         model, mine, contention = self.model, self.parts[number], self.limits.overlap.contention
-        forward, inputs, weights, first, last = self.columns[:, number].tolist()
+        members = self.shape.classes[number]
+        columns = [self._sum(self.columns[kind, list(members)].tolist()) for kind in range(KINDS)]
         model.row({count: 1.0 for count in mine.counts.values()}, float(mine.size), INFINITY)
-        # with how many passes that are not the first or last of a step
-        pairs = {(forward, weights): 2, (forward, last): 1, (first, weights): 0, (first, last): 0}
+        waits = [model.variable() for _ in range(2)]
+        for column, (terms, least) in zip(waits, mine.gathers_at_begin(), strict=True):
+            if least:
+                self._exceeds({column: 1.0}, terms, least)
         for line, direction in enumerate(self.calls[0].durations):
-            computed, (waited, least_waited) = mine.computed(line), mine.exposed(direction)
-            done = set[tuple[int, ...]]()
-            for (one, other), later in pairs.items():
-                three = {one: direction.forward, inputs: direction.inputs, other: direction.weights}
-                longer = {column: weight for column, weight in three.items() if weight}
-                if tuple(longer) in done:
-                    continue
-                done.add(tuple(longer))
+            computed = mine.computed(line)
+            waited = dict(zip(waits, (direction.forward, direction.inputs), strict=True))
+            for longer, later in _passes(columns, direction):
                 sent, least_sent = mine.sent(direction, later)
                 self._exceeds(longer, computed, 0.0)
                 if any(sent.values()) or least_sent > 0:
-                    least = contention * least_sent + (1 - contention) * least_waited
-                    self._exceeds(longer, total((1.0, computed), (contention, sent), (1 - contention, waited)), least)
+                    slowed = total((1.0, computed), (contention, sent), (1 - contention, waited))
+                    self._exceeds(longer, slowed, contention * least_sent)
                     if direction.weights or not direction.inputs:  # gradients of weights hide what is sent, too
                         self._exceeds(longer, sent, least_sent)
-        self._bound_last(number)
+        self._bound_last(number, columns)
+        if len(members) > 1:
+            self._bound_each(number)
+
+    def _sum(self, columns: Sequence[int]) -> int:
+        """A column that is the sum of these."""
+        return columns[0] if len(columns) == 1 else self.model.define(dict.fromkeys(columns, 1.0))
+
+    def _bound_each(self, number: int) -> None:
+        """Each chunk of a class: what its calls take, without recomputation and state."""
+        model, mine, members = self.model, self.parts[number], self.shape.classes[number]
+        counts = {block: [model.variable() for _ in members] for block in mine.counts}
+        for block, columns in counts.items():
+            # calls of a class = sum of those of its chunks
+            model.row({mine.counts[block]: -1.0, **dict.fromkeys(columns, 1.0)}, 0.0, 0.0)
+        for place, chunk in enumerate(members):
+            has = {block: columns[place] for block, columns in counts.items()}
+            model.row(dict.fromkeys(has.values(), 1.0), 1.0, INFINITY)
+            sends = self.limits.overlap.contention * self._on_data_links(chunk) / self.unit
+            for line, direction in enumerate(self.calls[0].durations):
+                terms = {column: self.calls[block].durations[line].least_seconds / self.unit for block, column in has.items()}
+                for longer, later in _passes(self.columns[:, chunk].tolist(), direction):
+                    self._exceeds(longer, terms, sends * transfers_of(direction, later))
 
     def _exceeds(self, longer: Mapping[int, float], terms: Mapping[int, float], constant: float) -> None:
         """``longer >= terms + constant``."""
         self.model.row(total((1.0, longer), (-1.0, terms)), constant, INFINITY)
 
-    def _bound_last(self, number: int) -> None:
+    def _bound_last(self, number: int, columns: Sequence[int]) -> None:
         """What the last backward of a chunk leaves to its end is the first call's reduction."""
         mine, overlap = self.parts[number], self.limits.overlap
         if not overlap.gradient_reduction or overlap.gradient_buffers:
             return
-        forward, inputs, _, first, last = self.columns[:, number].tolist()
+        forward, inputs, _, first, last = columns
         slowed = {column: overlap.contention * one.reduce_last / self.unit for column, one in mine.states()}
         longest = max((one.reduce_last for each in self.calls for one in each.states), default=0.0)
         terms = total((1.0, mine.computed(0)), (1.0, slowed))
@@ -173,14 +202,16 @@ class _Program:
         heads = [each for each in self.calls if (each.place == 0) == (stage == 0)] or list(self.calls)
         left = min((one.reduce_last for each in heads for one in each.states), default=0.0)
         model.row({self.after[stage]: 1.0, **optimizer}, left / self.unit, INFINITY)
+        # the first backward is that of a call of the last chunk
+        working = min(self.calls[block].working_bytes for block in self.parts[mine[-1]].counts)
         for in_flight in self.shape.in_flight[stage]:
             saved = {
                 column: self.limits.held * in_flight.get(number, 0)
                 for number in mine
                 for _, column in self.parts[number].saved.values()
             }
-            # state + reserved for what is saved <= usable
-            model.row({**held, **saved}, -INFINITY, 1.0)
+            # state + reserved for what is saved and for the first backward <= usable
+            model.row({**held, **saved}, -INFINITY, 1.0 - self.limits.held * working / usable)
 
     def _add(self, path: SchedulePath) -> bool:
         key = path.counts.tobytes(), path.sends.tobytes(), path.end
@@ -201,6 +232,15 @@ class _Program:
         if outcome.status is not Status.OPTIMAL:
             return None
         return outcome.bound * self.unit, numpy.array(outcome.values)[self.columns]
+
+    def even_durations(self) -> Any:
+        """Of equal chunks."""
+        _, forward, backward, inputs = (
+            sum(each.count * each.durations[line].least_seconds for each in self.calls) for line in range(4)
+        )
+        weights = max(0.0, backward - inputs)
+        each = numpy.array([forward, backward - weights, weights, forward, weights]) / (self.unit * len(self.shape.stage_of))
+        return numpy.repeat(each[:, None], len(self.shape.stage_of), axis=1)
 
     def add_longest_paths(self, durations: Any) -> bool:
         """The longest path to each rank's end, where that is nearly the longest of all; whether there was a new one."""
@@ -235,6 +275,19 @@ class _Program:
         n = numpy.bincount(slots, minlength=many * chunks).reshape(chunks, many).T.astype(float)
         counts = numpy.stack([n[0], n[1] + n[2] + n[5], n[1] + n[3], n[4], n[5] + n[6]])
         return SchedulePath(counts, rank, numpy.bincount(cuts, minlength=chunks)[1:].astype(float))
+
+
+def _passes(columns: Sequence[int], direction: DurationLine) -> Iterator[tuple[dict[int, float], int]]:
+    """What a direction says of a forward and a backward of one micro-batch, as terms; and how many of them are neither the first
+    nor the last of the step."""
+    forward, inputs, weights, first, last = columns
+    done = set[tuple[int, ...]]()
+    for one, other, later in ((forward, weights, 2), (forward, last, 1), (first, weights, 0), (first, last, 0)):
+        three = {one: direction.forward, inputs: direction.inputs, other: direction.weights}
+        longer = {column: weight for column, weight in three.items() if weight}
+        if tuple(longer) not in done:
+            done.add(tuple(longer))
+            yield longer, later
 
 
 @lru_cache(maxsize=64)
