@@ -91,15 +91,27 @@ class ClassCalls:
         longest = 0.0 if both else max((one.reduce_each for _, one in self.states()), default=0.0) * reduced
         return terms, (transfers_of(direction, later) * self.sends - direction.inputs * longest * self.size) / self.unit
 
-    def gathers_at_begin(self) -> Iterator[Linear]:
-        """Seconds of the gathers that begin each forward of a chunk, and each backward, for which it waits: of its first and its
-        last call, where all of its calls gather."""
-        for gathers in (
-            {column: one.gather_each for column, one in self.states()},
-            {column: one.gather_backward for column, one in self.states()},
-        ):
-            least = min((each for each in gathers.values() if each), default=0.0) / self.unit
-            yield {column: -least for column, each in gathers.items() if not each}, least * self.size
+    def holds_left(self, direction: DurationLine, later: int) -> float:
+        """Whether `sent` leaves out what `left_reductions` says of a later forward."""
+        return direction.forward if later and not (later == 2 and direction.inputs) else 0.0
+
+    def least_of_one(self, seconds: Mapping[int, float]) -> Linear:
+        """Of one call of each chunk, where all of its calls have such seconds."""
+        least = min((each for each in seconds.values() if each), default=0.0) / self.unit
+        return {column: -least for column, each in seconds.items() if not each}, least * self.size
+
+    def first_gathers(self) -> Linear:
+        """The gather that begins each forward of a chunk, for which it waits."""
+        return self.least_of_one({column: one.gather_each for column, one in self.states()})
+
+    def last_gathers(self) -> Linear:
+        """The gather that begins each backward."""
+        return self.least_of_one({column: one.gather_backward for column, one in self.states()})
+
+    def left_reductions(self) -> Linear:
+        """The reduction of a chunk's first call, which runs beside its next forward."""
+        each = {column: one.reduce_each * self.overlap.gradient_reduction for column, one in self.states()}
+        return self.least_of_one(each)
 
 
 def transfers_of(direction: DurationLine, later: int) -> float:

@@ -19,7 +19,7 @@ from autopar.ir.plan import Pipeline
 from autopar.schedules.clock import ScheduleClock
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.solve.bounds.call_lines import DurationLine
-from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, StageLimits, transfers_of
+from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, Linear, StageLimits, transfers_of
 from autopar.solve.ilp.linear_model import INFINITY, LinearModel, total
 from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.pipeline.schedule_paths import KINDS, SchedulePath, schedule_paths
@@ -134,15 +134,13 @@ class _Program:
         members = self.shape.classes[number]
         columns = [self._sum(self.columns[kind, list(members)].tolist()) for kind in range(KINDS)]
         model.row({count: 1.0 for count in mine.counts.values()}, float(mine.size), INFINITY)
-        waits = [model.variable() for _ in range(2)]
-        for column, (terms, least) in zip(waits, mine.gathers_at_begin(), strict=True):
-            if least:
-                self._exceeds({column: 1.0}, terms, least)
+        waits, left = [self._positive(mine.first_gathers()), self._positive(mine.last_gathers())], self._positive(mine.left_reductions())
         for line, direction in enumerate(self.calls[0].durations):
             computed = mine.computed(line)
             waited = dict(zip(waits, (direction.forward, direction.inputs), strict=True))
             for longer, later in _passes(columns, direction):
                 sent, least_sent = mine.sent(direction, later)
+                sent = {**sent, left: mine.holds_left(direction, later)}
                 self._exceeds(longer, computed, 0.0)
                 if any(sent.values()) or least_sent > 0:
                     slowed = total((1.0, computed), (contention, sent), (1 - contention, waited))
@@ -152,6 +150,12 @@ class _Program:
         self._bound_last(number, columns)
         if len(members) > 1:
             self._bound_each(number)
+
+    def _positive(self, linear: Linear) -> int:
+        """A column that is at least this, and not negative."""
+        column = self.model.variable()
+        self._exceeds({column: 1.0}, *linear)
+        return column
 
     def _sum(self, columns: Sequence[int]) -> int:
         """A column that is the sum of these."""
