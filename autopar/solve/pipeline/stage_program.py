@@ -2,41 +2,29 @@
 chunk saves and recomputes and how its state is sharded, so that the longest of the schedule's paths is shortest and every stage
 fits.
 
-It has no placements: a call takes what `bounds.call_lines` and `bounds.call_state` say at least. Every path bounds every
-partition, so the program's value is a bound from the start; the schedule's clock shows longer paths at the program's durations,
-which are added, a few times (Kelley, The cutting-plane method for solving convex programs, 1960).
+It has no placements: a call takes what `bounds.call_lines` and `bounds.call_state` say at least. First with some paths through
+the schedule, each of which bounds every partition; and where that is not enough, with the schedule's clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy
 
 from autopar.ir.plan import Pipeline
-from autopar.schedules.clock import ScheduleClock
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.solve.bounds.call_lines import DurationLine
 from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, Linear, StageLimits, transfers_of
-from autopar.solve.ilp.linear_model import INFINITY, LinearModel, total
+from autopar.solve.bounds.timed_actions import SLOTS, TimedSchedule, outer_micro_batches, timed_schedule
+from autopar.solve.ilp.linear_model import INFINITY, LinearModel, add, total
 from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.pipeline.schedule_paths import KINDS, SchedulePath, schedule_paths
 from autopar.solve.space.pipeline_grid import ScheduleOption
 
-_MOST_WALKED = 5_000
+_MOST_TIMED = 4_000
 """Actions of the schedules whose clock is looked at."""
-
-_NEARLY = 0.97
-"""Paths that are not so long as the longest one are not added."""
-
-
-_ROUNDS = 3
-"""How often longer paths are looked for."""
-
-_WORTH_A_ROUND = 0.002
-"""Not again where those of the last time made the bound longer by less."""
 
 
 def schedule_bound(
@@ -52,21 +40,11 @@ def schedule_bound(
     if limits.usable_bytes <= 0:
         return INFINITY
     program = _Program(stages, option, micro_batches, calls, limits)
-    walked = 2 * stages * option.virtual * micro_batches <= _MOST_WALKED
-    if walked:
-        program.add_longest_paths(program.even_durations())
-    best, found = 0.0, program.solve()
-    for _ in range(_ROUNDS):
-        if found is None:
-            return best
-        longer = found[0] >= best * (1 + _WORTH_A_ROUND)
-        best = max(best, found[0])
-        if best >= enough_seconds or not longer or not walked or found[1] is None:
-            return best
-        if not program.add_longest_paths(found[1]):
-            return best
-        found = program.solve()
-    return best if found is None else max(best, found[0])
+    best = program.solve()
+    if best < enough_seconds and 2 * stages * option.virtual * micro_batches <= _MOST_TIMED:
+        program.add_clock()
+        best = max(best, program.solve())
+    return best
 
 
 class _Program:
@@ -82,7 +60,6 @@ class _Program:
         self.shape = schedule_paths(*self.key)
         self.unit = sum(each.count * each.durations[0].least_seconds for each in calls) * micro_batches / stages or 1.0
         self.sends = limits.between_chunks(self.shape.stage_of)
-        self.lags = numpy.array([each.seconds for each in self.sends])
         model, classes = self.model, self.shape.classes
         self.t = model.variable()
         model.minimise({self.t: 1.0})
@@ -97,7 +74,6 @@ class _Program:
             self._bound_class(number)
         for stage in range(stages):
             self._bound_stage(stage)
-        self._seen: set[tuple[bytes, bytes, int]] = set()
         for path in self.shape.paths:
             self._add(path)
 
@@ -217,68 +193,43 @@ class _Program:
             # state + reserved for what is saved and for the first backward <= usable
             model.row({**held, **saved}, -INFINITY, 1.0 - self.limits.held * working / usable)
 
-    def _add(self, path: SchedulePath) -> bool:
-        key = path.counts.tobytes(), path.sends.tobytes(), path.end
-        if key in self._seen:
-            return False
-        self._seen.add(key)
+    def _add(self, path: SchedulePath) -> None:
         pairs = zip(self.columns.ravel().tolist(), path.counts.ravel().tolist(), strict=True)
-        terms = {column: -count for column, count in pairs if count}
+        terms = {column: count for column, count in pairs if count}
         # t >= sum of the path + its transfers + what follows on its last stage
-        self.model.row({self.t: 1.0, self.after[path.end]: -1.0, **terms}, float(path.sends @ self.lags) / self.unit, INFINITY)
-        return True
+        sends = sum(count * each.seconds for count, each in zip(path.sends.tolist(), self.sends, strict=True))
+        self._exceeds({self.t: 1.0}, {self.after[path.end]: 1.0, **terms}, sends / self.unit)
 
-    def solve(self) -> tuple[float, Any] | None:
-        """(seconds, durations of the chunks: None where nothing fits)."""
+    def solve(self) -> float:
+        """Seconds; 0 where the solver fails, infinite where nothing fits."""
         outcome = solve(self.model, relaxed=True)
         if outcome.status is Status.INFEASIBLE:
-            return INFINITY, None
-        if outcome.status is not Status.OPTIMAL:
-            return None
-        return outcome.bound * self.unit, numpy.array(outcome.values)[self.columns]
+            return INFINITY
+        return outcome.bound * self.unit if outcome.status is Status.OPTIMAL else 0.0
 
-    def even_durations(self) -> Any:
-        """Of equal chunks."""
-        _, forward, backward, inputs = (
-            sum(each.count * each.durations[line].least_seconds for each in self.calls) for line in range(4)
-        )
-        weights = max(0.0, backward - inputs)
-        each = numpy.array([forward, backward - weights, weights, forward, weights]) / (self.unit * len(self.shape.stage_of))
-        return numpy.repeat(each[:, None], len(self.shape.stage_of), axis=1)
+    def add_clock(self) -> None:
+        """When the actions of some micro-batches end."""
+        model, timed = self.model, _timed(*self.key)
+        ends = [model.variable() for _ in timed.actions]
+        for end, action in zip(ends, timed.actions, strict=True):
+            before = {ends[action.before]: 1.0} if action.before >= 0 else {}
+            self._exceeds({end: 1.0}, total((1.0, before), (1.0, self._busy(action.busy))), 0.0)
+            if action.after >= 0:
+                lag = self.sends[action.cut].seconds / self.unit
+                self._exceeds({end: 1.0}, total((1.0, {ends[action.after]: 1.0}), (1.0, self._busy({action.slot: 1}))), lag)
+        for stage, (last, busy) in enumerate(timed.ends):
+            # t >= the last of them + what the stage computes after it + what follows
+            self._exceeds({self.t: 1.0}, {ends[last]: 1.0, self.after[stage]: 1.0, **self._busy(busy)}, 0.0)
 
-    def add_longest_paths(self, durations: Any) -> bool:
-        """The longest path to each rank's end, where that is nearly the longest of all; whether there was a new one."""
-        forward, inputs, weights, first, last = durations
-        slots = [forward, inputs + weights, inputs, weights, first, inputs + last, last]  # the order of `clock._SLOTS`
-        table = numpy.stack(slots, axis=1).ravel().tolist()
-        clock = _clock(*self.key)
-        ranks, lags = len(clock.busy), (self.lags / self.unit).tolist()
-        free, latest = [0.0] * ranks, [-1] * ranks
-        ends: list[float] = []
-        before: list[tuple[int, int]] = []
-        for place, (rank, slot, after, cut, *_) in enumerate(clock.steps):
-            start, waits_for = free[rank], (latest[rank], -1)
-            if after >= 0:
-                arrival = ends[after] + (lags[cut] if cut >= 0 else 0.0)
-                if arrival > start:
-                    start, waits_for = arrival, (after, cut)
-            ends.append(start + table[slot])
-            before.append(waits_for)
-            free[rank], latest[rank] = ends[place], place
-        longest = max(free)
-        ended = [(rank, place) for rank, place in enumerate(latest) if ends[place] >= _NEARLY * longest]
-        return any([self._add(self._path(clock, rank, place, before)) for rank, place in ended])
-
-    def _path(self, clock: ScheduleClock, rank: int, place: int, before: Sequence[tuple[int, int]]) -> SchedulePath:
-        slots, cuts = list[int](), list[int]()
-        while place >= 0:
-            slots.append(clock.steps[place][1])
-            place, cut = before[place]
-            cuts.append(cut + 1)
-        many, chunks = 7, len(self.shape.stage_of)
-        n = numpy.bincount(slots, minlength=many * chunks).reshape(chunks, many).T.astype(float)
-        counts = numpy.stack([n[0], n[1] + n[2] + n[5], n[1] + n[3], n[4], n[5] + n[6]])
-        return SchedulePath(counts, rank, numpy.bincount(cuts, minlength=chunks)[1:].astype(float))
+    def _busy(self, slots: Mapping[int, int]) -> dict[int, float]:
+        """Durations of so many actions of each slot of the clock's table."""
+        out: dict[int, float] = {}
+        for slot, count in slots.items():
+            chunk, kind = divmod(slot, SLOTS)
+            forward, inputs, weights, first, last = self.columns[:, chunk].tolist()
+            parts = ((forward,), (inputs, weights), (inputs,), (weights,), (first,), (inputs, last), (last,))  # as `clock._SLOTS`
+            add(out, dict.fromkeys(parts[kind], float(count)))
+        return out
 
 
 def _passes(columns: Sequence[int], direction: DurationLine) -> Iterator[tuple[dict[int, float], int]]:
@@ -295,5 +246,6 @@ def _passes(columns: Sequence[int], direction: DurationLine) -> Iterator[tuple[d
 
 
 @lru_cache(maxsize=64)
-def _clock(stages: int, virtual: int, schedule: str, micro_batches: int) -> ScheduleClock:
-    return ScheduleClock.of(schedule_of(Pipeline(stages, virtual, schedule), micro_batches))
+def _timed(stages: int, virtual: int, schedule: str, micro_batches: int) -> TimedSchedule:
+    actions = schedule_of(Pipeline(stages, virtual, schedule), micro_batches)
+    return timed_schedule(actions, outer_micro_batches(stages, micro_batches))
