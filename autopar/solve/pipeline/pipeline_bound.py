@@ -68,18 +68,17 @@ class StageRelaxation:
     relaxed: RelaxedCalls
     cluster: Cluster
 
-    def at_least(self, points: Sequence[GridPoint], options: Sequence[ScheduleOption], best_seconds: float) -> float:
-        """The least step of `points`, which differ in `zero_group` only, with each of `options`, or `best_seconds` where that is
-        less; infinite where nothing fits. Schedules with the smallest bubbles come first, which are seldom ruled out."""
+    def at_least(
+        self, points: Sequence[GridPoint], options: Sequence[ScheduleOption], best_seconds: float, by_clock: bool = True
+    ) -> dict[ScheduleOption, float]:
+        """The least step of `points`, which differ in `zero_group` only, with each of `options`; infinite where nothing fits.
+        `by_clock` as in `schedule_bound`. Not looked at where what holds for all schedules is `best_seconds`."""
         point, least = points[0], min(map(self.under_any_schedule, points))
         if least >= best_seconds:
-            return least
-        bound, (calls, limits) = best_seconds, self._program_inputs(points)
-        for option in sorted(options, key=lambda each: each.bubble_passes):
-            if bound <= least:
-                break
-            bound = min(bound, schedule_bound(point.stages, option, point.micro_batches, calls, limits, bound))
-        return max(least, bound)
+            return dict.fromkeys(options, least)
+        calls, limits = self._program_inputs(points)
+        found = ((each, schedule_bound(point.stages, each, point.micro_batches, calls, limits, by_clock)) for each in options)
+        return {option: max(least, seconds) for option, seconds in found}
 
     def under_any_schedule(self, point: GridPoint) -> float:
         """With one micro-batch in flight, and no bubble but the first calls."""

@@ -20,7 +20,6 @@ from autopar.ir.mesh import DATA_AXIS, Axis
 from autopar.rules.registry import Registry
 from autopar.solve.bounds.block_relaxation import relax_blocks
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
-from autopar.solve.forked import Lookahead
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.pipeline_bound import RelaxedCalls, StageRelaxation, call_seconds, relaxed_calls
@@ -30,10 +29,14 @@ from autopar.solve.pipeline.stage_search import StageSearch
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
-from autopar.solve.space.pipeline_grid import chunks_per_stage, pipeline_asked, pipeline_points, schedule_options
+from autopar.solve.pipeline.tighten import BoundTightening, Sharpened, Sharpening, Task, raise_bound
+from autopar.solve.space.pipeline_grid import ScheduleOption, chunks_per_stage, pipeline_asked, pipeline_points, schedule_options
 from autopar.solve.space.problem_tables import ProblemTables
 
 Axes = tuple[Axis, ...]
+
+_CLOCKS_SHARE = 0.05
+"""Of the time, for bounds by the clocks of schedules."""
 
 
 class PipelineSearch:
@@ -141,53 +144,22 @@ class PipelineSearch:
     def _tighten(self, best_seconds: Callable[[], float]) -> None:
         """The least bounds, as long as they are what the certificate is short of: first with memory and state, then with the
         tables of their own micro-batch and the bubble too."""
-        enough = best_seconds() * (1 - self.options.sharp_gap)
-        together, done = self._alike(), set[tuple[GridPoint, ...]]()
+        best, sharp_gap = best_seconds(), self.options.sharp_gap
 
-        def sharpened(members: tuple[GridPoint, ...]) -> tuple[float, RelaxedCalls]:
-            return self.sharp_bound(members, best_seconds()), self._relaxed[self._family(members[0])]
+        def sharply(task: Task) -> Sharpened:
+            members, option = task
+            seconds = self.sharp_bounds(members, best, None if option is None else (option,))
+            return Sharpened(seconds, self._relaxed[self._family(members[0])])
 
-        with Lookahead(sharpened, self.options.processes) as ahead:
-            while self.seconds_left() > 0:
-                able = [point for point, result in self.points.items() if result.status is not Status.INFEASIBLE]
-                if not able:
-                    return
-                point, *rest = sorted(able, key=lambda each: self.points[each].bound_seconds)
-                # together first, then by themselves
-                members = together[point] if together[point] not in done else (point,)
-                if members in done or self.points[point].bound_seconds >= enough:
-                    return
-                family = self._family(point)
-                if point not in self._roughly and family not in self._relaxed:
-                    self._with_memory(point)
-                    continue
-                done.add(members)
-                low = [each for each in rest if each in self._roughly and self.points[each].bound_seconds < enough]
-                upcoming = (together[each] for each in low if self._family(each) not in {family, *self._relaxed})
-                bound, self._relaxed[family] = ahead.result(members, upcoming)
-                for each in members:
-                    self._raise_bound(each, bound)
-
-    def _alike(self) -> dict[GridPoint, tuple[GridPoint, ...]]:
-        """With each point those that differ from it in the groups of ranks that share state only: one bound for all of them is
-        nearly as sharp."""
-        groups: dict[GridPoint, list[GridPoint]] = {}
-        for point, result in self.points.items():
-            if result.status is not Status.INFEASIBLE:
-                groups.setdefault(replace(point, zero_group=0), []).append(point)
-        return {point: members for members in map(tuple, groups.values()) for point in members}
-
-    def _raise_bound(self, point: GridPoint, seconds: float) -> None:
-        result = self.points[point]
-        result.bound_seconds = max(result.bound_seconds, seconds)
-        if seconds == inf:
-            result.status = Status.INFEASIBLE
+        how = Sharpening(self._with_memory, self._roughly, sharply, self._family, self._relaxed)
+        clock_seconds = _CLOCKS_SHARE * self.options.time_limit_seconds
+        BoundTightening(self.points, how, best * (1 - sharp_gap), clock_seconds).run(self.seconds_left, self.options.processes)
 
     def _with_memory(self, point: GridPoint) -> float:
         """`rough_bound` with the bound that the point has, once."""
         if point not in self._roughly:
             self._roughly[point] = self.rough_bound(point, self.points[point].bound_seconds)
-            self._raise_bound(point, self._roughly[point])
+            raise_bound(self.points[point], self._roughly[point])
         return self._roughly[point]
 
     def _family(self, point: GridPoint) -> object:
@@ -214,17 +186,19 @@ class PipelineSearch:
         relaxed = replace(rough.relaxed, flow_seconds=flow_seconds, calls=calls)
         return replace(rough, relaxed=relaxed).under_any_schedule(point)
 
-    def sharp_bound(self, members: Sequence[GridPoint], best_seconds: float) -> float:
-        """Of points that differ in `zero_group` only."""
-        point = members[0]
+    def sharp_bounds(
+        self, members: Sequence[GridPoint], best_seconds: float, options: Sequence[ScheduleOption] | None = None
+    ) -> dict[ScheduleOption, float]:
+        """Of points that differ in `zero_group` only: by the clock of these schedules, or all of theirs by some paths."""
+        point, by_clock = members[0], options is not None
         problem, key = self.problem(point), self._family(point)
         if key not in self._relaxed:
             self._relaxed[key] = relaxed_calls(problem, point.stages, self.seconds_left)
         try:
-            options = schedule_options(self.graph, point, self.options.force, self.options.schedule)
+            options = options or schedule_options(self.graph, point, self.options.force, self.options.schedule)
         except PlanError:  # too few micro-batches for a forced schedule
-            return inf
-        return StageRelaxation(problem, self._relaxed[key], self.cluster).at_least(members, options, best_seconds)
+            return {}
+        return StageRelaxation(problem, self._relaxed[key], self.cluster).at_least(members, options, best_seconds, by_clock)
 
     def bounds(self) -> Iterable[float]:
         """Below every pipeline of each point that is not shown to be infeasible."""

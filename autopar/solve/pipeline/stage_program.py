@@ -3,7 +3,7 @@ chunk saves and recomputes and how its state is sharded, so that the longest of 
 fits.
 
 It has no placements: a call takes what `bounds.call_lines` and `bounds.call_state` say at least. First with some paths through
-the schedule, each of which bounds every partition; and where that is not enough, with the schedule's clock.
+the schedule, each of which bounds every partition; and where that is not enough, with the end of every action.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autopar.ir.plan import Pipeline
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.solve.bounds.call_lines import DurationLine
 from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, Linear, StageLimits, transfers_of
-from autopar.solve.bounds.timed_actions import SLOTS, TimedSchedule, outer_micro_batches, timed_schedule
-from autopar.solve.ilp.linear_model import INFINITY, LinearModel, add, total
+from autopar.solve.bounds.timed_actions import TimedSchedule, timed_schedule
+from autopar.solve.ilp.linear_model import INFINITY, LinearModel, total
 from autopar.solve.ilp.solver import Status, solve
-from autopar.solve.pipeline.schedule_paths import KINDS, SchedulePath, schedule_paths
+from autopar.solve.bounds.schedule_paths import KINDS, schedule_paths
 from autopar.solve.space.pipeline_grid import ScheduleOption
 
-_MOST_TIMED = 4_000
+_MOST_TIMED = 2_000
 """Actions of the schedules whose clock is looked at."""
 
 
@@ -33,18 +33,23 @@ def schedule_bound(
     micro_batches: int,
     calls: Sequence[BlockCalls],
     limits: StageLimits,
-    enough_seconds: float = INFINITY,
+    by_clock: bool = True,
 ) -> float:
-    """Seconds below every plan of these calls under a schedule; infinite where none fits. Ends early
-    where that is `enough_seconds`."""
+    """Seconds below every plan of these calls under a schedule; infinite where none fits. `by_clock`: with all of the schedule
+    where it is not too long, else by some paths, in less time."""
     if limits.usable_bytes <= 0:
         return INFINITY
     program = _Program(stages, option, micro_batches, calls, limits)
-    best = program.solve()
-    if best < enough_seconds and 2 * stages * option.virtual * micro_batches <= _MOST_TIMED:
+    if by_clock and has_clock(stages, option, micro_batches):
         program.add_clock()
-        best = max(best, program.solve())
-    return best
+    else:
+        program.add_paths()
+    return program.solve()
+
+
+def has_clock(stages: int, option: ScheduleOption, micro_batches: int) -> bool:
+    """Whether a schedule is short enough for a program with all of its actions."""
+    return 2 * stages * option.virtual * micro_batches <= _MOST_TIMED
 
 
 class _Program:
@@ -74,8 +79,6 @@ class _Program:
             self._bound_class(number)
         for stage in range(stages):
             self._bound_stage(stage)
-        for path in self.shape.paths:
-            self._add(path)
 
     def _deal(self, classes: int) -> None:
         """Calls of each block in each class; how many have their state sharded in each way; what they save and recompute."""
@@ -110,7 +113,10 @@ class _Program:
         members = self.shape.classes[number]
         columns = [self._sum(self.columns[kind, list(members)].tolist()) for kind in range(KINDS)]
         model.row({count: 1.0 for count in mine.counts.values()}, float(mine.size), INFINITY)
-        waits, left = [self._positive(mine.first_gathers()), self._positive(mine.last_gathers())], self._positive(mine.left_reductions())
+        waits, left = (
+            [self._positive(mine.first_gathers()), self._positive(mine.last_gathers())],
+            self._positive(mine.left_reductions()),
+        )
         for line, direction in enumerate(self.calls[0].durations):
             computed = mine.computed(line)
             waited = dict(zip(waits, (direction.forward, direction.inputs), strict=True))
@@ -193,12 +199,14 @@ class _Program:
             # state + reserved for what is saved and for the first backward <= usable
             model.row({**held, **saved}, -INFINITY, 1.0 - self.limits.held * working / usable)
 
-    def _add(self, path: SchedulePath) -> None:
-        pairs = zip(self.columns.ravel().tolist(), path.counts.ravel().tolist(), strict=True)
-        terms = {column: count for column, count in pairs if count}
-        # t >= sum of the path + its transfers + what follows on its last stage
-        sends = sum(count * each.seconds for count, each in zip(path.sends.tolist(), self.sends, strict=True))
-        self._exceeds({self.t: 1.0}, {self.after[path.end]: 1.0, **terms}, sends / self.unit)
+    def add_paths(self) -> None:
+        """The longest of some paths through the schedule."""
+        for path in self.shape.paths:
+            pairs = zip(self.columns.ravel().tolist(), path.counts.ravel().tolist(), strict=True)
+            terms = {column: count for column, count in pairs if count}
+            # t >= sum of the path + its transfers + what follows on its last stage
+            sends = sum(count * each.seconds for count, each in zip(path.sends.tolist(), self.sends, strict=True))
+            self._exceeds({self.t: 1.0}, {self.after[path.end]: 1.0, **terms}, sends / self.unit)
 
     def solve(self) -> float:
         """Seconds; 0 where the solver fails, infinite where nothing fits."""
@@ -208,28 +216,24 @@ class _Program:
         return outcome.bound * self.unit if outcome.status is Status.OPTIMAL else 0.0
 
     def add_clock(self) -> None:
-        """When the actions of some micro-batches end."""
+        """When each action ends."""
         model, timed = self.model, _timed(*self.key)
+        slots = [each for chunk in range(len(self.shape.stage_of)) for each in self._slots(chunk)]
         ends = [model.variable() for _ in timed.actions]
         for end, action in zip(ends, timed.actions, strict=True):
-            before = {ends[action.before]: 1.0} if action.before >= 0 else {}
-            self._exceeds({end: 1.0}, total((1.0, before), (1.0, self._busy(action.busy))), 0.0)
+            seconds = {end: 1.0, **dict.fromkeys(slots[action.slot], -1.0)}
+            model.row({**seconds, ends[action.before]: -1.0} if action.before >= 0 else seconds, 0.0, INFINITY)
             if action.after >= 0:
                 lag = self.sends[action.cut].seconds / self.unit
-                self._exceeds({end: 1.0}, total((1.0, {ends[action.after]: 1.0}), (1.0, self._busy({action.slot: 1}))), lag)
-        for stage, (last, busy) in enumerate(timed.ends):
-            # t >= the last of them + what the stage computes after it + what follows
-            self._exceeds({self.t: 1.0}, {ends[last]: 1.0, self.after[stage]: 1.0, **self._busy(busy)}, 0.0)
+                model.row({**seconds, ends[action.after]: -1.0}, lag, INFINITY)
+        for stage, last in enumerate(timed.ends):
+            # t >= the last of them + what follows
+            self._exceeds({self.t: 1.0}, {ends[last]: 1.0, self.after[stage]: 1.0}, 0.0)
 
-    def _busy(self, slots: Mapping[int, int]) -> dict[int, float]:
-        """Durations of so many actions of each slot of the clock's table."""
-        out: dict[int, float] = {}
-        for slot, count in slots.items():
-            chunk, kind = divmod(slot, SLOTS)
-            forward, inputs, weights, first, last = self.columns[:, chunk].tolist()
-            parts = ((forward,), (inputs, weights), (inputs,), (weights,), (first,), (inputs, last), (last,))  # as `clock._SLOTS`
-            add(out, dict.fromkeys(parts[kind], float(count)))
-        return out
+    def _slots(self, chunk: int) -> tuple[tuple[int, ...], ...]:
+        """The durations whose sum is in each slot of the clock's table."""
+        forward, inputs, weights, first, last = self.columns[:, chunk].tolist()
+        return (forward,), (inputs, weights), (inputs,), (weights,), (first,), (inputs, last), (last,)
 
 
 def _passes(columns: Sequence[int], direction: DurationLine) -> Iterator[tuple[dict[int, float], int]]:
@@ -248,4 +252,4 @@ def _passes(columns: Sequence[int], direction: DurationLine) -> Iterator[tuple[d
 @lru_cache(maxsize=64)
 def _timed(stages: int, virtual: int, schedule: str, micro_batches: int) -> TimedSchedule:
     actions = schedule_of(Pipeline(stages, virtual, schedule), micro_batches)
-    return timed_schedule(actions, outer_micro_batches(stages, micro_batches))
+    return timed_schedule(actions)

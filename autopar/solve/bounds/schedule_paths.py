@@ -171,7 +171,9 @@ class _Paths:
 
     def _stay(self, rank: int, first: int, last: int) -> Any:
         """All actions of a rank from one cell to another."""
-        return self.sums[rank][last + 1] - self.sums[rank][first] if last >= first else numpy.zeros((KINDS + 1, len(self.stage_of)))
+        return (
+            self.sums[rank][last + 1] - self.sums[rank][first] if last >= first else numpy.zeros((KINDS + 1, len(self.stage_of)))
+        )
 
     def _sums(self, rank: int) -> Any:
         """``[cell, kind, chunk]``: what comes before a cell."""
