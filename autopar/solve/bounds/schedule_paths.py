@@ -128,8 +128,8 @@ def _busy(schedule: Schedule, stage_of: Sequence[int], micro_batches: int) -> It
 
 
 class _Paths:
-    """All of one schedule, as ``[kind, chunk]`` counts. What is sent between a chunk and the next counts with the first of them, so
-    that a path that stays on a stage has one transfer less than it may have."""
+    """All of one schedule, as ``[kind, chunk]`` counts. What is sent between a chunk and the next counts with the first of them:
+    a path that stays on a stage has one transfer less than it may have."""
 
     def __init__(self, schedule: Schedule, stage_of: Sequence[int], micro_batches: int) -> None:
         self.schedule, self.stage_of, self.last = schedule, stage_of, micro_batches - 1

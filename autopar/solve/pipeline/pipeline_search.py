@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.stage_devices import fastest_stage_cluster
@@ -26,10 +25,10 @@ from autopar.solve.pipeline.pipeline_bound import RelaxedCalls, StageRelaxation,
 from autopar.solve.pipeline.promising import promising
 from autopar.solve.pipeline.split_blocks import with_split_blocks
 from autopar.solve.pipeline.stage_search import StageSearch
+from autopar.solve.pipeline.tighten import BoundTightening, Sharpened, Sharpening, Task, raise_bound
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
-from autopar.solve.pipeline.tighten import BoundTightening, Sharpened, Sharpening, Task, raise_bound
 from autopar.solve.space.pipeline_grid import ScheduleOption, chunks_per_stage, pipeline_asked, pipeline_points, schedule_options
 from autopar.solve.space.problem_tables import ProblemTables
 

@@ -16,11 +16,11 @@ import numpy
 from autopar.ir.plan import Pipeline
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.solve.bounds.call_lines import DurationLine
+from autopar.solve.bounds.schedule_paths import KINDS, schedule_paths
 from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, Linear, StageLimits, transfers_of
 from autopar.solve.bounds.timed_actions import TimedSchedule, timed_schedule
 from autopar.solve.ilp.linear_model import INFINITY, LinearModel, total
 from autopar.solve.ilp.solver import Status, solve
-from autopar.solve.bounds.schedule_paths import KINDS, schedule_paths
 from autopar.solve.space.pipeline_grid import ScheduleOption
 
 _MOST_TIMED = 2_000
@@ -39,12 +39,8 @@ def schedule_bound(
     where it is not too long, else by some paths, in less time."""
     if limits.usable_bytes <= 0:
         return INFINITY
-    program = _Program(stages, option, micro_batches, calls, limits)
-    if by_clock and has_clock(stages, option, micro_batches):
-        program.add_clock()
-    else:
-        program.add_paths()
-    return program.solve()
+    clocked = by_clock and has_clock(stages, option, micro_batches)
+    return _Program((stages, option.virtual, option.schedule, micro_batches), calls, limits, clocked).solve()
 
 
 def has_clock(stages: int, option: ScheduleOption, micro_batches: int) -> bool:
@@ -53,22 +49,20 @@ def has_clock(stages: int, option: ScheduleOption, micro_batches: int) -> bool:
 
 
 class _Program:
-    """The linear program. Seconds are in `unit`, bytes in `limits.usable_bytes`. `columns`: ``[kind, chunk]``, the durations of
-    one pass. Where a class has several chunks, only what their calls take is looked at in each of them, and the rest in their
-    sum."""
+    """The linear program. Seconds are in `unit`, bytes in `limits.usable_bytes`. `columns`: ``[kind, class]``, the durations of
+    one pass of all chunks of each class. With the clock those of each chunk too, of which only what its calls take is looked at
+    where a class has several."""
 
-    def __init__(
-        self, stages: int, option: ScheduleOption, micro_batches: int, calls: Sequence[BlockCalls], limits: StageLimits
-    ) -> None:
-        self.calls, self.limits, self.model = calls, limits, LinearModel()
-        self.key = stages, option.virtual, option.schedule, micro_batches
+    def __init__(self, key: tuple[int, int, str, int], calls: Sequence[BlockCalls], limits: StageLimits, clocked: bool) -> None:
+        self.calls, self.limits, self.model, self.key = calls, limits, LinearModel(), key
+        stages, _, _, micro_batches = key
         self.shape = schedule_paths(*self.key)
         self.unit = sum(each.count * each.durations[0].least_seconds for each in calls) * micro_batches / stages or 1.0
         self.sends = limits.between_chunks(self.shape.stage_of)
         model, classes = self.model, self.shape.classes
         self.t = model.variable()
         model.minimise({self.t: 1.0})
-        self.columns = numpy.array([[model.variable() for _ in self.shape.stage_of] for _ in range(KINDS)])
+        self.columns = [[model.variable() for _ in classes] for _ in range(KINDS)]
         self.after = [model.variable() for _ in range(stages)]
         self.parts = [
             ClassCalls(calls, len(members), limits.overlap, self.unit, sum(map(self._on_data_links, members)))
@@ -79,6 +73,10 @@ class _Program:
             self._bound_class(number)
         for stage in range(stages):
             self._bound_stage(stage)
+        if clocked:
+            self._add_clock(self._chunk_columns())
+        else:
+            self._add_paths()
 
     def _deal(self, classes: int) -> None:
         """Calls of each block in each class; how many have their state sharded in each way; what they save and recompute."""
@@ -110,8 +108,7 @@ class _Program:
         """The durations of its chunks, each of which has a call: what its calls take; with the gathers that it waits for and what
         overlaps compute, which slows it; and at least what is sent."""
         model, mine, contention = self.model, self.parts[number], self.limits.overlap.contention
-        members = self.shape.classes[number]
-        columns = [self._sum(self.columns[kind, list(members)].tolist()) for kind in range(KINDS)]
+        columns = [each[number] for each in self.columns]
         model.row({count: 1.0 for count in mine.counts.values()}, float(mine.size), INFINITY)
         waits, left = (
             [self._positive(mine.first_gathers()), self._positive(mine.last_gathers())],
@@ -130,8 +127,6 @@ class _Program:
                     if direction.weights or not direction.inputs:  # gradients of weights hide what is sent, too
                         self._exceeds(longer, sent, least_sent)
         self._bound_last(number, columns)
-        if len(members) > 1:
-            self._bound_each(number)
 
     def _positive(self, linear: Linear) -> int:
         """A column that is at least this, and not negative."""
@@ -139,11 +134,22 @@ class _Program:
         self._exceeds({column: 1.0}, *linear)
         return column
 
-    def _sum(self, columns: Sequence[int]) -> int:
-        """A column that is the sum of these."""
-        return columns[0] if len(columns) == 1 else self.model.define(dict.fromkeys(columns, 1.0))
+    def _chunk_columns(self) -> dict[int, list[int]]:
+        """The durations of each chunk."""
+        out: dict[int, list[int]] = {}
+        for number, members in enumerate(self.shape.classes):
+            mine = [each[number] for each in self.columns]
+            if len(members) == 1:
+                out[members[0]] = mine
+                continue
+            out.update((chunk, [self.model.variable() for _ in mine]) for chunk in members)
+            for kind, column in enumerate(mine):
+                # durations of a class = sum of those of its chunks
+                self.model.row({column: -1.0, **{out[chunk][kind]: 1.0 for chunk in members}}, 0.0, 0.0)
+            self._bound_each(number, out)
+        return out
 
-    def _bound_each(self, number: int) -> None:
+    def _bound_each(self, number: int, chunks: Mapping[int, Sequence[int]]) -> None:
         """Each chunk of a class: what its calls take, without recomputation and state."""
         model, mine, members = self.model, self.parts[number], self.shape.classes[number]
         counts = {block: [model.variable() for _ in members] for block in mine.counts}
@@ -156,7 +162,7 @@ class _Program:
             sends = self.limits.overlap.contention * self._on_data_links(chunk) / self.unit
             for line, direction in enumerate(self.calls[0].durations):
                 terms = {column: self.calls[block].durations[line].least_seconds / self.unit for block, column in has.items()}
-                for longer, later in _passes(self.columns[:, chunk].tolist(), direction):
+                for longer, later in _passes(chunks[chunk], direction):
                     self._exceeds(longer, terms, sends * transfers_of(direction, later))
 
     def _exceeds(self, longer: Mapping[int, float], terms: Mapping[int, float], constant: float) -> None:
@@ -199,11 +205,16 @@ class _Program:
             # state + reserved for what is saved and for the first backward <= usable
             model.row({**held, **saved}, -INFINITY, 1.0 - self.limits.held * working / usable)
 
-    def add_paths(self) -> None:
+    def _add_paths(self) -> None:
         """The longest of some paths through the schedule."""
         for path in self.shape.paths:
-            pairs = zip(self.columns.ravel().tolist(), path.counts.ravel().tolist(), strict=True)
-            terms = {column: count for column, count in pairs if count}
+            counts = numpy.stack([path.counts[:, list(members)].min(axis=1) for members in self.shape.classes], axis=1)
+            terms = {
+                column: count
+                for columns, each in zip(self.columns, counts.tolist(), strict=True)
+                for column, count in zip(columns, each, strict=True)
+                if count
+            }
             # t >= sum of the path + its transfers + what follows on its last stage
             sends = sum(count * each.seconds for count, each in zip(path.sends.tolist(), self.sends, strict=True))
             self._exceeds({self.t: 1.0}, {self.after[path.end]: 1.0, **terms}, sends / self.unit)
@@ -215,10 +226,10 @@ class _Program:
             return INFINITY
         return outcome.bound * self.unit if outcome.status is Status.OPTIMAL else 0.0
 
-    def add_clock(self) -> None:
+    def _add_clock(self, chunks: Mapping[int, Sequence[int]]) -> None:
         """When each action ends."""
         model, timed = self.model, _timed(*self.key)
-        slots = [each for chunk in range(len(self.shape.stage_of)) for each in self._slots(chunk)]
+        slots = [each for chunk in range(len(chunks)) for each in _slots(chunks[chunk])]
         ends = [model.variable() for _ in timed.actions]
         for end, action in zip(ends, timed.actions, strict=True):
             seconds = {end: 1.0, **dict.fromkeys(slots[action.slot], -1.0)}
@@ -230,10 +241,11 @@ class _Program:
             # t >= the last of them + what follows
             self._exceeds({self.t: 1.0}, {ends[last]: 1.0, self.after[stage]: 1.0}, 0.0)
 
-    def _slots(self, chunk: int) -> tuple[tuple[int, ...], ...]:
-        """The durations whose sum is in each slot of the clock's table."""
-        forward, inputs, weights, first, last = self.columns[:, chunk].tolist()
-        return (forward,), (inputs, weights), (inputs,), (weights,), (first,), (inputs, last), (last,)
+
+def _slots(columns: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The durations whose sum is in each slot of the clock's table, of one chunk."""
+    forward, inputs, weights, first, last = columns
+    return (forward,), (inputs, weights), (inputs,), (weights,), (first,), (inputs, last), (last,)
 
 
 def _passes(columns: Sequence[int], direction: DurationLine) -> Iterator[tuple[dict[int, float], int]]:

@@ -35,8 +35,8 @@ class Sharpened:
 
 @dataclass(frozen=True, slots=True)
 class Sharpening:
-    """How a bound is sharpened: `roughly` one point by what holds for any schedule (`known`: where that was done), `sharply` a task. `family`: points of one
-    relaxation, of which `relaxed` holds those that are known."""
+    """How a bound is sharpened: `roughly` one point by what holds for any schedule (`known`: where that was done), `sharply` a
+    task. `family`: points of one relaxation, of which `relaxed` holds those that are known."""
 
     roughly: Callable[[GridPoint], float]
     known: Mapping[GridPoint, float]

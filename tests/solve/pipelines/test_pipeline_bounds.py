@@ -27,9 +27,9 @@ from autopar.solve.bounds.call_lines import DurationLine, SavedLine, duration_li
 from autopar.solve.bounds.call_state import CallState
 from autopar.solve.bounds.cut_transfers import StageTransfer, stage_transfers
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
+from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
 from autopar.solve.pipeline.pipeline_bound import StageRelaxation, relaxed_calls
 from autopar.solve.pipeline.pipeline_search import PipelineSearch
-from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
 from autopar.solve.pipeline.stage_program import schedule_bound
 from autopar.solve.space.grid import grid_points
 from autopar.solve.space.options import SearchOptions
@@ -214,8 +214,8 @@ def test_no_pipeline_is_below_its_bound(text: str, memory_bytes: int) -> None:
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("contention", [0.0, 0.5])
 def test_communication_of_state_that_hides_counts_once(zero: int, contention: float) -> None:
-    """Wide layers and few tokens: gathers of weights and reductions of gradients are nearly all of a step. Weights of a stage's
-    further chunks arrive while it waits, its reductions run beside its next chunk, and its gathers beside gradients of weights."""
+    """Wide layers and few tokens: gathers of weights and reductions of gradients are nearly all of a step. Weights of further
+    chunks arrive while a stage waits, its reductions run beside its next chunk, and its gathers beside gradients of weights."""
     graph = gpt2_graph(layers=8, hidden=1024, heads=4, vocabulary=64, seq=16, batch=8)
     cluster = Cluster.parse("local:4")
     overlap = replace(cluster.overlap, contention=contention, parameter_gather=True, gradient_reduction=True)
