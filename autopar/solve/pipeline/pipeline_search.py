@@ -34,7 +34,7 @@ from autopar.solve.space.problem_tables import ProblemTables
 
 Axes = tuple[Axis, ...]
 
-_CLOCKS_SHARE = 0.05
+_CLOCKS_SHARE = 0.025
 """Of the time, for bounds by the clocks of schedules."""
 
 

@@ -18,13 +18,16 @@ from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.solve.bounds.call_lines import DurationLine
 from autopar.solve.bounds.schedule_paths import KINDS, schedule_paths
 from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, Linear, StageLimits, transfers_of
-from autopar.solve.bounds.timed_actions import TimedSchedule, timed_schedule
-from autopar.solve.ilp.linear_model import INFINITY, LinearModel, total
+from autopar.solve.bounds.timed_actions import TimedSchedule, spread_micro_batches, timed_schedule
+from autopar.solve.ilp.linear_model import INFINITY, LinearModel, add, total
 from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.space.pipeline_grid import ScheduleOption
 
-_MOST_TIMED = 2_000
+_MOST_TIMED = 4_000
 """Actions of the schedules whose clock is looked at."""
+
+_TIMED = 800
+"""Of longer ones only about so many."""
 
 
 def schedule_bound(
@@ -230,16 +233,23 @@ class _Program:
         """When each action ends."""
         model, timed = self.model, _timed(*self.key)
         slots = [each for chunk in range(len(chunks)) for each in _slots(chunks[chunk])]
+
+        def busy(times: Mapping[int, int]) -> dict[int, float]:
+            out: dict[int, float] = {}
+            for slot, count in times.items():
+                add(out, dict.fromkeys(slots[slot], float(count)))
+            return out
+
         ends = [model.variable() for _ in timed.actions]
         for end, action in zip(ends, timed.actions, strict=True):
-            seconds = {end: 1.0, **dict.fromkeys(slots[action.slot], -1.0)}
-            model.row({**seconds, ends[action.before]: -1.0} if action.before >= 0 else seconds, 0.0, INFINITY)
+            before = {ends[action.before]: 1.0} if action.before >= 0 else {}
+            self._exceeds({end: 1.0}, {**before, **busy(action.busy)}, 0.0)
             if action.after >= 0:
                 lag = self.sends[action.cut].seconds / self.unit
-                model.row({**seconds, ends[action.after]: -1.0}, lag, INFINITY)
-        for stage, last in enumerate(timed.ends):
-            # t >= the last of them + what follows
-            self._exceeds({self.t: 1.0}, {ends[last]: 1.0, self.after[stage]: 1.0}, 0.0)
+                self._exceeds({end: 1.0}, {ends[action.after]: 1.0, **busy({action.slot: 1})}, lag)
+        for stage, (last, rest) in enumerate(timed.ends):
+            # t >= the last of them + what the stage does after it + what follows
+            self._exceeds({self.t: 1.0}, {ends[last]: 1.0, self.after[stage]: 1.0, **busy(rest)}, 0.0)
 
 
 def _slots(columns: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -264,4 +274,5 @@ def _passes(columns: Sequence[int], direction: DurationLine) -> Iterator[tuple[d
 @lru_cache(maxsize=64)
 def _timed(stages: int, virtual: int, schedule: str, micro_batches: int) -> TimedSchedule:
     actions = schedule_of(Pipeline(stages, virtual, schedule), micro_batches)
-    return timed_schedule(actions)
+    share = _TIMED / (2 * stages * virtual * micro_batches)
+    return timed_schedule(actions, range(micro_batches) if share >= 1 else spread_micro_batches(stages, micro_batches, share))

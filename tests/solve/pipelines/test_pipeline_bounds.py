@@ -98,6 +98,8 @@ def test_no_partition_is_faster_than_the_program(stages: int, virtual: int, sche
     lag = 0.2
     sent = bound_of(layers, stages, virtual, schedule, micro_batches, plenty, lag)
     assert sent > free
+    option, limits = ScheduleOption(virtual, schedule, 0.0, 1.0), StageLimits(plenty, 1.0, Overlap())
+    assert schedule_bound(stages, option, micro_batches, layers.calls, limits, by_clock=False) <= free * (1 + 1e-6)
     lags = [0.0 if here == there else lag for here, there in pairwise(stage_of_chunks(pipeline))]
     shortest, dearer = float("inf"), 0
     for draw in range(60):
