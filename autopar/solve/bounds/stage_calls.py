@@ -78,22 +78,23 @@ class ClassCalls:
                 terms[column] = each.inputs * one.accumulate_seconds / self.unit + (state or {}).get(column, 0.0)
         return terms
 
-    def sent(self, direction: DurationLine, later: int) -> Linear:
-        """Seconds of gathers, reductions and transfers to other stages in each forward and backward. `later`: 0 for the first
-        forward of a step, where transfers may run while the stage waits anyway; 1 for one after it; 2 for one after it and a
-        backward before the last: what a backward leaves over, its transfers and the reduction of the first call, ends there."""
+    def sent(self, direction: DurationLine, inner_passes: int) -> Linear:
+        """Seconds of gathers, reductions and transfers to other stages in each forward and backward. `inner_passes`: 0 for the
+        first forward of a step, where transfers may run while the stage waits anyway; 1 for a forward after it; 2 for such a
+        forward and a backward before the last: what the backward leaves over, its transfers and the reduction of the first call,
+        ends there."""
         reduced = self.overlap.gradient_reduction and not self.overlap.gradient_buffers
-        both = later == 2 and direction.forward > 0 and direction.inputs > 0
+        both = inner_passes == 2 and direction.forward > 0 and direction.inputs > 0
         terms = dict[int, float]()
         for column, one in self.states():
             backward = one.gather_backward + (one.reduce_each if reduced or both else 0.0)
             terms[column] = (direction.forward * one.gather_each + direction.inputs * backward) / self.unit
         longest = 0.0 if both else max((one.reduce_each for _, one in self.states()), default=0.0) * reduced
-        return terms, (transfers_of(direction, later) * self.sends - direction.inputs * longest * self.size) / self.unit
+        return terms, (transfers_of(direction, inner_passes) * self.sends - direction.inputs * longest * self.size) / self.unit
 
-    def holds_left(self, direction: DurationLine, later: int) -> float:
-        """Whether `sent` leaves out what `left_reductions` says of a later forward."""
-        return direction.forward if later and not (later == 2 and direction.inputs) else 0.0
+    def holds_left(self, direction: DurationLine, inner_passes: int) -> float:
+        """Whether `sent` leaves out what `left_reductions` says of a next forward."""
+        return direction.forward if inner_passes and not (inner_passes == 2 and direction.inputs) else 0.0
 
     def least_of_one(self, seconds: Mapping[int, float]) -> Linear:
         """Of one call of each chunk, where all of its calls have such seconds."""
@@ -114,6 +115,6 @@ class ClassCalls:
         return self.least_of_one(each)
 
 
-def transfers_of(direction: DurationLine, later: int) -> float:
-    """How often a chunk's transfers run beside a forward and a backward. `later`: as in `ClassCalls.sent`."""
-    return direction.forward * min(later, 1 + (direction.inputs > 0))
+def transfers_of(direction: DurationLine, inner_passes: int) -> float:
+    """How often a chunk's transfers run beside a forward and a backward. `inner_passes`: as in `ClassCalls.sent`."""
+    return direction.forward * min(inner_passes, 1 + (direction.inputs > 0))

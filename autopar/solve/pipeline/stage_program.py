@@ -120,9 +120,9 @@ class _Program:
         for line, direction in enumerate(self.calls[0].durations):
             computed = mine.computed(line)
             waited = dict(zip(waits, (direction.forward, direction.inputs), strict=True))
-            for longer, later in _passes(columns, direction):
-                sent, least_sent = mine.sent(direction, later)
-                sent = {**sent, left: mine.holds_left(direction, later)}
+            for longer, inner_passes in _passes(columns, direction):
+                sent, least_sent = mine.sent(direction, inner_passes)
+                sent = {**sent, left: mine.holds_left(direction, inner_passes)}
                 self._exceeds(longer, computed, 0.0)
                 if any(sent.values()) or least_sent > 0:
                     slowed = total((1.0, computed), (contention, sent), (1 - contention, waited))
@@ -165,8 +165,8 @@ class _Program:
             sends = self.limits.overlap.contention * self._on_data_links(chunk) / self.unit
             for line, direction in enumerate(self.calls[0].durations):
                 terms = {column: self.calls[block].durations[line].least_seconds / self.unit for block, column in has.items()}
-                for longer, later in _passes(chunks[chunk], direction):
-                    self._exceeds(longer, terms, sends * transfers_of(direction, later))
+                for longer, inner_passes in _passes(chunks[chunk], direction):
+                    self._exceeds(longer, terms, sends * transfers_of(direction, inner_passes))
 
     def _exceeds(self, longer: Mapping[int, float], terms: Mapping[int, float], constant: float) -> None:
         """``longer >= terms + constant``."""
@@ -263,12 +263,12 @@ def _passes(columns: Sequence[int], direction: DurationLine) -> Iterator[tuple[d
     nor the last of the step."""
     forward, inputs, weights, first, last = columns
     done = set[tuple[int, ...]]()
-    for one, other, later in ((forward, weights, 2), (forward, last, 1), (first, weights, 0), (first, last, 0)):
+    for one, other, inner_passes in ((forward, weights, 2), (forward, last, 1), (first, weights, 0), (first, last, 0)):
         three = {one: direction.forward, inputs: direction.inputs, other: direction.weights}
         longer = {column: weight for column, weight in three.items() if weight}
         if tuple(longer) not in done:
             done.add(tuple(longer))
-            yield longer, later
+            yield longer, inner_passes
 
 
 @lru_cache(maxsize=64)
