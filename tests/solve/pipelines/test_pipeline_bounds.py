@@ -219,10 +219,10 @@ def test_communication_of_state_that_hides_counts_once(zero: int, contention: fl
     """Wide layers and few tokens: gathers of weights and reductions of gradients are nearly all of a step. Weights of further
     chunks arrive while a stage waits, its reductions run beside its next chunk, and its gathers beside gradients of weights."""
     graph = gpt2_graph(layers=8, hidden=1024, heads=4, vocabulary=64, seq=16, batch=8)
-    cluster = Cluster.parse("local:4")
-    overlap = replace(cluster.overlap, contention=contention, parameter_gather=True, gradient_reduction=True)
-    force, registry = {"zero": zero, "dp": 2, "pp": 2}, default_registry()
-    cluster, options = replace(cluster, overlap=overlap), SearchOptions(force=force)
+    node = Cluster.parse("dgx-h100:1")
+    links = tuple(link.scaled(1 / 400) for link in node.links)
+    cluster = replace(node, size=4, links=links, overlap=replace(node.overlap, contention=contention))
+    options, registry = SearchOptions(force={"zero": zero, "dp": 2, "pp": 2}), default_registry()
     search = PipelineSearch(graph, cluster, options, registry, ProblemTables(graph, cluster, options, registry), lambda: 60.0)
     search.list_points()
     priced = 0
