@@ -19,7 +19,10 @@ from autopar.solve.problem.problem import Problem
 _ROUNDING = 1e-6
 """Of the programs."""
 
-_DIRECTIONS = ((1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 1.0), (0.0, 1.0, 0.0))
+_INPUTS_ALONE = (0.0, 1.0, 0.0)
+"""Only schedules that take the backward apart have to do with it."""
+
+_DIRECTIONS = ((1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 1.0), _INPUTS_ALONE)
 
 _DEPTH = 3
 """How often an edge of the frontier of saved bytes is halved."""
@@ -46,7 +49,8 @@ class SavedLine:
 
 
 def duration_lines(problem: Problem, name: str, seconds_left: float, minor: bool = False) -> tuple[DurationLine, ...]:
-    """Of one block; the first one has all weights 1. The others of a `minor` block are those of its operations alone."""
+    """Of one block; the first one has all weights 1. The others of a `minor` block are those of its operations alone, and so is
+    the last one of all."""
     relaxation = FlowRelaxation(problem, (name,))
     table, form = problem.blocks[name], relaxation.form
     delayed = weight_gradient_nodes(table.block)
@@ -69,7 +73,7 @@ def duration_lines(problem: Problem, name: str, seconds_left: float, minor: bool
     )
     out: list[DurationLine] = []
     for direction in _DIRECTIONS:
-        if minor and out:
+        if out and (minor or direction == _INPUTS_ALONE):
             out.append(DurationLine(*direction, _operations_seconds(problem, name, direction)))
             continue
         seconds = {column: sum(w * each for w, each in zip(direction, three, strict=True)) for column, three in parts.items()}

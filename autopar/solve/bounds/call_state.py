@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
 from math import prod
 
 from autopar.cost_models.hardware.allocator import fragmentation
@@ -47,6 +47,16 @@ def call_states(problem: Problem, name: str, micro_batches: int) -> dict[int, Ca
 def least_of(states: Sequence[CallState]) -> CallState:
     """The least of each number."""
     return CallState(*(min((getattr(state, each.name) for state in states), default=0.0) for each in fields(CallState)))
+
+
+def undominated(states: Iterable[CallState]) -> tuple[CallState, ...]:
+    """Without those than which another one is nowhere larger."""
+    out: list[CallState] = []
+    for state in sorted(set(states), key=astuple):
+        # one that is nowhere larger comes before it in this order
+        if not any(all(a <= b for a, b in zip(astuple(other), astuple(state), strict=True)) for other in out):
+            out.append(state)
+    return tuple(out)
 
 
 def _state(problem: Problem, table: BlockTable, own: Sequence[Parameter], zero: int, micro_batches: int) -> CallState:

@@ -53,7 +53,9 @@ def memory_bound(
     compute slows it by its share, and what does not adds all of itself) and ``t >= state communication + shared``, so for every
     weight ``t >= flow[weight] + weight x (wait + recomputation + contention x overlappable) + (1 - weight) x communication``.
     Overlappable are the transfers of `micro_batch_clock`: neither the last call gathers between a forward and its backward, nor
-    the first one between a backward and the next forward.
+    the first one between a backward and the next forward. In a pipeline these do; but there the weights that are gathered once
+    arrive while a stage waits, and the last reductions of a chunk run beside the backward of another one, which slows nothing
+    (`stage_times`).
     """
     device, stages = problem.cluster.device, shape.stages
     budget_bytes = tensor_budget_bytes(device, communicator_count(problem.mesh, problem.zero_group, stages)) * stages
@@ -61,7 +63,7 @@ def memory_bound(
         return INFINITY
     flow = {weight: seconds * stages for weight, seconds in flow.items()}
     flow_seconds = flow[1.0]
-    relaxation = _MemoryRelaxation(problem, micro_batches, budget_bytes, max(flow_seconds, 1e-9), offloads=stages == 1)
+    relaxation = _MemoryRelaxation(problem, micro_batches, budget_bytes, max(flow_seconds, 1e-9), pipelined=stages > 1)
     relaxation.add_states()
     for each in blocks:
         relaxation.add_block(each)
@@ -78,8 +80,8 @@ class _MemoryRelaxation:
     """The linear program. Seconds are in `unit`, bytes in `budget_bytes`; `t` is the column of the step without the optimizer,
     `end` of the optimizer."""
 
-    def __init__(self, problem: Problem, micro_batches: int, budget_bytes: float, unit: float, offloads: bool) -> None:
-        self.offloads = offloads
+    def __init__(self, problem: Problem, micro_batches: int, budget_bytes: float, unit: float, pipelined: bool) -> None:
+        self.offloads, self.pipelined = not pipelined, pipelined
         self.problem, self.micro_batches, self.budget_bytes, self.unit = problem, micro_batches, budget_bytes, unit
         self.held = 1 + fragmentation(problem.cluster.device)
         self.model = LinearModel()
@@ -122,8 +124,12 @@ class _MemoryRelaxation:
             device = problem.cluster.device
             communication = StateCommunication.of(cost, zero, shards, device, problem.precision, self.micro_batches)
             sent = count * communication.data_axis_seconds(self.micro_batches)
-            kept = self.micro_batches * communication.gather_backward * is_last
-            kept += (self.micro_batches - 1) * communication.gather_each * is_first
+            if self.pipelined:
+                hidden = communication.reduce_last + (0.0 if communication.gather_each else communication.gather_first)
+                sent, kept = max(0.0, sent - count * hidden), 0.0
+            else:
+                kept = self.micro_batches * communication.gather_backward * is_last
+                kept += (self.micro_batches - 1) * communication.gather_each * is_first
             self.communication[z] = sent / self.unit
             self.overlappable[z] = (sent - kept) / self.unit
             self.optimizer[z] = count * communication.optimizer_seconds / self.unit

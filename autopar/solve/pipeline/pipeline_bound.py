@@ -11,11 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
+from autopar.cost_models.hardware.cluster import Cluster
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
 from autopar.solve.bounds.call_lines import DurationLine, SavedLine, duration_lines, saved_lines
-from autopar.solve.bounds.call_state import call_states
+from autopar.solve.bounds.call_state import call_states, undominated
+from autopar.solve.bounds.cut_transfers import stage_transfers
 from autopar.solve.bounds.memory_bound import PipelineShape, memory_bound
-from autopar.solve.pipeline.stage_program import BlockCalls, StageLimits, schedule_bound
+from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
+from autopar.solve.bounds.working_set import batch_bytes, least_working_bytes
+from autopar.solve.pipeline.stage_program import schedule_bound
 from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.pipeline_grid import ScheduleOption
@@ -42,6 +46,7 @@ class CallLines:
 
     durations: tuple[DurationLine, ...]
     saved: tuple[SavedLine, ...]
+    working_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +62,23 @@ class RelaxedCalls:
 
 @dataclass(frozen=True, slots=True)
 class StageRelaxation:
-    """The calls on the mesh of a stage."""
+    """The calls on the mesh of a stage; `cluster` is the whole one."""
 
     problem: Problem
     relaxed: RelaxedCalls
+    cluster: Cluster
 
-    def at_least(self, points: Sequence[GridPoint], options: Sequence[ScheduleOption], enough_seconds: float) -> float:
-        """The least step of `points`, which differ in `zero_group` only, with each of `options`, or `enough_seconds` where that
-        is less; infinite where nothing fits. Schedules with the smallest bubbles come first, which are seldom ruled out."""
+    def at_least(
+        self, points: Sequence[GridPoint], options: Sequence[ScheduleOption], best_seconds: float, by_clock: bool = True
+    ) -> dict[ScheduleOption, float]:
+        """The least step of `points`, which differ in `zero_group` only, with each of `options`; infinite where nothing fits.
+        `by_clock` as in `schedule_bound`. Not looked at where what holds for all schedules is `best_seconds`."""
         point, least = points[0], self.least_under_any_schedule(points)
-        if least >= enough_seconds:
-            return least
-        bound, (calls, limits) = enough_seconds, self._program_inputs(points)
-        for option in sorted(options, key=lambda each: each.bubble_passes):
-            if bound <= least:
-                break
-            bound = min(bound, schedule_bound(point.stages, option, point.micro_batches, calls, limits, bound))
-        return max(least, bound)
+        if least >= best_seconds:
+            return dict.fromkeys(options, least)
+        calls, limits = self._program_inputs(points)
+        found = ((each, schedule_bound(point.stages, each, point.micro_batches, calls, limits, by_clock)) for each in options)
+        return {option: max(least, seconds) for option, seconds in found}
 
     def least_under_any_schedule(self, points: Sequence[GridPoint]) -> float:
         """Of points that differ in `zero_group` only."""
@@ -104,12 +109,18 @@ class StageRelaxation:
                 place=ends.get(name) if graph.count(name) == 1 else None,
                 durations=lines.durations,
                 saved=lines.saved,
-                states=tuple(dict.fromkeys(one for each in grouped for one in call_states(each, name, micro_batches).values())),
+                working_bytes=lines.working_bytes,
+                states=undominated(one for each in grouped for one in call_states(each, name, micro_batches).values()),
             )
             for name, lines in self.relaxed.lines.items()
         )
         communicators = min(communicator_count(problem.mesh, point.zero_group, point.stages) for point in points)
-        limits = StageLimits(tensor_budget_bytes(device, communicators), 1 + fragmentation(device), problem.cluster.overlap)
+        limits = StageLimits(
+            usable_bytes=tensor_budget_bytes(device, communicators) - batch_bytes(problem),
+            held=1 + fragmentation(device),
+            overlap=problem.cluster.overlap,
+            transfers=stage_transfers(problem, self.cluster, points[0].stages),
+        )
         return calls, limits
 
 
@@ -127,7 +138,10 @@ def relaxed_calls(
     shares = {name: problem.graph.count(name) * call_seconds(problem, name, 0.0).both for name in problem.blocks}
     minor = {name for name, seconds in shares.items() if seconds < _MINOR * sum(shares.values())}
     lines = {
-        name: CallLines(duration_lines(problem, name, seconds_left(), name in minor), saved[name]) for name in problem.blocks
+        name: CallLines(
+            duration_lines(problem, name, seconds_left(), name in minor), saved[name], least_working_bytes(problem, name)
+        )
+        for name in problem.blocks
     }
     calls = {name: call_seconds(problem, name, each.durations[0].least_seconds) for name, each in lines.items()}
     return RelaxedCalls(_flow_seconds(problem, stages, calls), blocks, calls, lines)

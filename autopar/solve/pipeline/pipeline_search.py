@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.stage_devices import cluster_for_bounds, fastest_stage_cluster
@@ -20,7 +19,6 @@ from autopar.ir.mesh import DATA_AXIS, Axis
 from autopar.rules.registry import Registry
 from autopar.solve.bounds.block_relaxation import relax_blocks
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
-from autopar.solve.forked import Lookahead
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.pipeline_bound import (
@@ -33,13 +31,17 @@ from autopar.solve.pipeline.pipeline_bound import (
 from autopar.solve.pipeline.promising import promising
 from autopar.solve.pipeline.split_blocks import with_split_blocks
 from autopar.solve.pipeline.stage_search import StageSearch
+from autopar.solve.pipeline.tighten import BoundTightening, Sharpened, Sharpening, Task, raise_bound
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
-from autopar.solve.space.pipeline_grid import chunks_per_stage, pipeline_asked, pipeline_points, schedule_options
+from autopar.solve.space.pipeline_grid import ScheduleOption, chunks_per_stage, pipeline_asked, pipeline_points, schedule_options
 from autopar.solve.space.problem_tables import ProblemTables
 
 Axes = tuple[Axis, ...]
+
+_CLOCKS_SHARE = 0.025
+"""Of the time, for bounds by the clocks of schedules."""
 
 
 class PipelineSearch:
@@ -148,66 +150,22 @@ class PipelineSearch:
     def _tighten(self, best_seconds: Callable[[], float]) -> None:
         """The least bounds, as long as they are what the certificate is short of: first with memory and state, then with the
         tables of their own micro-batch and the bubble too."""
-        enough = best_seconds() * (1 - self.options.sharp_gap)
-        together, done = self._alike(), set[tuple[GridPoint, ...]]()
+        best, sharp_gap = best_seconds(), self.options.sharp_gap
 
-        def sharpened(members: tuple[GridPoint, ...]) -> tuple[float, RelaxedCalls | None]:
-            return self.sharp_bound(members, enough), self._relaxed.get(self._family(members[0]))
+        def sharply(task: Task) -> Sharpened:
+            members, option = task
+            seconds = self.sharp_bounds(members, best, None if option is None else (option,))
+            return Sharpened(seconds, self._relaxed.get(self._family(members[0])))
 
-        with Lookahead(sharpened, self.options.processes) as ahead:
-            while self.seconds_left() > 0:
-                able = [point for point, result in self.points.items() if result.status is not Status.INFEASIBLE]
-                if not able:
-                    return
-                point, *rest = sorted(able, key=lambda each: self.points[each].bound_seconds)
-                members = together[point]
-                if members in done or self.points[point].bound_seconds >= enough:
-                    return
-                family = self._family(point)
-                if point not in self._roughly and family not in self._relaxed:
-                    self._with_memory(point)
-                    continue
-                done.add(members)
-                low = (each for each in rest if each in self._roughly and self.points[each].bound_seconds < enough)
-                upcoming = self._independent(members, [together[each] for each in low if together[each] is not members])
-                bound, relaxed = ahead.result(members, upcoming)
-                if relaxed is not None:
-                    self._relaxed[family] = relaxed
-                for each in members:
-                    self._raise_bound(each, bound)
-
-    def _independent(
-        self, members: tuple[GridPoint, ...], others: Iterable[tuple[GridPoint, ...]]
-    ) -> Iterator[tuple[GridPoint, ...]]:
-        """Those of `others` that need not wait for `members` or for each other: their family is relaxed, or no other one of it is
-        at work."""
-        waiting = {self._family(members[0])}
-        for each in others:
-            family = self._family(each[0])
-            if family in self._relaxed or family not in waiting:
-                waiting.add(family)
-                yield each
-
-    def _alike(self) -> dict[GridPoint, tuple[GridPoint, ...]]:
-        """With each point those that differ from it in the groups of ranks that share state only: one bound for all of them is
-        nearly as sharp."""
-        groups: dict[GridPoint, list[GridPoint]] = {}
-        for point, result in self.points.items():
-            if result.status is not Status.INFEASIBLE:
-                groups.setdefault(replace(point, zero_group=0), []).append(point)
-        return {point: members for members in map(tuple, groups.values()) for point in members}
-
-    def _raise_bound(self, point: GridPoint, seconds: float) -> None:
-        result = self.points[point]
-        result.bound_seconds = max(result.bound_seconds, seconds)
-        if seconds == inf:
-            result.status = Status.INFEASIBLE
+        how = Sharpening(self._with_memory, self._roughly, sharply, self._family, self._relaxed)
+        clock_seconds = _CLOCKS_SHARE * self.options.time_limit_seconds
+        BoundTightening(self.points, how, best * (1 - sharp_gap), clock_seconds).run(self.seconds_left, self.options.processes)
 
     def _with_memory(self, point: GridPoint) -> float:
         """`rough_bound` with the bound that the point has, once."""
         if point not in self._roughly:
             self._roughly[point] = self.rough_bound(point, self.points[point].bound_seconds)
-            self._raise_bound(point, self._roughly[point])
+            raise_bound(self.points[point], self._roughly[point])
         return self._roughly[point]
 
     def _family(self, point: GridPoint) -> object:
@@ -229,31 +187,35 @@ class PipelineSearch:
         if key not in self._rough:
             problem = self.problem(largest, for_smaller=True)
             calls = {name: call_seconds(problem, name, 0.0) for name in problem.blocks}
-            self._rough[key] = StageRelaxation(problem, RelaxedCalls(0.0, relax_blocks(problem), calls))
+            self._rough[key] = StageRelaxation(problem, RelaxedCalls(0.0, relax_blocks(problem), calls), self.cluster)
         rough = self._rough[key]
         share = largest.micro_batches / point.micro_batches
         calls = {name: each.part(share) for name, each in rough.relaxed.calls.items()}
         relaxed = replace(rough.relaxed, flow_seconds=flow_seconds, calls=calls)
         return replace(rough, relaxed=relaxed).under_any_schedule(point) / self._ranks_per_core
 
-    def sharp_bound(self, members: Sequence[GridPoint], enough_seconds: float) -> float:
-        """Of points that differ in `zero_group` only; `enough_seconds` where it is above that for each schedule. Operations alone
-        first: those of small micro-batches often say enough."""
-        point, shared = members[0], self._ranks_per_core
+    def sharp_bounds(
+        self, members: Sequence[GridPoint], best_seconds: float, options: Sequence[ScheduleOption] | None = None
+    ) -> dict[ScheduleOption, float]:
+        """Of points that differ in `zero_group` only: by the clock of these schedules, or all of theirs by some paths. Operations
+        alone first: those of small micro-batches often say enough."""
+        point, by_clock, shared = members[0], options is not None, self._ranks_per_core
+        try:
+            options = options or schedule_options(self.graph, point, self.options.force, self.options.schedule)
+        except PlanError:  # too few micro-batches for a forced schedule
+            return {}
         problem, key = self.problem(point), self._family(point)
         if key not in self._relaxed:
             if key not in self._operations:
                 self._operations[key] = operation_calls(problem, point.stages)
             operations = self._operations[key]
-            least = StageRelaxation(problem, operations).least_under_any_schedule(members) / shared
-            if least >= enough_seconds:
-                return least
+            least = StageRelaxation(problem, operations, self.cluster).least_under_any_schedule(members) / shared
+            if least >= best_seconds * (1 - self.options.sharp_gap):
+                return dict.fromkeys(options, least)
             self._relaxed[key] = relaxed_calls(problem, point.stages, operations.blocks, self.seconds_left)
-        try:
-            options = schedule_options(self.graph, point, self.options.force, self.options.schedule)
-        except PlanError:  # too few micro-batches for a forced schedule
-            return inf
-        return StageRelaxation(problem, self._relaxed[key]).at_least(members, options, enough_seconds * shared) / shared
+        relaxation = StageRelaxation(problem, self._relaxed[key], self.cluster)
+        found = relaxation.at_least(members, options, best_seconds * shared, by_clock)
+        return {option: seconds / shared for option, seconds in found.items()}
 
     @property
     def _ranks_per_core(self) -> float:

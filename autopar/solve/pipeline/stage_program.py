@@ -2,61 +2,32 @@
 chunk saves and recomputes and how its state is sharded, so that the longest of the schedule's paths is shortest and every stage
 fits.
 
-It has no placements: a call takes what `bounds.call_lines` and `bounds.call_state` say at least. Every path bounds every
-partition, so the program's value is a bound from the start; the schedule's clock shows longer paths at the program's durations,
-which are added, a few times (Kelley, The cutting-plane method for solving convex programs, 1960).
+It has no placements: a call takes what `bounds.call_lines` and `bounds.call_state` say at least. First with some paths through
+the schedule, each of which bounds every partition; and where that is not enough, with the end of every action.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy
 
-from autopar.cost_models.hardware.overlap import Overlap
 from autopar.ir.plan import Pipeline
-from autopar.schedules.clock import ScheduleClock
 from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.solve.bounds.call_lines import DurationLine, SavedLine
-from autopar.solve.bounds.call_state import CallState
-from autopar.solve.ilp.linear_model import INFINITY, LinearModel
+from autopar.solve.bounds.call_lines import DurationLine
+from autopar.solve.bounds.schedule_paths import KINDS, schedule_paths
+from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, Linear, StageLimits, transfers_of
+from autopar.solve.bounds.timed_actions import TimedSchedule, spread_micro_batches, timed_schedule
+from autopar.solve.ilp.linear_model import INFINITY, LinearModel, add, total
 from autopar.solve.ilp.solver import Status, solve
-from autopar.solve.pipeline.schedule_paths import KINDS, SchedulePath, schedule_paths
 from autopar.solve.space.pipeline_grid import ScheduleOption
 
-_MOST_WALKED = 5_000
+_MOST_TIMED = 4_000
 """Actions of the schedules whose clock is looked at."""
 
-_NEARLY = 0.97
-"""Paths that are not so long as the longest one are not added."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCalls:
-    """All calls of one block in the model: how many, and what each takes. `place`: 0 where the first chunk has all of them, -1
-    where the last one has; None where any may."""
-
-    count: int
-    place: int | None
-    durations: tuple[DurationLine, ...]
-    saved: tuple[SavedLine, ...]
-    states: tuple[CallState, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StageLimits:
-    """`usable_bytes` of one stage; `held`: what the allocator reserves for a byte that is saved."""
-
-    usable_bytes: float
-    held: float
-    overlap: Overlap
-
-
-_ROUNDS = 1
-"""How often longer paths are looked for."""
+_TIMED = 800
+"""Of longer ones only about so many."""
 
 
 def schedule_bound(
@@ -65,51 +36,50 @@ def schedule_bound(
     micro_batches: int,
     calls: Sequence[BlockCalls],
     limits: StageLimits,
-    enough_seconds: float = INFINITY,
+    by_clock: bool = True,
 ) -> float:
-    """Seconds below every plan of these calls under a schedule; infinite where none fits. Ends early
-    where that is `enough_seconds`."""
-    actions = 2 * stages * option.virtual * micro_batches
-    program = _Program(stages, option, micro_batches, calls, limits)
-    best, found = 0.0, program.solve()
-    for _ in range(_ROUNDS + 1):
-        if found is None:
-            return best
-        best = max(best, found[0])
-        walked = actions <= _MOST_WALKED and found[1] is not None and program.one_by_one
-        if best >= enough_seconds or not walked or not program.add_longest_paths(found[1]):
-            break
-        found = program.solve()
-    return best
+    """Seconds below every plan of these calls under a schedule; infinite where none fits. `by_clock`: with all of the schedule
+    where it is not too long, else by some paths, in less time."""
+    if limits.usable_bytes <= 0:
+        return INFINITY
+    clocked = by_clock and has_clock(stages, option, micro_batches)
+    return _Program((stages, option.virtual, option.schedule, micro_batches), calls, limits, clocked).solve()
+
+
+def has_clock(stages: int, option: ScheduleOption, micro_batches: int) -> bool:
+    """Whether a schedule is short enough for a program with all of its actions."""
+    return 2 * stages * option.virtual * micro_batches <= _MOST_TIMED
 
 
 class _Program:
     """The linear program. Seconds are in `unit`, bytes in `limits.usable_bytes`. `columns`: ``[kind, class]``, the durations of
-    one chunk of each class."""
+    one pass of all chunks of each class. With the clock those of each chunk too, of which only what its calls take is looked at
+    where a class has several."""
 
-    def __init__(
-        self, stages: int, option: ScheduleOption, micro_batches: int, calls: Sequence[BlockCalls], limits: StageLimits
-    ) -> None:
-        self.calls, self.limits, self.model = calls, limits, LinearModel()
-        self.key = stages, option.virtual, option.schedule, micro_batches
+    def __init__(self, key: tuple[int, int, str, int], calls: Sequence[BlockCalls], limits: StageLimits, clocked: bool) -> None:
+        self.calls, self.limits, self.model, self.key = calls, limits, LinearModel(), key
+        stages, _, _, micro_batches = key
         self.shape = schedule_paths(*self.key)
         self.unit = sum(each.count * each.durations[0].least_seconds for each in calls) * micro_batches / stages or 1.0
-        model, sizes = self.model, [len(members) for members in self.shape.classes]
-        self.one_by_one = max(sizes) == 1
+        self.sends = limits.between_chunks(self.shape.stage_of)
+        model, classes = self.model, self.shape.classes
         self.t = model.variable()
         model.minimise({self.t: 1.0})
-        # of all chunks of a class together
-        self.columns = numpy.array([[model.variable() for _ in sizes] for _ in range(KINDS)])
+        self.columns = [[model.variable() for _ in classes] for _ in range(KINDS)]
         self.after = [model.variable() for _ in range(stages)]
-        self.parts = [_ClassParts({}, {}, {}) for _ in sizes]
-        self._deal(len(sizes))
-        for number, size in enumerate(sizes):
-            self._bound_class(number, size)
+        self.parts = [
+            ClassCalls(calls, len(members), limits.overlap, self.unit, sum(map(self._on_data_links, members)))
+            for members in classes
+        ]
+        self._deal(len(classes))
+        for number in range(len(classes)):
+            self._bound_class(number)
         for stage in range(stages):
             self._bound_stage(stage)
-        self._seen: set[tuple[bytes, int]] = set()
-        for path in self.shape.paths:
-            self._add(path)
+        if clocked:
+            self._add_clock(self._chunk_columns())
+        else:
+            self._add_paths()
 
     def _deal(self, classes: int) -> None:
         """Calls of each block in each class; how many have their state sharded in each way; what they save and recompute."""
@@ -132,72 +102,87 @@ class _Program:
             # sum over classes = calls of the model
             model.row(dealt, float(each.count), float(each.count))
 
-    def _bound_class(self, number: int, size: int) -> None:
-        """The durations of its chunks, each of which has a call."""
-        model, parts = self.model, self.parts[number]
-        forward, inputs, weights, first, last = self.columns[:, number].tolist()
-        model.row({count: 1.0 for count in parts.counts.values()}, float(size), INFINITY)
+    def _on_data_links(self, chunk: int) -> float:
+        """Seconds of a chunk's transfers in each pass, on links that the communication of its state uses too."""
+        both = self.sends[max(0, chunk - 1) : chunk + 1]
+        return max((each.seconds for each in both if each.on_data_links), default=0.0)
+
+    def _bound_class(self, number: int) -> None:
+        """The durations of its chunks, each of which has a call: what its calls take; with the gathers that it waits for and what
+        overlaps compute, which slows it; and at least what is sent."""
+        model, mine, contention = self.model, self.parts[number], self.limits.overlap.contention
+        columns = [each[number] for each in self.columns]
+        model.row({count: 1.0 for count in mine.counts.values()}, float(mine.size), INFINITY)
+        waits, left = (
+            [self._positive(mine.first_gathers()), self._positive(mine.last_gathers())],
+            self._positive(mine.left_reductions()),
+        )
         for line, direction in enumerate(self.calls[0].durations):
-            sent, left = self._sent(number, direction)
-            slowed = {column: self.limits.overlap.contention * seconds for column, seconds in sent.items()}
-            rows = [(self._calls_terms(number, line), 0.0)]
-            if any(sent.values()):
-                rows.append((self._calls_terms(number, line, slowed), self.limits.overlap.contention * left * size))
-                rows.append(({column: -seconds for column, seconds in sent.items()}, left * size))
-            pairs = ((forward, weights), (first, last), (forward, last), (first, weights))
-            three = ({one: direction.forward, inputs: direction.inputs, other: direction.weights} for one, other in pairs)
-            for weighted in dict.fromkeys(tuple((column, w) for column, w in each.items() if w) for each in three):
-                for terms, most in rows:
-                    model.row({**dict(weighted), **terms}, -most, INFINITY)
-        self._bound_with_state(number, size)
+            computed = mine.computed(line)
+            waited = dict(zip(waits, (direction.forward, direction.inputs), strict=True))
+            for longer, inner_passes in _passes(columns, direction):
+                sent, least_sent = mine.sent(direction, inner_passes)
+                sent = {**sent, left: mine.holds_left(direction, inner_passes)}
+                self._exceeds(longer, computed, 0.0)
+                if any(sent.values()) or least_sent > 0:
+                    slowed = total((1.0, computed), (contention, sent), (1 - contention, waited))
+                    self._exceeds(longer, slowed, contention * least_sent)
+                    if direction.weights or not direction.inputs:  # gradients of weights hide what is sent, too
+                        self._exceeds(longer, sent, least_sent)
+        self._bound_last(number, columns)
 
-    def _sent(self, number: int, direction: DurationLine) -> tuple[dict[int, float], float]:
-        """Seconds of gathers and reductions in each forward and backward, by column of the sharded calls; and of them at most
-        those of a chunk's first call, whose reduction runs after its backward."""
-        overlap, out = self.limits.overlap, dict[int, float]()
-        for block, columns in self.parts[number].sharded.items():
-            for column, one in zip(columns, self.calls[block].states, strict=True):
-                backward = one.gather_backward
-                if overlap.gradient_reduction and not overlap.gradient_buffers:
-                    backward += one.reduce_each
-                out[column] = (direction.forward * one.gather_each + direction.inputs * backward) / self.unit
-        longest = max((one.reduce_each for each in self.calls for one in each.states), default=0.0)
-        return out, direction.inputs * longest / self.unit
+    def _positive(self, linear: Linear) -> int:
+        """A column that is at least this, and not negative."""
+        column = self.model.variable()
+        self._exceeds({column: 1.0}, *linear)
+        return column
 
-    def _calls_terms(self, number: int, line: int, state: Mapping[int, float] | None = None) -> dict[int, float]:
-        """What durations by a line have to exceed, with the sign of the left side; `state`: seconds of sharded calls beside
-        the accumulation."""
-        parts = self.parts[number]
-        terms: dict[int, float] = {}
-        for block, count in parts.counts.items():
-            each = self.calls[block].durations[line]
-            terms[count] = -each.least_seconds / self.unit
-            terms[parts.saved[block][0]] = -each.inputs
-            for column, one in zip(parts.sharded[block], self.calls[block].states, strict=True):
-                terms[column] = -(each.inputs * one.accumulate_seconds / self.unit + (state or {}).get(column, 0.0))
-        return terms
+    def _chunk_columns(self) -> dict[int, list[int]]:
+        """The durations of each chunk."""
+        out: dict[int, list[int]] = {}
+        for number, members in enumerate(self.shape.classes):
+            mine = [each[number] for each in self.columns]
+            if len(members) == 1:
+                out[members[0]] = mine
+                continue
+            out.update((chunk, [self.model.variable() for _ in mine]) for chunk in members)
+            for kind, column in enumerate(mine):
+                # durations of a class = sum of those of its chunks
+                self.model.row({column: -1.0, **{out[chunk][kind]: 1.0 for chunk in members}}, 0.0, 0.0)
+            self._bound_each(number, out)
+        return out
 
-    def _bound_with_state(self, number: int, size: int) -> None:
-        """A forward and a backward with the communication of state: what overlaps compute slows it, and all of it takes its
-        time. What the last backward of a chunk leaves to its end is the first call's."""
-        model, parts, overlap = self.model, self.parts[number], self.limits.overlap
-        forward, inputs, weights, first, last = self.columns[:, number].tolist()
-        each_micro_batch: dict[int, float] = {}
-        at_last: dict[int, float] = {}
-        for block, columns in parts.sharded.items():
-            for column, one in zip(columns, self.calls[block].states, strict=True):
-                each_micro_batch[column] = (one.gather_each + one.gather_backward + one.reduce_each) / self.unit
-                at_last[column] = overlap.contention * one.reduce_last / self.unit
-        slowed = {column: overlap.contention * seconds for column, seconds in each_micro_batch.items()}
-        model.row({forward: 1.0, inputs: 1.0, weights: 1.0, **self._calls_terms(number, 0, slowed)}, 0.0, INFINITY)
-        sent = {column: -seconds for column, seconds in each_micro_batch.items()}
-        model.row({forward: 1.0, inputs: 1.0, weights: 1.0, **sent}, 0.0, INFINITY)
-        if overlap.gradient_reduction and not overlap.gradient_buffers:
-            longest = max((one.reduce_last for each in self.calls for one in each.states), default=0.0)
-            left = -size * overlap.contention * longest / self.unit
-            terms = self._calls_terms(number, 0, at_last)
-            model.row({first: 1.0, inputs: 1.0, last: 1.0, **terms}, left, INFINITY)
-            model.row({forward: 1.0, inputs: 1.0, last: 1.0, **terms}, left, INFINITY)
+    def _bound_each(self, number: int, chunks: Mapping[int, Sequence[int]]) -> None:
+        """Each chunk of a class: what its calls take, without recomputation and state."""
+        model, mine, members = self.model, self.parts[number], self.shape.classes[number]
+        counts = {block: [model.variable() for _ in members] for block in mine.counts}
+        for block, columns in counts.items():
+            # calls of a class = sum of those of its chunks
+            model.row({mine.counts[block]: -1.0, **dict.fromkeys(columns, 1.0)}, 0.0, 0.0)
+        for place, chunk in enumerate(members):
+            has = {block: columns[place] for block, columns in counts.items()}
+            model.row(dict.fromkeys(has.values(), 1.0), 1.0, INFINITY)
+            sends = self.limits.overlap.contention * self._on_data_links(chunk) / self.unit
+            for line, direction in enumerate(self.calls[0].durations):
+                terms = {column: self.calls[block].durations[line].least_seconds / self.unit for block, column in has.items()}
+                for longer, inner_passes in _passes(chunks[chunk], direction):
+                    self._exceeds(longer, terms, sends * transfers_of(direction, inner_passes))
+
+    def _exceeds(self, longer: Mapping[int, float], terms: Mapping[int, float], constant: float) -> None:
+        """``longer >= terms + constant``."""
+        self.model.row(total((1.0, longer), (-1.0, terms)), constant, INFINITY)
+
+    def _bound_last(self, number: int, columns: Sequence[int]) -> None:
+        """What the last backward of a chunk leaves to its end is the first call's reduction."""
+        mine, overlap = self.parts[number], self.limits.overlap
+        if not overlap.gradient_reduction or overlap.gradient_buffers:
+            return
+        forward, inputs, _, first, last = columns
+        slowed = {column: overlap.contention * one.reduce_last / self.unit for column, one in mine.states()}
+        longest = max((one.reduce_last for each in self.calls for one in each.states), default=0.0)
+        terms = total((1.0, mine.computed(0)), (1.0, slowed))
+        for one in (first, forward):
+            self._exceeds({one: 1.0, inputs: 1.0, last: 1.0}, terms, -mine.size * overlap.contention * longest / self.unit)
 
     def _bound_stage(self, stage: int) -> None:
         """What follows its last action: a reduction and the optimizer; and its memory."""
@@ -206,84 +191,88 @@ class _Program:
         optimizer: dict[int, float] = {}
         held: dict[int, float] = {}
         for number in mine:
-            for block, columns in self.parts[number].sharded.items():
-                for column, one in zip(columns, self.calls[block].states, strict=True):
-                    optimizer[column] = -one.optimizer_seconds / self.unit
-                    held[column] = one.bytes / usable
+            for column, one in self.parts[number].states():
+                optimizer[column] = -one.optimizer_seconds / self.unit
+                held[column] = one.bytes / usable
         heads = [each for each in self.calls if (each.place == 0) == (stage == 0)] or list(self.calls)
         left = min((one.reduce_last for each in heads for one in each.states), default=0.0)
         model.row({self.after[stage]: 1.0, **optimizer}, left / self.unit, INFINITY)
+        # the first backward is that of a call of the last chunk
+        working = min(self.calls[block].working_bytes for block in self.parts[mine[-1]].counts)
         for in_flight in self.shape.in_flight[stage]:
             saved = {
                 column: self.limits.held * in_flight.get(number, 0)
                 for number in mine
                 for _, column in self.parts[number].saved.values()
             }
-            # state + reserved for what is saved <= usable
-            model.row({**held, **saved}, -INFINITY, 1.0)
+            # state + reserved for what is saved and for the first backward <= usable
+            model.row({**held, **saved}, -INFINITY, 1.0 - self.limits.held * working / usable)
 
-    def _add(self, path: SchedulePath) -> bool:
-        key = path.counts.tobytes(), path.end
-        if key in self._seen:
-            return False
-        self._seen.add(key)
-        pairs = zip(self.columns.ravel().tolist(), path.counts.ravel().tolist(), strict=True)
-        terms = {column: -count for column, count in pairs if count}
-        # t >= sum of the path + what follows on its last stage
-        self.model.row({self.t: 1.0, self.after[path.end]: -1.0, **terms}, 0.0, INFINITY)
-        return True
+    def _add_paths(self) -> None:
+        """The longest of some paths through the schedule."""
+        for path in self.shape.paths:
+            counts = numpy.stack([path.counts[:, list(members)].min(axis=1) for members in self.shape.classes], axis=1)
+            terms = {
+                column: count
+                for columns, each in zip(self.columns, counts.tolist(), strict=True)
+                for column, count in zip(columns, each, strict=True)
+                if count
+            }
+            # t >= sum of the path + its transfers + what follows on its last stage
+            sends = sum(count * each.seconds for count, each in zip(path.sends.tolist(), self.sends, strict=True))
+            self._exceeds({self.t: 1.0}, {self.after[path.end]: 1.0, **terms}, sends / self.unit)
 
-    def solve(self) -> tuple[float, Any] | None:
-        """(seconds, durations of the chunks: None where nothing fits)."""
+    def solve(self) -> float:
+        """Seconds; 0 where the solver fails, infinite where nothing fits."""
         outcome = solve(self.model, relaxed=True)
         if outcome.status is Status.INFEASIBLE:
-            return INFINITY, None
-        if outcome.status is not Status.OPTIMAL:
-            return None
-        return outcome.bound * self.unit, numpy.array(outcome.values)[self.columns]
+            return INFINITY
+        return outcome.bound * self.unit if outcome.status is Status.OPTIMAL else 0.0
 
-    def add_longest_paths(self, durations: Any) -> bool:
-        """The longest path to each rank's end, where that is nearly the longest of all; whether there was a new one."""
-        forward, inputs, weights, first, last = durations
-        slots = [forward, inputs + weights, inputs, weights, first, inputs + last, last]  # the order of `clock._SLOTS`
-        table = numpy.stack(slots, axis=1).ravel().tolist()
-        clock = _clock(*self.key)
-        ranks = len(clock.busy)
-        free, latest = [0.0] * ranks, [-1] * ranks
-        ends: list[float] = []
-        before: list[int] = []
-        for place, (rank, slot, after, *_) in enumerate(clock.steps):
-            start, waits_for = free[rank], latest[rank]
-            if after >= 0 and ends[after] > start:
-                start, waits_for = ends[after], after
-            ends.append(start + table[slot])
-            before.append(waits_for)
-            free[rank], latest[rank] = ends[place], place
-        longest = max(free)
-        ended = [(rank, place) for rank, place in enumerate(latest) if ends[place] >= _NEARLY * longest]
-        return any([self._add(self._path(clock, rank, place, before)) for rank, place in ended])
+    def _add_clock(self, chunks: Mapping[int, Sequence[int]]) -> None:
+        """When each action ends."""
+        model, timed = self.model, _timed(*self.key)
+        slots = [each for chunk in range(len(chunks)) for each in _slots(chunks[chunk])]
 
-    @staticmethod
-    def _path(clock: ScheduleClock, rank: int, place: int, before: Sequence[int]) -> SchedulePath:
-        slots = []
-        while place >= 0:
-            slots.append(clock.steps[place][1])
-            place = before[place]
-        many = 7
-        chunks = max(slot for _, slot, *_ in clock.steps) // many + 1
-        n = numpy.bincount(slots, minlength=many * chunks).reshape(chunks, many).T.astype(float)
-        return SchedulePath(numpy.stack([n[0], n[1] + n[2] + n[5], n[1] + n[3], n[4], n[5] + n[6]]), rank)
+        def busy(times: Mapping[int, int]) -> dict[int, float]:
+            out: dict[int, float] = {}
+            for slot, count in times.items():
+                add(out, dict.fromkeys(slots[slot], float(count)))
+            return out
+
+        ends = [model.variable() for _ in timed.actions]
+        for end, action in zip(ends, timed.actions, strict=True):
+            before = {ends[action.before]: 1.0} if action.before >= 0 else {}
+            self._exceeds({end: 1.0}, {**before, **busy(action.busy)}, 0.0)
+            if action.after >= 0:
+                lag = self.sends[action.cut].seconds / self.unit
+                self._exceeds({end: 1.0}, {ends[action.after]: 1.0, **busy({action.slot: 1})}, lag)
+        for stage, (last, rest) in enumerate(timed.ends):
+            # t >= the last of them + what the stage does after it + what follows
+            self._exceeds({self.t: 1.0}, {ends[last]: 1.0, self.after[stage]: 1.0, **busy(rest)}, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class _ClassParts:
-    """By block: the columns of its calls, of those under each ZeRO stage, and of their recomputed seconds and saved bytes."""
+def _slots(columns: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The durations whose sum is in each slot of the clock's table, of one chunk."""
+    forward, inputs, weights, first, last = columns
+    return (forward,), (inputs, weights), (inputs,), (weights,), (first,), (inputs, last), (last,)
 
-    counts: dict[int, int]
-    sharded: dict[int, tuple[int, ...]]
-    saved: dict[int, tuple[int, int]]
+
+def _passes(columns: Sequence[int], direction: DurationLine) -> Iterator[tuple[dict[int, float], int]]:
+    """What a direction says of a forward and a backward of one micro-batch, as terms; and how many of them are neither the first
+    nor the last of the step."""
+    forward, inputs, weights, first, last = columns
+    done = set[tuple[int, ...]]()
+    for one, other, inner_passes in ((forward, weights, 2), (forward, last, 1), (first, weights, 0), (first, last, 0)):
+        three = {one: direction.forward, inputs: direction.inputs, other: direction.weights}
+        longer = {column: weight for column, weight in three.items() if weight}
+        if tuple(longer) not in done:
+            done.add(tuple(longer))
+            yield longer, inner_passes
 
 
 @lru_cache(maxsize=64)
-def _clock(stages: int, virtual: int, schedule: str, micro_batches: int) -> ScheduleClock:
-    return ScheduleClock.of(schedule_of(Pipeline(stages, virtual, schedule), micro_batches))
+def _timed(stages: int, virtual: int, schedule: str, micro_batches: int) -> TimedSchedule:
+    actions = schedule_of(Pipeline(stages, virtual, schedule), micro_batches)
+    share = _TIMED / (2 * stages * virtual * micro_batches)
+    return timed_schedule(actions, range(micro_batches) if share >= 1 else spread_micro_batches(stages, micro_batches, share))

@@ -25,7 +25,8 @@ KINDS = 5
 """Durations of a chunk: forward, gradients of inputs, gradients of weights; the first forward, and the weights' part of the last
 backward."""
 
-_FORWARD, _INPUTS, _WEIGHTS, _FIRST, _LAST = range(KINDS)
+_FORWARD, _INPUTS, _WEIGHTS, _FIRST, _LAST, _SENDS = range(KINDS + 1)
+"""After the durations a row of the transfers between each chunk and the next, in either direction."""
 
 _MOST_PHASES = 3
 """Of more chunks a stage, those between the first and the last one are one class."""
@@ -38,10 +39,12 @@ _MOST_ACTIONS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class SchedulePath:
-    """``[kind, class]``: how often each duration of each chunk of a class occurs, at least. It ends on stage `end`."""
+    """``[kind, chunk]``: how often each duration of each chunk occurs, at least. It ends on stage `end`. `sends`: how often
+    something is sent between each chunk and the next."""
 
     counts: Any
     end: int
+    sends: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class SchedulePaths:
     place of its order, at least."""
 
     classes: tuple[tuple[int, ...], ...]
+    stage_of: tuple[int, ...]
     stage_of_class: tuple[int, ...]
     in_flight: tuple[tuple[dict[int, int], ...], ...]
     paths: tuple[SchedulePath, ...]
@@ -71,8 +75,14 @@ def schedule_paths(stages: int, virtual: int, name: str, micro_batches: int) -> 
     counted = (
         _busy(schedule, stage_of, micro_batches) if long else _Paths(schedule, stage_of, micro_batches).counted(stages, virtual)
     )
-    paths = tuple(SchedulePath(_merged(counts, classes), end) for counts, end in counted)
-    return SchedulePaths(classes, tuple(stage_of[members[0]] for members in classes), in_flight, paths)
+    paths = tuple(SchedulePath(counts[:KINDS], end, counts[_SENDS, :-1]) for counts, end in counted)
+    return SchedulePaths(
+        classes=classes,
+        stage_of=tuple(stage_of),
+        stage_of_class=tuple(stage_of[members[0]] for members in classes),
+        in_flight=in_flight,
+        paths=paths,
+    )
 
 
 def _phases(virtual: int) -> list[range]:
@@ -85,10 +95,6 @@ def _phases(virtual: int) -> list[range]:
 def _classes(stages: int, virtual: int) -> tuple[tuple[int, ...], ...]:
     """The chunks of each stage in the same phases. (Schedules with more than two chunks a stage deal them in turn.)"""
     return tuple(tuple(phase * stages + stage for phase in phases) for phases in _phases(virtual) for stage in range(stages))
-
-
-def _merged(counts: Any, classes: Sequence[Sequence[int]]) -> Any:
-    return numpy.stack([counts[:, list(members)].min(axis=1) for members in classes], axis=1)
 
 
 def _least_of_classes(held: dict[int, int], class_of: dict[int, int]) -> dict[int, int]:
@@ -114,15 +120,16 @@ def _most_held(actions: Sequence[Action], chunks: Sequence[int]) -> list[dict[in
 def _busy(schedule: Schedule, stage_of: Sequence[int], micro_batches: int) -> Iterator[tuple[Any, int]]:
     """What each stage computes, after the first forwards before it."""
     for stage, actions in enumerate(schedule.ranks):
-        counts = numpy.zeros((KINDS, len(stage_of)))
+        counts = numpy.zeros((KINDS + 1, len(stage_of)))
         mine = [chunk for chunk, of in enumerate(stage_of) if of == stage]
-        counts[:, mine] = numpy.array([micro_batches - 1, micro_batches, micro_batches - 1, 1, 1])[:, None]
-        counts[_FIRST, : actions[0].chunk] += 1
+        counts[:KINDS, mine] = numpy.array([micro_batches - 1, micro_batches, micro_batches - 1, 1, 1])[:, None]
+        counts[[_FIRST, _SENDS], : actions[0].chunk] += 1
         yield counts, stage
 
 
 class _Paths:
-    """All of one schedule, as ``[kind, chunk]`` counts."""
+    """All of one schedule, as ``[kind, chunk]`` counts. What is sent between a chunk and the next counts with the first of them:
+    a path that stays on a stage has one transfer less than it may have."""
 
     def __init__(self, schedule: Schedule, stage_of: Sequence[int], micro_batches: int) -> None:
         self.schedule, self.stage_of, self.last = schedule, stage_of, micro_batches - 1
@@ -130,7 +137,7 @@ class _Paths:
         self.slots: list[list[tuple[int, ...]]] = [_slots(actions) for actions in schedule.ranks]
         self.place = [{each: cell for cell, each in enumerate(actions)} for actions in schedule.ranks]
         self.sums = [self._sums(rank) for rank in range(len(schedule.ranks))]
-        self.forwards, self.backwards = ([numpy.zeros((KINDS, chunks)) for _ in range(2)] for _ in range(2))
+        self.forwards, self.backwards = ([numpy.zeros((KINDS + 1, chunks)) for _ in range(2)] for _ in range(2))
         for chunk, rank in enumerate(stage_of):
             for number, micro in enumerate((0, self.last)):
                 for table, cell in (
@@ -139,6 +146,7 @@ class _Paths:
                 ):
                     for slot in self.slots[rank][cell]:
                         table[number][slot, chunk] += 1
+                    table[number][_SENDS, chunk] += chunk + 1 < chunks
 
     def _forward(self, chunk: int, micro: int) -> int:
         return self.place[self.stage_of[chunk]][Action(chunk, FORWARD, micro)]
@@ -163,12 +171,14 @@ class _Paths:
 
     def _stay(self, rank: int, first: int, last: int) -> Any:
         """All actions of a rank from one cell to another."""
-        return self.sums[rank][last + 1] - self.sums[rank][first] if last >= first else numpy.zeros((KINDS, len(self.stage_of)))
+        return (
+            self.sums[rank][last + 1] - self.sums[rank][first] if last >= first else numpy.zeros((KINDS + 1, len(self.stage_of)))
+        )
 
     def _sums(self, rank: int) -> Any:
         """``[cell, kind, chunk]``: what comes before a cell."""
         actions = self.schedule.ranks[rank]
-        out = numpy.zeros((len(actions) + 1, KINDS, len(self.stage_of)), dtype=numpy.int32)
+        out = numpy.zeros((len(actions) + 1, KINDS + 1, len(self.stage_of)), dtype=numpy.int32)
         for cell, action in enumerate(actions):
             for slot in self.slots[rank][cell]:
                 out[cell + 1, slot, action.chunk] = 1

@@ -1,0 +1,120 @@
+"""What the calls of some chunks of a pipeline take at least, as terms of the linear program of `pipeline.stage_program`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from autopar.cost_models.hardware.overlap import Overlap
+from autopar.solve.bounds.call_lines import DurationLine, SavedLine
+from autopar.solve.bounds.call_state import CallState
+from autopar.solve.bounds.cut_transfers import StageTransfer
+
+Linear = tuple[dict[int, float], float]
+"""Terms by column, and a constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCalls:
+    """All calls of one block in the model: how many, and what each takes. `place`: 0 where the first chunk has all of them, -1
+    where the last one has; None where any may. `working_bytes`: of a backward, beside what is saved."""
+
+    count: int
+    place: int | None
+    durations: tuple[DurationLine, ...]
+    saved: tuple[SavedLine, ...]
+    states: tuple[CallState, ...]
+    working_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageLimits:
+    """`usable_bytes` of one stage; `held`: what the allocator reserves for a byte that is saved; `transfers`: from each stage to
+    the next (none: they take no time)."""
+
+    usable_bytes: float
+    held: float
+    overlap: Overlap
+    transfers: tuple[StageTransfer, ...] = ()
+
+    def between_chunks(self, stage_of: Sequence[int]) -> tuple[StageTransfer, ...]:
+        """From each chunk to the next. Chunks that follow each other lie on neighbours, on the last and the first stage, or on
+        one."""
+        out = []
+        for stage, after in pairwise(stage_of):
+            number = min(stage, after) if abs(stage - after) == 1 else -1
+            out.append(self.transfers[number] if self.transfers and stage != after else StageTransfer())
+        return tuple(out)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassCalls:
+    """The calls of `size` chunks. Seconds are in `unit`. By block: the columns of its calls, of those under each ZeRO stage, and
+    of their recomputed seconds and saved bytes. `sends`: seconds on the links of the data axis in each pass of all chunks."""
+
+    calls: Sequence[BlockCalls]
+    size: int
+    overlap: Overlap
+    unit: float
+    sends: float
+    counts: dict[int, int] = field(default_factory=dict)
+    sharded: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    saved: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def states(self) -> Iterator[tuple[int, CallState]]:
+        """The columns of the calls under each ZeRO stage."""
+        for block, columns in self.sharded.items():
+            yield from zip(columns, self.calls[block].states, strict=True)
+
+    def computed(self, line: int, state: Mapping[int, float] | None = None) -> dict[int, float]:
+        """What durations by a line have to exceed; `state`: seconds of sharded calls beside the accumulation."""
+        terms: dict[int, float] = {}
+        for block, count in self.counts.items():
+            each = self.calls[block].durations[line]
+            terms[count] = each.least_seconds / self.unit
+            terms[self.saved[block][0]] = each.inputs
+            for column, one in zip(self.sharded[block], self.calls[block].states, strict=True):
+                terms[column] = each.inputs * one.accumulate_seconds / self.unit + (state or {}).get(column, 0.0)
+        return terms
+
+    def sent(self, direction: DurationLine, inner_passes: int) -> Linear:
+        """Seconds of gathers, reductions and transfers to other stages in each forward and backward. `inner_passes`: 0 for the
+        first forward of a step, where transfers may run while the stage waits anyway; 1 for a forward after it; 2 for such a
+        forward and a backward before the last: what the backward leaves over, its transfers and the reduction of the first call,
+        ends there."""
+        reduced = self.overlap.gradient_reduction and not self.overlap.gradient_buffers
+        both = inner_passes == 2 and direction.forward > 0 and direction.inputs > 0
+        terms = dict[int, float]()
+        for column, one in self.states():
+            backward = one.gather_backward + (one.reduce_each if reduced or both else 0.0)
+            terms[column] = (direction.forward * one.gather_each + direction.inputs * backward) / self.unit
+        longest = 0.0 if both else max((one.reduce_each for _, one in self.states()), default=0.0) * reduced
+        return terms, (transfers_of(direction, inner_passes) * self.sends - direction.inputs * longest * self.size) / self.unit
+
+    def holds_left(self, direction: DurationLine, inner_passes: int) -> float:
+        """Whether `sent` leaves out what `left_reductions` says of a next forward."""
+        return direction.forward if inner_passes and not (inner_passes == 2 and direction.inputs) else 0.0
+
+    def least_of_one(self, seconds: Mapping[int, float]) -> Linear:
+        """Of one call of each chunk, where all of its calls have such seconds."""
+        least = min((each for each in seconds.values() if each), default=0.0) / self.unit
+        return {column: -least for column, each in seconds.items() if not each}, least * self.size
+
+    def first_gathers(self) -> Linear:
+        """The gather that begins each forward of a chunk, for which it waits."""
+        return self.least_of_one({column: one.gather_each for column, one in self.states()})
+
+    def last_gathers(self) -> Linear:
+        """The gather that begins each backward."""
+        return self.least_of_one({column: one.gather_backward for column, one in self.states()})
+
+    def left_reductions(self) -> Linear:
+        """The reduction of a chunk's first call, which runs beside its next forward."""
+        each = {column: one.reduce_each * self.overlap.gradient_reduction for column, one in self.states()}
+        return self.least_of_one(each)
+
+
+def transfers_of(direction: DurationLine, inner_passes: int) -> float:
+    """How often a chunk's transfers run beside a forward and a backward. `inner_passes`: as in `ClassCalls.sent`."""
+    return direction.forward * min(inner_passes, 1 + (direction.inputs > 0))
