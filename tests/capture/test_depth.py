@@ -95,15 +95,21 @@ def seconds(layers: int) -> float:
     return processor_seconds(whole)
 
 
-def test_depth_costs_little() -> None:
-    """126 layers beside 16, of a tiny model whose capture and search take 1.5 s; a real one takes longer.
+def export_seconds(layers: int) -> float:
+    """Processor seconds of torch's own export of the same model."""
+    model, inputs = made([ALIKE] * layers)
+    return processor_seconds(lambda: torch.export.export(model, (), inputs))
 
-    The limit was 1.5 when the search took a second more: 110 layers may cost 1.0 s now, 1.2 s then, and cost 0.8 s."""
-    seconds(4)  # what only a first call does
+
+def test_depth_costs_little() -> None:
+    """Capture, search and program text of a further layer cost a third of what torch.export alone takes for it (0.9 to 2.6 s).
+
+    What does not grow with depth (1.1 s) is left out: a limit for the quotient of two depths rose whenever that became faster."""
+    seconds(4), export_seconds(4)  # what only a first call does
     found = []
-    for _ in range(3):  # a busy machine slows one of the two down, but not again and again
-        shallow, deep = seconds(16), seconds(126)
-        found.append(deep / shallow)
-        if found[-1] <= 1.65:
+    for _ in range(3):  # a busy machine slows one of them down, but not again and again
+        ours, exported = (work(126) - work(16) for work in (seconds, export_seconds))
+        found.append(ours / exported)
+        if found[-1] <= 0.4:
             return
-    raise AssertionError(f"126 layers take so many times the seconds of 16: {found}")
+    raise AssertionError(f"a further layer takes so many times the seconds of torch.export: {found}")

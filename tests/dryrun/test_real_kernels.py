@@ -15,6 +15,8 @@ import autopar
 from autopar.capture.models import load_model
 from autopar.cost_models.hardware.cluster import Cluster
 
+HIDDEN_STATES_BYTES = 4 * 16 * 16 * 64  # of gpt2-tiny with 16 sequences of 16 tokens: what tensor parallelism reduces
+
 
 @cache
 def plan_of(name: str, seq: int | None, force: str, batch: int) -> Any:
@@ -82,7 +84,9 @@ def test_memory_is_that_of_the_rank(force: str, ranks: RankPool, tmp_path: Path)
     real = ranks.run(among_others, path, 1, world=2)
     for rank in (0, 1) if force == "pp=2" else (1,):
         found = ranks.run_alone(alone, path, rank, 1)
-        assert found["peak"] == pytest.approx(peak_of(real[rank]["measured"], real[rank]["stage"]), rel=0.01)
+        held = HIDDEN_STATES_BYTES if force == "tp=2" else 0  # gloo's thread lets go of what it reduced a moment later, or not
+        measured = peak_of(real[rank]["measured"], real[rank]["stage"])
+        assert 0.99 * found["peak"] <= measured <= 1.01 * found["peak"] + held
         assert 0.85 * found["fake"] <= found["peak"] <= 1.05 * found["fake"]
 
 
