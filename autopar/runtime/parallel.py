@@ -313,6 +313,7 @@ class Parallel(ShardedModule):
         self.__dict__["call_count"] = self.call_count + 1
         bound: dict[str, torch.Tensor] | None = None
         stated: dict[str, Stated] = {}
+        first_step = self.heartbeat is not None and not self.compared
 
         def bind() -> dict[str, torch.Tensor]:
             nonlocal bound
@@ -321,11 +322,12 @@ class Parallel(ShardedModule):
             else:
                 found = bind_arguments(program, () if local else args, first if isinstance(first, LocalBatch) else batch)
             inputs = plain_inputs(found) if local else local_inputs(program, found)
-            stated.update(stated_step(self.program.mesh, self.program_digest, found, own_part=local))
+            if first_step:
+                stated.update(stated_step(self.program.mesh, self.program_digest, found, own_part=local))
             bound = found
             return inputs
 
-        if self.heartbeat is not None and not self.compared:
+        if self.heartbeat is not None and first_step:
             with self.heartbeat.watching(lambda: "comparing the ranks"):
                 inputs = agree_on_batch(bind, self.program.mesh.describe)
                 require_agreement(stated, self.program.mesh.describe)

@@ -69,13 +69,12 @@ def fit_cluster(name: str, processes: int, run: CalibrationRun, day: str = "") -
 
 def measured_overlap(run: CalibrationRun) -> Overlap:
     """On CPUs FSDP2's collectives return when they have ended, so that they overlap with nothing. Reductions of replicated
-    gradients do, but not where ranks share cores of which a collective takes more than half; there messages between stages take
-    core time too."""
+    gradients do, but not where ranks share cores of which a collective takes more than half. A message between stages waits for
+    its receiver's turn on a core, and leaves the sender's to others."""
     contention = round(min(MAX_CONTENTION, run.contention), 3)
     on_cpu = run.facts["kind"] == "cpu"
-    shared = float(run.facts.get("ranks_per_core", 1.0)) > 1
     reduction = not on_cpu or contention < _SHARED_CORES
-    return Overlap(contention, gradient_reduction=reduction, parameter_gather=not on_cpu, blocking_sends=shared)
+    return Overlap(contention, gradient_reduction=reduction, parameter_gather=not on_cpu)
 
 
 def calibration_note(run: CalibrationRun, day: str) -> str:
@@ -122,6 +121,7 @@ def fit_device(run: CalibrationRun) -> Device:
         base_bytes=int(facts["base_bytes"]),
         generation=str(facts.get("generation") or facts["kind"]),
         multiprocessors=int(facts.get("multiprocessors", 0)),
+        vector_bits=int(facts.get("vector_bits", 0)),
         ranks_per_core=float(facts.get("ranks_per_core", 1.0)),
         transcendental_seconds=_transcendental_seconds(special, stream.rate) if facts["kind"] == "cpu" else 0.0,
         update_seconds=update[0].seconds / update[0].work if update else 0.0,

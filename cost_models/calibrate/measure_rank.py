@@ -197,6 +197,11 @@ def _measure(bench: RankBenchmark, size: int) -> dict[str, Any]:
     return {"facts": device_facts(bench.device, size), "operations": plain[0], "collectives": plain[1], "parts": parts}
 
 
+def vector_bits() -> int:
+    """Of the registers that torch's kernels use on this CPU."""
+    return {"AVX512": 512, "AVX2": 256, "SVE256": 256}.get(torch.backends.cpu.get_cpu_capability(), 128)
+
+
 def device_facts(device: torch.device, size: int) -> dict[str, Any]:
     """Name, memory and the driver's properties of the device, of `size` on this machine.
 
@@ -206,7 +211,7 @@ def device_facts(device: torch.device, size: int) -> dict[str, Any]:
         name = platform.processor() or platform.machine() or "CPU"
         shared = max(1.0, size / available_cores())
         facts = {"kind": "cpu", "name": f"{name} process", "memory_bytes": machine_memory_bytes() // size, "base_bytes": 2**29}
-        return {**facts, "ranks_per_core": shared}
+        return {**facts, "ranks_per_core": shared, "vector_bits": vector_bits()}
     told = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     major = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell"}.get(told.major, "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cost_models.compute.kernels import product_seconds, streaming_seconds
+from autopar.cost_models.compute.kernels import product_memory_seconds, product_seconds, streaming_seconds
 from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.tensors.expert_shapes import ExpertShapes
 
@@ -60,12 +60,17 @@ class ExpertsCost:
             cast = copies * self.itemsize * ((_CAST + _PADDED) * hidden + _CAST * down)
             cast_back = copies * self.itemsize * ((_CAST + _PADDED) * hidden + _CAST * up)
         recomputed = copies * self.itemsize * (up + down) * self.recompute_activation
-        floor = device.launch_seconds
+        floor, operands = device.launch_seconds, copies * self.itemsize * (2 * hidden + up + down)
         return (
-            max(forward, streaming_seconds(device, weights), 2 * floor)
-            + streaming_seconds(device, moved + cast)
-            + _KERNELS * floor,
-            max(backward, streaming_seconds(device, 3 * weights), 4 * floor)
+            _grouped_seconds(device, forward, weights, operands, 2) + streaming_seconds(device, moved + cast) + _KERNELS * floor,
+            _grouped_seconds(device, backward, 3 * weights, 2 * operands, 4)
             + streaming_seconds(device, 2 * moved + cast_back + recomputed)
             + _KERNELS * floor,
         )
+
+
+def _grouped_seconds(device: Device, arithmetic_seconds: float, weight_bytes: float, operand_bytes: float, kernels: int) -> float:
+    """The slower of arithmetic and weights; a CPU packs what it multiplies, as in `kernels.operation_seconds`."""
+    if device.product_bytes_per_second:
+        return arithmetic_seconds + product_memory_seconds(device, weight_bytes + operand_bytes)
+    return max(arithmetic_seconds, streaming_seconds(device, weight_bytes), kernels * device.launch_seconds)

@@ -101,17 +101,6 @@ def product_seconds(
     return 2.0 * count * m * n * k / (product_flops_per_second(device, dtype, aligned) * efficiency)
 
 
-def convolution_flops_per_second(device: Device, dtype: str, product: tuple[int, int, int, int] | None) -> float:
-    """The rate of convolutions. With groups each is a small product (`flops.group_product`): in tiles, or on the vector
-    units (at the rate of float32), whichever is faster."""
-    if product is None:
-        return device.convolution_flops_per_second(dtype)
-    rate = device.product_flops_per_second(dtype)
-    return max(
-        rate * product_efficiency(*product, device.multiprocessors), min(rate, device.product_flops_per_second(VECTOR_DTYPE))
-    )
-
-
 def attention_seconds(
     device: Device, dtype: str, flops: float, queries: int, head: int, backward: bool, whole: bool = False
 ) -> float:

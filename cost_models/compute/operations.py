@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from autopar.cost_models.compute.convolutions import Convolution, convolution, convolution_flops_per_second
 from autopar.cost_models.compute.experts import ExpertsCost
 from autopar.cost_models.compute.float8 import scaling_seconds
 from autopar.cost_models.compute.fresh_pages import fresh_page_seconds
 from autopar.cost_models.compute.kernels import (
     TRANSCENDENTAL_BACKWARD,
     attention_seconds,
-    convolution_flops_per_second,
     operation_seconds,
     product_memory_seconds,
     product_seconds,
@@ -34,7 +34,6 @@ from autopar.cost_models.tensors.flops import (
     TRANSCENDENTAL,
     VIEWS,
     Sizes,
-    group_product,
     packet,
 )
 from autopar.cost_models.tensors.saved_tensors import SavedTensors, saved_tensors
@@ -88,7 +87,6 @@ class Profile:
     kernels: launches (forward, backward).
     matrix: shapes of a matrix product or of attention (None: the operation streams).
     transcendental_elements: elements of a transcendental function.
-    group_product: of a convolution with groups, see `flops.group_product`.
     temporaries, gradients: whether the forward makes a temporary, and the backward a gradient, as large as each operand.
     """
 
@@ -107,7 +105,7 @@ class Profile:
     matrix: ProductShapes | None = None
     experts: ExpertsCost | None = None
     transcendental_elements: float = 0.0
-    group_product: tuple[int, int, int, int] | None = None
+    convolution: Convolution | None = None
     whole_attention: bool = False
     """Whether every query sees all keys."""
     packs: bool = False
@@ -164,7 +162,7 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
         packs=matrix is not None and not attention,
         experts=_experts_cost(node, a, operands[0].dtype) if op in EXPERTS else None,
         transcendental_elements=float(prod(a[0])) if op in TRANSCENDENTAL and a else 0.0,
-        group_product=group_product(node, a, out),
+        convolution=convolution(node, a, out),
         scaled=op == "ap.linear_float8_dynamic",
         temporaries=tuple(op in LOSSES and index == 0 for index in range(len(a))),
         gradients=tuple(need and accesses > 0 for need, accesses in zip(needed, back_operands, strict=True)),
@@ -302,8 +300,13 @@ def _computing(
     """Seconds of matrix products or attention, forward and backward, at the rates of the local shapes."""
     if not flops[0]:
         return 0.0, 0.0
+    if known.convolution is not None:
+        image = local_shape(known.convolution.image, plan.operands[0], axis_sizes)
+        made = local_shape(known.convolution.result, plan.results[0], axis_sizes)
+        rate = convolution_flops_per_second(device, known.dtype, known.convolution, image, made)
+        return flops[0] / rate, flops[1] / rate
     if known.matrix is None:
-        rate = convolution_flops_per_second(device, known.dtype, known.group_product)
+        rate = device.convolution_flops_per_second(known.dtype)
         return flops[0] / rate, flops[1] / rate
     left = local_shape(known.matrix.left, plan.operands[known.matrix.index], axis_sizes)
     if known.attention:

@@ -51,6 +51,7 @@ def fastest_device(devices: list[Device]) -> Device:
         product_bytes_per_second=max(device.product_bytes_per_second for device in devices),
         causal_attention_fraction=max(device.attention_share(False) for device in devices),
         convolution_fraction=max(device.convolution_fraction or device.matmul_fraction for device in devices),
+        vector_bits=min(device.vector_bits for device in devices),
         launch_seconds=min(device.launch_seconds for device in devices),
         base_bytes=min(device.base_bytes for device in devices),
         communicator_bytes=min(device.communicator_bytes for device in devices),

@@ -26,6 +26,7 @@ class Device:
     causal_attention_fraction: what attention reaches where not every query sees all keys, of the FLOPs of those pairs alone
         (0: as other attention): kernels for CPUs compute masked scores too.
     convolution_fraction: share of `peak` that convolutions without groups reach (0: as matrix products).
+    vector_bits: of a CPU's registers, to whose width convolutions pad their channels (0: they do not).
     ranks_per_core: how many ranks share a core of a CPU machine; what one takes is stated for all of them at work, so that a rank
         that waits gives its share to the others (1: no core is shared).
     bandwidth_fraction: share of the memory bandwidth that streaming kernels reach.
@@ -68,6 +69,7 @@ class Device:
     convolution_fraction: float = 0.0
     causal_attention_fraction: float = 0.0
     product_bytes_per_second: float = 0.0
+    vector_bits: int = 0
     ranks_per_core: float = 1.0
     fresh_page_bytes_per_second: float = 0.0
 

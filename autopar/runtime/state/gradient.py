@@ -120,6 +120,14 @@ def as_gradient(value: DTensor, stage: StageGradients | None, name: str) -> Grad
     return out
 
 
+def local_gradient(canonical: nn.Parameter, local: torch.Tensor) -> Gradient:
+    """The gradient of a canonical parameter whose part on this rank is `local`."""
+    assert isinstance(canonical, DTensor)
+    out: Gradient = over_local(Gradient, canonical, local)
+    out.stage, out.parameter_name = getattr(canonical, "autopar_place", (None, ""))
+    return out
+
+
 def gradient_of(canonical: nn.Parameter, value: DTensor) -> Gradient:
     """`value` as the gradient of a canonical parameter, see `own`."""
     return as_gradient(value, *getattr(canonical, "autopar_place", (None, "")))

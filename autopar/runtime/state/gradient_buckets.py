@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..compat import at_end_of_backward, sole_holder
-from .gradient import gradient_of
+from .gradient import gradient_of, local_gradient
 
 
 def accumulate_gradient(canonical: nn.Parameter, local: torch.Tensor) -> None:
@@ -20,16 +20,12 @@ def accumulate_gradient(canonical: nn.Parameter, local: torch.Tensor) -> None:
     since gets none."""
     if not canonical.requires_grad:
         return
-    data = canonical.data
-    assert isinstance(data, DTensor)
     with torch.no_grad():
         if canonical.grad is None:
-            gradient = DTensor.from_local(
-                local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
-            )
-            canonical.grad = gradient_of(canonical, gradient)
+            canonical.grad = local_gradient(canonical, local)
         else:
-            assert isinstance(canonical.grad, DTensor)
+            data = canonical.data
+            assert isinstance(canonical.grad, DTensor) and isinstance(data, DTensor)
             if canonical.grad.placements != data.placements:  # of a penalty that the user has added
                 canonical.grad = gradient_of(canonical, canonical.grad.redistribute(placements=data.placements))
             canonical.grad.to_local().add_(local)

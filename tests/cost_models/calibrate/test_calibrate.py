@@ -58,7 +58,7 @@ def run_of(link: Link, kind: str = "cpu", launch: float = 1e-5, noise: float = 0
         for each in KINDS
         for size in SIZES
     ]
-    facts = {"kind": kind, "name": gpu, "memory_bytes": 2**33, "base_bytes": 2**28, "host_bytes": 2**35}
+    facts = {"kind": kind, "name": gpu, "memory_bytes": 2**33, "base_bytes": 2**28, "host_bytes": 2**35, "vector_bits": 512}
     return CalibrationRun(facts, tuple(operations), tuple(sent), 1.0)
 
 
@@ -76,7 +76,7 @@ def test_a_known_machine_is_recovered() -> None:
     )
     assert device.product_bytes_per_second == pytest.approx(5e9, rel=0.01)
     assert device.attention_fraction * device.peak_flops_per_second("float32") == pytest.approx(5e10)
-    assert device.convolution_flops_per_second("float32") == pytest.approx(2e11)
+    assert device.convolution_flops_per_second("float32") == pytest.approx(2e11) and device.vector_bits == 512
     assert device.attention_fraction == pytest.approx(0.25) and device.bandwidth_bytes_per_second == pytest.approx(1e10)
     assert device.launch_seconds == pytest.approx(1e-5) and found.cluster.host is None
     assert (device.update_seconds, device.update_bytes_per_second) == pytest.approx((3e-5, 4e9))

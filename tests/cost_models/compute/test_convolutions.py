@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -9,13 +10,13 @@ from support.models.handwritten_blocks import Builder
 from support.models.mesh import mesh_of
 
 from autopar.cost_models.comm.collectives import collective_seconds
-from autopar.cost_models.compute.operations import NodeCost, node_cost, profile
+from autopar.cost_models.compute.operations import NodeCost, node_cost, profile, seconds_and_flops
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import backward_working_bytes, forward_workspace_bytes
 from autopar.ir.graph import Block
-from autopar.ir.placement import Invariant, Replicate
+from autopar.ir.placement import Invariant, Replicate, Shard
 from autopar.ir.plan import NodePlan
 from autopar.rules.expand import block_strategies
 from autopar.rules.registry import default_registry
@@ -90,3 +91,27 @@ def test_groups_are_near_their_roofline(image: tuple[int, ...], kernel: tuple[in
     units = device.product_flops_per_second("bfloat16" if kernel[1] >= 64 else "float32")
     roofline = max(moved, known.forward_flops / units)
     assert 0.99 * roofline < cost(block, whole(block)).forward_seconds < 1.2 * roofline
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "padded"),
+    [(64, 64, 64 * 64), (24, 48, 32 * 48), (72, 24, 80 * 32), (24, 3, 32 * 16)],
+)
+def test_a_cpu_computes_whole_vectors_of_channels(inputs: int, outputs: int, padded: int) -> None:
+    """As long as with the channels that fill the vectors (the device reads no memory here)."""
+    block = convolution((4, inputs, 32, 32), (outputs, inputs, 3, 3), 1)
+    device = replace(Cluster.parse("local:1").device, vector_bits=256, bandwidth_bytes_per_second=1e30, launch_seconds=0.0)
+    known = profile(block.nodes[0], block.values(), 1)
+    seconds = seconds_and_flops(known, whole(block), (1, 1), device)[0]
+    rate = device.convolution_flops_per_second("bfloat16")
+    assert seconds == pytest.approx(known.forward_flops / rate * padded / (inputs * outputs))
+
+
+def test_shards_of_channels_are_padded_too() -> None:
+    """Half of 48 channels take two thirds of them, on registers of 16."""
+    block = convolution((4, 48, 32, 32), (48, 48, 3, 3), 1)
+    device = replace(Cluster.parse("local:1").device, vector_bits=256, bandwidth_bytes_per_second=1e30, launch_seconds=0.0)
+    known = profile(block.nodes[0], block.values(), 1)
+    sharded = NodePlan("out", ((I, R), (I, Shard(0))), ((I, Shard(1)),), ("redundant", "o"))
+    one, two = (seconds_and_flops(known, plan, (1, 2), device)[0] for plan in (whole(block), sharded))
+    assert two == pytest.approx(one * 2 / 3)
