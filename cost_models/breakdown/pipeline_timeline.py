@@ -8,13 +8,13 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.step.chunk_costs import chunk_costs
 from autopar.cost_models.step.evaluate import stage_traces
-from autopar.cost_models.step.pipeline_clock import shared_core_factor
 from autopar.cost_models.step.stage_times import schedule_times
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.schedules.clock import ActionSpan, ScheduleClock
 from autopar.schedules.in_flight import most_in_flight
 from autopar.schedules.pipeline_schedule import schedule_of
+from autopar.schedules.shared_cores import SharedCores
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +51,19 @@ def pipeline_timeline(graph: Graph, candidate: Candidate, cluster: Cluster, opti
     traces = stage_traces(graph, candidate, cluster)
     costs = chunk_costs(graph, candidate, cluster, traces, optimizer_named(optimizer))
     times = schedule_times(costs, cluster)
-    clock = ScheduleClock.of(schedule)
+    alone, shared = ScheduleClock.of(schedule), cluster.device.ranks_per_core
+    clock = SharedCores(alone, shared) if shared > 1 else alone
     spans, ranks = clock.action_spans(*times), clock.run(*times)
-    shortened = shared_core_factor(ranks, cluster.device.ranks_per_core)
     end = max(rank.end_seconds for rank in ranks)
     return PipelineTimeline(
         schedule.name,
-        shortened * end,
+        end,
         tuple(
             RankTimeline(
                 chunks=tuple(sorted({action.chunk for action in actions})),
-                spans=tuple(
-                    ActionSpan(span.action, shortened * span.start_seconds, shortened * span.end_seconds) for span in mine
-                ),
-                busy_seconds=shortened * rank.busy_seconds,
-                end_seconds=shortened * rank.end_seconds,
+                spans=mine,
+                busy_seconds=rank.busy_seconds,
+                end_seconds=rank.end_seconds,
                 bubble_share=1 - rank.busy_seconds / end if end else 0.0,
                 in_flight=most_in_flight(actions),
             )

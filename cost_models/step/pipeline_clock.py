@@ -14,6 +14,7 @@ from autopar.schedules.in_flight import InFlight, peak_in_flight
 from autopar.schedules.interleaved_order import group_of
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.shared_cores import SharedCores
 from autopar.schedules.weight_versions import unroll_window, weight_version_window
 
 
@@ -57,16 +58,21 @@ def run_schedule(
     chunks: Sequence[ChunkSeconds],
     transfer_seconds: Sequence[float] = (),
     blocking: bool = False,
+    ranks_per_core: float = 1.0,
 ) -> tuple[RankSeconds, ...]:
     """Simulates a schedule: an action begins when its stage is free and its input has arrived. The makespan is the largest end.
 
     `transfer_seconds[c]` is one transfer between chunks c and c + 1, the same both ways, where they are on different stages; with
     `blocking` the sender stalls meanwhile. Many micro-batches are not simulated one by one: the clock of a fixed order of actions
     is periodic after a start (max-plus algebra: Baccelli et al., Synchronization and Linearity, theorem 3.109), so periods that
-    agree stand for all others.
+    agree stand for all others. Where ranks share cores, see `schedules.shared_cores`.
     """
     if pipeline.weight_versions > 1:
         return _undrained_clock(pipeline.stages, micro_batches, chunks, transfer_seconds, blocking)
+
+    if ranks_per_core > 1:
+        clock = _clock(pipeline.stages, pipeline.virtual, pipeline.schedule, pipeline.actions, micro_batches)
+        return SharedCores(clock, ranks_per_core).run(chunks, transfer_seconds, blocking)
 
     def walk(many: int) -> tuple[RankSeconds, ...]:
         return _clock(pipeline.stages, pipeline.virtual, pipeline.schedule, pipeline.actions, many).run(
@@ -86,16 +92,6 @@ def run_schedule(
         RankSeconds(stage.busy_seconds + times * busy, stage.end_seconds + times * end)
         for stage, (busy, end) in zip(some[0], one, strict=True)
     )
-
-
-def shared_core_factor(ranks: Sequence[RankSeconds], ranks_per_core: float) -> float:
-    """By how much a schedule's clock is shortened where ranks share cores and seconds are those of all ranks at work: a rank that
-    waits leaves its share to the others. At least all work on all cores, and at least the clock of ranks that have a core each
-    (R. P. Brent, The Parallel Evaluation of General Arithmetic Expressions, 1974, has both as an upper bound's terms)."""
-    end = max(rank.end_seconds for rank in ranks)
-    if ranks_per_core <= 1 or not end:
-        return 1.0
-    return max(sum(rank.busy_seconds for rank in ranks) / len(ranks) / end, 1 / ranks_per_core)
 
 
 def _undrained_clock(

@@ -11,7 +11,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.state_group import state_group
 from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.chunk_costs import ChunkCost
-from autopar.cost_models.step.pipeline_clock import run_schedule, shared_core_factor
+from autopar.cost_models.step.pipeline_clock import run_schedule
 from autopar.cost_models.step.stage_p2p import link_among_stages
 from autopar.cost_models.tensors.sizes import itemsize
 from autopar.ir.graph import Graph
@@ -73,9 +73,8 @@ def stage_times(
     """One per stage. `traces_of` are the blocks on each stage, `costs` all chunks in the model's order."""
     if len(costs) == 1:
         return (_only_stage(costs[0]),)
-    clocks = run_schedule(candidate.pipeline, candidate.micro_batches, *schedule_times(costs, cluster))
-    shortened = shared_core_factor(clocks, cluster.device.ranks_per_core)
-    clocks = tuple(RankSeconds(shortened * clock.busy_seconds, shortened * clock.end_seconds) for clock in clocks)
+    times = schedule_times(costs, cluster)
+    clocks = run_schedule(candidate.pipeline, candidate.micro_batches, *times, ranks_per_core=cluster.device.ranks_per_core)
     tied_seconds = _tied_gradient_seconds(graph, candidate, cluster, traces_of[0], costs)
     chunks = chunks_of_stages(candidate.pipeline)
     return tuple(

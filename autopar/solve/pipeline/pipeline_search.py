@@ -219,7 +219,7 @@ class PipelineSearch:
 
     @property
     def _ranks_per_core(self) -> float:
-        """At most by this factor is a step shorter than its schedule's clock (`pipeline_clock.shared_core_factor`)."""
+        """At most by this factor is a step shorter than its schedule's clock (`schedules.shared_cores`)."""
         return max(1.0, self.cluster.device.ranks_per_core)
 
     def bounds(self) -> Iterable[float]:

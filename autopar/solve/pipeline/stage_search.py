@@ -117,7 +117,7 @@ class StageSearch:
         median = sent[len(sent) // 2] if sent else 0.0
         transfer = collective_seconds("point_to_point", median, link) if median else 0.0
 
-        def least(bubble_passes: float) -> float:
+        def least(bubble_passes: float, transfer: float) -> float:
             return min(
                 tables.least_seconds(
                     stages,
@@ -131,9 +131,9 @@ class StageSearch:
             )
 
         shared = self.cluster.device.ranks_per_core
-        if shared > 1:  # as `shared_core_factor`
-            return max(least(0.0), least(option.bubble_passes) / shared)
-        return least(option.bubble_passes)
+        if shared > 1:  # as `schedules.shared_cores` at least
+            return max(least(0.0, 0.0), least(option.bubble_passes, shared * transfer) / shared)
+        return least(option.bubble_passes, transfer)
 
     def solve_point(self, point: GridPoint, option: ScheduleOption) -> MeshSolution | None:
         """The point under one schedule: partitioned, priced, and partitioned with a smaller budget where it does not fit. None
