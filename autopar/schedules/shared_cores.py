@@ -13,11 +13,13 @@ from autopar.schedules.clock import ActionSpan, ChunkSeconds, RankSeconds, Sched
 class SharedCores:
     """Cores that are divided evenly among the ranks at work, of which each takes one core at most (generalized processor sharing:
     L. Kleinrock, Queueing Systems 2, 1976, section 4.4). Seconds of chunks are those of all ranks at work, `ranks_per_core` to a
-    core; messages take theirs whoever works. No shorter than all work on all cores, nor than the clock of ranks with a core each
-    (R. P. Brent, The Parallel Evaluation of General Arithmetic Expressions, 1974)."""
+    core; messages, and the part of an action that waits for communication (`waits`, as chunks), take theirs whoever works. No
+    shorter than all work on all cores, nor than the clock of ranks with a core each (R. P. Brent, The Parallel Evaluation of
+    General Arithmetic Expressions, 1974)."""
 
     clock: ScheduleClock
     ranks_per_core: float
+    waits: Sequence[ChunkSeconds] = ()
 
     def run(
         self, chunks: Sequence[ChunkSeconds], transfer_seconds: Sequence[float] = (), blocking: bool = False
@@ -34,9 +36,10 @@ class SharedCores:
     ) -> tuple[tuple[ActionSpan, ...], ...]:
         """As `ScheduleClock.action_spans`."""
         table = [seconds for chunk in chunks for seconds in chunk.slots]
+        waits = [seconds for chunk in self.waits for seconds in chunk.slots] or [0.0] * len(table)
         walk = _Walk(self.clock, transfer_seconds or (0.0,) * (len(chunks) - 1), blocking)
         while walk.unfinished:
-            arrivals = walk.begin(table)
+            arrivals = walk.begin(table, waits)
             speed = min(self.ranks_per_core, len(self.clock.busy) / max(1, len(walk.left)))
             walk.proceed(min((walk.now + seconds / speed for seconds in walk.left.values()), default=inf), arrivals, speed)
         out: list[list[ActionSpan]] = [[] for _ in self.clock.busy]
@@ -46,7 +49,8 @@ class SharedCores:
 
 
 class _Walk:
-    """Each rank's next action (`head`), the seconds that are left of those that have begun, and what has ended and arrived."""
+    """Each rank's next action (`head`), the seconds that are left of those that have begun, then what they wait, and until when;
+    and what has ended and arrived."""
 
     def __init__(self, clock: ScheduleClock, lags: Sequence[float], blocking: bool) -> None:
         self.steps, self.lags, self.blocking = clock.steps, lags, blocking
@@ -59,21 +63,27 @@ class _Walk:
         self.starts, self.ends, self.arrivals = ([inf] * len(self.steps) for _ in range(3))
         self.free, self.channels = [0.0] * many, [0.0] * many**2
         self.left: dict[int, float] = {}
+        self.wait: dict[int, float] = {}
+        self.until: dict[int, float] = {}
 
     @property
     def unfinished(self) -> bool:
         return any(index is not None for index in self.head)
 
-    def begin(self, table: Sequence[float]) -> list[float]:
-        """Begins every action that can; when the messages arrive that others wait for."""
-        arriving = []
+    def begin(self, table: Sequence[float], waits: Sequence[float]) -> list[float]:
+        """Begins every action that can; when what others wait for arrives."""
+        for rank in [rank for rank, until in self.until.items() if until <= self.now]:
+            del self.until[rank]
+            self._end(rank, self.now)
+        arriving = list(self.until.values())
         for rank, index in enumerate(self.head):
-            if index is None or rank in self.left:
+            if index is None or rank in self.left or rank in self.until:
                 continue
             _, slot, after, cut, _, _ = self.steps[index]
             ready = max(self.free[rank], 0.0 if after < 0 else self.ends[after] if cut < 0 else self.arrivals[after])
             if ready <= self.now:
-                self.left[rank], self.starts[index] = table[slot], self.now
+                self.wait[rank] = min(waits[slot], table[slot])
+                self.left[rank], self.starts[index] = table[slot] - self.wait[rank], self.now
             elif ready < inf:
                 arriving.append(ready)
         return arriving
@@ -86,7 +96,10 @@ class _Walk:
                 self.left[rank] = seconds - (then - self.now) * speed
             else:
                 del self.left[rank]
-                self._end(rank, then)
+                if self.wait[rank]:
+                    self.until[rank] = then + self.wait[rank]
+                else:
+                    self._end(rank, then)
         self.now = then
 
     def _end(self, rank: int, now: float) -> None:

@@ -52,8 +52,9 @@ def pipeline_timeline(graph: Graph, candidate: Candidate, cluster: Cluster, opti
     costs = chunk_costs(graph, candidate, cluster, traces, optimizer_named(optimizer))
     times = schedule_times(costs, cluster)
     alone, shared = ScheduleClock.of(schedule), cluster.device.ranks_per_core
-    clock = SharedCores(alone, shared) if shared > 1 else alone
-    spans, ranks = clock.action_spans(*times), clock.run(*times)
+    clock = SharedCores(alone, shared, times.waits) if shared > 1 else alone
+    seconds = times.chunks, times.transfer_seconds, times.blocking
+    spans, ranks = clock.action_spans(*seconds), clock.run(*seconds)
     end = max(rank.end_seconds for rank in ranks)
     return PipelineTimeline(
         schedule.name,

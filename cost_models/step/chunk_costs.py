@@ -47,6 +47,7 @@ class ChunkCost:
     communication: of each call's own parameters, and of the shared ones.
     send_seconds: one transfer to the next chunk; its gradient comes back in the same time.
     weight_gradient_seconds: part of a backward that the schedule may delay.
+    exposed_seconds: of the model axes' communication in a forward and in a backward.
     """
 
     owned: OwnedState
@@ -54,6 +55,7 @@ class ChunkCost:
     communication: tuple[StateCommunication, ...]
     send_seconds: float
     weight_gradient_seconds: float = 0.0
+    exposed_seconds: tuple[float, float] = (0.0, 0.0)
 
 
 def owned_state(
@@ -113,7 +115,9 @@ def chunk_costs(
             overlap=cluster.overlap,
             sent_seconds=max(on_data_links[chunk : chunk + 2]),
         )
-        out.append(ChunkCost(owned, passes, communication, sent, sum(trace.weight_gradient_seconds for trace in mine)))
+        weights = sum(trace.weight_gradient_seconds for trace in mine)
+        forward, backward = (sum(trace.seconds(backward=each, exposed=True) for trace in mine) for each in (False, True))
+        out.append(ChunkCost(owned, passes, communication, sent, weights, (forward, backward)))
     return tuple(out)
 
 

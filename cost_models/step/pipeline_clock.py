@@ -58,6 +58,7 @@ def run_schedule(
     chunks: Sequence[ChunkSeconds],
     transfer_seconds: Sequence[float] = (),
     blocking: bool = False,
+    waits: Sequence[ChunkSeconds] = (),
     ranks_per_core: float = 1.0,
 ) -> tuple[RankSeconds, ...]:
     """Simulates a schedule: an action begins when its stage is free and its input has arrived. The makespan is the largest end.
@@ -65,14 +66,15 @@ def run_schedule(
     `transfer_seconds[c]` is one transfer between chunks c and c + 1, the same both ways, where they are on different stages; with
     `blocking` the sender stalls meanwhile. Many micro-batches are not simulated one by one: the clock of a fixed order of actions
     is periodic after a start (max-plus algebra: Baccelli et al., Synchronization and Linearity, theorem 3.109), so periods that
-    agree stand for all others. Where ranks share cores, see `schedules.shared_cores`.
+    agree stand for all others. Where ranks share cores, see `schedules.shared_cores`: `waits` are
+    parts of `chunks`.
     """
     if pipeline.weight_versions > 1:
         return _undrained_clock(pipeline.stages, micro_batches, chunks, transfer_seconds, blocking)
 
     if ranks_per_core > 1:
         clock = _clock(pipeline.stages, pipeline.virtual, pipeline.schedule, pipeline.actions, micro_batches)
-        return SharedCores(clock, ranks_per_core).run(chunks, transfer_seconds, blocking)
+        return SharedCores(clock, ranks_per_core, waits).run(chunks, transfer_seconds, blocking)
 
     def walk(many: int) -> tuple[RankSeconds, ...]:
         return _clock(pipeline.stages, pipeline.virtual, pipeline.schedule, pipeline.actions, many).run(

@@ -44,16 +44,18 @@ class ScheduleTimes(NamedTuple):
 
     transfer_seconds: between each chunk and the next.
     blocking: a stage stalls while it sends.
+    waits: of `chunks`, exposed communication.
     """
 
     chunks: tuple[ChunkSeconds, ...]
     transfer_seconds: tuple[float, ...]
     blocking: bool
+    waits: tuple[ChunkSeconds, ...]
 
 
 def schedule_times(costs: Sequence[ChunkCost], cluster: Cluster) -> ScheduleTimes:
     """Of a pipeline's chunks. Weights that are gathered once arrive while a stage waits for its first micro-batch anyway."""
-    chunks, before = [], 0.0
+    chunks, waits, before = [], [], 0.0
     for cost in costs:
         passes = cost.passes
         first = passes.first_forward.seconds
@@ -63,8 +65,11 @@ def schedule_times(costs: Sequence[ChunkCost], cluster: Cluster) -> ScheduleTime
         last = passes.last_backward.seconds - passes.last_backward.tail_seconds
         weight = min(cost.weight_gradient_seconds, passes.backward.seconds)
         chunks.append(ChunkSeconds(passes.forward.seconds, passes.backward.seconds, first, last, weight_backward=weight))
+        forward, backward = cost.exposed_seconds
+        stalls = passes.first_forward.stall_seconds, passes.last_backward.stall_seconds - passes.last_backward.tail_seconds
+        waits.append(ChunkSeconds(forward, backward, forward + stalls[0], backward + stalls[1], weight_backward=0.0))
     sends = tuple(cost.send_seconds for cost in costs[:-1])
-    return ScheduleTimes(tuple(chunks), sends, cluster.overlap.blocking_sends)
+    return ScheduleTimes(tuple(chunks), sends, cluster.overlap.blocking_sends, tuple(waits))
 
 
 def stage_times(
@@ -74,7 +79,8 @@ def stage_times(
     if len(costs) == 1:
         return (_only_stage(costs[0]),)
     times = schedule_times(costs, cluster)
-    clocks = run_schedule(candidate.pipeline, candidate.micro_batches, *times, ranks_per_core=cluster.device.ranks_per_core)
+    shared = cluster.device.ranks_per_core
+    clocks = run_schedule(candidate.pipeline, candidate.micro_batches, *times, ranks_per_core=shared)
     tied_seconds = _tied_gradient_seconds(graph, candidate, cluster, traces_of[0], costs)
     chunks = chunks_of_stages(candidate.pipeline)
     return tuple(

@@ -98,3 +98,11 @@ def test_a_sender_that_is_blocked_leaves_its_core() -> None:
         clocks = run_schedule(pipeline, 1, chunks, [0.5], blocking, ranks_per_core=2.0)
         assert [clock.end_seconds for clock in clocks] == pytest.approx([4.0, 2.5])
         assert [clock.busy_seconds for clock in clocks] == pytest.approx([1.5, 1.5])
+
+
+def test_what_waits_for_communication_is_not_faster_on_a_core_of_its_own() -> None:
+    """Half of each action: the other half takes half of its time."""
+    pipeline, chunks, waits = Pipeline(2, 1, "gpipe"), [ChunkSeconds(1.0, 2.0)] * 2, [ChunkSeconds(0.5, 1.0)] * 2
+    clocks = run_schedule(pipeline, 1, chunks, [0.0], waits=waits, ranks_per_core=2.0)
+    assert [clock.end_seconds for clock in clocks] == pytest.approx([4.5, 3.0])
+    assert [clock.busy_seconds for clock in clocks] == pytest.approx([2.25, 2.25])
