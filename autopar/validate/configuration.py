@@ -90,9 +90,21 @@ def configuration_of(row: Row) -> FixedConfiguration:
         zero_group=group if group < data * cp else 0,
         micro_batches=max(1, -(-batch // (data * micro))),
         recompute=recompute_of(row),
-        precision=Precision(COMPUTE[row.precision], "float32"),
+        precision=Precision(COMPUTE[row.precision], "float32", reduce=reduction_of(row)),
         optimizer="adamw",
     )
+
+
+REDUCES_IN_COMPUTE = ("fms-fsdp1", "llm-foundry-fsdp1")
+"""Stacks of FSDP1 that sum gradients in the compute dtype: ``bfSixteen`` has ``reduce_dtype=torch.bfloat16``
+(foundation-model-stack/fms-fsdp, fms_fsdp/policies/mixed_precision.py), and llm-foundry's benchmarks run with Composer's ``PURE``
+(scripts/train/benchmarking/submit_benchmarks.py: ``--fsdp_config_mixed_precision``), in which all three dtypes are the run's."""
+
+
+def reduction_of(row: Row) -> str:
+    """The dtype in which FSDP sums gradients where it is not that of the master weights (`Precision.reduce`)."""
+    compute = COMPUTE[row.precision]
+    return compute if row.software_stack in REDUCES_IN_COMPUTE and compute != "float32" else ""
 
 
 WHOLE_EXPERTS = ("megatron-bridge", "megatron-core-moe", "automodel")
