@@ -172,3 +172,15 @@ def assumed_of(row: Row) -> tuple[str, ...]:
 def sends_once(row: Row) -> bool:
     """Whether a token is sent to each node once: the dispatchers DeepEP and HybridEP. (Megatron's default sends every copy.)"""
     return any(name in row.notes.lower() for name in ("deepep", "hybridep"))
+
+
+SQUAD_TOKENS = 220
+"""Of a sample of SQuAD 1.1, on which NeMo's fine-tuning is measured (NeMo-Framework-Launcher, examples/README.md: "we use
+SQuAD-v1.1, and the inputs are packed to 4096 tokens"): 98,169 samples have 94.06 MiB (tensorflow.org/datasets/catalog/squad), that
+is 1,005 bytes each, some 4.5 of them a token. Samples in a pack do not see each other (docs.nvidia.com/nemo-framework, Sequence
+Packing)."""
+
+
+def packed_samples(row: Row) -> int:
+    """Tokens of a sample where a run packs several into a sequence (`RunOptions.packed`); else 0."""
+    return SQUAD_TOKENS if "sft" in row.notes.lower() and "packed" in row.notes.lower() else 0
