@@ -9,18 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cost_models.comm.shard_groups import distinct_share
 from autopar.cost_models.compute.kernels import product_seconds, streaming_seconds
 from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.tensors.expert_shapes import ExpertShapes
 
 _ACCESSES = 8
 """How often a token copy of `hidden` elements is read or written by permute, sort, unsort and unpermute, forward."""
-
-_COPY_ACCESSES, _TOKEN_ACCESSES = 2, 2
-"""The same where tokens are sent, not copies of them: nothing is permuted before the dispatch, or after the combination. What a
-rank receives is read and permuted into copies; the results are read, added up and written (Megatron-Core's token_dispatcher.py,
-``_DeepepManager.get_permuted_hidden_states_by_experts`` and ``get_restored_hidden_states_by_experts``)."""
 
 _CAST = 2
 """Accesses (of bfloat16 size) of a cast to float8: an element is read, and written twice, as it is and transposed. Casts of dense
@@ -60,7 +54,7 @@ class ExpertsCost:
         backward += product_seconds(device, dtype, local, up, hidden, rows)
         backward += product_seconds(device, dtype, local, hidden, down, rows)
         weights = local * (up + down) * hidden * self.itemsize
-        moved = copies * self.itemsize * (self._accesses(shapes.experts // local) * hidden + up + down)
+        moved = copies * self.itemsize * (_ACCESSES * hidden + up + down)
         cast = cast_back = 0.0
         if dtype == "float8":
             cast = copies * self.itemsize * ((_CAST + _PADDED) * hidden + _CAST * down)
@@ -75,9 +69,3 @@ class ExpertsCost:
             + streaming_seconds(device, 2 * moved + cast_back + recomputed)
             + _KERNELS * floor,
         )
-
-    def _accesses(self, ranks: int) -> float:
-        """Of `hidden` elements for each token copy, where the experts are on so many ranks."""
-        if not self.shapes.once:
-            return _ACCESSES
-        return _COPY_ACCESSES + _TOKEN_ACCESSES * distinct_share(self.shapes.top_k, ranks)

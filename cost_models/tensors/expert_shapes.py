@@ -13,8 +13,7 @@ from autopar.ir.graph import Arg
 @dataclass(frozen=True, slots=True)
 class ExpertShapes:
     """Global sizes. Each of `tokens` goes through `top_k` of `experts`; `up` counts both halves where there is a gate. `ep` is
-    the expert parallelism that the operation itself names (1: placements say it). `once`: what is sent to a rank is a token,
-    however many of its experts are there (DeepEP, HybridEP), not a copy for each of them."""
+    the expert parallelism that the operation itself names (1: placements say it)."""
 
     tokens: int
     top_k: int
@@ -23,7 +22,6 @@ class ExpertShapes:
     hidden: int
     up: int
     down: int
-    once: bool = False
 
     @staticmethod
     def of(op: str, args: Sequence[Arg], kwargs: Mapping[str, Arg], operands: Sequence[Sequence[int]]) -> ExpertShapes:
@@ -38,16 +36,7 @@ class ExpertShapes:
             assert isinstance(given_top_k, int) and isinstance(given_ep, int)
             top_k, ep = given_top_k, given_ep
             wide, inner = up[1], down[2]
-        return ExpertShapes(
-            tokens=prod(x[:-1]),
-            top_k=top_k,
-            experts=up[0],
-            ep=ep,
-            hidden=x[-1],
-            up=wide,
-            down=inner,
-            once=bool(kwargs.get("once", False)),
-        )
+        return ExpertShapes(tokens=prod(x[:-1]), top_k=top_k, experts=up[0], ep=ep, hidden=x[-1], up=wide, down=inner)
 
     @property
     def copies(self) -> int:
