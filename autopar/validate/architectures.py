@@ -108,8 +108,8 @@ class Implementation:
 
 _MEGATRON = Implementation(fused_projections=True, float_logits=False, loss_in_place=True)
 _MEGATRON_SCRIPT = replace(_MEGATRON, dropout=0.1)
-"""Runs of the training script as it is, which drops a tenth (Megatron-LM ``--hidden-dropout``; ``hidden_dropout: 0.1`` of GPT-3 in
-NeMo-Framework-Launcher, launcher_scripts/conf/training/gpt3)."""
+"""Runs of the training script as it is, which drops a tenth (Megatron-LM ``--hidden-dropout``; ``hidden_dropout: 0.1`` of GPT-3
+in NeMo-Framework-Launcher, launcher_scripts/conf/training/gpt3)."""
 _MPT = Implementation(fused_projections=True, float_logits=False, bias=False, tied=True)
 """llm-foundry's MPT has neither biases nor dropout, and ties its head."""
 _STACKS = {

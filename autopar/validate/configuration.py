@@ -176,8 +176,8 @@ def sends_once(row: Row) -> bool:
 
 SQUAD_TOKENS = 220
 """Of a sample of SQuAD 1.1, on which NeMo's fine-tuning is measured (NeMo-Framework-Launcher, examples/README.md: "we use
-SQuAD-v1.1, and the inputs are packed to 4096 tokens"): 98,169 samples have 94.06 MiB (tensorflow.org/datasets/catalog/squad), that
-is 1,005 bytes each, some 4.5 of them a token. Samples in a pack do not see each other (docs.nvidia.com/nemo-framework, Sequence
+SQuAD-v1.1, and the inputs are packed to 4096 tokens"): 98,169 samples have 94.06 MiB (tensorflow.org/datasets/catalog/squad),
+1,005 bytes each, some 4.5 of them a token. Samples in a pack do not see each other (docs.nvidia.com/nemo-framework, Sequence
 Packing)."""
 
 

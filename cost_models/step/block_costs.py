@@ -115,7 +115,8 @@ class BlockCosts:
             if cost.forward_kind == "all_gather" and value in self._cast_before_gathers:
                 narrow = replace(self.values[value], dtype="float8_e4m3fn")
                 cast = conversion_cost(narrow, source, target, self.mesh, self.batch, self.cluster)
-                cost = replace(cost, forward_comm_seconds=cast.forward_comm_seconds, forward_local_seconds=cast.forward_local_seconds)
+                forward = {name: getattr(cast, name) for name in ("forward_comm_seconds", "forward_local_seconds")}
+                cost = replace(cost, **forward)
             self._conversions[key] = cost
         return self._conversions[key]
 

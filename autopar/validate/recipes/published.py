@@ -9,7 +9,15 @@ from functools import lru_cache
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.validate.architectures import Architecture, architecture_of, stated
-from autopar.validate.configuration import FLOAT8, PRESETS, WHOLE_EXPERTS, cluster_of, configuration_of, packed_samples, sends_once
+from autopar.validate.configuration import (
+    FLOAT8,
+    PRESETS,
+    WHOLE_EXPERTS,
+    cluster_of,
+    configuration_of,
+    packed_samples,
+    sends_once,
+)
 from autopar.validate.price import stack_of
 from autopar.validate.recipes.knobs import Workload
 from autopar.validate.rows import Row, bundled_table, read_table
