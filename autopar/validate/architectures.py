@@ -108,7 +108,8 @@ class Implementation:
 
 _MEGATRON = Implementation(fused_projections=True, float_logits=False, loss_in_place=True)
 _MEGATRON_SCRIPT = replace(_MEGATRON, dropout=0.1)
-"""Runs of the training script as it is, which drops a tenth (Megatron-LM ``--hidden-dropout``)."""
+"""Runs of the training script as it is, which drops a tenth (Megatron-LM ``--hidden-dropout``; ``hidden_dropout: 0.1`` of GPT-3
+in NeMo-Framework-Launcher, launcher_scripts/conf/training/gpt3)."""
 _MPT = Implementation(fused_projections=True, float_logits=False, bias=False, tied=True)
 """llm-foundry's MPT has neither biases nor dropout, and ties its head."""
 _STACKS = {
@@ -119,7 +120,7 @@ _STACKS = {
     "nanotron": Implementation(tied=True),
 }
 """By the whole name; BLOOM's runs train without dropout (bigscience tr11 scripts)."""
-_STACK_PREFIXES = {"llm-foundry": _MPT, "megatron": _MEGATRON, "nemo": _MEGATRON}
+_STACK_PREFIXES = {"llm-foundry": _MPT, "megatron": _MEGATRON, "nemo": _MEGATRON_SCRIPT}
 
 _GPT2_VOCABULARY = 51200
 """50,257 tokens of GPT-2, padded as Megatron does in its published GPT runs (arXiv 2104.04473, section 5)."""
@@ -128,8 +129,8 @@ _GPT2_VOCABULARY = 51200
 def architecture_of(row: Row) -> Architecture:
     """The decoder of a row. NotExpressed where a size is missing or impossible.
 
-    A gate makes it a Llama: RMS norms, rotary positions, no biases, a head of its own. Without a gate it is a GPT: layer norms,
-    learned positions, biases, a tied head; unless its family or its stack says otherwise.
+    A gate makes it a Llama: RMS norms, rotary positions, no biases, a head of its own, no dropout. Without a gate it is a GPT:
+    layer norms, learned positions, biases, a tied head; unless its family or its stack says otherwise.
     """
     family, stack, gated = _family(row), implementation_of(row.software_stack), row.gated_mlp == 1
     _check_sizes(row, family)
@@ -151,7 +152,7 @@ def architecture_of(row: Row) -> Architecture:
         bias=stack.bias and not rope,
         tied=not rope if stack.tied is None else stack.tied,
         flash=row.attention != "naive",
-        dropout=0.0 if gated else stack.dropout,
+        dropout=0.0 if rope else stack.dropout,
         fused_projections=stack.fused_projections,
         float_logits=stack.float_logits,
         loss_in_place=stack.loss_in_place,

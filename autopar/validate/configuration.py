@@ -90,9 +90,21 @@ def configuration_of(row: Row) -> FixedConfiguration:
         zero_group=group if group < data * cp else 0,
         micro_batches=max(1, -(-batch // (data * micro))),
         recompute=recompute_of(row),
-        precision=Precision(COMPUTE[row.precision], "float32"),
+        precision=Precision(COMPUTE[row.precision], "float32", reduce=reduction_of(row)),
         optimizer="adamw",
     )
+
+
+REDUCES_IN_COMPUTE = ("fms-fsdp1", "llm-foundry-fsdp1")
+"""Stacks of FSDP1 that sum gradients in the compute dtype: ``bfSixteen`` has ``reduce_dtype=torch.bfloat16``
+(foundation-model-stack/fms-fsdp, fms_fsdp/policies/mixed_precision.py), and llm-foundry's benchmarks run with Composer's ``PURE``
+(scripts/train/benchmarking/submit_benchmarks.py: ``--fsdp_config_mixed_precision``), in which all three dtypes are the run's."""
+
+
+def reduction_of(row: Row) -> str:
+    """The dtype in which FSDP sums gradients where it is not that of the master weights (`Precision.reduce`)."""
+    compute = COMPUTE[row.precision]
+    return compute if row.software_stack in REDUCES_IN_COMPUTE and compute != "float32" else ""
 
 
 WHOLE_EXPERTS = ("megatron-bridge", "megatron-core-moe", "automodel")
@@ -160,3 +172,15 @@ def assumed_of(row: Row) -> tuple[str, ...]:
 def sends_once(row: Row) -> bool:
     """Whether a token is sent to each node once: the dispatchers DeepEP and HybridEP. (Megatron's default sends every copy.)"""
     return any(name in row.notes.lower() for name in ("deepep", "hybridep"))
+
+
+SQUAD_TOKENS = 220
+"""Of a sample of SQuAD 1.1, on which NeMo's fine-tuning is measured (NeMo-Framework-Launcher, examples/README.md: "we use
+SQuAD-v1.1, and the inputs are packed to 4096 tokens"): 98,169 samples have 94.06 MiB (tensorflow.org/datasets/catalog/squad),
+1,005 bytes each, some 4.5 of them a token. Samples in a pack do not see each other (docs.nvidia.com/nemo-framework, Sequence
+Packing)."""
+
+
+def packed_samples(row: Row) -> int:
+    """Tokens of a sample where a run packs several into a sequence (`RunOptions.packed`); else 0."""
+    return SQUAD_TOKENS if "sft" in row.notes.lower() and "packed" in row.notes.lower() else 0

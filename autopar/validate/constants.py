@@ -156,16 +156,19 @@ class Fitter:
         return self.items[0][1].cluster.device
 
     def fit(self, without: Container[str] = ()) -> dict[str, float] | None:
-        """The constants, of nothing but the sources that are not left out. None where these have too few runs."""
+        """The constants, of nothing but the sources that are not left out. None where these have too few runs. Of the rounds that
+        one is taken at whose end the runs themselves, not their tangents, err least: at a cap of the rates a tangent misleads."""
         chosen = [index for index, (row, _) in enumerate(self.items) if row.source not in without]
         if len(chosen) < FEWEST:
             return None
         at = {name: min(self.given.get(name, USUAL[name]), largest(name, self.device)) for name in self.names}
+        ends: list[dict[str, float]] = []
         for _ in range(_ROUNDS):
             near = {name: at[name] if name in self.given else self._on_grid(name, at[name]) for name in at}
             runs = [self._tangent(index, near) for index in chosen]
             at = _descend(lambda tried, runs=runs: loss(runs, tried), near, self._bounds(near))  # type: ignore[misc]
-        return at
+            ends.append(at)
+        return min(ends, key=lambda end: loss([self._run(index, end) for index in chosen], end))
 
     def _on_grid(self, name: str, value: float) -> float:
         nearest = USUAL[name] * _GRID ** round(log(value / USUAL[name]) / log(_GRID))
@@ -174,6 +177,11 @@ class Fitter:
     def _bounds(self, near: Constants) -> dict[str, tuple[float, float]]:
         most = {name: min(largest(name, self.device), value * _REACH) for name, value in near.items()}
         return {n: (v, v) if n in self.given else (max(_LEAST, v / _REACH), most[n]) for n, v in near.items()}
+
+    def _run(self, index: int, at: Constants) -> Tangent:
+        """A run with its price under `at`."""
+        row, _ = self.items[index]
+        return Tangent(row.source, row.step_seconds or 1.0, step_seconds(self.items[index], at), (0.0,) * len(at))
 
     def _tangent(self, index: int, near: Constants) -> Tangent:
         key = index, tuple(near.values())

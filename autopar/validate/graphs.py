@@ -36,7 +36,8 @@ class RunOptions:
     """What a run changes in the graph of the model. `float8`: matrix products of the layers are float8; `recompute_cast`: their
     operands are saved uncast, and the backward recomputes the cast. `context`: degree of context parallelism. `ep`: degree of
     expert parallelism; `once`: a token is sent to each node once; `recompute_activation`: the
-    backward computes the experts' activation function again (Megatron's ``--recompute-modules moe_act``)."""
+    backward computes the experts' activation function again (Megatron's ``--recompute-modules moe_act``). `packed`: tokens of a
+    sample where several are packed into a sequence, and each sees itself alone (0: a sequence is one sample)."""
 
     float8: bool = False
     recompute_cast: bool = False
@@ -44,6 +45,7 @@ class RunOptions:
     ep: int = 1
     once: bool = False
     recompute_activation: bool = False
+    packed: int = 0
 
 
 @lru_cache(maxsize=512)
@@ -57,8 +59,10 @@ def graph_of(architecture: Architecture, layers: int, dtype: str, options: RunOp
     graph = deepen(sized(kind_of(architecture), architecture, dtype), layers)
     if architecture.experts:
         graph = with_experts(graph, options)
+    if options.packed:
+        graph = with_attention(graph, ATTENTION, "packed", options.packed)
     if options.context > 1:
-        graph = with_context(graph, options.context)
+        graph = with_attention(graph, "ap.context_attention", "parts", options.context)
     if architecture.loss_in_place:
         graph = renamed(graph, {"ap.cross_entropy_sum": "ap.cross_entropy_in_place"})
     return with_float8(graph, options.recompute_cast) if options.float8 else graph
@@ -73,13 +77,15 @@ def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
     return replace(graph, blocks=blocks, fingerprint=_fingerprint(blocks, graph.calls))
 
 
-def with_context(graph: Graph, parts: int) -> Graph:
-    """The graph whose attention reaches over groups of `parts` rows of the batch."""
+ATTENTION = "aten.scaled_dot_product_attention"
+
+
+def with_attention(graph: Graph, op: str, key: str, number: int) -> Graph:
+    """The graph with `op` for attention, and one more argument: ``ap.context_attention`` reaches over groups of `parts` rows of
+    the batch; in a `packed` sequence each sample sees itself."""
 
     def node(item: Node) -> Node:
-        if item.op != "aten.scaled_dot_product_attention":
-            return item
-        return replace(item, op="ap.context_attention", kwargs=(*item.kwargs, ("parts", parts)))
+        return replace(item, op=op, kwargs=(*item.kwargs, (key, number))) if item.op == ATTENTION else item
 
     blocks = tuple(replace(block, nodes=tuple(map(node, block.nodes))) for block in graph.blocks)
     return replace(graph, blocks=blocks, fingerprint=_fingerprint(blocks, graph.calls))

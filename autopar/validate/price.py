@@ -21,6 +21,7 @@ from autopar.validate.configuration import (
     cluster_of,
     configuration_of,
     layer_share,
+    packed_samples,
     recomputes_activation,
     sends_once,
 )
@@ -100,7 +101,13 @@ class Session:
         architecture, cluster, wanted = architecture_of(row), cluster_of(row), configuration_of(row)
         float8, context = row.precision in FLOAT8, row.cp or 1
         options = RunOptions(
-            float8, float8 and wanted.recompute == "products", context, row.ep or 1, sends_once(row), recomputes_activation(row)
+            float8=float8,
+            recompute_cast=float8 and wanted.recompute == "products",
+            context=context,
+            ep=row.ep or 1,
+            once=sends_once(row),
+            recompute_activation=recomputes_activation(row),
+            packed=packed_samples(row),
         )
         graph = graph_of(architecture, stated(row, "layers"), wanted.precision.compute, options)
         graph = replace(graph, batch=stated(row, "global_batch") * context)

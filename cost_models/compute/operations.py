@@ -34,6 +34,7 @@ from autopar.cost_models.tensors.flops import (
     TRANSCENDENTAL,
     VIEWS,
     Sizes,
+    packed_tokens,
     packet,
 )
 from autopar.cost_models.tensors.saved_tensors import SavedTensors, saved_tensors
@@ -144,7 +145,7 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
         writes = [2.0] * len(out)
         if op == "aten.embedding_bag":  # a row of the table for each id
             writes[0] = 1.0 + a[1][0] / max(1, out[0][0])
-    matrix = _matrix(op, a, out)
+    matrix = _matrix(node, a, out)
     return Profile(
         forward_flops=flops,
         backward_flops=2.5 * flops * backward if attention else products * flops,
@@ -175,9 +176,11 @@ def _experts_cost(node: Node, a: Sequence[Sizes], dtype: str) -> ExpertsCost:
     return ExpertsCost(ExpertShapes.of(node.op, node.args, kwargs, a), itemsize(dtype), bool(kwargs.get("recompute_activation")))
 
 
-def _matrix(op: str, a: Sequence[Sizes], out: Sequence[Sizes]) -> ProductShapes | None:
+def _matrix(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> ProductShapes | None:
+    op = packet(node.op)
     if op in ATTENTION:
-        return ProductShapes(0, a[0], out[0], True)
+        queries = min(packed_tokens(node) or a[0][-2], a[0][-2])
+        return ProductShapes(0, (*a[0][:-2], queries, a[0][-1]), out[0], True)
     if op in ("aten.addmm", "aten.baddbmm"):
         return ProductShapes(1, a[1], out[0], op == "aten.baddbmm")
     if op in _PRODUCTS and len(out[0]) > 1:

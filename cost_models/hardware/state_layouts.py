@@ -26,6 +26,8 @@ class StateLayout:
     owners_broadcast: each rank owns whole tensors and broadcasts them after the update (InternEvo), instead of one all-gather of
         equal shards.
     gathers_tensors: ZeRO-3 gathers and reduces each parameter by itself (DeepSpeed of 2021), instead of a whole group at once.
+    float8_gathers: the operand of a product in float8 is cast before it is gathered over the tensor axis (torchao's
+        ``PrepareFloat8ModuleInput``).
     """
 
     stored_compute: bool = False
@@ -38,3 +40,4 @@ class StateLayout:
     update_copies: bool = True
     owners_broadcast: bool = False
     gathers_tensors: bool = False
+    float8_gathers: bool = False

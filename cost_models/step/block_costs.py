@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -111,8 +111,23 @@ class BlockCosts:
         """Seconds of one conversion."""
         key = value, source, target
         if key not in self._conversions:
-            self._conversions[key] = conversion_cost(self.values[value], source, target, self.mesh, self.batch, self.cluster)
+            cost = conversion_cost(self.values[value], source, target, self.mesh, self.batch, self.cluster)
+            if cost.forward_kind == "all_gather" and value in self._cast_before_gathers:
+                narrow = replace(self.values[value], dtype="float8_e4m3fn")
+                cast = conversion_cost(narrow, source, target, self.mesh, self.batch, self.cluster)
+                forward = {name: getattr(cast, name) for name in ("forward_comm_seconds", "forward_local_seconds")}
+                cost = replace(cost, **forward)
+            self._conversions[key] = cost
         return self._conversions[key]
+
+    @cached_property
+    def _cast_before_gathers(self) -> frozenset[str]:
+        """Values that nothing but products in float8 reads, where the software casts a shard before it is gathered."""
+        if not self.cluster.state_layout.float8_gathers:
+            return frozenset()
+        products = {name for node in self.block.nodes if node.op == "ap.linear_float8" for name in node.operands()[:1]}
+        others = {name for node in self.block.nodes if node.op != "ap.linear_float8" for name in node.operands()}
+        return frozenset(products - others - set(self.block.outputs))
 
     def offload_seconds(self, size_bytes: float) -> tuple[float, float]:
         """Seconds to host memory, and back. PlanError where the cluster describes no host."""

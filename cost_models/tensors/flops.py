@@ -97,8 +97,11 @@ def _attention(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
     window those pairs of positions that it allows.
 
     Chunks of a sequence (``ap.context_attention``) see all `parts` chunks; equal work for each, as with mirrored pairs of chunks.
+    Tokens of a packed sequence see those of their sample alone, of `packed` tokens.
     """
     q, k, v = a[:3]
+    if packed := packed_tokens(node):
+        return float(prod(q[:-1]) * min(packed, k[-2]) * (q[-1] + v[-1]))
     keys = k[-2] * int(argument(node, 99, "parts", 1))  # type: ignore[arg-type]
     causal = argument(node, 5, "is_causal", False) is True
     window = argument(node, 99, "window")
@@ -108,6 +111,11 @@ def _attention(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
         assert isinstance(left, int) and isinstance(right, int)
         return float(2 * prod(q[:-2]) * _pairs(q[-2], keys, left, right) * (q[-1] + v[-1]))
     return float(2 * prod(q[:-1]) * keys * (q[-1] + v[-1])) * (0.5 if causal else 1.0)
+
+
+def packed_tokens(node: Node) -> int:
+    """Tokens of a sample where causal attention is within the samples of a packed sequence (published fine-tuning); else 0."""
+    return int(argument(node, 99, "packed", 0))  # type: ignore[arg-type]
 
 
 def _pairs(queries: int, keys: int, left: int, right: int) -> int:

@@ -29,7 +29,8 @@ _OVERLAPPED = 0.3
 class Workload:
     """A decoder as a software writes it, a batch of sequences, and a cluster with that software's constants. `once`: a token is
     sent to each node once; `whole_experts`: the tensor axis does not cut inside experts; `sequence_parallel`: the software has
-    it, and selective recomputation, which came with it (arXiv 2205.05198)."""
+    it, and selective recomputation, which came with it (arXiv 2205.05198). `packed`: tokens of a sample where sequences are
+    packed (0: they are not)."""
 
     decoder: Architecture
     layers: int
@@ -41,6 +42,7 @@ class Workload:
     once: bool = False
     whole_experts: bool = False
     sequence_parallel: bool = True
+    packed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

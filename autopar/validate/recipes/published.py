@@ -9,7 +9,15 @@ from functools import lru_cache
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.validate.architectures import Architecture, architecture_of, stated
-from autopar.validate.configuration import FLOAT8, PRESETS, WHOLE_EXPERTS, cluster_of, configuration_of, sends_once
+from autopar.validate.configuration import (
+    FLOAT8,
+    PRESETS,
+    WHOLE_EXPERTS,
+    cluster_of,
+    configuration_of,
+    packed_samples,
+    sends_once,
+)
 from autopar.validate.price import stack_of
 from autopar.validate.recipes.knobs import Workload
 from autopar.validate.rows import Row, bundled_table, read_table
@@ -44,6 +52,7 @@ def workload_of(row: Row) -> Workload:
         once=sends_once(row),
         whole_experts=row.software_stack.startswith(WHOLE_EXPERTS),
         sequence_parallel=row.software_stack not in _WITHOUT_SEQUENCE_PARALLELISM,
+        packed=packed_samples(row),
     )
 
 

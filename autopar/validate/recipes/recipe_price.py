@@ -136,7 +136,7 @@ class RecipePricer:
 
     def graph(self, knobs: Knobs) -> Graph:
         work = self.work
-        options = RunOptions(work.float8, False, knobs.context, knobs.experts, work.once)
+        options = RunOptions(work.float8, False, knobs.context, knobs.experts, work.once, packed=work.packed)
         graph = graph_of(work.decoder, work.layers, work.precision.compute, options)
         return replace(graph, batch=work.batch * knobs.context)
 
