@@ -40,7 +40,8 @@ def read_bytes(path: str | Path, error: type[AutoparError], what: str, most: int
         with open(path, "rb") as file:
             content = b"".join(_parts(file, most))
     except (OSError, ValueError, MemoryError) as fault:  # ValueError: a zero byte in the name
-        raise error(f"cannot read {what} {path}: {getattr(fault, 'strerror', None) or fault}") from None
+        reason = getattr(fault, "strerror", None) or fault
+        raise error(f"cannot read {what} {path}: {reason}: check the path and its permissions") from None
     if len(content) > most:
         raise error(f"{what} {path} is longer than {most} bytes: name another file")
     return content

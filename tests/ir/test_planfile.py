@@ -196,7 +196,7 @@ def test_an_old_file_is_refused_with_the_command_that_plans_again(version: int |
 
 
 def test_a_missing_file_is_one_clear_line(tmp_path: Any) -> None:
-    with pytest.raises(PlanError, match="No such file"):
+    with pytest.raises(PlanError, match="No such file or directory: check the path"):
         planfile.load_plan(tmp_path / "none.json")
 
 
