@@ -39,7 +39,9 @@ def read_bytes(path: str | Path, error: type[AutoparError], what: str, most: int
     try:
         with open(path, "rb") as file:
             content = b"".join(_parts(file, most))
-    except (OSError, ValueError, MemoryError) as fault:  # ValueError: a zero byte in the name
+    except MemoryError:
+        raise error(f"{what} {path} does not fit in this machine's memory: name another file") from None
+    except (OSError, ValueError) as fault:  # ValueError: a zero byte in the name
         reason = getattr(fault, "strerror", None) or fault
         raise error(f"cannot read {what} {path}: {reason}: check the path and its permissions") from None
     if len(content) > most:
