@@ -170,10 +170,11 @@ def fit_rule(
     sizes = _solve_sizes(expanded, shapes, dict(known or {}), text)
     fitted = tuple(_drop_broadcast(spec, shape, sizes, text) for spec, shape in zip(expanded, shapes, strict=True))
     batch_kind = line.kind(BATCH_DIMS)
-    factors = tuple(
-        Factor(name, size, batch_kind if name.startswith("batch") and name[5:].isdigit() else line.kind(name))
-        for name, size in sizes.items()
-    )
+    named = {name: batch_kind if name.startswith("batch") and name[5:].isdigit() else line.kind(name) for name in sizes}
+    for name in _repeated(expanded, shapes, sizes):
+        if named[name] is FactorKind.SUMMED:
+            named[name] = FactorKind.WHOLE
+    factors = tuple(Factor(name, size, named[name]) for name, size in sizes.items())
     return FittedRule(factors, fitted[: len(operands)], fitted[len(operands) :])
 
 
@@ -198,6 +199,18 @@ def _solve_sizes(specs: Sequence[Spec], shapes: Sequence[Shape], sizes: dict[str
     if missing:
         raise ValueError(f"rule {text!r}: the sizes of {', '.join(sorted(missing))} do not follow from the shapes")
     return sizes
+
+
+def _repeated(specs: Sequence[Spec], shapes: Sequence[Shape], sizes: Mapping[str, Dim]) -> set[str]:
+    """The factors along which a tensor is broadcast from one element. Where such a factor is summed, the tensor may be multiplied
+    with others (``einsum("bd,bd->b", x, y)`` with one column in `y`): without the factor it would be taken for an addend."""
+    words = (
+        (term[0], size)
+        for spec, shape in zip(specs, shapes, strict=True)
+        for term, size in zip(spec, shape, strict=True)
+        if len(term) == 1
+    )
+    return {name for name, size in words if size == 1 and not name.isdigit() and sizes[name] != 1}
 
 
 def _drop_broadcast(spec: Spec, shape: Shape, sizes: Mapping[str, Dim], text: str) -> Spec:

@@ -171,6 +171,8 @@ def _products() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "aten.einsum", ("bij,bjk->bik", (t(4, 8, 12), t(4, 12, 8))), {}
     yield "aten.einsum", ("ij,kl->il", (t(4, 8), t(8, 4))), {}
     yield "aten.einsum", ("i,ij,i->j", (t(8), t(8, 4), t(8))), {}
+    yield "aten.einsum", ("bij,bjk->bik", (t(4, 8, 12), t(1, 12, 8))), {}
+    yield "aten.einsum", ("bsd,bsd->bs", (t(4, 8, 12), t(4, 8, 1))), {}  # what is repeated is a factor, not an addend
     for op, more in (
         ("mse_loss", ()),
         ("l1_loss", ()),
