@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from support.harness.garbage import collect_seldom  # noqa: E402
 from support.harness.home import write_local_clusters  # noqa: E402
 from support.harness.rank_pool import RankPool  # noqa: E402
 
@@ -33,6 +34,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """The process that ranks are forked from imports torch while the first tests run."""
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items) and not session.config.option.collectonly:
         session.config.stash[POOL] = RankPool()
+    collect_seldom()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

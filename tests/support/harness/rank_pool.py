@@ -29,6 +29,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from support.harness.fork_server import ForkServer
+from support.harness.garbage import collect_seldom
 
 ROOT = Path(__file__).parents[3]
 
@@ -242,6 +243,7 @@ def serve(rank: int, world: int, port: int, number: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    collect_seldom()
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # several gathers where one would do: so be it
     if world:
         store = dist.PrefixStore(f"set {number}", dist.TCPStore("localhost", port, is_master=False))
