@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._decomp import decomposition_table
-from torch._export import utils as export_utils
 from torch._export.utils import _get_decomp_for_cia
 from torch.export import ExportedProgram
 
@@ -55,34 +51,11 @@ def decompositions(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
 def decomposed(program: ExportedProgram) -> ExportedProgram:
     """The functional program, whose composite operations are taken apart. What they are made of may be composite again."""
     taken = decompositions(program)
-    with few_registrations():
+    program = program.run_decompositions(taken)
+    for _ in range(3):
+        further = {op: function for op, function in decompositions(program).items() if op not in taken}
+        if not further:
+            break
+        taken |= further
         program = program.run_decompositions(taken)
-        for _ in range(3):
-            further = {op: function for op, function in decompositions(program).items() if op not in taken}
-            if not further:
-                break
-            taken |= further
-            program = program.run_decompositions(taken)
     return program
-
-
-@contextmanager
-def few_registrations() -> Iterator[None]:
-    """`run_decompositions` lists all composite operations once for each namespace of operators, and registers some twelve kernels
-    for each of them: for a small model a third of the capture. The list is made once here, and kernels go straight into the
-    tables that torch restores at the end."""
-    registered = torch._ops.OperatorBase.py_impl
-
-    def py_impl(op: torch._ops.OperatorBase, key: Any) -> Callable[[Any], Any]:
-        plain = type(key) is torch._C.DispatchKey and key not in op.py_kernels
-        return partial(_register, op, key) if plain else registered(op, key)
-
-    listed_once = patch.object(export_utils, "_materialize_cpp_cia_ops", cache(export_utils._materialize_cpp_cia_ops))
-    with listed_once, patch.object(torch._ops.OperatorBase, "py_impl", py_impl):
-        yield
-
-
-def _register(op: torch._ops.OperatorBase, key: Any, kernel: Any) -> Any:
-    op.py_kernels[key] = kernel
-    op._dispatch_cache.clear()
-    return kernel
