@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.harness.launch import launch
+from support.harness.rank_pool import RankPool
 
 SCRIPT = Path(__file__).parent / "trainer_script.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
@@ -27,11 +29,15 @@ def found(folder: Path, force: str, *options: str) -> tuple[dict[str, Any], dict
         "one": started([sys.executable, str(SCRIPT), str(folder / "one"), *options]),
         "four": started([*TORCHRUN, str(SCRIPT), str(folder / "four"), "--force", force, *options]),
     }
+    wait_for(runs)
+    one, four = (json.loads((folder / name / "found.json").read_text()) for name in runs)
+    return one, four
+
+
+def wait_for(runs: dict[str, subprocess.Popen[str]]) -> None:
     for name, each in runs.items():
         text, _ = each.communicate(timeout=240)
         assert each.returncode == 0, f"{name}\n{text[-6000:]}"
-    one, four = (json.loads((folder / name / "found.json").read_text()) for name in runs)
-    return one, four
 
 
 def assert_equal(mine: Any, theirs: Any, where: str = "") -> None:
@@ -48,10 +54,16 @@ def assert_equal(mine: Any, theirs: Any, where: str = "") -> None:
         assert mine == pytest.approx(theirs, rel=1e-4 if where.startswith(".weights") else 1e-5, abs=1e-8), where
 
 
-def test_a_trainer_script(tmp_path: Path) -> None:
-    """Losses, gradient norms, rates, evaluation with logits, prediction (of batches that do not divide), and the saved model."""
-    one, four = found(tmp_path, "dp=2,tp=2")
-    assert_equal(four, one)
+def test_a_trainer_script(tmp_path: Path, ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, gradient norms, rates, evaluation with logits, prediction (of batches that do not divide), and the saved model.
+    The four are forked; torchrun itself starts those of the tests below."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    one = started([sys.executable, str(SCRIPT), str(tmp_path / "one")])
+    for ended in launch(ranks, SCRIPT, 4, str(tmp_path / "four"), "--force", "dp=2,tp=2", timeout=240.0):
+        assert ended.status == 0, ended.stderr[-6000:]
+    wait_for({"one": one})
+    mine, theirs = (json.loads((tmp_path / name / "found.json").read_text()) for name in ("four", "one"))
+    assert_equal(mine, theirs)
 
 
 @pytest.mark.parametrize(

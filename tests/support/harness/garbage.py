@@ -1,7 +1,7 @@
 """How often Python searches for garbage in the processes of the tests.
 
-Captures, tables and what tests keep for others make millions of objects that stay alive; searching them again and again at Python's
-threshold of 700 allocations takes up to a tenth of a session. Tests of what is freed call ``gc.collect()``.
+Captures, tables and what tests keep for others make millions of objects that stay alive; searching them again and again at
+Python's threshold of 700 allocations takes up to a tenth of a session. Tests of what is freed call ``gc.collect()``.
 """
 
 from __future__ import annotations
