@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.harness.garbage import collect_seldom  # noqa: E402
+from support.garbage import collect_seldom  # noqa: E402
 from support.harness.home import write_local_clusters  # noqa: E402
 from support.harness.rank_pool import RankPool  # noqa: E402
 

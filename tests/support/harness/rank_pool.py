@@ -28,8 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
+from support.garbage import collect_seldom
 from support.harness.fork_server import ForkServer
-from support.harness.garbage import collect_seldom
 
 ROOT = Path(__file__).parents[3]
 
