@@ -7,6 +7,8 @@ saved in parts and recomputed. So it holds for every plan of the block, and for 
 
 from __future__ import annotations
 
+from time import monotonic
+
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, value_storages
 from autopar.solve.bounds.call_lines import ROUNDING, SavedLine
 from autopar.solve.ilp.formulate import add_conversion_trees, formulate_flows
@@ -18,31 +20,65 @@ from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.ilp.storages import boundary_values
 from autopar.solve.problem.problem import BlockTable, Problem
 
-_PRICES = (0.03, 0.1, 0.2, 0.4, 1.0)
-"""Of all bytes that a call may save, in seconds of the fastest call."""
+_PRICES = 0.02, 2.0
+"""The least and the largest: of all bytes that a call may save, in seconds of the fastest call."""
+
+_DEPTH = 3
+"""How often an edge of the frontier between them is halved."""
+
+_BETTER = 1e-4
+"""Relative: corners that say less of their edge are not looked at further."""
 
 
 def traded_lines(problem: Problem, block: BlockRelaxation, fastest_seconds: float, seconds_left: float) -> tuple[SavedLine, ...]:
-    """``seconds beyond the fastest call + price x bytes >= least``, with recomputation: of one micro-batch and one call, by some
-    prices. Tensors that several calls read count for none of them. None where the software saves other tensors than those that
-    operations read."""
-    table = problem.blocks[block.name]
+    """``seconds beyond the fastest call + price x bytes >= least``, with recomputation: of one micro-batch and one call, the
+    convex frontier from below. Tensors that several calls read count for none of them. None where the software saves other
+    tensors than those that operations read."""
     most = sum(each.copies / block.calls * each.bytes for name, each in block.tensors.items() if name not in block.shared)
     if problem.cluster.state_layout.regathered_operands or not fastest_seconds or not most:
         return ()
-    form = _formulation(problem, table)
-    seconds, saved = _seconds(form, table), _saved(form, table, block)
-    out = []
-    for price in _PRICES:
-        model, per_byte = form.model, price / most
+    frontier = _Frontier(problem, block, fastest_seconds, most, seconds_left)
+    cheap, dear = map(frontier.solve, _PRICES)
+    if cheap is not None and dear is not None:
+        frontier.halve(cheap, dear, _DEPTH)
+    return tuple(frontier.lines)
+
+
+class _Frontier:
+    """Seconds and bytes of one call, in those of the fastest call and in all that it may save; `lines` are those that were
+    found."""
+
+    def __init__(self, problem: Problem, block: BlockRelaxation, fastest_seconds: float, most: float, seconds_left: float) -> None:
+        self.fastest_seconds, self.most, self.until = fastest_seconds, most, monotonic() + seconds_left
+        table = problem.blocks[block.name]
+        form = _formulation(problem, table)
+        self.model, self.lines = form.model, list[SavedLine]()
+        self.seconds = {column: each / fastest_seconds for column, each in _seconds(form, table).items()}
+        self.bytes = {column: each / most for column, each in _saved(form, table, block).items()}
+
+    def solve(self, price: float) -> tuple[float, float] | None:
+        """(seconds, bytes) that are least at this price, which make a line. None where time ends."""
+        model = self.model
         model.cost = [0.0] * model.variables
-        model.minimise({column: each / fastest_seconds for column, each in seconds.items()})
-        model.minimise({column: per_byte * each for column, each in saved.items()})
-        outcome = solve(model, relaxed=True, time_limit_seconds=seconds_left)
-        if outcome.status is Status.OPTIMAL:
-            longer = outcome.bound * (1 - ROUNDING) - 1
-            out.append(SavedLine(1 / fastest_seconds, per_byte, longer))
-    return tuple(out)
+        model.minimise(self.seconds)
+        model.minimise({column: price * each for column, each in self.bytes.items()})
+        outcome = solve(model, relaxed=True, time_limit_seconds=self.until - monotonic())
+        if outcome.status is not Status.OPTIMAL:
+            return None
+        self.lines.append(SavedLine(1 / self.fastest_seconds, price / self.most, outcome.bound * (1 - ROUNDING) - 1))
+        seconds, size = (sum(outcome.values[column] * each for column, each in of.items()) for of in (self.seconds, self.bytes))
+        return seconds, size
+
+    def halve(self, first: tuple[float, float], last: tuple[float, float], depth: int) -> None:
+        """Lines between two corners."""
+        longer, smaller = last[0] - first[0], first[1] - last[1]
+        if not depth or min(longer, smaller) < _BETTER:
+            return
+        price = longer / smaller
+        corner = self.solve(price)
+        if corner is not None and corner[0] + price * corner[1] < (first[0] + price * first[1]) * (1 - _BETTER):
+            self.halve(first, corner, depth - 1)
+            self.halve(corner, last, depth - 1)
 
 
 def _formulation(problem: Problem, table: BlockTable) -> Formulation:
