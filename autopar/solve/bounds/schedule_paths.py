@@ -96,7 +96,8 @@ def _phases(stages: int, virtual: int) -> list[range]:
 
 def _classes(stages: int, virtual: int) -> tuple[tuple[int, ...], ...]:
     """The chunks of each stage in the same phases. (Schedules with more than two chunks a stage deal them in turn.)"""
-    return tuple(tuple(phase * stages + stage for phase in phases) for phases in _phases(stages, virtual) for stage in range(stages))
+    every = _phases(stages, virtual)
+    return tuple(tuple(phase * stages + stage for phase in phases) for phases in every for stage in range(stages))
 
 
 def _least_of_classes(held: dict[int, int], class_of: dict[int, int]) -> dict[int, int]:

@@ -20,14 +20,14 @@ from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.ilp.storages import boundary_values
 from autopar.solve.problem.problem import BlockTable, Problem
 
-_PRICES = 0.02, 2.0
+_PRICES = 0.1, 1.0
 """The least and the largest: of all bytes that a call may save, in seconds of the fastest call."""
 
-_DEPTH = 3
+_DEPTH = 2
 """How often an edge of the frontier between them is halved."""
 
-_BETTER = 1e-4
-"""Relative: corners that say less of their edge are not looked at further."""
+_BETTER = 1e-3
+"""Relative: edges that a corner between them lowers by less are not looked at."""
 
 
 def traded_lines(problem: Problem, block: BlockRelaxation, fastest_seconds: float, seconds_left: float) -> tuple[SavedLine, ...]:
@@ -48,7 +48,9 @@ class _Frontier:
     """Seconds and bytes of one call, in those of the fastest call and in all that it may save; `lines` are those that were
     found."""
 
-    def __init__(self, problem: Problem, block: BlockRelaxation, fastest_seconds: float, most: float, seconds_left: float) -> None:
+    def __init__(
+        self, problem: Problem, block: BlockRelaxation, fastest_seconds: float, most: float, seconds_left: float
+    ) -> None:
         self.fastest_seconds, self.most, self.until = fastest_seconds, most, monotonic() + seconds_left
         table = problem.blocks[block.name]
         form = _formulation(problem, table)
