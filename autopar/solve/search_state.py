@@ -31,7 +31,7 @@ LARGE = 8000
 _WORTH_A_COPY = 2000
 """Variables of placements from which on a problem takes more than a tenth of a second."""
 
-_PIPELINES_SHARE, _LARGE_SHARE = 0.4, 0.1
+_PIPELINES_SHARE, _LARGE_SHARE = 0.4, 0.12
 """Of the time, for pipelines; and where their stages are large problems by themselves."""
 
 

@@ -163,7 +163,7 @@ class PipelineSearch:
             seconds = self.sharp_bounds(members, best_seconds, None if option is None else (option,))
             return Sharpened(seconds, self._relaxed.get(self._family(members[0])))
 
-        how = Sharpening(self._with_memory, self._roughly, sharply, self._family, self._relaxed)
+        how = Sharpening(self._with_memory, self._is_known_roughly, sharply, self._family, self._relaxed)
         clock_seconds = _CLOCKS_SHARE * self.options.time_limit_seconds
         return BoundTightening(self.points, how, best_seconds, clock_seconds)
 
@@ -173,6 +173,15 @@ class PipelineSearch:
             self._roughly[point] = self.rough_bound(point, self.points[point].bound_seconds)
             raise_bound(self.points[point], self._roughly[point])
         return self._roughly[point]
+
+    def _is_known_roughly(self, point: GridPoint) -> bool:
+        """Or its own tables, which say more, are those of the largest micro-batch on its mesh."""
+        return point in self._roughly or self._largest(point) == point.micro_batches
+
+    def _largest(self, point: GridPoint) -> int:
+        """The fewest micro-batches on its mesh of which its own are parts."""
+        alike = (each for each in self.points if each.mesh == point.mesh and point.micro_batches % each.micro_batches == 0)
+        return min(each.micro_batches for each in alike)
 
     def _family(self, point: GridPoint) -> object:
         """Points of one relaxation."""
@@ -187,8 +196,7 @@ class PipelineSearch:
     def rough_bound(self, point: GridPoint, flow_seconds: float) -> float:
         """What is known of the seconds of its calls, with memory and the communication of state, by the tables of the largest
         micro-batch on its mesh: a call of a smaller one takes at least its share."""
-        alike = (each for each in self.points if each.mesh == point.mesh and point.micro_batches % each.micro_batches == 0)
-        largest = min(alike, key=lambda each: each.micro_batches)
+        largest = replace(point, micro_batches=self._largest(point))
         key = largest.mesh, largest.micro_batches
         if key not in self._rough:
             problem = self.problem(largest, for_smaller=True)
