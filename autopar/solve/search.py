@@ -127,6 +127,8 @@ class _Search:
         for wide in (False, True):
             members = [each for each in state.points if (len(each.point.mesh.axes) > 2) == wide]
             self.bounds.bound(members)
+            if wide:
+                self.bounds.tighten_pipelines()
             self._warm_start(members)
             if not wide:
                 self._solve_points(self._one_of_each_mesh(members))
@@ -202,9 +204,9 @@ class _Search:
 
     def _solve_pipelines(self) -> None:
         """Beside the meshes of their stages: where they are better, most meshes need not be solved."""
-        self.state.pipelines_began = monotonic()
-        for solution in self.state.pipelines.run(self.state.best_seconds):
-            self._take(solution)
+        with self.state.time_of_pipelines():
+            for solution in self.state.pipelines.run(self.state.best_seconds):
+                self._take(solution)
 
     def _warm_start(self, members: Sequence[SearchPoint]) -> None:
         """Plans that fit, for large problems before they are solved under memory. Not for a forced axis: what it may leave

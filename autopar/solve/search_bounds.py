@@ -155,8 +155,21 @@ class SearchBounds:
             self._bound_by_flow(_RoughBound((each,), lambda: problem, {1.0: each.bound_seconds}))
 
     def tighten(self) -> None:
-        """The least bounds, as long as they are what the certificate is short of, and something was left out. Other processes
-        begin with the next ones."""
+        """The least bounds, those of pipelines and the others in turn, as long as that raises the least of all."""
+        state, least = self.state, -inf
+        while state.seconds_left() > 0 and state.lower_bound_seconds() > least:
+            least = state.lower_bound_seconds()
+            self.tighten_pipelines()
+            self._tighten_meshes()
+
+    def tighten_pipelines(self) -> None:
+        """As long as one of them is the least bound."""
+        state = self.state
+        with state.time_of_pipelines():
+            state.pipelines.tighten(state.best_seconds(), state.bound_without_pipelines())
+
+    def _tighten_meshes(self) -> None:
+        """Those that the certificate is short of, where something was left out. Other processes begin with the next ones."""
         state = self.state
         enough = state.best_seconds() * (1 - state.options.sharp_gap)
         ahead: Lookahead[_RoughBound, _Learned] = Lookahead(lambda rough: self._sharpened(rough, enough), state.options.processes)

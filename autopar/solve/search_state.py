@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from time import monotonic
@@ -30,7 +31,7 @@ LARGE = 8000
 _WORTH_A_COPY = 2000
 """Variables of placements from which on a problem takes more than a tenth of a second."""
 
-_PIPELINES_SHARE, _LARGE_SHARE = 0.4, 0.1
+_PIPELINES_SHARE, _LARGE_SHARE = 0.4, 0.12
 """Of the time, for pipelines; and where their stages are large problems by themselves."""
 
 
@@ -70,7 +71,8 @@ class SearchState:
         self.cluster_for_bounds = cluster_for_bounds(cluster)
         self.tables = ProblemTables(graph, cluster, options, self.registry)
         self.began = monotonic()
-        self.pipelines_began = self.began
+        self._pipelines_spent = 0.0
+        self._pipelines_began = self.began
         self.pipelines = PipelineSearch(graph, cluster, options, self.registry, self.tables, self.seconds_left_for_pipelines)
         self.best: MeshSolution | None = None
         self.fitting: list[MeshSolution] = []
@@ -109,7 +111,16 @@ class SearchState:
             return self.seconds_left()
         large = any(variables > LARGE for mesh, variables in self.variables.items() if len(mesh.axes) == 2)
         share = (_LARGE_SHARE if large else _PIPELINES_SHARE) * self.options.time_limit_seconds
-        return min(self.seconds_left(), share - (monotonic() - self.pipelines_began))
+        return min(self.seconds_left(), share - (monotonic() - self._pipelines_began))
+
+    @contextmanager
+    def time_of_pipelines(self) -> Iterator[None]:
+        """What is done inside counts for their share of the time."""
+        self._pipelines_began = monotonic() - self._pipelines_spent
+        try:
+            yield
+        finally:
+            self._pipelines_spent = monotonic() - self._pipelines_began
 
     def best_seconds(self) -> float:
         return self.best.evaluation.step_seconds if self.best is not None and self.best.evaluation is not None else inf
@@ -169,15 +180,13 @@ class SearchState:
 
     # -- the certificate
 
-    def bounds(self) -> Iterable[float]:
-        """Below every plan of each point that is not shown to be infeasible."""
-        for each in self.points:
-            if each.solution.status is not Status.INFEASIBLE:
-                yield each.bound_seconds
-        yield from self.pipelines.bounds()
+    def bound_without_pipelines(self) -> float:
+        """Below every plan of each point that is no pipeline and is not shown to be infeasible."""
+        able = (each for each in self.points if each.solution.status is not Status.INFEASIBLE)
+        return min((each.bound_seconds for each in able), default=inf)
 
     def lower_bound_seconds(self) -> float:
-        return min([*self.bounds(), self.best_seconds()])
+        return min(self.bound_without_pipelines(), self.best_seconds(), *self.pipelines.bounds())
 
     def gap(self) -> float:
         best = self.best_seconds()

@@ -66,7 +66,7 @@ def _relax_block(
     problem: Problem, name: str, table: BlockTable, first: Mapping[_Slot, int], several: Collection[_Slot]
 ) -> BlockRelaxation:
     block, costs, calls = table.block, table.costs, problem.graph.count(name)
-    storage, producers = _storages(block)
+    storage, producers = value_storages(block), _producers(block)
 
     def find(value: str) -> str:
         return storage.get(value, value)
@@ -108,19 +108,19 @@ def _is_view(node: Node) -> bool:
     return packet(node.op) in VIEWS and bool(node.operands())
 
 
-def _storages(block: Block) -> tuple[dict[str, str], dict[str, str]]:
-    """Results of operations -> the value whose storage they have; and such values -> the operation that produces them."""
+def value_storages(block: Block) -> dict[str, str]:
+    """Results of operations -> the value whose storage they have."""
     storage: dict[str, str] = {}
-    producers: dict[str, str] = {}
     for node in block.nodes:
+        base = node.operands()[0] if _is_view(node) else ""
         for output in node.outputs:
-            if _is_view(node):
-                base = node.operands()[0]
-                storage[output.name] = storage.get(base, base)
-            else:
-                storage[output.name] = output.name
-                producers[output.name] = node.name
-    return storage, producers
+            storage[output.name] = storage.get(base, base) if base else output.name
+    return storage
+
+
+def _producers(block: Block) -> dict[str, str]:
+    """Values that have a storage of their own -> the operation that produces them."""
+    return {output.name: node.name for node in block.nodes if not _is_view(node) for output in node.outputs}
 
 
 def _needed(table: BlockTable, find: Callable[[str], str]) -> tuple[dict[str, None], dict[str, float]]:

@@ -16,7 +16,7 @@ from autopar.solve.ilp.linear_model import INFINITY, LinearModel
 from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.problem.problem import Problem
 
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 """Of the programs."""
 
 _INPUTS_ALONE = (0.0, 1.0, 0.0)
@@ -97,13 +97,13 @@ def _least(model: LinearModel, seconds: Mapping[int, float], unit: float, second
     model.cost = [0.0] * model.variables
     model.minimise({column: each / unit for column, each in seconds.items()})
     outcome = solve(model, relaxed=True, time_limit_seconds=seconds_left)
-    return max(0.0, outcome.bound * unit * (1 - _ROUNDING)) if outcome.status is Status.OPTIMAL else 0.0
+    return max(0.0, outcome.bound * unit * (1 - ROUNDING)) if outcome.status is Status.OPTIMAL else 0.0
 
 
 def saved_lines(block: BlockRelaxation) -> tuple[SavedLine, ...]:
     """The convex frontier of one call, from below. Tensors that several calls read count for none of them."""
     frontier = _Frontier(block)
-    saving_all, saving_least = frontier.solve(1.0, _ROUNDING), frontier.solve(_ROUNDING, 1.0)
+    saving_all, saving_least = frontier.solve(1.0, ROUNDING), frontier.solve(ROUNDING, 1.0)
     if saving_all is None or saving_least is None:
         return ()
     frontier.halve(saving_all, saving_least, _DEPTH)
@@ -150,7 +150,7 @@ class _Frontier:
         outcome = solve(model, relaxed=True)
         if outcome.status is not Status.OPTIMAL:
             return None
-        least = outcome.bound * (1 - _ROUNDING)
+        least = outcome.bound * (1 - ROUNDING)
         self.lines.append(SavedLine(recompute / self.most_seconds, saved / self.most_bytes, least))
         seconds, size = (sum(outcome.values[column] * each for column, each in of.items()) for of in (self.seconds, self.bytes))
         return seconds, size

@@ -29,7 +29,9 @@ _FORWARD, _INPUTS, _WEIGHTS, _FIRST, _LAST, _SENDS = range(KINDS + 1)
 """After the durations a row of the transfers between each chunk and the next, in either direction."""
 
 _MOST_PHASES = 3
-"""Of more chunks a stage, those between the first and the last one are one class."""
+"""Of more chunks a stage, those between the first and the last one are one class, but for few chunks in all."""
+
+_FEW_CHUNKS = 32
 
 _MOST_PLACES = 3
 
@@ -85,16 +87,17 @@ def schedule_paths(stages: int, virtual: int, name: str, micro_batches: int) -> 
     )
 
 
-def _phases(virtual: int) -> list[range]:
+def _phases(stages: int, virtual: int) -> list[range]:
     """All of them one by one, or the middle ones together. A phase is a chunk of every stage."""
-    if virtual <= _MOST_PHASES:
+    if virtual <= _MOST_PHASES or stages * virtual <= _FEW_CHUNKS:
         return [range(phase, phase + 1) for phase in range(virtual)]
     return [range(1), range(1, virtual - 1), range(virtual - 1, virtual)]
 
 
 def _classes(stages: int, virtual: int) -> tuple[tuple[int, ...], ...]:
     """The chunks of each stage in the same phases. (Schedules with more than two chunks a stage deal them in turn.)"""
-    return tuple(tuple(phase * stages + stage for phase in phases) for phases in _phases(virtual) for stage in range(stages))
+    every = _phases(stages, virtual)
+    return tuple(tuple(phase * stages + stage for phase in phases) for phases in every for stage in range(stages))
 
 
 def _least_of_classes(held: dict[int, int], class_of: dict[int, int]) -> dict[int, int]:
@@ -162,7 +165,7 @@ class _Paths:
         for stage, actions in enumerate(self.schedule.ranks):
             first = actions[0].chunk
             yield self._stay(stage, 0, len(actions) - 1) + self._part(self.forwards[0], 0, first), stage
-        for phases in _phases(virtual):
+        for phases in _phases(stages, virtual):
             chunks = [chunk for phase in phases for chunk in range(phase * stages, (phase + 1) * stages)]
             for kind in (self._forwards_on, self._backwards_on, self._all_on):
                 known = [each for each in map(kind, chunks) if each is not None]

@@ -18,7 +18,8 @@ Linear = tuple[dict[int, float], float]
 @dataclass(frozen=True, slots=True)
 class BlockCalls:
     """All calls of one block in the model: how many, and what each takes. `place`: 0 where the first chunk has all of them, -1
-    where the last one has; None where any may. `working_bytes`: of a backward, beside what is saved."""
+    where the last one has; None where any may. `working_bytes`: of a backward, beside what is saved. `traded`: seconds beyond
+    those of the first line, with recomputation, against bytes that are saved."""
 
     count: int
     place: int | None
@@ -26,6 +27,7 @@ class BlockCalls:
     saved: tuple[SavedLine, ...]
     states: tuple[CallState, ...]
     working_bytes: float = 0.0
+    traded: tuple[SavedLine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class StageLimits:
 @dataclass(frozen=True, slots=True)
 class ClassCalls:
     """The calls of `size` chunks. Seconds are in `unit`. By block: the columns of its calls, of those under each ZeRO stage, and
-    of their recomputed seconds and saved bytes. `sends`: seconds on the links of the data axis in each pass of all chunks."""
+    of their recomputed seconds and saved bytes; `longer`: of their seconds beyond the first line. `sends`: seconds on the links
+    of the data axis in each pass of all chunks."""
 
     calls: Sequence[BlockCalls]
     size: int
@@ -61,6 +64,7 @@ class ClassCalls:
     counts: dict[int, int] = field(default_factory=dict)
     sharded: dict[int, tuple[int, ...]] = field(default_factory=dict)
     saved: dict[int, tuple[int, int]] = field(default_factory=dict)
+    longer: dict[int, int] = field(default_factory=dict)
 
     def states(self) -> Iterator[tuple[int, CallState]]:
         """The columns of the calls under each ZeRO stage."""
@@ -73,7 +77,8 @@ class ClassCalls:
         for block, count in self.counts.items():
             each = self.calls[block].durations[line]
             terms[count] = each.least_seconds / self.unit
-            terms[self.saved[block][0]] = each.inputs
+            beyond = self.longer.get(block) if line == 0 else None
+            terms[self.saved[block][0] if beyond is None else beyond] = each.inputs
             for column, one in zip(self.sharded[block], self.calls[block].states, strict=True):
                 terms[column] = each.inputs * one.accumulate_seconds / self.unit + (state or {}).get(column, 0.0)
         return terms

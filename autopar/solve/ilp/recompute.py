@@ -46,6 +46,14 @@ def add_storages(form: Formulation, name: str, table: BlockTable, decide: bool) 
         _save_everything(form, out)
 
 
+def small_size(sizes: Mapping[PlacedValue, float]) -> float:
+    """Storages that are not larger are saved without a decision; `sizes` of what operations save for their backward."""
+    least: dict[str, float] = {}
+    for storage, size in sizes.items():
+        least[storage[0]] = min(least.get(storage[0], INFINITY), size)
+    return _SMALL * sum(least.values())
+
+
 def _save_everything(form: Formulation, out: StorageVariables) -> None:
     for storage, by_node in out.needs.items():
         saved = out.saved[storage] = form.model.variable(1.0)
@@ -82,10 +90,7 @@ class _BlockRecompute:
         self.producers: dict[PlacedValue, list[_Producer]] = {}
         self.converted: set[PlacedValue] = set()
         self.readers: list[tuple[PlacedValue, Expression]] = []
-        least: dict[str, float] = {}
-        for storage, size in out.sizes.items():
-            least[storage[0]] = min(least.get(storage[0], INFINITY), size)
-        self.small = _SMALL * sum(least.values())
+        self.small = small_size(out.sizes)
         self.has_host = form.problem.cluster.host is not None
         self.partition_axes = partition_axes(form.problem, table)
 

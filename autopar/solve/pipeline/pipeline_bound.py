@@ -18,6 +18,7 @@ from autopar.solve.bounds.call_state import call_states, undominated
 from autopar.solve.bounds.cut_transfers import stage_transfers
 from autopar.solve.bounds.memory_bound import PipelineShape, memory_bound
 from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
+from autopar.solve.bounds.traded_lines import traded_lines
 from autopar.solve.bounds.working_set import batch_bytes, least_working_bytes
 from autopar.solve.pipeline.stage_program import schedule_bound
 from autopar.solve.problem.problem import Problem, with_zero_group
@@ -42,11 +43,12 @@ class CallSeconds:
 
 @dataclass(frozen=True, slots=True)
 class CallLines:
-    """One call of a block for one micro-batch, sharper: by linear programs of the block."""
+    """One call of a block for one micro-batch, sharper: by linear programs of the block. `traded` of those that matter."""
 
     durations: tuple[DurationLine, ...]
     saved: tuple[SavedLine, ...]
     working_bytes: float
+    traded: tuple[SavedLine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class StageRelaxation:
                 durations=lines.durations,
                 saved=lines.saved,
                 working_bytes=lines.working_bytes,
+                traded=lines.traded,
                 states=undominated(one for each in grouped for one in call_states(each, name, micro_batches).values()),
             )
             for name, lines in self.relaxed.lines.items()
@@ -134,17 +137,18 @@ def relaxed_calls(
     problem: Problem, stages: int, blocks: tuple[BlockRelaxation, ...], seconds_left: Callable[[], float]
 ) -> RelaxedCalls:
     """By the tables of a point's own micro-batch."""
-    saved = {each.name: saved_lines(each) for each in blocks}
     shares = {name: problem.graph.count(name) * call_seconds(problem, name, 0.0).both for name in problem.blocks}
     minor = {name for name, seconds in shares.items() if seconds < _MINOR * sum(shares.values())}
-    lines = {
-        name: CallLines(
-            duration_lines(problem, name, seconds_left(), name in minor), saved[name], least_working_bytes(problem, name)
-        )
-        for name in problem.blocks
-    }
+    lines = {each.name: _call_lines(problem, each, each.name in minor, seconds_left) for each in blocks}
     calls = {name: call_seconds(problem, name, each.durations[0].least_seconds) for name, each in lines.items()}
     return RelaxedCalls(_flow_seconds(problem, stages, calls), blocks, calls, lines)
+
+
+def _call_lines(problem: Problem, block: BlockRelaxation, minor: bool, seconds_left: Callable[[], float]) -> CallLines:
+    durations = duration_lines(problem, block.name, seconds_left(), minor)
+    fastest = durations[0].least_seconds
+    traded = () if minor else traded_lines(problem, block, fastest, seconds_left())
+    return CallLines(durations, saved_lines(block), least_working_bytes(problem, block.name), traded)
 
 
 def _flow_seconds(problem: Problem, stages: int, calls: Mapping[str, CallSeconds]) -> float:

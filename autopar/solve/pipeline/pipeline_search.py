@@ -67,6 +67,7 @@ class PipelineSearch:
         self._operations: dict[object, RelaxedCalls] = {}
         self._rough: dict[object, StageRelaxation] = {}
         self._roughly: dict[GridPoint, float] = {}
+        self._tightening: BoundTightening | None = None
 
     @property
     def all_solutions(self) -> list[MeshSolution]:
@@ -111,7 +112,6 @@ class PipelineSearch:
             self.solutions.append(result)
             yield result
         self.ran = self.seconds_left() > 0
-        self._tighten(best_seconds)
 
     def _point_of(self, result: MeshSolution) -> GridPoint:
         return GridPoint(result.mesh, result.micro_batches, result.zero_group, result.stages)
@@ -147,19 +147,25 @@ class PipelineSearch:
         for point in members:
             self.points[point].bound_seconds = max(self.points[point].bound_seconds, max(known))
 
-    def _tighten(self, best_seconds: Callable[[], float]) -> None:
-        """The least bounds, as long as they are what the certificate is short of: first with memory and state, then with the
-        tables of their own micro-batch and the bubble too."""
-        best, sharp_gap = best_seconds(), self.options.sharp_gap
+    def tighten(self, best_seconds: float, others_seconds: float) -> None:
+        """The least bounds, as long as they are what the certificate is short of (`others_seconds`: bounds of what is no
+        pipeline): first with memory and state, then with the tables of their own micro-batch and the bubble too. Goes on where
+        it ended before."""
+        if not self.ran:
+            return
+        self._tightening = self._tightening or self._new_tightening(best_seconds)
+        self._tightening.enough_seconds = min(best_seconds * (1 - self.options.sharp_gap), others_seconds)
+        self._tightening.run(self.seconds_left, self.options.processes)
 
+    def _new_tightening(self, best_seconds: float) -> BoundTightening:
         def sharply(task: Task) -> Sharpened:
             members, option = task
-            seconds = self.sharp_bounds(members, best, None if option is None else (option,))
+            seconds = self.sharp_bounds(members, best_seconds, None if option is None else (option,))
             return Sharpened(seconds, self._relaxed.get(self._family(members[0])))
 
-        how = Sharpening(self._with_memory, self._roughly, sharply, self._family, self._relaxed)
+        how = Sharpening(self._with_memory, self._is_known_roughly, sharply, self._family, self._relaxed)
         clock_seconds = _CLOCKS_SHARE * self.options.time_limit_seconds
-        BoundTightening(self.points, how, best * (1 - sharp_gap), clock_seconds).run(self.seconds_left, self.options.processes)
+        return BoundTightening(self.points, how, best_seconds, clock_seconds)
 
     def _with_memory(self, point: GridPoint) -> float:
         """`rough_bound` with the bound that the point has, once."""
@@ -167,6 +173,15 @@ class PipelineSearch:
             self._roughly[point] = self.rough_bound(point, self.points[point].bound_seconds)
             raise_bound(self.points[point], self._roughly[point])
         return self._roughly[point]
+
+    def _is_known_roughly(self, point: GridPoint) -> bool:
+        """Or its own tables, which say more, are those of the largest micro-batch on its mesh."""
+        return point in self._roughly or self._largest(point) == point.micro_batches
+
+    def _largest(self, point: GridPoint) -> int:
+        """The fewest micro-batches on its mesh of which its own are parts."""
+        alike = (each for each in self.points if each.mesh == point.mesh and point.micro_batches % each.micro_batches == 0)
+        return min(each.micro_batches for each in alike)
 
     def _family(self, point: GridPoint) -> object:
         """Points of one relaxation."""
@@ -181,8 +196,7 @@ class PipelineSearch:
     def rough_bound(self, point: GridPoint, flow_seconds: float) -> float:
         """What is known of the seconds of its calls, with memory and the communication of state, by the tables of the largest
         micro-batch on its mesh: a call of a smaller one takes at least its share."""
-        alike = (each for each in self.points if each.mesh == point.mesh and point.micro_batches % each.micro_batches == 0)
-        largest = min(alike, key=lambda each: each.micro_batches)
+        largest = replace(point, micro_batches=self._largest(point))
         key = largest.mesh, largest.micro_batches
         if key not in self._rough:
             problem = self.problem(largest, for_smaller=True)

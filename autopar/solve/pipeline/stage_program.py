@@ -15,7 +15,7 @@ import numpy
 
 from autopar.ir.plan import Pipeline
 from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.solve.bounds.call_lines import DurationLine
+from autopar.solve.bounds.call_lines import DurationLine, SavedLine
 from autopar.solve.bounds.schedule_paths import KINDS, schedule_paths
 from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, Linear, StageLimits, transfers_of
 from autopar.solve.bounds.timed_actions import TimedSchedule, spread_micro_batches, timed_schedule
@@ -97,10 +97,20 @@ class _Program:
                 again, saved = model.variable(), model.variable()
                 parts.counts[block], parts.sharded[block], parts.saved[block] = count, sharded, (again, saved)
                 for line in each.saved:
-                    terms = {again: line.recompute * self.unit, saved: line.saved * self.limits.usable_bytes, count: -line.least}
-                    model.row(terms, 0.0, INFINITY)
+                    self._trade(line, again, saved, count)
+                if each.traded:
+                    parts.longer[block] = longer = model.variable()
+                    # seconds beyond the fastest calls >= recomputation
+                    model.row([(longer, 1.0), (again, -1.0)], 0.0, INFINITY)
+                    for line in each.traded:
+                        self._trade(line, longer, saved, count)
             # sum over classes = calls of the model
             model.row(dealt, float(each.count), float(each.count))
+
+    def _trade(self, line: SavedLine, seconds: int, saved: int, count: int) -> None:
+        """``seconds x recompute + bytes x saved >= calls x least``."""
+        terms = {seconds: line.recompute * self.unit, saved: line.saved * self.limits.usable_bytes, count: -line.least}
+        self.model.row(terms, 0.0, INFINITY)
 
     def _on_data_links(self, chunk: int) -> float:
         """Seconds of a chunk's transfers in each pass, on links that the communication of its state uses too."""

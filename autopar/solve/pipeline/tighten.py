@@ -35,11 +35,11 @@ class Sharpened:
 
 @dataclass(frozen=True, slots=True)
 class Sharpening:
-    """How a bound is sharpened: `roughly` one point by what holds for any schedule (`known`: where that was done), `sharply` a
-    task. `family`: points of one relaxation, of which `relaxed` holds those that are known."""
+    """How a bound is sharpened: `roughly` one point by what holds for any schedule (`is_known`: where that was done or is not
+    worth it), `sharply` a task. `family`: points of one relaxation, of which `relaxed` holds those that are known."""
 
     roughly: Callable[[GridPoint], float]
-    known: Mapping[GridPoint, float]
+    is_known: Callable[[GridPoint], bool]
     sharply: Callable[[Task], Sharpened]
     family: Callable[[GridPoint], object]
     relaxed: dict[object, RelaxedCalls]
@@ -65,7 +65,7 @@ class BoundTightening:
                 if not order:
                     return
                 point, family = order[0], self.how.family(order[0])
-                if point not in self.how.known and family not in self.how.relaxed:
+                if not self.how.is_known(point) and family not in self.how.relaxed:
                     self.how.roughly(point)
                     continue
                 task = next(self._tasks_of(self.together[point]), None)
@@ -99,7 +99,7 @@ class BoundTightening:
         """What others may begin beside `task`: of each family that is not relaxed one task at most."""
         busy = set[object]()
         self._waits(task, busy)
-        for members in dict.fromkeys(self.together[point] for point in order if point in self.how.known):
+        for members in dict.fromkeys(self.together[point] for point in order if self.how.is_known(point)):
             for each in self._tasks_of(members):
                 if each is not task and not self._waits(each, busy) and (each[1] is None or self.clock_seconds > 0):
                     yield each

@@ -224,7 +224,8 @@ def test_bounds_are_sharpened_no_further_than_needed() -> None:
 def test_who_waits_for_whom() -> None:
     """Beside a point other processes begin with one of each family that is not relaxed, and with all of those that are."""
     search = _pipelines(batch=16)
-    how = Sharpening(search._with_memory, search._roughly, lambda task: Sharpened({}, None), search._family, search._relaxed)
+    known = search._roughly.__contains__
+    how = Sharpening(search._with_memory, known, lambda task: Sharpened({}, None), search._family, search._relaxed)
     tightening = BoundTightening(search.points, how, float("inf"), 1.0)
     order = tightening._order()
     for point in order:
@@ -234,8 +235,8 @@ def test_who_waits_for_whom() -> None:
     assert len({search._family(each[0][0]) for each in (first, *taken)}) == len(taken) + 1 < len(others) + 1
     sharp_bound(search, first[0], float("inf"))
     family = search._family(first[0][0])
-    known = [each for each in others if search._family(each[0][0]) == family]
-    assert known and set(known) <= set(tightening._upcoming(order, first))
+    relaxed = [each for each in others if search._family(each[0][0]) == family]
+    assert relaxed and set(relaxed) <= set(tightening._upcoming(order, first))
 
 
 def test_state_and_memory_prices_no_operation() -> None:
