@@ -313,7 +313,7 @@ class Parallel(ShardedModule):
         self.__dict__["call_count"] = self.call_count + 1
         bound: dict[str, torch.Tensor] | None = None
         stated: dict[str, Stated] = {}
-        first_step = self.heartbeat is not None and not self.compared
+        comparing = None if self.compared else self.heartbeat
 
         def bind() -> dict[str, torch.Tensor]:
             nonlocal bound
@@ -322,13 +322,13 @@ class Parallel(ShardedModule):
             else:
                 found = bind_arguments(program, () if local else args, first if isinstance(first, LocalBatch) else batch)
             inputs = plain_inputs(found) if local else local_inputs(program, found)
-            if first_step:
+            if comparing is not None:
                 stated.update(stated_step(self.program.mesh, self.program_digest, found, own_part=local))
             bound = found
             return inputs
 
-        if self.heartbeat is not None and first_step:
-            with self.heartbeat.watching(lambda: "comparing the ranks"):
+        if comparing is not None:
+            with comparing.watching(lambda: "comparing the ranks"):
                 inputs = agree_on_batch(bind, self.program.mesh.describe)
                 require_agreement(stated, self.program.mesh.describe)
             self.__dict__["compared"] = True

@@ -69,8 +69,8 @@ def fit_cluster(name: str, processes: int, run: CalibrationRun, day: str = "") -
 
 def measured_overlap(run: CalibrationRun) -> Overlap:
     """On CPUs FSDP2's collectives return when they have ended, so that they overlap with nothing. Reductions of replicated
-    gradients do, but not where ranks share cores of which a collective takes more than half. A rank whose
-    message waits for its receiver's turn on a core goes on later, and leaves its own to others."""
+    gradients do, but not where ranks share cores of which a collective takes more than half. A rank whose message waits for its
+    receiver's turn on a core goes on later, and leaves its own core to others."""
     contention = round(min(MAX_CONTENTION, run.contention), 3)
     on_cpu = run.facts["kind"] == "cpu"
     reduction = not on_cpu or contention < _SHARED_CORES
