@@ -1,8 +1,8 @@
 """What becomes of values that a script assigns on the tree of a parallel model.
 
 An attribute is set on the model without data, from which programs are captured, and a program that read another value does not
-run again (`frozen_reads`). Values of parameters and buffers go to where the weights are. Other tensors and modules in their places are
-refused: a program has neither their shards nor their operations.
+run again (`frozen_reads`). Values of parameters and buffers go to where the weights are. Other tensors and modules in their
+places are refused: a program has neither their shards nor their operations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Assignments:
     def __init__(self, root: nn.Module, state: State, plain: PlainModel | None) -> None:
         self.state, self.plain = state, plain
         self.paths = {id(node): path for path, node in root.named_modules(remove_duplicate=False)}
-        entries = [(path, x) for path, node in root.named_modules() for x in (node._parameters, node._buffers, node._modules)]
+        entries = [(path, x) for path, node in root.named_modules() for x in _members(node)]
         self._sizes = [(each, len(each), path) for path, each in entries]
         self._members = [(each, name, value, path) for path, each in entries for name, value in each.items()]
         for name, parameter in state.parameters.items():
@@ -51,10 +51,12 @@ class Assignments:
         """``node.name = value``."""
         where = _join(self.paths.get(id(node), ""), name)
         further = node.__dict__.get("further_tensors", {})
-        held = next((each[name] for each in (node._parameters, node._buffers, node._modules, further) if name in each), None)
+        held = next((each[name] for each in (*_members(node), further) if name in each), None)
         if held is not None and held is value:  # node.name += 1
             return
-        if isinstance(held, (nn.Parameter, nn.Module)) or isinstance(value, (nn.Parameter, nn.Module)) or name == "forward":
+        spec = self.state.index.specs.get(self._first_name(where))
+        trained = spec is not None and not spec.buffer  # also a parameter of another stage
+        if trained or isinstance(held, nn.Module) or isinstance(value, (nn.Parameter, nn.Module)) or name == "forward":
             raise self._refused(where)
         if held is not None or self._is_unused(where):
             self._fill(where, value)
@@ -71,13 +73,16 @@ class Assignments:
             "the parameter that is there (parameter.data = values, load_full_state)"
         )
 
+    def _first_name(self, where: str) -> str:
+        return where if self.plain is None else self.plain.names.get(where, where)
+
     def _is_unused(self, where: str) -> bool:
         return self.plain is not None and where in self.plain.unused
 
     def _fill(self, where: str, value: Any) -> None:
         """The values of a buffer. On other stages of a pipeline it is nowhere, or nobody reads it."""
         own = {**self.state.buffers, **(self.plain.unused if self.plain is not None else {})}
-        name = where if where in own or self.plain is None else self.plain.names.get(where, where)
+        name = where if where in own else self._first_name(where)
         spec = self.state.index.specs.get(name)
         shape = tuple(own[name].shape) if name in own else tuple(spec.shape) if spec is not None else ()
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
@@ -117,7 +122,7 @@ class Assignments:
     def delete(self, node: nn.Module, name: str) -> None:
         """``del node.name``."""
         where = _join(self.paths.get(id(node), ""), name)
-        if any(name in each for each in (node._parameters, node._buffers, node._modules)):
+        if any(name in each for each in (*_members(node), node.__dict__.get("further_tensors", {}))):
             raise self._refused(where)
         model = node.__dict__.get("without_data") if isinstance(node, Container) else getattr(self.plain, "skeleton", None)
         found = [each.__dict__.pop(name, None) for each in (node, model) if each is not None and name in each.__dict__]
@@ -149,6 +154,10 @@ class _Values:
                     return
                 value = value.full_tensor()
             local.copy_(state.local_part(self.name, value))
+
+
+def _members(node: nn.Module) -> tuple[dict[str, Any], ...]:
+    return node._parameters, node._buffers, node._modules
 
 
 def _join(path: str, name: str) -> str:

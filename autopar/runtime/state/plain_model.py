@@ -120,8 +120,8 @@ class PlainModel:
                 if not moved and not equal(name, now.detach()):
                     raise RuntimeProblem(
                         f"{name} of the plain model was changed after autopar.parallelize, which the parallel model does not "
-                        "see: change it before, or call parallel.load_full_state(model.state_dict()); for other values take a copy "
-                        "(copy.deepcopy) of the model"
+                        "see: change it before, or call parallel.load_full_state(model.state_dict()); for other values "
+                        "take a copy (copy.deepcopy) of the model"
                     )
                 self._tensors[name] = (reference, before, new)
             if now.requires_grad != before:

@@ -67,11 +67,10 @@ def parameters_to_vector_and_back(plan: str) -> None:
 def assign_a_parameter(plan: str) -> str:
     parallel = parallel_of(net(), plan)
     said = refusal(lambda: setattr(parallel.words, "weight", nn.Parameter(torch.zeros(WORDS, WIDTH, dtype=torch.float64))))
-    first, second = parallel.layers[0].up, parallel.layers[1].up
+    first = next(module for module in parallel.modules() if "weight" in module._parameters)
     for do in (
         lambda: first.register_parameter("weight", nn.Parameter(torch.zeros(2))),
         lambda: nn.utils.parametrizations.weight_norm(first),
-        lambda: nn.utils.weight_norm(second),
         lambda: delattr(parallel.head, "weight"),
         lambda: parallel.register_parameter("more", nn.Parameter(torch.zeros(2))),
     ):
