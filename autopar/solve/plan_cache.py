@@ -40,8 +40,7 @@ class PlanCache:
     def store(self, key: str, plan: Plan) -> None:
         """Only what was solved to the end: a longer time limit may find more. A folder that cannot be written is no error."""
         search = plan.document.search
-        ended = search.status == "FEASIBLE" and all(each.status != "TIMEOUT" for each in search.meshes)
-        if search.status != "OPTIMAL" and not ended:
+        if search.cut_short:
             return
         with suppress(OSError, FileError):
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,9 @@ from autopar.solve.fixed.baselines import ExpertPrice, PricedRecipe, memory_word
 from autopar.solve.ilp.solver import Status
 from autopar.solve.result import PlanResult
 
+_PROVEN_GAP = 0.01
+"""Relative: a plan whose lower bound is farther away is not called optimal, though all that was not pruned was solved."""
+
 
 def plan_of_result(
     graph: Graph,
@@ -104,9 +107,9 @@ def _search(found: PlanResult) -> SearchInfo:
             bound_seconds=each.bound_seconds if each.status is not Status.INFEASIBLE else None,
             step_seconds=each.evaluation.step_seconds if each.evaluation else None,
             peak_memory_bytes=each.evaluation.peak_memory_bytes if each.evaluation else None,
-            seconds=each.seconds,
         )
         for each in found.solutions
     )
     fastest = FastestInfo(found.fastest.plan, found.fastest.step_seconds) if found.fastest is not None else None
-    return SearchInfo(found.seconds, len(meshes), str(found.status), meshes, fastest)
+    proven = found.status is not Status.OPTIMAL or found.gap <= _PROVEN_GAP
+    return SearchInfo(len(meshes), str(found.status if proven else Status.FEASIBLE), meshes, fastest, found.cut_short)

@@ -24,7 +24,8 @@ class PlanResult:
     """The plan that was chosen: `graph` is that of the candidate (pipeline stages may have blocks of their own), `evaluation` its
     predicted step. `lower_bound_seconds` is below the step of every plan on every point of the grid, and `gap` is relative to the
     step. `solutions` has every point that was looked at, `alternatives` all plans that fit. `fastest`: where that is another plan
-    than the chosen one (`robust_choice`). `warnings` would be bugs: an evaluator and an ILP that disagree."""
+    than the chosen one (`robust_choice`). `warnings` would be bugs: an evaluator and an ILP that disagree. `cut_short`: what
+    ended the search before its own limits did, in words; then another machine may find another plan."""
 
     graph: Graph
     candidate: Candidate
@@ -33,7 +34,7 @@ class PlanResult:
     lower_bound_seconds: float
     gap: float
     solutions: tuple[MeshSolution, ...]
-    seconds: float
     alternatives: tuple[MeshSolution, ...] = ()
     fastest: Fastest | None = None
     warnings: tuple[str, ...] = ()
+    cut_short: str = ""

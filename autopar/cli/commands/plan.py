@@ -120,8 +120,8 @@ def summary(plan: Plan, console: Console) -> None:
         ("precision", f"{precision_text(plan.candidate.precision)}, {document.optimizer}"),
         ("step", _step(plan)),
         ("memory", _memory(plan)),
-        ("search", f"{document.search.status}, gap {percent(predicted.gap)}, {document.search.candidates} candidates, "
-         f"{document.search.seconds:.1f} s"),
+        ("search", f"{document.search.status}, gap {percent(predicted.gap)}, {document.search.candidates} candidates"),
+        *([("", f"{why}: a longer one may find another plan")] if (why := document.search.cut_short) else []),
         ("replicated", ", ".join(f"{axis}: {percent(x)} of FLOPs" for axis, x in document.replicated_share.items()) or "-"),
     ]  # fmt: skip
     if (fastest := document.search.fastest) is not None and predicted.step_seconds:
