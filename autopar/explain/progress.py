@@ -39,6 +39,13 @@ def saying_progress(model: str, cluster: str, time_limit_seconds: float, every_s
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
+def say_measuring(line: str) -> None:
+    """One line before, and one after, this machine is measured; on a terminal it is shown at once, whatever is logged."""
+    LOGGER.info("%s", line)
+    if sys.stderr.isatty() and not LOGGER.isEnabledFor(logging.INFO):
+        print(f"autopar: {line}", file=sys.stderr, flush=True)
+
+
 def say_plan(plan: Plan) -> None:
     """One line: the model, the plan, and what it is predicted to take."""
     predicted = plan.document.predicted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import date
@@ -56,7 +57,7 @@ def _calibrated(processes: int, run: CalibrationRun) -> Calibration:
     return fit_cluster(f"local:{processes}", processes, run, date.today().isoformat())
 
 
-def measured_local_cluster(processes: int, folder: Path) -> Cluster:
+def measured_local_cluster(processes: int, folder: Path, say: Callable[[str], object] = lambda line: None) -> Cluster:
     """The measured cluster, cached in `folder` per number of cores and torch version.
 
     A file that cannot be read, or is older than a month, is replaced by a new measurement. An unreliable one (the machine was

@@ -90,7 +90,7 @@ def plan_of(
 
 def precision_asked(arguments: argparse.Namespace, model: nn.Module) -> Precision:
     """What ``--dtype`` and ``--reduce-dtype`` ask for."""
-    from autopar.planning import precision_of, with_reduction
+    from autopar.precision import precision_of, with_reduction
 
     return with_reduction(precision_of(arguments.dtype or "float32", model), getattr(arguments, "reduce_dtype", None) or "")
 

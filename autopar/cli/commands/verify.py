@@ -42,7 +42,8 @@ def _planned(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Sub
     """The model is captured and runs on one process before the search, so that what cannot be verified is said first."""
     from autopar.capture.models import load_model
     from autopar.cost_models.hardware.cluster import Cluster
-    from autopar.planning import cache_folder, precision_of
+    from autopar.planning import cache_folder
+    from autopar.precision import precision_of
     from autopar.solve.space.force import parse_force
 
     parse_force(arguments.force)
