@@ -33,9 +33,11 @@ class ParallelModel(Protocol):
 
 
 class Checkpoints:
-    """The save that goes on, the memory that it writes from, and the groups of all ranks, which are made at first use."""
+    """The save that goes on, the memory that it writes from, and the groups of all ranks, which are made at first use. `last`:
+    the checkpoint that was saved or loaded last, from which this training goes on."""
 
     pending: PendingSave | None = None
+    last: Path | None = None
     control: dist.ProcessGroup | None = None
     writing: dist.ProcessGroup | None = None
 
@@ -59,6 +61,7 @@ class Checkpoints:
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.wait()
+            self.last = pending.path
 
 
 def save_parallel(
@@ -77,9 +80,13 @@ def save_parallel(
     checkpoints.wait()
     held = held_by_parallel(parallel.state, parallel.plain, parallel.reseed)
     rounds = checkpoints.rounds(describe)
-    collected = collect(held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step, extra=extra)
+    collected = collect(
+        held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step, extra=extra, before=checkpoints.last
+    )
     if not asynchronous:
-        return PendingSave(lambda: write(collected, rounds, step=step, axes=held.axes, keep=keep), False)
+        done = PendingSave(lambda: write(collected, rounds, step=step, axes=held.axes, keep=keep), False)
+        checkpoints.last = done.path
+        return done
     later, own = collected._replace(tensors=checkpoints.copies.of(collected.tensors)), checkpoints.writing_rounds(describe)
     work = lambda: write(later, own, step=step, axes=held.axes, keep=keep)  # noqa: E731
     checkpoints.pending = PendingSave(work, True, speaks=own.rank == 0)
@@ -99,7 +106,9 @@ def load_parallel(
     parallel.checkpoints.wait()
     held = held_by_parallel(parallel.state, parallel.plain, parallel.reseed)
     rounds = parallel.checkpoints.rounds(parallel.state.mesh.describe)
-    return load(held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step)
+    loaded = load(held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step)
+    parallel.checkpoints.last = loaded.path if loaded is not None else None
+    return loaded
 
 
 def load_checkpoint(
