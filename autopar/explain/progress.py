@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+from autopar.ir.describe import cut_short_text
 from autopar.ir.plan_file.plan_file import Plan
 
 LOGGER = logging.getLogger("autopar")
@@ -53,3 +54,5 @@ def say_plan(plan: Plan) -> None:
     memory = f", {predicted.peak_memory_bytes / 2**30:.3g} GiB a device" if predicted.peak_memory_bytes else ""
     text = f"{plan.document.model.name} on {plan.document.cluster.name}: {plan.describe()}{step}{memory} (predicted)"
     LOGGER.info("%s", text.replace("\n", " "))
+    if limit := plan.document.search.cut_short:
+        LOGGER.warning("planning %s was %s", plan.document.model.name, cut_short_text(limit))

@@ -109,4 +109,4 @@ def _search(found: PlanResult) -> SearchInfo:
         for each in found.solutions
     )
     fastest = FastestInfo(found.fastest.plan, found.fastest.step_seconds) if found.fastest is not None else None
-    return SearchInfo(found.seconds, len(meshes), str(found.status), meshes, fastest)
+    return SearchInfo(found.seconds, len(meshes), str(found.status), meshes, fastest, found.cut_short)

@@ -85,7 +85,7 @@ class _Search:
         if state.best is None:
             raise_infeasible(state)
         assert state.best is not None
-        return result_of(state, state.best, interrupted)
+        return result_of(state, state.best, interrupted, self.slow_variables < inf)
 
     def _find_with_offloaded_optimizer(self) -> bool:
         """Where no plan fits: the same search with the optimizer's state in host memory, which is taken where it finds one."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from time import monotonic
 
 from autopar.errors import Infeasible, PlanError
+from autopar.ir.describe import cut_short_text
 from autopar.ir.mesh import Mesh
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
@@ -47,8 +48,9 @@ def report_solution(state: SearchState, solution: MeshSolution) -> None:
     state.progress(f"{solution!s:36} {text} ({solution.seconds:.1f} s{best}{gap})")
 
 
-def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> PlanResult:
-    """The best plan with its certificate. What was not solved, with time left, is pruned by its bound."""
+def result_of(state: SearchState, best: MeshSolution, interrupted: bool, slow_problems: bool = False) -> PlanResult:
+    """The best plan with its certificate. What was not solved, with time left, is pruned by its bound. `slow_problems`: whether
+    some were left because one like them took too long."""
     assert best.candidate is not None and best.evaluation is not None
     for each in state.points:
         if not each.done and not interrupted and state.seconds_left() > 0:
@@ -62,6 +64,9 @@ def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> Plan
     )
     for line in _told(state, best):
         warnings.warn(line, stacklevel=2)
+    cut_short = _limit(state, interrupted, slow_problems or any(each.status is Status.TIMEOUT for each in solutions))
+    if cut_short:
+        state.progress(cut_short_text(cut_short))
     proven = not interrupted and all(each.status is not Status.TIMEOUT for each in solutions)
     return PlanResult(
         graph=best.graph or state.graph,
@@ -73,8 +78,18 @@ def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> Plan
         solutions=tuple(solutions),
         seconds=monotonic() - state.began,
         alternatives=tuple(state.fitting),
+        cut_short=cut_short,
         warnings=tuple(warning for each in solutions for warning in each.warnings),
     )
+
+
+def _limit(state: SearchState, interrupted: bool, slow_problems: bool) -> str:
+    """What ended the search, or a part of it, before it was done."""
+    if interrupted:
+        return "an interrupt"
+    if state.seconds_left() <= 0:
+        return f"the time limit of {state.options.time_limit_seconds:g} s"
+    return "the time for a single problem" if slow_problems else ""
 
 
 def raise_infeasible(state: SearchState) -> None:

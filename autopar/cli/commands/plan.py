@@ -13,7 +13,7 @@ from autopar.cli.tables.baselines import baseline_table
 from autopar.cli.tables.experts import expert_rows
 from autopar.cli.tables.stages import stage_table
 from autopar.files import check_target
-from autopar.ir.describe import describe, precision_text
+from autopar.ir.describe import cut_short_text, describe, precision_text
 from autopar.ir.plan_file.document import MeshResult
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ir.units import unit_of
@@ -122,6 +122,7 @@ def summary(plan: Plan, console: Console) -> None:
         ("memory", _memory(plan)),
         ("search", f"{document.search.status}, gap {percent(predicted.gap)}, {document.search.candidates} candidates, "
          f"{document.search.seconds:.1f} s"),
+        *([("", cut_short_text(document.search.cut_short))] if document.search.cut_short else []),
         ("replicated", ", ".join(f"{axis}: {percent(x)} of FLOPs" for axis, x in document.replicated_share.items()) or "-"),
     ]  # fmt: skip
     if (fastest := document.search.fastest) is not None and predicted.step_seconds:

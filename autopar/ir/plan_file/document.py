@@ -193,6 +193,7 @@ class SearchInfo(msgspec.Struct, frozen=True):
     status: str = ""
     meshes: tuple[MeshResult, ...] = ()
     fastest: FastestInfo | None = None
+    cut_short: str = ""
 
 
 class ValueDoc(msgspec.Struct, frozen=True):

@@ -28,6 +28,8 @@ class ParallelModel(Protocol):
     state: State
     plain: PlainModel | None
     checkpoints: Checkpoints
+    plan: Any
+    program_digest: str
 
     def reseed(self, seed: int) -> None: ...
 
@@ -64,6 +66,12 @@ class Checkpoints:
             self.last = pending.path
 
 
+def _plan_words(parallel: ParallelModel) -> str:
+    """The plan in words, and what tells two apart that have the same ones."""
+    words = parallel.plan.describe() if parallel.plan is not None else "an exported program"
+    return f"{words} (program {parallel.program_digest[:8]})"
+
+
 def save_parallel(
     parallel: ParallelModel,
     folder: str | os.PathLike[str],
@@ -78,7 +86,7 @@ def save_parallel(
     check_step(step, keep)
     checkpoints, describe = parallel.checkpoints, parallel.state.mesh.describe
     checkpoints.wait()
-    held = held_by_parallel(parallel.state, parallel.plain, parallel.reseed)
+    held = held_by_parallel(parallel.state, parallel.plain, parallel.reseed, _plan_words(parallel))
     rounds = checkpoints.rounds(describe)
     collected = collect(
         held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step, extra=extra, before=checkpoints.last
@@ -104,7 +112,7 @@ def load_parallel(
     if step is not None:
         check_step(step, None)
     parallel.checkpoints.wait()
-    held = held_by_parallel(parallel.state, parallel.plain, parallel.reseed)
+    held = held_by_parallel(parallel.state, parallel.plain, parallel.reseed, _plan_words(parallel))
     rounds = parallel.checkpoints.rounds(parallel.state.mesh.describe)
     loaded = load(held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step)
     parallel.checkpoints.last = loaded.path if loaded is not None else None

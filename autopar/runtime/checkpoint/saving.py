@@ -115,7 +115,7 @@ def collect(
     first: Any = None
     if rounds.rank == 0:
         random = RandomState.of_all([each for _, _, each in told], held.seed, held.axes).to_dict()
-        kept = {"extra": extra, "model_extra": dict(held.extra), "optimizers": every, "random": random}
+        kept = {"extra": extra, "model_extra": dict(held.extra), "optimizers": every, "random": random, "plan": held.plan}
         first = attempt(lambda: _prepare(rounds, planner, told, folder, step, kept))
     shares = [first] * rounds.size if isinstance(first, Failed) else [(first[0], plan) for plan in first[1]] if first else []
     share = rounds.scatter(shares)

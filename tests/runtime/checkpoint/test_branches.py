@@ -135,3 +135,30 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(autopar.StateError, match="file is a file: name a folder"):
         Training(tmp_path / "file").save(1)
+
+
+def other_plans(folder: str) -> list[list[str]]:
+    """On a rank: what is logged by a load under the same plan, and under another one of as many processes."""
+    out: list[list[str]] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            out[-1].append(record.getMessage())
+
+    handler = Kept(logging.WARNING)
+    logging.getLogger("autopar").addHandler(handler)
+    for force in ("dp=2", "dp=2", "tp=2"):
+        torch.manual_seed(0)
+        parallel = autopar.parallelize(nn.Linear(4, 4), "local:2", (torch.zeros(4, 4),), force=force, cache=False)
+        out.append([])
+        if not parallel.load(folder):
+            parallel.save(folder, step=1)
+    logging.getLogger("autopar").removeHandler(handler)
+    return out
+
+
+def test_another_plan_of_as_many_processes_is_said(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(other_plans, str(tmp_path), world=2)
+    assert second == [[], [], []] and first[:2] == [[], []]
+    (line,) = first[2]
+    assert "under another plan, dp=2" in line and "now it is tp=2" in line and "plan=path" in line
