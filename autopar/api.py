@@ -127,6 +127,8 @@ def parallelize(
         plan=plan, compile=compile, state=state, cache=cache, patience_seconds=patience_seconds, join_seconds=join_seconds,
         check_batch_every=check_batch_every, check_every=check_every,
     )  # fmt: skip
+    if example_inputs is not None:
+        split_inputs(example_inputs)
     _check_launch(cluster_named(cluster, processes=_launched()))
     if example_inputs is None:
         return Deferred(lambda args, batch: _build(model, cluster, _named(model, args, batch), options, run), model.training)

@@ -121,6 +121,12 @@ def _check_texts(options: PlanOptions) -> None:
     check_optimizer(options.optimizer)
 
 
+def _check_force(options: PlanOptions) -> None:
+    """What does not parse is refused now, not after the model was captured."""
+    if not isinstance(options.force, Force):
+        parse_force(options.force)
+
+
 def _check_counts(options: PlanOptions) -> None:
     for what in ("batch", "seq", "processes"):
         value = getattr(options, what)
@@ -172,5 +178,5 @@ def _short(value: object) -> str:
 
 
 _CHECKS: tuple[Callable[[PlanOptions], None], ...] = (
-    _check_texts, _check_counts, _check_seconds, _check_outputs, _check_load, _check_batch_dim, _check_loss,
+    _check_texts, _check_force, _check_counts, _check_seconds, _check_outputs, _check_load, _check_batch_dim, _check_loss,
 )  # fmt: skip

@@ -103,7 +103,7 @@ def plan_with(
     check_model(model)
     forced = options.forced
     chosen = precision_of(options.precision, model)
-    cluster = _cluster_for(cluster, options, chosen)
+    cluster = _cluster_for(cluster, options, chosen, progress)
     graph = graph or _captured(model, example_inputs, options, chosen)
     if options.batch not in (None, graph.batch) and not graph.batch_is_symbolic:
         raise BatchError(
@@ -147,9 +147,9 @@ def plan_with(
     return plan
 
 
-def _cluster_for(cluster: str | Cluster, options: PlanOptions, precision: Precision) -> Cluster:
+def _cluster_for(cluster: str | Cluster, options: PlanOptions, precision: Precision, progress: Progress | None) -> Cluster:
     """The cluster with the expert load, margin and software that the options ask for."""
-    cluster = cluster_named(cluster, cache_folder())
+    cluster = cluster_named(cluster, cache_folder(), progress=progress)
     if options.expert_load != 1.0:
         cluster = replace(cluster, expert_load=ExpertLoad.parse(str(options.expert_load)))
     return with_float8(precision, with_memory_margin(cluster, options.memory_margin))
@@ -212,7 +212,11 @@ def registry() -> Registry:
 
 
 def cache_folder() -> Path | None:
-    """Where measurements of this machine are kept; None where the user has no home."""
+    """Where measurements of this machine are kept: in ``$XDG_CACHE_HOME/autopar`` or ``~/.cache/autopar``; None where the user
+    has no home."""
+    told = os.path.expandvars("$XDG_CACHE_HOME")  # as it is where the variable is not set
+    if os.path.isabs(told):
+        return Path(told) / "autopar"
     try:
         return Path.home() / ".cache" / "autopar"
     except RuntimeError:

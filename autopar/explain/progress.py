@@ -41,10 +41,8 @@ def saying_progress(model: str, cluster: str, time_limit_seconds: float, every_s
 
 
 def say_measuring(line: str) -> None:
-    """One line before, and one after, this machine is measured; on a terminal it is shown at once, whatever is logged."""
-    LOGGER.info("%s", line)
-    if sys.stderr.isatty() and not LOGGER.isEnabledFor(logging.INFO):
-        print(f"autopar: {line}", file=sys.stderr, flush=True)
+    """A line before, and one after, this machine is measured: as a warning, since somebody waits who sees nothing else."""
+    LOGGER.warning("%s", line)
 
 
 def say_plan(plan: Plan) -> None:
