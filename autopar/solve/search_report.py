@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 
 from autopar.errors import Infeasible, PlanError
+from autopar.ir.describe import cut_short_text
 from autopar.ir.mesh import Mesh
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
@@ -59,6 +60,9 @@ def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> Plan
     )
     for line in _told(state, best):
         warnings.warn(line, stacklevel=2)
+    cut_short = _limit(state, interrupted)
+    if cut_short:
+        state.progress(cut_short_text(cut_short))
     proven = not interrupted and all(each.status is not Status.TIMEOUT for each in solutions)
     return PlanResult(
         graph=best.graph or state.graph,
@@ -69,15 +73,16 @@ def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> Plan
         gap=state.gap(),
         solutions=tuple(solutions),
         alternatives=tuple(state.fitting),
+        cut_short=cut_short,
         warnings=tuple(warning for each in solutions for warning in each.warnings),
-        cut_short=_cut_short(state, interrupted),
     )
 
 
-def _cut_short(state: SearchState, interrupted: bool) -> str:
+def _limit(state: SearchState, interrupted: bool) -> str:
+    """What ended the search before its own limits did."""
     if interrupted:
-        return "it was interrupted"
-    return f"its time limit of {state.options.time_limit_seconds:g} s ended it" if state.out_of_time else ""
+        return "an interrupt"
+    return f"the time limit of {state.options.time_limit_seconds:g} s" if state.out_of_time else ""
 
 
 def raise_infeasible(state: SearchState) -> None:

@@ -52,7 +52,7 @@ def test_a_time_limit_says_that_it_ended_the_search() -> None:
     graph, cluster = llama_graph(layers=32, batch=128), Cluster.parse("dgx-h100:1")
     assert not search(graph, cluster, OPTIONS).cut_short
     found = search(graph, cluster, replace(OPTIONS, time_limit_seconds=0.3))
-    assert found.cut_short == "its time limit of 0.3 s ended it"
+    assert found.cut_short == "the time limit of 0.3 s"
 
 
 CASES = [
