@@ -170,6 +170,19 @@ class Graph:
         """The values that the program returns: the loss first."""
         return (self.loss, *(output.value for output in self.outputs))
 
+    @property
+    def forward_only(self) -> bool:
+        """Whether no gradient flows into the loss: the model is frozen, and its program has no backward."""
+        return not self.differentiable(self.loss)
+
+    def differentiable(self, name: str) -> bool:
+        """Whether a gradient flows through a value that a call makes."""
+        call = next((call for call in self.calls if name in call.outputs), None)
+        if call is None:
+            return False
+        block = self.block(call.block)
+        return block.values()[block.outputs[call.outputs.index(name)]].differentiable
+
     def block(self, name: str) -> Block:
         return next(block for block in self.blocks if block.name == name)
 

@@ -90,7 +90,7 @@ def returned_outputs(program: Program, values: Sequence[torch.Tensor]) -> dict[s
         elif kind == "full":
             out[path] = _full(path, local, where, program)
         else:
-            out[path] = None if local is None else _as_dtensor(path, local, where, program.mesh)
+            out[path] = None if local is None else _as_dtensor(path, local, where, program)
     return out
 
 
@@ -114,9 +114,7 @@ def _full(path: str, local: torch.Tensor | None, where: Mapping[str, str], progr
         if mesh.pp.size > 1:
             local = _from_last_stage(local, program)
     assert local is not None
-    if torch.is_grad_enabled() and local.is_floating_point():
-        local = apply(_OnlyTheLoss, path, local, torch.empty(0, requires_grad=True))
-    return local
+    return local if program.forward_only else _only_the_loss(path, local)
 
 
 def _from_last_stage(local: torch.Tensor | None, program: Program) -> torch.Tensor:
@@ -137,11 +135,11 @@ def _joined_placements(program: Program, where: Mapping[str, str]) -> dict[str, 
     return {name: "R" if name in gathered else text for name, text in where.items()}
 
 
-def _as_dtensor(path: str, local: torch.Tensor, where: Mapping[str, str], mesh: MeshHandle) -> DTensor:
+def _as_dtensor(path: str, local: torch.Tensor, where: Mapping[str, str], program: Program) -> DTensor:
+    mesh = program.mesh
     with torch.no_grad():
         local, where = _simple_placements(local.detach(), dict(where), mesh)
-    if torch.is_grad_enabled() and local.is_floating_point():
-        local = apply(_OnlyTheLoss, path, local, torch.empty(0, requires_grad=True))
+    local = local if program.forward_only else _only_the_loss(path, local)
     places = [_placement(where.get(name, "R") if mesh.axis(name).size > 1 else "R") for name in mesh.axes]
     return DTensor.from_local(local, mesh.device_mesh, places, run_check=False)
 
@@ -164,6 +162,13 @@ def _simple_placements(local: torch.Tensor, where: dict[str, str], mesh: MeshHan
 
 def _placement(text: str) -> Replicate | Shard | Partial:
     return Shard(int(text[2:-1].split(",")[0])) if text.startswith("S") else Replicate()
+
+
+def _only_the_loss(path: str, value: torch.Tensor) -> torch.Tensor:
+    """An output without its graph, through which a backward is an error rather than no gradient."""
+    if not torch.is_grad_enabled() or not value.is_floating_point():
+        return value
+    return apply(_OnlyTheLoss, path, value, torch.empty(0, requires_grad=True))  # type: ignore[no-any-return]
 
 
 class _OnlyTheLoss(torch.autograd.Function):

@@ -1,0 +1,82 @@
+"""Habits of what a model returns, and of models that nothing trains (docs/habits.md), on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.harness.comparison import same_gradients
+from support.harness.habits import OTHER_PLANS, rows_of
+from support.harness.rank_pool import RankPool
+from support.models.output_model import classifier, examples
+from torch import Tensor, nn
+
+import autopar
+
+CLUSTER = "local:4"
+
+
+def parallel_of(model: nn.Module, force: str, example: Any = None, **options: Any) -> Any:
+    options = {"cache": False, "time_limit_seconds": 5, **options}
+    return autopar.parallelize(model, CLUSTER, example or examples(), force=force, **options)
+
+
+def same(found: Any, expected: Tensor) -> None:
+    torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=1e-11)
+
+
+def frozen_teacher(force: str) -> None:
+    """A distillation: the teacher's logits are a target of the student, whose loss has two terms."""
+    plain = [classifier("logits", seed) for seed in (1, 2)]
+    plain[0].requires_grad_(False)
+    x = {"x": examples()["x"]}
+    teacher = parallel_of(plain[0], force, x)
+    student = parallel_of(plain[1], force if "pp=" not in force else "dp=4", x)
+    assert not [p for p in teacher.parameters() if p.requires_grad]
+    for seed in range(2):
+        x = {"x": examples(seed)["x"]}
+        targets, expected = teacher(**x), plain[0](**x)
+        assert not targets.requires_grad
+        same(targets, expected)
+        for model, target in ((student, targets), (plain[1], expected)):
+            nn.functional.kl_div(model(**x).log_softmax(-1), target.log_softmax(-1), log_target=True).backward()
+    same_gradients(student, plain[1])
+
+
+def frozen_reference(force: str) -> None:
+    """As in DPO: the reference's loss is a number beside the policy's, with and without gradients on; then it trains after all."""
+    plain = [classifier("fields", seed) for seed in (1, 1)]
+    plain[0].requires_grad_(False)
+    reference, policy = parallel_of(plain[0], force), parallel_of(plain[1], force)
+    for seed in range(2):
+        losses = []
+        for fixed, trained in ((reference, policy), (plain[0], plain[1])):
+            bound = fixed(**examples(seed)).loss
+            assert not bound.requires_grad
+            with torch.no_grad():
+                same(fixed(**examples(seed)).loss, bound)
+            loss = -nn.functional.logsigmoid(bound - trained(**examples(seed)).loss)
+            loss.backward()
+            losses.append(loss)
+        same(*losses)
+    same_gradients(policy, plain[1])
+    for model in (reference, plain[0]):
+        model.requires_grad_(True)
+        model(**examples()).loss.backward()
+    same_gradients(reference, plain[0])
+
+
+# -- here
+
+
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit(habit: str, ranks: RankPool) -> None:
+    ranks.run(globals()[habit], "dp=2,tp=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", OTHER_PLANS)
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool) -> None:
+    ranks.run(globals()[habit], force)
