@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 from support.harness.comparison import same_gradients
-from support.harness.habits import OTHER_PLANS, rows_of
+from support.harness.habits import OTHER_PLANS, refusal, rows_of
 from support.harness.rank_pool import RankPool
-from support.models.output_model import classifier, examples
+from support.models.output_model import classifier, convolutions, examples, pictures
 from torch import Tensor, nn
 
 import autopar
 
 CLUSTER = "local:4"
+ROUNDING = 2e-2
 
 
 def parallel_of(model: nn.Module, force: str, example: Any = None, **options: Any) -> Any:
@@ -65,6 +66,32 @@ def frozen_reference(force: str) -> None:
         model.requires_grad_(True)
         model(**examples()).loss.backward()
     same_gradients(reference, plain[0])
+
+
+def autocast_with_batch_norm(force: str) -> None:
+    """Captured in float32 or under autocast; trained, then evaluated, in both; with running statistics in float32."""
+    if "pp=" in force:
+        assert "takes several micro-batches" in refusal(lambda: parallel_of(convolutions(), force, pictures()))
+        return
+    for around in (None, torch.bfloat16):
+        plain = convolutions()
+        with torch.autocast("cpu", dtype=around, enabled=around is not None):
+            parallel = parallel_of(convolutions(), force, pictures())
+        for dtype in (torch.bfloat16, torch.float16, None):
+            losses: list[list[float]] = [[], []]
+            for said, model in zip(losses, (parallel, plain), strict=True):
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                for training in (True, True, False):
+                    model.train(training)
+                    optimizer.zero_grad()
+                    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                        loss = model(**pictures())
+                    loss.backward()
+                    optimizer.step()
+                    said.append(float(loss.detach()))
+            torch.testing.assert_close(*map(torch.tensor, losses), rtol=ROUNDING, atol=0)
+        statistics = parallel.full_state()["norm.running_var"]
+        torch.testing.assert_close(statistics, plain.norm.running_var, rtol=ROUNDING, atol=1e-3)
 
 
 # -- here

@@ -1,5 +1,5 @@
 """A small classifier that returns what models return: a dataclass of a loss and logits, a tuple, logits alone; in layers that
-pipelines can cut."""
+pipelines can cut. And one with batch norm between convolutions."""
 
 from __future__ import annotations
 
@@ -53,4 +53,30 @@ def examples(seed: int = 0, size: int = BATCH) -> dict[str, Tensor]:
     return {
         "x": torch.randn(size, WIDTH, generator=generator, dtype=torch.float64),
         "labels": torch.randint(0, CLASSES, (size,), generator=generator),
+    }
+
+
+class Convolutions(nn.Module):
+    """Batch norm between convolutions: it computes in float32 and hands on what autocast handed it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.second(torch.relu(self.norm(self.first(x))))
+        return nn.functional.cross_entropy(self.head(h.mean((2, 3))), y)
+
+
+def convolutions() -> Convolutions:
+    torch.manual_seed(0)
+    return Convolutions()
+
+
+def pictures(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(BATCH, 3, 8, 8, generator=generator),
+        "y": torch.randint(0, CLASSES, (BATCH,), generator=generator),
     }
