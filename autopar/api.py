@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autopar.capture import current_autocast
 from autopar.capture.modes import CapturedModes
 from autopar.capture.normalize.batch_norm import LOCAL
+from autopar.capture.returned import LOSS
 from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
@@ -152,7 +153,7 @@ def parallelize(
             agreed = planfile.decode_plan(on_first_rank(lambda: chosen().to_json()))
             check_float8(agreed, compile)
             _warn_of(model)
-            maker = _variant_maker(model, agreed, cluster, example_inputs, loss_fn)
+            maker = _variant_maker(model, agreed, cluster, example_inputs, loss_fn, outputs)
         program = build_program(agreed.graph, agreed.candidate)
         with watched(heartbeat, "making process groups"):
             mesh = MeshHandle(program.Program.mesh_axes)
@@ -251,15 +252,17 @@ def _compare_models(model: nn.Module) -> None:
 
 
 def _variant_maker(
-    model: nn.Module, agreed: Plan, cluster: Cluster, example_inputs: ExampleInputs, loss_fn: LossFunction | None
-) -> VariantMaker:
+    model: nn.Module, agreed: Plan, cluster: Cluster, example_inputs: ExampleInputs, loss_fn: LossFunction | None,
+    outputs: Sequence[str],
+) -> VariantMaker:  # fmt: skip
     """What makes the programs of other calls."""
     args, kwargs = split_inputs(example_inputs)
     has_loss = agreed.graph.interface is None or agreed.graph.interface.has_loss
+    said = (text for text in outputs if text.endswith(f":{LOSS}"))
     options: dict[str, Any] = dict(
         compute_dtype=compute_dtype_of(agreed.candidate.precision, model),
         float8=agreed.candidate.precision.float8,
-        outputs=tuple(output.asked for output in agreed.graph.outputs) if has_loss else (),
+        outputs=(*(output.asked for output in agreed.graph.outputs if has_loss), *said),
         batch_norm="local" if LOCAL in agreed.graph.notes else "global",
         loss_fn=loss_fn,
         batch_dim=batch_dims(agreed),

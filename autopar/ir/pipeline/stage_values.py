@@ -68,7 +68,8 @@ def repeatable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
         out = {index: {node.name for node in nodes}} if nodes else {}
         read = {inner, *(operand for node in nodes for operand in node.operands())}
         for parameter, original in zip(block.parameters, call.parameters, strict=True):
-            if parameter.value.name in read and (original in written or not (parameter.buffer or repeats_frozen and not parameter.trainable)):
+            constant = parameter.buffer or (repeats_frozen and not parameter.trainable)
+            if parameter.value.name in read and (original in written or not constant):
                 return None
         for value, source in zip(block.inputs, call.inputs, strict=True):
             if value.name in read:

@@ -46,7 +46,7 @@ def frozen_teacher(force: str) -> None:
 
 
 def frozen_reference(force: str) -> None:
-    """As in DPO: the reference's loss is a number beside the policy's, with and without gradients on; then it trains after all."""
+    """As in DPO: the reference's loss is a number beside the policy's, with and without gradients on; then it trains."""
     plain = [classifier("fields", seed) for seed in (1, 1)]
     plain[0].requires_grad_(False)
     reference, policy = parallel_of(plain[0], force), parallel_of(plain[1], force)
@@ -66,6 +66,35 @@ def frozen_reference(force: str) -> None:
         model.requires_grad_(True)
         model(**examples()).loss.backward()
     same_gradients(reference, plain[0])
+
+
+class Contrastive(nn.Module):
+    """As CLIP: two embeddings, and a scale that is a scalar but no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = classifier("logits", 1), classifier("logits", 2)
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.image(image), self.text(text), self.scale.exp()
+
+
+def scalar_beside_outputs(force: str) -> None:
+    """The loss is computed outside, of all that the model returns."""
+    pair = {"image": examples(1)["x"], "text": examples(2)["x"]}
+    if "pp=" in force:
+        assert "from a loss outside of the program" in refusal(lambda: parallel_of(Contrastive(), force, pair))
+        return
+    plain = Contrastive()
+    parallel = parallel_of(Contrastive(), force, pair)
+    losses = []
+    for model in (parallel, plain):
+        image, text, scale = model(**pair)
+        losses.append(nn.functional.cross_entropy(scale * image @ text.T, torch.arange(len(image))))
+        losses[-1].backward()
+    same(*losses)
+    same_gradients(parallel, plain)
 
 
 def autocast_with_batch_norm(force: str) -> None:
