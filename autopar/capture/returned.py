@@ -17,6 +17,7 @@ from autopar.capture.loss_name import calls_it_loss
 from autopar.errors import CaptureError
 from autopar.ir.graph import Graph
 from autopar.ir.interface import OUTPUT_KINDS, Form
+from autopar.runtime.step.outputs import EVERYTHING
 
 LOSS = "loss"
 """The kind that says which element of the result is the loss: ``outputs=("1:loss",)``."""
@@ -123,14 +124,15 @@ class Returned:
 
 def take_apart(result: Any, asked: Sequence[str], usual_kind: str = "", module: nn.Module | None = None) -> Returned:
     """The parts of a result of `module` (None: of a loss function). `asked` are the requested outputs (`parse_asked`); of a model
-    without a loss all tensors of the result, where nothing is asked for. `usual_kind`: how outputs come back where `asked` does
-    not say it. CaptureError where the result lacks one, or holds no tensor."""
+    without a loss all tensors of the result, where nothing is asked for, and so with `EVERYTHING`. `usual_kind`: how outputs come
+    back where `asked` does not say it. CaptureError where the result lacks one, or holds no tensor."""
     wanted = parse_asked(asked)
     said = next((path for path, kind in wanted.items() if kind == LOSS), "")
     wanted.pop(said, None)
+    everything = wanted.pop(EVERYTHING, None) is not None
     loss = find_loss(result, module, said)
     usual = usual_kind or ("full" if loss is not None else "gradient")
-    taking = _Taking(loss, tuple(wanted) if wanted or loss is not None else ("",))
+    taking = _Taking(loss, tuple(wanted) if wanted or loss is not None else ("",), everything)
     form = taking.form(result, "")
     missing = [path for path in wanted if path not in taking.seen]
     if missing:
@@ -152,8 +154,11 @@ def within(path: str, prefix: str) -> bool:
 
 @dataclass(slots=True)
 class _Taking:
+    """`everything`: all tensors are asked for, but those inside of objects (a key-value cache)."""
+
     loss: Tensor | None
     asked: tuple[str, ...]
+    everything: bool = False
     outputs: dict[str, Tensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
@@ -166,7 +171,7 @@ class _Taking:
         if isinstance(item, Tensor):
             prefixes = {each for each in self.asked if within(path, each)}
             self.seen |= prefixes
-            if not prefixes:
+            if not prefixes and not self.everything:
                 self.left_out.append(path)
                 return None
             self.outputs[path] = item
@@ -179,8 +184,10 @@ class _Taking:
             return (kind, ()) if (kind := _kind(item)) in ("tuple", "list", "dict") else None
         concerns = not path or any(self._concerns(path, each) for each in self.asked)
         if not concerns and not any(leaf is self.loss for leaf in _leaves(item)):
-            self.left_out.append(path)
-            return None
+            inside = not isinstance(item, (Mapping, tuple, list)) and not dataclasses.is_dataclass(item)
+            if inside or not self.everything:
+                self.left_out.append(path)
+                return ("constant", None) if inside else None
         forms = tuple((key, self.form(value, f"{path}.{key}" if path else key)) for key, value in parts.items())
         kind = _kind(item)
         if kind == "dict":

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.harness.comparison import same_gradients
-from support.harness.habits import OTHER_PLANS, refusal, rows_of
+from support.harness.habits import OTHER_PLANS, ROWS, refusal, rows_of
 from support.harness.rank_pool import RankPool
 from support.models.output_model import classifier, convolutions, examples, pictures
 from torch import Tensor, nn
@@ -68,6 +68,52 @@ def frozen_reference(force: str) -> None:
     same_gradients(reference, plain[0])
 
 
+def logits_in_evaluation(force: str) -> None:
+    """An evaluation loop with metrics, of models that return a class or a tuple: under ``no_grad`` all that one process returns
+    is there, as full tensors; with uneven last batches; training does not gather it."""
+    for returns, at in (("fields", "logits"), ("loss first", 1), ("loss last", 0)):
+        plain, parallel = classifier(returns), parallel_of(classifier(returns), force)
+        for model in (plain, parallel):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            found = model(**examples())
+            (found.loss if at == "logits" else found[1 - at]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for training in (True, False):
+            for size in (8, 7):
+                said: list[tuple[Tensor, Tensor]] = []
+                for model in (parallel, plain):
+                    model.train(training)
+                    with torch.no_grad():
+                        found = model(**examples(3, size))
+                    logits, loss = (found.logits, found.loss) if at == "logits" else (found[at], found[1 - at])
+                    assert type(logits) is Tensor
+                    said.append((logits, loss))
+                same(said[0][0], said[1][0])
+                same(said[0][1], said[1][1])
+                accuracy = [(logits.argmax(-1) == examples(3, size)["labels"]).double().mean().item() for logits, _ in said]
+                assert accuracy[0] == accuracy[1]
+        kinds = len(parallel.variants.known)
+        with torch.no_grad():
+            parallel(**examples())
+        assert len(parallel.variants.known) == kinds
+
+
+def field_in_training(force: str) -> str:
+    """The same fields with gradients on, and without asking."""
+    parallel = parallel_of(classifier(), force)
+    found = parallel(**examples())
+    found.loss.backward()
+    assert not hasattr(found.logits, "shape") and "logits: not returned" in repr(found.logits)
+    uses: list[Any] = [lambda: found.logits.argmax(-1), lambda: torch.argmax(found.logits), lambda: found.logits[0],
+                       lambda: found.logits == 1, lambda: len(found.logits), lambda: found.loss + found.logits]  # fmt: skip
+    said = {refusal(use) for use in uses}
+    with parallel.returning("logits"):
+        same(parallel(**examples()).logits, classifier()(**examples()).logits)
+    assert len(said) == 1
+    return said.pop()
+
+
 class Contrastive(nn.Module):
     """As CLIP: two embeddings, and a scale that is a scalar but no loss."""
 
@@ -126,13 +172,19 @@ def autocast_with_batch_norm(force: str) -> None:
 # -- here
 
 
+def run(habit: str, force: str, ranks: RankPool) -> None:
+    answer, line = ROWS[habit]
+    for said in ranks.run(globals()[habit], force, timeout=300):
+        assert said is None if answer == "right" else line in said, said
+
+
 @pytest.mark.parametrize("habit", rows_of(globals()))
 def test_habit(habit: str, ranks: RankPool) -> None:
-    ranks.run(globals()[habit], "dp=2,tp=2")
+    run(habit, "dp=2,tp=2", ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("force", OTHER_PLANS)
 @pytest.mark.parametrize("habit", rows_of(globals()))
 def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool) -> None:
-    ranks.run(globals()[habit], force)
+    run(habit, force, ranks)

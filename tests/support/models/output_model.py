@@ -21,31 +21,49 @@ class Result:
 
 
 class Classifier(nn.Module):
-    """`returns`: ``fields`` (a `Result`), ``loss first``, ``loss last`` (tuples), ``logits``."""
+    """Returns logits."""
 
-    def __init__(self, returns: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.returns = returns
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(4)
         )
         self.head = nn.Linear(WIDTH, CLASSES)
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor) -> Any:
         for layer in self.layers:
             x = x + layer(x)
-        logits = self.head(x)
+        return self.head(x)
+
+
+class Fields(Classifier):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Result:
+        logits = super().forward(x)
+        return Result(None if labels is None else nn.functional.cross_entropy(logits, labels), logits)
+
+
+class LossFirst(Classifier):
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = super().forward(x)
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+class LossLast(Classifier):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = super().forward(x)
         if labels is None:
-            return Result(logits=logits) if self.returns == "fields" else logits
+            return logits, None
         loss = nn.functional.cross_entropy(logits, labels)
-        if self.returns == "fields":
-            return Result(loss, logits)
-        return (loss, logits) if self.returns == "loss first" else (logits, loss)
+        return logits, loss
+
+
+KINDS = {"logits": Classifier, "fields": Fields, "loss first": LossFirst, "loss last": LossLast}
 
 
 def classifier(returns: str = "fields", seed: int = 0) -> Classifier:
+    """`returns`: one of `KINDS`."""
     torch.manual_seed(seed)
-    return Classifier(returns).double()
+    return KINDS[returns]().double()
 
 
 def examples(seed: int = 0, size: int = BATCH) -> dict[str, Tensor]:
