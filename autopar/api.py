@@ -18,6 +18,7 @@ from autopar.capture import current_autocast
 from autopar.capture.modes import CapturedModes
 from autopar.capture.normalize.batch_norm import LOCAL
 from autopar.capture.reads import numbers_unchanged, recorded_reads
+from autopar.capture.returned import LOSS
 from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
@@ -172,7 +173,7 @@ def _build(
             _warn_of(model, code)
             frozen = FrozenReads(copy_without_data(model, None), reads, code.names)
             planned = cluster_of_plan(agreed, cluster)
-            maker = _variant_maker(frozen, agreed, planned, example_inputs, options.loss_fn, current_autocast(model))
+            maker = _variant_maker(frozen, agreed, planned, example_inputs, options, current_autocast(model))
         program = build_program(agreed.graph, agreed.candidate)
         with watched(heartbeat, "making process groups"):
             mesh = MeshHandle(program.Program.mesh_axes)
@@ -274,18 +275,19 @@ def _variant_maker(
     agreed: Plan,
     cluster: Cluster,
     example_inputs: ExampleInputs,
-    loss_fn: LossFunction | None,
+    asked: PlanOptions,
     autocast: str,
 ) -> VariantMaker:
     """What makes the programs of other calls."""
     args, kwargs = split_inputs(example_inputs)
     has_loss = agreed.graph.interface is None or agreed.graph.interface.has_loss
+    said = (text for text in asked.outputs if text.endswith(f":{LOSS}"))
     options: dict[str, Any] = dict(
         compute_dtype=compute_dtype_of(agreed.candidate.precision, frozen.model),
         float8=agreed.candidate.precision.float8,
-        outputs=tuple(output.asked for output in agreed.graph.outputs) if has_loss else (),
+        outputs=(*(output.asked for output in agreed.graph.outputs if has_loss), *said),
         batch_norm="local" if LOCAL in agreed.graph.notes else "global",
-        loss_fn=loss_fn,
+        loss_fn=asked.loss_fn,
         batch_dim=batch_dims(agreed),
         autocast=autocast,
     )

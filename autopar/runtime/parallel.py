@@ -271,9 +271,9 @@ class Parallel(ShardedModule):
         loss, others = self._run(variant, inputs, training)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             loss = with_plain_gradient(loss, self.program.mesh.pp.size)
-        if not torch.is_grad_enabled():
-            reshard_all(self.program)
         program = variant.program
+        if not torch.is_grad_enabled() or program.forward_only:
+            reshard_all(self.program)
         outputs = returned_outputs(program, others) if program.outputs else {}
         taking = (output for path, output in outputs.items() if program.output_kinds.get(path) == "gradient")
         for output in (loss, *taking) if self.heartbeat is not None else ():

@@ -109,7 +109,7 @@ class LossOnly(nn.Module):
         result, record = call_recorded(self.module, lambda: self.module(**arguments))
         self.note(record)
         result = result if loss_fn is None else loss_fn(result, target)
-        returned = take_apart(result, self.results.asked, self.results.usual_kind)
+        returned = take_apart(result, self.results.asked, self.results.usual_kind, self.module if loss_fn is None else None)
         self.tell((returned.form, tuple(f"{path}:{kind}" for path, kind in returned.kinds.items()), returned.left_out))
         return (returned.loss, *returned.outputs.values()) if returned.outputs else returned.loss
 
