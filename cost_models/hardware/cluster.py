@@ -176,8 +176,8 @@ def read_cluster(path: Path, name: str) -> Cluster:
 
 
 def preset_with_devices(preset: str, size: int) -> Cluster:
-    """`size` devices of a bundled cluster, as many as published runs have. Its file is what is scaled: in `Cluster.parse(preset)`,
-    which is one node, a level that joins several nodes is already as narrow as the node, and would stay so."""
+    """`size` devices of a bundled cluster, as many as published runs have. Its file is what is scaled: in one node
+    (`Cluster.parse(preset)`) a level that joins several nodes is already as narrow as the node, and would stay so."""
     return with_devices(read_cluster(preset_path(preset), preset), f"{preset}, {size} devices", size)
 
 

@@ -78,6 +78,11 @@ class CallTrace:
         """Seconds of compute, or of exposed communication."""
         return sum(seconds for seconds, links in (self.backward if backward else self.forward) if bool(links) == exposed)
 
+    @property
+    def host_stall_seconds(self) -> float:
+        """The seconds of exposed copies of offloaded tensors, forward and backward."""
+        return sum(seconds for seconds, links in (*self.forward, *self.backward) if links == HOST_LINK)
+
 
 def weight_gradient_nodes(block: Block) -> frozenset[str]:
     """Linears whose weight trains: a split backward computes the weight's gradient later."""

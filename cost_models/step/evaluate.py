@@ -44,6 +44,7 @@ class Evaluation:
     model_flops: of one step over all devices, without recomputation; causal attention counts half.
     mfu: model FLOPs utilization.
     stages, stage_memory: per pipeline stage.
+    host_stall_seconds: the part of `exposed_seconds` in which nothing hides the copies of offloaded tensors.
     """
 
     step_seconds: float
@@ -59,6 +60,7 @@ class Evaluation:
     mfu: float
     stages: tuple[StageTime, ...]
     stage_memory: tuple[StageMemory, ...]
+    host_stall_seconds: float = 0.0
 
     @property
     def bottleneck(self) -> int:
@@ -205,6 +207,7 @@ def _summary(
         mfu=per_device / _mean_peak_flops_per_second(cluster, candidate),
         stages=tuple(stages),
         stage_memory=tuple(memory),
+        host_stall_seconds=total(lambda trace: trace.host_stall_seconds, own_calls),
     )
 
 

@@ -172,7 +172,8 @@ class Baseline(msgspec.Struct, frozen=True):
 
 
 class MeshResult(msgspec.Struct, frozen=True):
-    """What the search found at one point of its grid. `bound_seconds` is a lower bound of every plan there (None: none fits)."""
+    """What the search found at one point of its grid. `bound_seconds` is a lower bound of every plan there (None: none fits),
+    `reason` says why there is none."""
 
     mesh: str
     status: str
@@ -180,6 +181,7 @@ class MeshResult(msgspec.Struct, frozen=True):
     step_seconds: float | None = None
     peak_memory_bytes: int | None = None
     seconds: float = 0.0
+    reason: str = ""
 
 
 class FastestInfo(msgspec.Struct, frozen=True):
