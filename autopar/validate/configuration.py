@@ -177,6 +177,22 @@ def sends_once(row: Row) -> bool:
     return any(name in row.notes.lower() for name in ("deepep", "hybridep"))
 
 
+def dispatcher_permutes(row: Row) -> bool:
+    """Whether the dispatcher writes token copies sorted by expert and padded (`ExpertsCost`): HybridEP does."""
+    return "hybridep" in row.notes.lower()
+
+
+def fuses_experts(row: Row) -> bool:
+    """Whether the run's release has grouped products with activation and casts in one kernel (`ExpertsCost`), and uses them."""
+    return "fused grouped mlp" in row.notes.lower()
+
+
+def release_of(row: Row) -> str:
+    """The release of the software that a run was measured with; empty where the source does not say it."""
+    said = re.search(r"\brelease (\d[\d.]*)", row.notes)
+    return said[1] if said else ""
+
+
 SQUAD_TOKENS = 220
 """Of a sample of SQuAD 1.1, on which NeMo's fine-tuning is measured (NeMo-Framework-Launcher, examples/README.md: "we use
 SQuAD-v1.1, and the inputs are packed to 4096 tokens"): 98,169 samples have 94.06 MiB (tensorflow.org/datasets/catalog/squad),

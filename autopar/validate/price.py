@@ -20,6 +20,8 @@ from autopar.validate.configuration import (
     assumed_of,
     cluster_of,
     configuration_of,
+    dispatcher_permutes,
+    fuses_experts,
     layer_share,
     packed_samples,
     recomputes_activation,
@@ -107,6 +109,8 @@ class Session:
             ep=row.ep or 1,
             once=sends_once(row),
             recompute_activation=recomputes_activation(row),
+            permuted=dispatcher_permutes(row),
+            fused=fuses_experts(row),
             packed=packed_samples(row),
         )
         graph = graph_of(architecture, stated(row, "layers"), wanted.precision.compute, options)

@@ -173,7 +173,8 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
 
 def _experts_cost(node: Node, a: Sequence[Sizes], dtype: str) -> ExpertsCost:
     kwargs = dict(node.kwargs)
-    return ExpertsCost(ExpertShapes.of(node.op, node.args, kwargs, a), itemsize(dtype), bool(kwargs.get("recompute_activation")))
+    facts = (bool(kwargs.get(name)) for name in ("recompute_activation", "permuted", "fused"))
+    return ExpertsCost(ExpertShapes.of(node.op, node.args, kwargs, a), itemsize(dtype), *facts)
 
 
 def _matrix(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> ProductShapes | None:
