@@ -46,8 +46,12 @@ def parts_of_step(evaluation: Evaluation) -> list[tuple[str, float]]:
     """(what, seconds), the largest first; they add up to the step of the bottleneck stage."""
     known = [
         (COMPUTE, evaluation.compute_seconds),
-        ("exposed communication of the model axes", evaluation.exposed_seconds - evaluation.host_stall_seconds),
+        (
+            "exposed communication of the model axes",
+            evaluation.exposed_seconds - evaluation.host_stall_seconds - evaluation.launch_stall_seconds,
+        ),
         ("exposed copies to host memory and back", evaluation.host_stall_seconds),
+        ("the host's launches, beyond the device's time", evaluation.launch_stall_seconds),
         ("stalls on the data axis (weights, gradients)", evaluation.stall_seconds),
         ("optimizer", evaluation.optimizer_seconds),
     ]

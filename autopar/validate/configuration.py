@@ -187,6 +187,12 @@ def fuses_experts(row: Row) -> bool:
     return "fused grouped mlp" in row.notes.lower()
 
 
+def replays_graph(row: Row) -> bool:
+    """Whether CUDA graphs replay a step, or the attention of each layer. Of the latter nothing is known that tells what remains
+    for the host: it is taken to be ahead, as in the former."""
+    return any(name in row.notes for name in ("full-iteration CUDA graph", "CUDA graphs of attn"))
+
+
 def release_of(row: Row) -> str:
     """The release of the software that a run was measured with; empty where the source does not say it."""
     said = re.search(r"\brelease (\d[\d.]*)", row.notes)

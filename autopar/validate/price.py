@@ -25,6 +25,7 @@ from autopar.validate.configuration import (
     layer_share,
     packed_samples,
     recomputes_activation,
+    replays_graph,
     sends_once,
 )
 from autopar.validate.graphs import RECOMPUTED, RunOptions, graph_of, with_marked_layers
@@ -44,6 +45,7 @@ def stack_of(cluster: Cluster, row: Row, constants: Constants) -> Cluster:
         async_tp=None if row.async_tp is None else bool(row.async_tp),
         ep_overlap=None if row.ep_overlap is None else bool(row.ep_overlap),
         constants=constants,
+        graphs=replays_graph(row),
     )
     if row.precision not in FLOAT8:
         return found
@@ -111,6 +113,7 @@ class Session:
             recompute_activation=recomputes_activation(row),
             permuted=dispatcher_permutes(row),
             fused=fuses_experts(row),
+            ragged=row.routing == "balanced",
             packed=packed_samples(row),
         )
         graph = graph_of(architecture, stated(row, "layers"), wanted.precision.compute, options)

@@ -116,6 +116,11 @@ class Profile:
     temporaries: tuple[bool, ...] = ()
     gradients: tuple[bool, ...] = ()
 
+    @property
+    def launches(self) -> tuple[int, int]:
+        """How often the host launches, forward and backward."""
+        return self.kernels if self.experts is None else self.experts.launches
+
 
 def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
     """FLOPs and traffic of `node` at the global batch. Backward: one product of the forward's size per gradient that is needed;
@@ -173,7 +178,7 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
 
 def _experts_cost(node: Node, a: Sequence[Sizes], dtype: str) -> ExpertsCost:
     kwargs = dict(node.kwargs)
-    facts = (bool(kwargs.get(name)) for name in ("recompute_activation", "permuted", "fused"))
+    facts = (bool(kwargs.get(name)) for name in ("recompute_activation", "permuted", "fused", "ragged"))
     return ExpertsCost(ExpertShapes.of(node.op, node.args, kwargs, a), itemsize(dtype), *facts)
 
 

@@ -31,6 +31,8 @@ class Device:
         that waits gives its share to the others (1: no core is shared).
     bandwidth_fraction: share of the memory bandwidth that streaming kernels reach.
     launch_seconds: the floor below which no operation ends.
+    host_launch_seconds: of the host, for one launch where it launches kernels one by one; a layer takes the larger of host and
+        device (0: the host is ahead).
     base_bytes: what the process takes before the model and its communicators: context, kernels of libraries (see `allocator`).
     generation: name of the architecture (``hopper``); empty where unknown.
     multiprocessors: what a kernel's tiles are distributed over; 0 where unknown, and on a CPU.
@@ -72,6 +74,7 @@ class Device:
     vector_bits: int = 0
     ranks_per_core: float = 1.0
     fresh_page_bytes_per_second: float = 0.0
+    host_launch_seconds: float = 0.0
 
     @property
     def budget_bytes(self) -> int:

@@ -59,6 +59,16 @@ def software_stacks() -> tuple[tuple[SoftwareStack, ...], Mapping[str, Overlap]]
 
 
 @lru_cache(maxsize=1)
+def _launch_us() -> Mapping[str, float]:
+    return dict(_read("software_stacks.yaml")["launch_us"])
+
+
+def host_launch_seconds(name: str) -> float:
+    """The host's seconds for one launch of a stack (`launch_us` of the file); 0 where nothing is known of it."""
+    return _launch_us().get(name, 0.0) * 1e-6
+
+
+@lru_cache(maxsize=1)
 def state_layouts() -> Mapping[str, StateLayout]:
     """Optimizer state layout per stack, from ``state_layouts.yaml``: facts of its code, nothing of it is fitted."""
     return {name: parse_state_layout(given, name) for name, given in _read("state_layouts.yaml").items()}

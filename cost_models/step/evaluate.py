@@ -16,7 +16,7 @@ from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.hardware.mesh_links import check_mesh
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.step.block_costs import BlockCosts
-from autopar.cost_models.step.call_trace import CallTrace
+from autopar.cost_models.step.call_trace import HOST_LINK, LAUNCHES, CallTrace
 from autopar.cost_models.step.chunk_costs import ChunkCost, chunk_costs
 from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.cost_models.step.stage_memory import StageMemory, stage_memories
@@ -44,7 +44,8 @@ class Evaluation:
     model_flops: of one step over all devices, without recomputation; causal attention counts half.
     mfu: model FLOPs utilization.
     stages, stage_memory: per pipeline stage.
-    host_stall_seconds: the part of `exposed_seconds` in which nothing hides the copies of offloaded tensors.
+    host_stall_seconds, launch_stall_seconds: the parts of `exposed_seconds` in which nothing hides the copies of offloaded
+        tensors, and in which the device waits for the host to launch kernels.
     """
 
     step_seconds: float
@@ -61,6 +62,7 @@ class Evaluation:
     stages: tuple[StageTime, ...]
     stage_memory: tuple[StageMemory, ...]
     host_stall_seconds: float = 0.0
+    launch_stall_seconds: float = 0.0
 
     @property
     def bottleneck(self) -> int:
@@ -207,7 +209,8 @@ def _summary(
         mfu=per_device / _mean_peak_flops_per_second(cluster, candidate),
         stages=tuple(stages),
         stage_memory=tuple(memory),
-        host_stall_seconds=total(lambda trace: trace.host_stall_seconds, own_calls),
+        host_stall_seconds=total(lambda trace: trace.stall_seconds(HOST_LINK), own_calls),
+        launch_stall_seconds=total(lambda trace: trace.stall_seconds(LAUNCHES), own_calls),
     )
 
 
