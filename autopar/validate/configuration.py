@@ -34,7 +34,7 @@ stated is the one of 80 GB, of which most published runs are (`assumed_of`)."""
 VARIANTS = {"h100-96gb-2.4TBps-500W": (94.5 * GIB, 2.4e12)}
 """Memory bytes and bandwidth of devices that differ from the preset (torchtitan benchmarks/llama3_h100_202412_torchtitan.md)."""
 
-COMPUTE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "mxfp8": "bfloat16", "fp32": "float32"}
+COMPUTE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "mxfp8": "bfloat16", "fp32": "float32", "tf32": "float32"}
 """The dtype of activations. With fp8 the matrix products of the layers are float8, everything else is bfloat16."""
 
 FLOAT8 = ("fp8", "mxfp8")
@@ -56,7 +56,7 @@ def cluster_of(row: Row) -> Cluster:
             raise NotExpressed(f"no device {row.device_variant}: known are {', '.join(VARIANTS)}")
         memory, bandwidth = VARIANTS[row.device_variant]
         device = replace(device, memory_bytes=int(memory), bandwidth_bytes_per_second=bandwidth)
-    return replace(cluster, links=links, device=device)
+    return replace(cluster, links=links, device=replace(device, tf32=row.precision == "tf32"))
 
 
 ZERO = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_stack
+from autopar.cost_models.hardware.stack_entries import other_constants
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
@@ -140,8 +141,14 @@ class Session:
             setting = self.setup(row)
             cluster = self.stack(setting.cluster, row, constants)
             found = evaluate(setting.graph, setting.candidate, cluster, "adamw")
+            other = "" if constants else other_constants(row.software_stack, cluster.device.generation, row.compiled == 1)
             return PricedRow(
-                row=row, evaluation=found, skipped="", assumed=setting.assumed, candidate=setting.candidate, cluster=cluster
+                row=row,
+                evaluation=found,
+                skipped="",
+                assumed=(*setting.assumed, *filter(None, (other,))),
+                candidate=setting.candidate,
+                cluster=cluster,
             )
         except AutoparError as error:
             return PricedRow(row, None, str(error))

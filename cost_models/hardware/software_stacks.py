@@ -53,5 +53,5 @@ def with_stack(
     )
     layout = state_layouts().get(name, cluster.state_layout)
     found = _applied(stack, cluster, compiled)
-    device = replace(found.device, host_launch_seconds=0.0 if graphs else host_launch_seconds(name))
-    return replace(found, device=device, overlap=overlap, state_layout=layout)
+    launch = 0.0 if graphs else host_launch_seconds().get(name, cluster.device.host_launch_seconds)
+    return replace(found, device=replace(found.device, host_launch_seconds=launch), overlap=overlap, state_layout=layout)

@@ -59,13 +59,9 @@ def software_stacks() -> tuple[tuple[SoftwareStack, ...], Mapping[str, Overlap]]
 
 
 @lru_cache(maxsize=1)
-def _launch_us() -> Mapping[str, float]:
-    return dict(_read("software_stacks.yaml")["launch_us"])
-
-
-def host_launch_seconds(name: str) -> float:
-    """The host's seconds for one launch of a stack (`launch_us` of the file); 0 where nothing is known of it."""
-    return _launch_us().get(name, 0.0) * 1e-6
+def host_launch_seconds() -> Mapping[str, float]:
+    """The host's seconds for one launch per stack (`launch_us` of the file)."""
+    return {name: each * 1e-6 for name, each in _read("software_stacks.yaml")["launch_us"].items()}
 
 
 @lru_cache(maxsize=1)
@@ -90,6 +86,15 @@ def stack_for(name: str, generation: str, compiled: bool = False) -> SoftwareSta
     compiled or not."""
     fit = [stack for stack in software_stacks()[0] if stack.generation == generation and stack.name in (name, DEFAULT_STACK)]
     return max(fit, key=lambda stack: (stack.name == name, stack.compiled == compiled), default=None)
+
+
+def other_constants(name: str, generation: str, compiled: bool = False) -> str:
+    """Whose constants price a stack that has no entry of its own on a device generation, in words; empty where it has one."""
+    nearest = stack_for(name, generation, compiled)
+    if nearest is not None and nearest.name == name:
+        return ""
+    whose = f"those of {nearest.name}" if nearest is not None else "the estimates of the cluster's file"
+    return f"no constants of {name or 'an unnamed stack'} on {generation or 'an unknown generation'}: {whose}"
 
 
 def planner_fractions(generation: str) -> dict[str, float]:

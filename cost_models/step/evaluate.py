@@ -217,4 +217,4 @@ def _summary(
 def _mean_peak_flops_per_second(cluster: Cluster, candidate: Candidate) -> float:
     """Of one device in the compute dtype, over the stages."""
     clusters = stage_clusters(cluster, candidate.pipeline.stages)
-    return sum(each.device.peak_flops_per_second(candidate.precision.compute) for each in clusters) / len(clusters)
+    return sum(each.device.matrix_peak_flops_per_second(candidate.precision.compute) for each in clusters) / len(clusters)

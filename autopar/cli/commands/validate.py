@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     left_out = [(each["id"], each["skipped"]) for each in document["rows"] if each["skipped"]]
     if left_out:
         console.table("Skipped rows", ("row", "why"), left_out)
+    others = Counter(text for each in document["rows"] for text in each["assumed"] if text.startswith("no constants of"))
+    if others:
+        console.table("Rows priced with constants of other software", ("rows", "why"), [(n, text) for text, n in others.items()])
     _summary(document["summary"], document.get("leave_one_source_out"), console)
     if arguments.file is None:
         later = later_errors(price_rows(read_table(later_table()), session=session))
