@@ -19,8 +19,8 @@ from .comm.agreement import Stated, require_agreement
 from .compat import apply
 from .device.autocast import autocast_of
 from .device.mesh import MeshHandle
-from .frozen_reads import Change, FrozenReads, Reads
 from .errors import AutoparError
+from .frozen_reads import Change, FrozenReads, Reads
 from .module import Program
 from .pipeline.pipeline_step import PipelineStep
 from .pipeline.weight_versions import PipeDreamStep

@@ -260,7 +260,7 @@ class _Search:
             same = (each.point.mesh, each.point.zero_group) == (solved.point.mesh, solved.point.zero_group)
             if same and not each.done and each.point.micro_batches % solved.point.micro_batches == 0:
                 each.raise_bound(solved.bound_seconds)
-                each.settle(Status.PRUNED)
+                each.settle(Status.PRUNED, f"{solved.point.micro_batches} micro-batches are no slower, and fit")
 
     def _solved_with_memory(self, each: SearchPoint) -> _Solved:
         ran = self._solve_with_memory(each)

@@ -123,7 +123,7 @@ class SearchBounds:
         check_forced_axes(problem, forced_axes(problem.mesh, state.options.force))
         if not state.forced and state.solver(problem, members[0].solution).has_useless_axis():
             for each in members:
-                each.settle(Status.PRUNED)
+                each.settle(Status.PRUNED, "nothing can be sharded over one of its axes")
         least = operation_bound(problem)
         self.ideal_seconds = self.ideal_seconds or ideal_seconds(problem)
         self._tell_pipelines(problem, least)

@@ -46,16 +46,17 @@ def report_solution(state: SearchState, solution: MeshSolution) -> None:
 
 
 def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> PlanResult:
-    """The best plan with its certificate. What was not solved, with time left, is pruned by its bound."""
+    """The best plan with its certificate. What was not solved, with time left, is pruned by its bound, or says why it was not
+    tried."""
     assert best.candidate is not None and best.evaluation is not None
     for each in state.points:
         if not each.done and not interrupted and state.seconds_left() > 0:
-            each.solution.status = Status.PRUNED
-    solutions = [*(each.solution for each in state.points), *state.pipelines.finished()]
-    pruned = sum(each.status is Status.PRUNED for each in solutions)
+            each.solution.leave(state.best_seconds(), state.options.min_improvement, state.why_not_tried(each))
+    solutions = [*(each.solution for each in state.points), *state.pipelines.finished(state.best_seconds())]
+    pruned, not_tried = (sum(each.status is status for each in solutions) for status in (Status.PRUNED, Status.NOT_TRIED))
     solved = sum(each.solved for each in solutions)
     state.progress(
-        f"{len(solutions)} candidates: {solved} solved, {pruned} pruned by bounds, "
+        f"{len(solutions)} candidates: {solved} solved, {pruned} pruned by bounds, {not_tried} not tried, "
         f"{sum(each.status is Status.INFEASIBLE for each in solutions)} do not fit; gap {100 * state.gap():.2g} %"
     )
     for line in _told(state, best):

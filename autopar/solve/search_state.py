@@ -49,9 +49,9 @@ class SearchPoint:
         """Bounds of a point only grow."""
         self.solution.bound_seconds = max(self.solution.bound_seconds, seconds)
 
-    def settle(self, status: Status) -> None:
+    def settle(self, status: Status, reason: str = "") -> None:
         """No plan of this point will be solved for."""
-        self.solution.status, self.done = status, True
+        self.solution.status, self.solution.reason, self.done = status, reason, True
 
 
 class SearchState:
@@ -132,6 +132,12 @@ class SearchState:
             enough = max(enough, options.min_improvement_large)
         bound_seconds = max(bound_seconds, each.bound_seconds)
         return bound_seconds > self.best_seconds() * (1 - enough) or self.seconds_left() <= 0
+
+    def why_not_tried(self, each: SearchPoint) -> str:
+        """Why a point was left out that bounds do not prune."""
+        if self._is_large(each.point.mesh):
+            return f"a problem of more than {LARGE} variables, too large for the gain that is possible at most"
+        return "the gain that is possible at most is too small for another axis"
 
     def any_open(self, points: Sequence[SearchPoint]) -> bool:
         """Whether some of the points may still have a better plan."""

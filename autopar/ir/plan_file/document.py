@@ -172,13 +172,15 @@ class Baseline(msgspec.Struct, frozen=True):
 
 
 class MeshResult(msgspec.Struct, frozen=True):
-    """What the search found at one point of its grid. `bound_seconds` is a lower bound of every plan there (None: none fits)."""
+    """What the search found at one point of its grid. `bound_seconds` is a lower bound of every plan there (None: none fits),
+    `reason` says why there is none."""
 
     mesh: str
     status: str
     bound_seconds: float | None = None
     step_seconds: float | None = None
     peak_memory_bytes: int | None = None
+    reason: str = ""
 
 
 class FastestInfo(msgspec.Struct, frozen=True):

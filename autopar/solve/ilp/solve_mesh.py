@@ -35,8 +35,8 @@ _REPEATS = 1e-6
 @dataclass(slots=True)
 class MeshSolution:
     """What is known of one point of the grid. `bound_seconds` is below every plan on it; `shortage_bytes` is the least that an
-    infeasible one lacks on each device, `refusal` why its plan does not obey a forced degree. `graph` is that of the
-    candidate, where its blocks differ by pipeline stage."""
+    infeasible one lacks on each device, `refusal` why its plan does not obey a forced degree, `reason` why it was not solved.
+    `graph` is that of the candidate, where its blocks differ by pipeline stage."""
 
     mesh: Mesh
     status: Status = Status.TIMEOUT
@@ -49,6 +49,7 @@ class MeshSolution:
     shortage_bytes: float = 0.0
     warnings: list[str] = field(default_factory=list)
     refusal: str = ""
+    reason: str = ""
     micro_batches: int = 1
     zero_group: int = 0
     stages: int = 1
@@ -72,6 +73,15 @@ class MeshSolution:
     def solved(self) -> bool:
         """Whether there is a plan that fits."""
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+    def leave(self, best_seconds: float, min_improvement: float, reason: str) -> None:
+        """Leave it unsolved beside a plan of `best_seconds`: pruned where its bound says that nothing on it is faster by
+        `min_improvement`, else not tried, for the `reason`."""
+        if self.bound_seconds >= best_seconds * (1 - min_improvement):
+            self.status = Status.PRUNED
+        else:
+            room = 1 - self.bound_seconds / best_seconds
+            self.status, self.reason = Status.NOT_TRIED, f"{reason}; its bound leaves room for {100 * room:.2g} % less"
 
     @property
     def step_seconds(self) -> float | None:

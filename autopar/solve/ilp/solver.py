@@ -33,13 +33,14 @@ _NODE_VARIABLES = 300_000
 
 class Status(StrEnum):
     """`FEASIBLE`: the solution is not proven optimal. `TIMEOUT`: time ended without a solution. `PRUNED`: not solved, since its
-    bound is above a known plan."""
+    bound is above a known plan. `NOT_TRIED`: not solved, although its bound leaves room for a better plan."""
 
     OPTIMAL = "OPTIMAL"
     FEASIBLE = "FEASIBLE"
     TIMEOUT = "TIMEOUT"
     INFEASIBLE = "INFEASIBLE"
     PRUNED = "PRUNED"
+    NOT_TRIED = "NOT TRIED"
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ class PipelineSearch:
         self._operations: dict[GridPoint, RelaxedCalls] = {}
         self._rough: dict[object, StageRelaxation] = {}
         self._roughly: dict[GridPoint, float] = {}
+        self._estimated: dict[GridPoint, float] = {}
         self._tightening: BoundTightening | None = None
 
     @property
@@ -104,6 +105,7 @@ class PipelineSearch:
         bounds = {point: each.bound_seconds for point, each in self.points.items() if self._is_open(point, best_seconds())}
         bounds = dict(sorted(bounds.items(), key=lambda each: each[1]))
         order = promising(self.stage_search, bounds, best_seconds() * (1 - self.options.min_improvement), self._with_memory)
+        self._estimated = {point: seconds for seconds, point, _ in reversed(order)}
         for result in self.stage_search.solutions(order, best_seconds()):
             result.bound_seconds = self.points[self._point_of(result)].bound_seconds
             self.solutions.append(result)
@@ -237,9 +239,17 @@ class PipelineSearch:
         """Below every pipeline of each point that is not shown to be infeasible."""
         return [result.bound_seconds for result in self.points.values() if result.status is not Status.INFEASIBLE]
 
-    def finished(self) -> list[MeshSolution]:
-        """All results. What was not solved is pruned by its bound, or by what its schedules take at least by estimate."""
-        for result in self.points.values():
+    def finished(self, best_seconds: float) -> list[MeshSolution]:
+        """All results. What was not solved beside a plan of `best_seconds` is pruned by its bound, or says why it was not
+        tried."""
+        for point, result in self.points.items():
             if self.ran and result.status is Status.TIMEOUT:
-                result.status = Status.PRUNED
+                result.leave(best_seconds, self.options.min_improvement, self._why_not_tried(point))
         return self.all_solutions
+
+    def _why_not_tried(self, point: GridPoint) -> str:
+        if point in self.stage_search.priced:
+            return "the partitions that were priced do not fit, or are listed with their schedules"
+        if point in self._estimated:
+            return f"estimated at {self._estimated[point]:.4g} s, and enough others were priced before"
+        return "estimated to be no faster than the best plan then"
