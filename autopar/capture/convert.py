@@ -19,11 +19,12 @@ from autopar.capture.control_flow import CONTROL_FLOW, is_control_flow, region_c
 from autopar.capture.flat import FlatGraph, StateTensor, drop_dead
 from autopar.capture.layers import CALL_MARK
 from autopar.capture.tracing.custom_functions import SEED, check_linear
+from autopar.capture.tracing.explain import data_dependent
 from autopar.capture.tracing.fake_copy import has_no_data
 from autopar.capture.tracing.guards import refuse_random
 from autopar.capture.tracing.layer_span import LayerSpan
 from autopar.capture.tracing.outline import NAMESPACE
-from autopar.capture.tracing.trace import NO_GRAD_MARK, Traced, data_dependent
+from autopar.capture.tracing.trace import NO_GRAD_MARK, Traced
 from autopar.errors import CaptureError
 from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
