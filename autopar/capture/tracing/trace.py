@@ -22,11 +22,12 @@ from autopar.capture.tracing.data.hints import cumulative_statistics, masks_are_
 from autopar.capture.tracing.data.indices import ListIndices
 from autopar.capture.tracing.data.known_values import KnownValues
 from autopar.capture.tracing.decompose import decomposed
+from autopar.capture.tracing.derivatives import derivatives_inside
 from autopar.capture.tracing.experts import experts_as_operator
 from autopar.capture.tracing.explain import explain, is_data_dependent
 from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
-from autopar.capture.tracing.guards import custom_functions, numbers_taken, refuse_complex, refuse_hooks
+from autopar.capture.tracing.guards import Refusals, custom_functions, numbers_taken, refuse_complex, refuse_hooks
 from autopar.capture.tracing.join_layers import join_layers
 from autopar.capture.tracing.outline import of_equal_code, outline
 from autopar.errors import CaptureError
@@ -56,6 +57,8 @@ class Traced:
     """The line that makes a number of the batch, where it is not symbolic."""
     checks: tuple[str, ...] = ()
     """The lines of checks of data that are left out."""
+    derivatives: tuple[str, ...] = ()
+    """The lines that take derivatives in the forward."""
     lengths: Mapping[Any, int] = field(default_factory=dict)
     """Values of the symbols that are no batch (see `symbolic_lengths`)."""
 
@@ -147,7 +150,7 @@ def trace(
     dtype = getattr(torch, compute_dtype) if compute_dtype else None
     ways = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
     attempts: tuple[tuple[bool, bool], ...] = ways[-1:] if fixed_batch else ways
-    fixed_at, lines = "", list[str]()
+    fixed_at, lines, derivatives = "", list[str](), list[str]()
     for symbolic, short in attempts:
         told: list[Told] = []
         clone: LossOnly | None = None
@@ -162,12 +165,14 @@ def trace(
                 stack.enter_context(custom_functions(allowed))
                 stack.enter_context(flex_as_operations())
                 stack.enter_context(ListIndices())
+                stack.enter_context(Refusals())
                 stack.enter_context(known)
                 stack.enter_context(masks_are_not_read())
                 stack.enter_context(to_the_same_device())
                 stack.enter_context(cumulative_statistics())
                 lines = stack.enter_context(numbers_taken())
                 checks = stack.enter_context(checks_pass())
+                derivatives = stack.enter_context(derivatives_inside())
                 stack.enter_context(opaque_modules(model, clone.module, of_equal_code))
                 stack.enter_context(experts_as_operator(clone.module))
                 if short and not stack.enter_context(outline(clone.module)):
@@ -186,6 +191,7 @@ def trace(
                 outputs=paths,
                 interface=interface,
                 checks=tuple(dict.fromkeys(checks)),
+                derivatives=tuple(derivatives),
                 differentiable=frozenset(name for name, tensor in tensors.items() if tensor.requires_grad),
             )
         except CaptureError:
@@ -194,7 +200,7 @@ def trace(
             fixed_at = fixed_at or next((line for line in lines if ".py:" in line), "")
             if short or (symbolic and (known.more_at_fixed_sizes or not is_data_dependent(error))):
                 continue
-            raise explain(error, clone.module if clone is not None else model) from None
+            raise explain(error, clone.module if clone is not None else model, derivatives) from None
     raise AssertionError
 
 
