@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from .comm.agreement import Stated, require_agreement
 from .compat import apply
 from .device.autocast import autocast_of
+from .device.groups import control_group
 from .device.mesh import MeshHandle
 from .errors import AutoparError
 from .frozen_reads import Change, FrozenReads, Reads
@@ -288,7 +289,7 @@ class Variants:
         several = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
         if several:
             if self.control is None:
-                self.control = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else dist.group.WORLD
+                self.control = control_group()
             number = hash_of((*call.key, call.batch))
             said = torch.tensor([number, -number, changed])
             dist.all_reduce(said, dist.ReduceOp.MAX, self.control)
