@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..errors import RuntimeProblem, StateProblem
+from ..errors import AttributeProblem, RuntimeProblem, StateProblem
 from .gradient import hooked
 
 _LIBRARIES = ("torch", "transformers", "diffusers")
@@ -96,10 +96,13 @@ class PlainModel:
     # -- attributes
 
     def attribute(self, parallel: nn.Module, name: str) -> Any:
-        """An attribute of the model that is no module or tensor, or a method of its own class (see `_called`). AttributeError
+        """An attribute of the model that is no module or tensor, or a method of its own class (see `_called`). AttributeProblem
         where there is none."""
         if name.startswith("_") or not (name in self.skeleton.__dict__ or hasattr(type(self.skeleton), name)):
-            raise AttributeError(f"neither the parallel model nor {type(self.skeleton).__name__} has an attribute {name!r}")
+            remedy = ": leave it out, a parallel model is no wrapper" if name == "module" else ""  # of DistributedDataParallel
+            raise AttributeProblem(
+                f"neither the parallel model nor {type(self.skeleton).__name__} has an attribute {name!r}{remedy}"
+            )
         if name in self.skeleton.__dict__:
             value = self.skeleton.__dict__[name]
             if not isinstance(value, torch.Tensor):
@@ -115,7 +118,7 @@ class PlainModel:
                 return found.fget(parallel)
             if found is not None and not callable(found):
                 return found
-        raise AttributeError(
+        raise AttributeProblem(
             f"{type(self.skeleton).__name__}.{name} is not there on the parallel model: load parallel.full_state() into a plain "
             "model"
         )
