@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.port_scripts import Result, changed_lines, names, result_differences, run_after, run_before
 from support.harness.rank_pool import RankPool
+from support.port_scripts import Result, changed_lines, names, result_differences, run_after, run_before
 
 PAGE = Path(__file__).parents[3] / "docs" / "ports.md"
 QUICK = ("ddp", "gan", "padded")
