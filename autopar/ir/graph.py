@@ -170,6 +170,24 @@ class Graph:
         """The values that the program returns: the loss first."""
         return (self.loss, *(output.value for output in self.outputs))
 
+    @property
+    def forward_only(self) -> bool:
+        """Whether no gradient flows into the loss: the model is frozen, and its program has no backward."""
+        return not self.differentiable(self.loss)
+
+    def value(self, name: str) -> Value | None:
+        """The value of this name that a call makes, as it is called in the call's block; None where none makes it."""
+        call = next((call for call in self.calls if name in call.outputs), None)
+        if call is None:
+            return None
+        block = self.block(call.block)
+        return block.values()[block.outputs[call.outputs.index(name)]]
+
+    def differentiable(self, name: str) -> bool:
+        """Whether a gradient flows through a value that a call makes."""
+        value = self.value(name)
+        return value is not None and value.differentiable
+
     def block(self, name: str) -> Block:
         return next(block for block in self.blocks if block.name == name)
 

@@ -55,10 +55,6 @@ class PeerProblem(RuntimeProblem):
     on_all_ranks = True
 
 
-class AttributeProblem(RuntimeProblem, AttributeError):
-    """An attribute of the model whose value a parallel model does not have."""
-
-
 class MismatchProblem(RuntimeProblem):
     """The ranks of a run have different models, programs, versions or batches."""
 
@@ -83,6 +79,10 @@ class MemoryProblem(RuntimeProblem):
 
 class StateProblem(RuntimeProblem, StateError):
     """State that does not fit the program."""
+
+
+class AttributeProblem(RuntimeProblem, AttributeError):
+    """An attribute that a parallel model has not, or whose value it does not have; `hasattr` says so too."""
 
 
 class CheckpointProblem(StateProblem):

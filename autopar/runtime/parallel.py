@@ -28,6 +28,7 @@ from .pipeline.other_stages import further_tensors
 from .pipeline.pipeline_step import PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .pipeline.weight_versions import PipeDreamStep
+from .random_draws import draw_for_stage, draw_whole_tensors
 from .report.measurement import Measurement, Predict
 from .report.step_report import StepReport
 from .sharded_module import ShardedModule
@@ -108,6 +109,7 @@ class Parallel(ShardedModule):
         whole_items()
         data_by_values()
         further_operations()
+        draw_whole_tensors()
         explain_penalties()
         agree_on_overflow()
         # FSDP2 warns of in-place writes into views that a block returns; generated code never writes in place.
@@ -133,6 +135,7 @@ class Parallel(ShardedModule):
         offload_as_planned(self, trained, mesh.device, mesh.host_memory, program.offload_optimizer)
         if self.state.stage is not None:
             self.state.stage.heartbeat = heartbeat
+            draw_for_stage(self.state.stage)
         if isinstance(program, PipelineProgram):
             made = make_pipeline_step(program, self.state)
             self.__dict__["pipeline_step"] = made
@@ -271,9 +274,9 @@ class Parallel(ShardedModule):
         loss, others = self._run(variant, inputs, training)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             loss = with_plain_gradient(loss, self.program.mesh.pp.size)
-        if not torch.is_grad_enabled():
-            reshard_all(self.program)
         program = variant.program
+        if not torch.is_grad_enabled() or program.forward_only:
+            reshard_all(self.program)
         outputs = returned_outputs(program, others) if program.outputs else {}
         taking = (output for path, output in outputs.items() if program.output_kinds.get(path) == "gradient")
         for output in (loss, *taking) if self.heartbeat is not None else ():

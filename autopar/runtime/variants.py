@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_flatten_with_path
 from .comm.agreement import Stated, require_agreement
 from .compat import apply
 from .device.autocast import autocast_of
+from .device.groups import control_group
 from .device.mesh import MeshHandle
+from .errors import AutoparError
 from .frozen_reads import Change, FrozenReads, Reads
 from .module import Program
 from .pipeline.pipeline_step import PipelineStep
@@ -28,6 +30,7 @@ from .state.unfreeze import UnfrozenParameters
 from .step.constants import constant_text
 from .step.inputs import arguments_by_name, path_word
 from .step.micro_batches import Batch, StepResult, run_micro_batches, split_result
+from .step.outputs import EVERYTHING, leaves_out
 from .step.placed_inputs import model_placements
 
 MOST_VARIANTS = 64
@@ -164,7 +167,8 @@ class Variants:
         self.known: OrderedDict[tuple[CallKey, int], Variant] = OrderedDict()
         self.uneven: dict[CallKey, MadeVariant] = {}  # a program for each number of examples, of one class
         self.control: dist.ProcessGroup | None = None
-        self.outputs: tuple[str, ...] = ()
+        self.outputs: tuple[str, ...] | None = None
+        self.incomplete: set[CallKey] = set()  # calls of which no program returns everything
         self.autocast = ""
         self.unfrozen = UnfrozenParameters(first.state)
 
@@ -190,7 +194,11 @@ class Variants:
         elif batch % ranks:
             division = "uneven" if batch > ranks and self.first.step is None else "whole"
         gradients = self.first.step is not None and torch.is_grad_enabled()
-        key = CallKey(modes, words, division, gradients, self.outputs, autocast=self.autocast, changed=self.frozen.changed())
+        outputs = self.outputs
+        if outputs is None:
+            overlapping = isinstance(self.first.step, PipeDreamStep)  # it has one program
+            outputs = () if torch.is_grad_enabled() or overlapping else (EVERYTHING,)
+        key = CallKey(modes, words, division, gradients, outputs, autocast=self.autocast, changed=self.frozen.changed())
         return KeyedCall(given, key, batch, times)
 
     def learn_first(
@@ -199,7 +207,7 @@ class Variants:
         """The example inputs, which select the first program whether gradients are wanted or not. Under the active autocast."""
         self.autocast = autocast_of(self.first.program.mesh.device.type)
         self.first.fixed_batch = fixed_batch
-        key = self.call(modes, args, keywords).key._replace(division="micro-batches")
+        key = self.call(modes, args, keywords).key._replace(division="micro-batches", outputs=())
         for gradients in (False, True):
             self.known[key._replace(gradients=gradients), fixed_batch] = self.first
 
@@ -207,15 +215,39 @@ class Variants:
         """The variant of a call, made where it is new, and whether it runs in training mode. All ranks must come here
         together."""
         modes, training = self.modes_of(call.key.modes)
-        return self._find(call._replace(key=call.key._replace(modes=modes))), training
+        call = call._replace(key=call.key._replace(modes=modes))
+        return (self._complete(call) if EVERYTHING in call.key.outputs else self._find(call)), training
 
-    def _find(self, call: KeyedCall) -> Variant:
+    def _complete(self, call: KeyedCall) -> Variant:
+        """A program that returns all fields: that of training where it leaves none out, else one that is asked for them. Where
+        there is none, what is left out says so when it is used."""
+        plain = call._replace(key=call.key._replace(outputs=()))
+        found = self._known(plain)
+        if plain.key in self.incomplete or (found is not None and not leaves_out(found.form)):
+            return found or self._find(plain)
+        try:
+            variant = self._find(call)
+        except AutoparError as problem:
+            LOGGER.info("no program returns every field of a call with %s: %s", call.words(), problem)
+            self.incomplete.add(plain.key)
+            return self._find(plain)
+        if found is None and not (variant.program.outputs and variant.program.has_loss):  # a call with gradients gets the same
+            fixed = next(fixed for fixed in (0, call.batch) if (call.key, fixed) in self.known)
+            self.known[plain.key, fixed] = self.known.pop((call.key, fixed))
+        return variant
+
+    def _known(self, call: KeyedCall) -> Variant | None:
         for fixed in (0, call.batch):
             found = self.known.get((call.key, fixed))
             if found is not None:
                 if found is not self.first:
                     self.known.move_to_end((call.key, fixed))
                 return found
+        return None
+
+    def _find(self, call: KeyedCall) -> Variant:
+        if (found := self._known(call)) is not None:
+            return found
         made = self.uneven.get(call.key) or self._made(call)
         if made.uneven:
             self.uneven[call.key] = made
@@ -257,7 +289,7 @@ class Variants:
         several = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
         if several:
             if self.control is None:
-                self.control = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else dist.group.WORLD
+                self.control = control_group()
             number = hash_of((*call.key, call.batch))
             said = torch.tensor([number, -number, changed])
             dist.all_reduce(said, dist.ReduceOp.MAX, self.control)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from autopar.capture.lengths import CaptureOptions
 from autopar.capture.modes import CapturedModes
 from autopar.capture.reads import recorded_reads
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.tensors.sizes import value_bytes
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
@@ -28,12 +29,16 @@ from autopar.rules.registry import Registry
 from autopar.runtime.device.axis import shares_of
 from autopar.runtime.frozen_reads import FrozenReads, Reads
 from autopar.runtime.step.inputs import path_word
+from autopar.runtime.step.outputs import EVERYTHING
 from autopar.runtime.variants import LOGGER, KeyedCall, MadeVariant
 from autopar.variants.exports import Exports
 from autopar.variants.placed import placed_values
 from autopar.variants.planner import plan_variant
 
 T = TypeVar("T")
+
+MOST_BYTES = 2**30
+"""Of a field that a call without gradients returns unasked; a larger one (logits of a large vocabulary) is left out."""
 
 
 def on_first_rank(make: Callable[[], T]) -> T:
@@ -117,6 +122,10 @@ class VariantMaker:
         options["autocast"] = call.key.autocast
         outside = self.plan.candidate.pipeline.stages > 1 and not call.key.gradients
         chosen = CaptureOptions(**options, usual_kind="full" if outside else "")
+        graph = self.exports.graph(model, call.key.modes, arguments, chosen, call.key.changed)
+        if EVERYTHING not in call.key.outputs or len(kept := _whole_fields(graph)) == len(graph.outputs):
+            return graph
+        chosen = replace(chosen, outputs=(*self.options["outputs"], *kept))
         return self.exports.graph(model, call.key.modes, arguments, chosen, call.key.changed)
 
     def right_in(self, training: bool) -> bool:
@@ -131,6 +140,12 @@ class VariantMaker:
     def _compared(self, training: bool) -> tuple[bool, Reads]:
         with recorded_reads() as record:
             return self.modes.right_in(training), record.reads
+
+
+def _whole_fields(graph: Graph) -> tuple[str, ...]:
+    """The outputs that nobody asked for and that every rank can hold as a whole."""
+    sizes = ((output, graph.value(output.value)) for output in graph.outputs)
+    return tuple(output.asked for output, value in sizes if value is None or value_bytes(value, graph.batch) <= MOST_BYTES)
 
 
 def _tensors(arguments: dict[str, Any]) -> Any:

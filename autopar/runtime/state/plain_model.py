@@ -134,11 +134,14 @@ class PlainModel:
     # -- attributes
 
     def attribute(self, parallel: nn.Module, name: str) -> Any:
-        """An attribute of the model that is no module or tensor, or a method of its own class (see `_called`). AttributeError
+        """An attribute of the model that is no module or tensor, or a method of its own class (see `_called`). AttributeProblem
         where there is none, or the forward has set it."""
         self.check_attribute(self.skeleton, name)
         if name.startswith("_") or not (name in self.skeleton.__dict__ or hasattr(type(self.skeleton), name)):
-            raise AttributeError(f"neither the parallel model nor {type(self.skeleton).__name__} has an attribute {name!r}")
+            remedy = ": leave it out, a parallel model is no wrapper" if name == "module" else ""  # of DistributedDataParallel
+            raise AttributeProblem(
+                f"neither the parallel model nor {type(self.skeleton).__name__} has an attribute {name!r}{remedy}"
+            )
         if name in self.skeleton.__dict__:
             value = self.skeleton.__dict__[name]
             if not isinstance(value, torch.Tensor):
@@ -154,7 +157,7 @@ class PlainModel:
                 return found.fget(parallel)
             if found is not None and not callable(found):
                 return found
-        raise AttributeError(
+        raise AttributeProblem(
             f"{type(self.skeleton).__name__}.{name} is not there on the parallel model: load parallel.full_state() into a plain "
             "model"
         )
