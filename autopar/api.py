@@ -17,6 +17,8 @@ from torch import nn
 from autopar.capture import current_autocast
 from autopar.capture.modes import CapturedModes
 from autopar.capture.normalize.batch_norm import LOCAL
+from autopar.capture.reads import numbers_unchanged, recorded_reads
+from autopar.capture.results.returned import LOSS
 from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
@@ -44,6 +46,7 @@ from autopar.planning import (
 )
 from autopar.precision import PrecisionLike, compute_dtype_of
 from autopar.program.build import build_program
+from autopar.runtime.code_reads import Code, code_of
 from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
 from autopar.runtime.comm.heartbeat import watched
 from autopar.runtime.comm.joining import join
@@ -51,6 +54,7 @@ from autopar.runtime.comm.peer_watch import PATIENCE_SECONDS
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
 from autopar.runtime.errors import MismatchProblem
+from autopar.runtime.frozen_reads import FrozenReads, Reads
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.pretrained.source import pretrained_source
 from autopar.runtime.state.meta_buffers import fill_missing, named_state
@@ -162,10 +166,14 @@ def _build(
             _compare_models(model)
             source = BroadcastSource(tensors) if weights is None else pretrained_source(model, weights)
         with watched(heartbeat, "planning"):
-            agreed = planfile.decode_plan(on_first_rank(lambda: chosen().to_json()))
+            code = code_of(model, options.loss_fn)
+            text, reads = on_first_rank(lambda: _with_reads(chosen, code))
+            agreed = planfile.decode_plan(text)
             check_float8(agreed, run.compile)
-            _warn_of(model)
-            maker = _variant_maker(model, agreed, cluster_of_plan(agreed, cluster), example_inputs, options.loss_fn)
+            _warn_of(model, code)
+            frozen = FrozenReads(copy_without_data(model, None), reads, code.names)
+            planned = cluster_of_plan(agreed, cluster)
+            maker = _variant_maker(frozen, agreed, planned, example_inputs, options, current_autocast(model))
         program = build_program(agreed.graph, agreed.candidate)
         with watched(heartbeat, "making process groups"):
             mesh = MeshHandle(program.Program.mesh_axes)
@@ -173,8 +181,8 @@ def _build(
         form = agreed.graph.interface.returns if agreed.graph.interface else None
         parallel = Parallel(
             program.Program(mesh), source, compile=run.compile, form=form, heartbeat=heartbeat,
-            plain=PlainModel(model, maker.model, maker.right_in), check_batch_every=run.check_batch_every,
-            check_every=run.check_every, make_variant=maker.make,
+            plain=PlainModel(model, frozen, maker.right_in, agreed.graph.updated_buffers()),
+            check_batch_every=run.check_batch_every, check_every=run.check_every, make_variant=maker.make,
         )  # fmt: skip
         if parallel.variants is not None:
             fixed = 0 if agreed.graph.batch_is_symbolic else agreed.graph.batch
@@ -256,27 +264,38 @@ def _compare_models(model: nn.Module) -> None:
         raise PlanMismatch(str(problem)) from None
 
 
+def _with_reads(chosen: Callable[[], Plan], code: Code) -> tuple[str, Reads]:
+    """The text of a plan, and what was read of the model while it was captured for it."""
+    with recorded_reads() as record, numbers_unchanged(code.names):
+        return chosen().to_json(), record.reads
+
+
 def _variant_maker(
-    model: nn.Module, agreed: Plan, cluster: Cluster, example_inputs: ExampleInputs, loss_fn: LossFunction | None
+    frozen: FrozenReads,
+    agreed: Plan,
+    cluster: Cluster,
+    example_inputs: ExampleInputs,
+    asked: PlanOptions,
+    autocast: str,
 ) -> VariantMaker:
     """What makes the programs of other calls."""
     args, kwargs = split_inputs(example_inputs)
     has_loss = agreed.graph.interface is None or agreed.graph.interface.has_loss
+    said = (text for text in asked.outputs if text.endswith(f":{LOSS}"))
     options: dict[str, Any] = dict(
-        compute_dtype=compute_dtype_of(agreed.candidate.precision, model),
+        compute_dtype=compute_dtype_of(agreed.candidate.precision, frozen.model),
         float8=agreed.candidate.precision.float8,
-        outputs=tuple(output.asked for output in agreed.graph.outputs) if has_loss else (),
+        outputs=(*(output.asked for output in agreed.graph.outputs if has_loss), *said),
         batch_norm="local" if LOCAL in agreed.graph.notes else "global",
-        loss_fn=loss_fn,
+        loss_fn=asked.loss_fn,
         batch_dim=batch_dims(agreed),
-        autocast=current_autocast(model),
+        autocast=autocast,
     )
-    skeleton = copy_without_data(model, None)
-    modes = CapturedModes(skeleton, args, kwargs, options, agreed.graph)
-    return VariantMaker(skeleton, agreed, cluster, registry(), options, modes)
+    modes = CapturedModes(copy_without_data(frozen.model, None), args, kwargs, options, agreed.graph)
+    return VariantMaker(frozen, agreed, cluster, registry(), options, modes)
 
 
-def _warn_of(model: nn.Module) -> None:
+def _warn_of(model: nn.Module, code: Code) -> None:
     """On rank 0, what a program cannot have of the model as it is."""
     if dist.get_rank():
         return
@@ -284,6 +303,12 @@ def _warn_of(model: nn.Module) -> None:
         warnings.warn(
             "hooks do not run in the parallel program (what they compute of tensors was captured once): those of "
             + ", ".join(hooked),
+            stacklevel=3,
+        )
+    if code.outside:
+        warnings.warn(
+            f"{code.outside[0]}, which a program does not do again: it has what the forward read when it was captured. Read it "
+            "outside of the forward, and pass it in, or set an attribute of the model",
             stacklevel=3,
         )
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.capture.normalize.batch_norm import LOCAL
-from autopar.capture.returned import parse_asked, within
+from autopar.capture.results.returned import LOSS, asked_loss, parse_asked, within
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, ClusterError, PlanMismatch
@@ -61,14 +61,17 @@ def check_plan(
     args, kwargs = split_inputs(example_inputs)
     planned = {output.path: output for output in given.graph.outputs}
     for path, kind in parse_asked(outputs).items():
+        if kind == LOSS:
+            continue
         found = [output for each, output in planned.items() if within(each, path)]
         if not found or any(kind and output.kind != kind for output in found):
             how = " like that" if found else ""
             raise PlanMismatch(f"the plan returns no {path} beside the loss{how}: plan again with outputs={tuple(outputs)}")
     statistics = "local" if LOCAL in given.graph.notes else "global"
+    asked = (*(output.asked for output in planned.values()), *asked_loss(given.graph))
     graph = capture(
         model, args, kwargs, compute_dtype=compute_dtype_of(given.candidate.precision, model), batch_norm=statistics,
-        loss_fn=loss_fn, outputs=tuple(output.asked for output in planned.values()), batch_dim=batch_dims(given),
+        loss_fn=loss_fn, outputs=asked, batch_dim=batch_dims(given),
         float8=given.candidate.precision.float8,
     )  # fmt: skip
     if graph.fingerprint != given.graph.fingerprint:

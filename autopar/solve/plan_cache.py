@@ -57,8 +57,7 @@ class PlanCache:
         """Only what was solved to the end: the same search may find more on a machine that is less busy. A folder that cannot be
         written is no error."""
         search = plan.document.search
-        ended = search.status == "FEASIBLE" and all(each.status != "TIMEOUT" for each in search.meshes)
-        if search.status != "OPTIMAL" and not ended:
+        if search.cut_short:
             return
         with suppress(OSError, FileError):
             self.folder.mkdir(parents=True, exist_ok=True)

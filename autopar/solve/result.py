@@ -28,9 +28,9 @@ class PlanResult:
     """The plan that was chosen: `graph` is that of the candidate (pipeline stages may have blocks of their own), `evaluation` its
     predicted step. `lower_bound_seconds` is below the step of every plan on every point of the grid, and `gap` is relative to the
     step. `solutions` has every point that was looked at, `alternatives` all plans that fit. `fastest`: where that is another plan
-    than the chosen one (`robust_choice`). `cut_short`: the limit of time that ended the search or a problem of it, in words,
-    empty where none did; then a busier machine may find another plan, or another bound. `warnings` would be bugs: an evaluator
-    and an ILP that disagree."""
+    than the chosen one (`robust_choice`). `cut_short`: what ended the search before its own limits did, in words, empty where
+    nothing did; then another machine may find another plan, or another bound. `warnings` would be bugs: an evaluator and an ILP
+    that disagree."""
 
     graph: Graph
     candidate: Candidate
@@ -39,7 +39,6 @@ class PlanResult:
     lower_bound_seconds: float
     gap: float
     solutions: tuple[MeshSolution, ...]
-    seconds: float
     alternatives: tuple[MeshSolution, ...] = ()
     fastest: Fastest | None = None
     cut_short: str = ""

@@ -179,6 +179,12 @@ def read_cluster(path: Path, name: str) -> Cluster:
         raise ClusterError(f"{path.name}: each of groups needs a cluster ({error})") from None
 
 
+def preset_with_devices(preset: str, size: int) -> Cluster:
+    """`size` devices of a bundled cluster, as many as published runs have. Its file is what is scaled: in one node
+    (`Cluster.parse(preset)`) a level that joins several nodes is already as narrow as the node, and would stay so."""
+    return with_devices(read_cluster(preset_path(preset), preset), f"{preset}, {size} devices", size)
+
+
 def with_nodes(one: Cluster, name: str, nodes: int) -> Cluster:
     """`nodes` copies of a one-node description: the last link joins them all."""
     return with_devices(one, name, one.size * nodes)

@@ -126,8 +126,7 @@ def summary(plan: Plan, console: Console) -> None:
         ("precision", f"{precision_text(plan.candidate.precision)}, {document.optimizer}"),
         ("step", _step(plan)),
         ("memory", _memory(plan)),
-        ("search", f"{document.search.status}, gap {percent(predicted.gap)}, {document.search.candidates} candidates, "
-         f"{document.search.seconds:.1f} s"),
+        ("search", f"{document.search.status}, gap {percent(predicted.gap)}, {document.search.candidates} candidates"),
         *([("", cut_short_text(document.search.cut_short))] if document.search.cut_short else []),
         ("replicated", ", ".join(f"{axis}: {percent(x)} of FLOPs" for axis, x in document.replicated_share.items()) or "-"),
     ]  # fmt: skip
@@ -144,6 +143,9 @@ def summary(plan: Plan, console: Console) -> None:
     baseline_table(document.baselines, predicted.step_seconds, predicted.peak_memory_bytes, console)
     if document.search.meshes:
         console.table("Candidates", ("mesh", "status", "lower bound", "step", "peak memory"), _candidates(document.search.meshes))
+        for each in _shown(document.search.meshes):
+            if each.status == "NOT TRIED" and each.reason:
+                console.text(f"not tried: {each.mesh}: {each.reason}")
 
 
 def _memory(plan: Plan) -> str:
@@ -157,13 +159,17 @@ def _memory(plan: Plan) -> str:
     return f"{size(peak)} of {size(capacity)} per device at the peak, margin {percent(margin)}: {size(budget)} may be taken{over}"
 
 
-def _candidates(every: Sequence[MeshResult]) -> list[tuple[str, ...]]:
+def _shown(every: Sequence[MeshResult]) -> list[MeshResult]:
     """Candidates with a plan, and of the others those with the smallest lower bounds."""
     solved = [each for each in every if each.step_seconds is not None]
     rest = sorted((each for each in every if each.step_seconds is None), key=lambda each: each.bound_seconds or inf)
+    return [*solved, *rest[: max(3, _ROWS - len(solved))]]
+
+
+def _candidates(every: Sequence[MeshResult]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         (m.mesh, m.status, seconds(m.bound_seconds), seconds(m.step_seconds), size(m.peak_memory_bytes))
-        for m in (*solved, *rest[: max(3, _ROWS - len(solved))])
+        for m in _shown(every)
     ]
     more = len(every) - len(rows)
     return [*rows, (f"{more} more", "", "", "", "")] if more else rows

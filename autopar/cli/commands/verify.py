@@ -67,6 +67,7 @@ def _given(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subje
     from autopar.api import check_plan
     from autopar.capture.models import load_model
     from autopar.capture.normalize.batch_norm import LOCAL
+    from autopar.capture.results.returned import asked_loss
     from autopar.cost_models.hardware.cluster import Cluster
 
     plan = load_plan(arguments.plan)
@@ -77,7 +78,7 @@ def _given(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subje
     plan = check_plan(plan, loaded.model, Cluster.parse(f"local:{plan.candidate.devices}"), loaded.example_inputs)
     whole = subject(
         loaded.model, loaded.example_inputs, plan.candidate.precision.compute, plan.candidate.precision.master,
-        outputs=tuple(output.asked for output in plan.graph.outputs) if _has_loss(plan) else (),
+        outputs=(*(output.asked for output in plan.graph.outputs), *asked_loss(plan.graph)) if _has_loss(plan) else (),
         batch_norm="local" if LOCAL in plan.graph.notes else "global", planned=plan.graph,
     )  # fmt: skip
     whole.source, whole.sizes = arguments.model, (batch.global_, arguments.seq or batch.seq)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ..device.groups import control_group
 from ..errors import CheckpointProblem
 from ..state.materialize import State
 from ..state.plain_model import PlainModel
@@ -49,7 +50,7 @@ class Checkpoints:
     def rounds(self, describe: Callable[[int], str]) -> Rounds:
         """For the main thread. All ranks call it together."""
         if self.control is None and dist.get_world_size() > 1:
-            self.control = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+            self.control = control_group()
         return Rounds(self.control, describe)
 
     def writing_rounds(self, describe: Callable[[int], str]) -> Rounds:

@@ -17,11 +17,12 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..compat import group_name
 from ..errors import LaunchProblem
 from .axis import AxisHandle, shares_of
+from .groups import shared_mesh
 from .offload import HostMemory
 from .rendezvous import JOIN_SECONDS, Meeting, meet
 from .rng import seed_stream
@@ -69,7 +70,7 @@ class MeshHandle:
     def _meshes(self, axes: dict[str, int]) -> tuple[DeviceMesh, DeviceMesh]:
         """The mesh of all stages, and that of this rank's stage."""
         sizes = self.pipeline_axes | axes
-        whole = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        whole = shared_mesh(self.device.type, sizes)
         return whole, whole[tuple(axes)] if self.pipeline_axes else whole
 
     def group_state(self, group_size: int) -> None:

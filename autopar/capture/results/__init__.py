@@ -1,0 +1,1 @@
+"""What a captured call returns: its loss, and the fields beside it."""
