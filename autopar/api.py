@@ -47,6 +47,7 @@ from autopar.runtime.comm.agreement import require_agreement, require_equal_mode
 from autopar.runtime.comm.heartbeat import Heartbeat, watched
 from autopar.runtime.comm.joining import join
 from autopar.runtime.comm.peer_watch import PATIENCE_SECONDS
+from autopar.runtime.compat import is_compiled
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
 from autopar.runtime.errors import LaunchProblem, MismatchProblem
@@ -67,7 +68,7 @@ def parallelize(
     *,
     plan: Plan | str | Path | None = None,
     precision: str | Precision | MixedPrecisionPolicy | None = None,
-    force: str | Mapping[str, int] = "",
+    force: str | Mapping[str, int] | None = "",
     optimizer: str = "adamw",
     strict: bool = False,
     compile: bool | str = False,
@@ -152,7 +153,7 @@ def parallelize(
         with watched(heartbeat, "planning"):
             agreed = planfile.decode_plan(on_first_rank(lambda: chosen().to_json()))
             check_float8(agreed, compile)
-            _warn_of(model)
+            _warn_of(model, compile)
             maker = _variant_maker(model, agreed, cluster, example_inputs, loss_fn, outputs)
         program = build_program(agreed.graph, agreed.candidate)
         with watched(heartbeat, "making process groups"):
@@ -187,6 +188,7 @@ class Deferred(Parallel):
         self.training = training
         self.__dict__["build"] = build
 
+    @torch.compiler.disable
     def forward(self, *args: Any, **batch: Any) -> Any:
         training = self.training
         built = self.__dict__["build"](args, batch)
@@ -273,10 +275,16 @@ def _variant_maker(
     return VariantMaker(skeleton, agreed, cluster, registry(), options, modes)
 
 
-def _warn_of(model: nn.Module) -> None:
+def _warn_of(model: nn.Module, compile: bool | str) -> None:
     """On rank 0, what a program cannot have of the model as it is."""
     if dist.get_rank():
         return
+    if is_compiled(model) and not compile:
+        warnings.warn(
+            "torch.compile of the model is no part of its parallel program, which is not compiled: pass the model itself, with "
+            "autopar.parallelize(..., compile=True)",
+            stacklevel=3,
+        )
     if hooked := hooked_modules(model):
         warnings.warn(
             "hooks do not run in the parallel program (what they compute of tensors was captured once): those of "

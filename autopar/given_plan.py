@@ -29,8 +29,9 @@ from autopar.schedules.pipeline_schedule import check_schedule
 
 
 def check_options(
-    plan: Plan, model: nn.Module, precision: str | Precision | MixedPrecisionPolicy | None, force: str | Mapping[str, int | str]
-) -> None:
+    plan: Plan, model: nn.Module, precision: str | Precision | MixedPrecisionPolicy | None,
+    force: str | Mapping[str, int | str] | None,
+) -> None:  # fmt: skip
     """PlanMismatch where the options ask for something else than the given plan has."""
     has = plan.candidate.precision
     if precision is not None:

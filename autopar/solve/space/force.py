@@ -51,10 +51,11 @@ class Force:
         return bool(self.recompute)
 
 
-def parse_force(force: str | Mapping[str, int | str]) -> Force:
+def parse_force(force: str | Mapping[str, int | str] | None) -> Force:
     """``"tp=4,zero=3,schedule=zb-h1"`` for the search, or a configuration:
     ``tp=8,pp=2,zero=1,micro_batches=4,recompute=full,zero_group=0,sequence_parallel=1`` (and ``virtual=2``, ``schedule=gpipe``,
     ``weight_versions=2``). AutoparError on another key, a value that makes no sense, or a part of a configuration."""
+    force = force or ""
     pairs = force.items() if isinstance(force, Mapping) else [item.partition("=")[::2] for item in force.split(",") if item]
     given = {key.strip(): str(value).strip() for key, value in pairs}
     offload = _offload(given.pop(OFFLOAD, None))
