@@ -51,6 +51,7 @@ from autopar.runtime.comm.agreement import require_agreement, require_equal_mode
 from autopar.runtime.comm.heartbeat import watched
 from autopar.runtime.comm.joining import join
 from autopar.runtime.comm.peer_watch import PATIENCE_SECONDS
+from autopar.runtime.compat import is_compiled
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
 from autopar.runtime.errors import MismatchProblem
@@ -72,7 +73,7 @@ def parallelize(
     *,
     plan: Plan | str | Path | None = None,
     precision: PrecisionLike | None = None,
-    force: str | Mapping[str, int] = "",
+    force: str | Mapping[str, int] | None = "",
     optimizer: str = "adamw",
     strict: bool = False,
     compile: bool | str = False,
@@ -170,7 +171,7 @@ def _build(
             text, reads = on_first_rank(lambda: _with_reads(chosen, code))
             agreed = planfile.decode_plan(text)
             check_float8(agreed, run.compile)
-            _warn_of(model, code)
+            _warn_of(model, code, run.compile)
             frozen = FrozenReads(copy_without_data(model, None), reads, code.names)
             planned = cluster_of_plan(agreed, cluster)
             maker = _variant_maker(frozen, agreed, planned, example_inputs, options, current_autocast(model))
@@ -207,6 +208,7 @@ class Deferred(Parallel):
         self.training = training
         self.__dict__["build"] = build
 
+    @torch.compiler.disable
     def forward(self, *args: Any, **batch: Any) -> Any:
         training = self.training
         built = self.__dict__["build"](args, batch)
@@ -295,10 +297,16 @@ def _variant_maker(
     return VariantMaker(frozen, agreed, cluster, registry(), options, modes)
 
 
-def _warn_of(model: nn.Module, code: Code) -> None:
+def _warn_of(model: nn.Module, code: Code, compile: bool | str) -> None:
     """On rank 0, what a program cannot have of the model as it is."""
     if dist.get_rank():
         return
+    if is_compiled(model) and not compile:
+        warnings.warn(
+            "torch.compile of the model is no part of its parallel program, which is not compiled: pass the model itself, with "
+            "autopar.parallelize(..., compile=True)",
+            stacklevel=3,
+        )
     if hooked := hooked_modules(model):
         warnings.warn(
             "hooks do not run in the parallel program (what they compute of tensors was captured once): those of "

@@ -29,7 +29,7 @@ from autopar.solve.space.force import Force
 
 
 def check_options(
-    plan: Plan, model: nn.Module, precision: PrecisionLike | None, force: str | Mapping[str, int | str] | Force
+    plan: Plan, model: nn.Module, precision: PrecisionLike | None, force: str | Mapping[str, int | str] | Force | None
 ) -> None:
     """PlanMismatch where the options ask for something else than the given plan has."""
     has = plan.candidate.precision

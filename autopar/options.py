@@ -50,7 +50,7 @@ class PlanOptions:
     """
 
     precision: PrecisionLike | None = None
-    force: str | Mapping[str, int | str] | Force = ""
+    force: str | Mapping[str, int | str] | Force | None = ""
     optimizer: str = "adamw"
     strict: bool = False
     time_limit_seconds: float = 60.0

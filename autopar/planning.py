@@ -51,7 +51,7 @@ def make_plan(
     example_inputs: ExampleInputs,
     *,
     precision: PrecisionLike | None = None,
-    force: str | Mapping[str, int | str] = "",
+    force: str | Mapping[str, int | str] | None = "",
     optimizer: str = "adamw",
     strict: bool = False,
     time_limit_seconds: float = 60.0,

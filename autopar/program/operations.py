@@ -222,7 +222,7 @@ FUNCTIONS = """cat stack where outer maximum minimum logical_and logical_or logi
 ones_like empty_like conv1d conv2d conv3d nan_to_num floor_divide"""
 FUNCTIONAL = """linear gelu silu relu relu6 elu mish softplus hardswish hardsigmoid leaky_relu max_pool2d avg_pool2d
 adaptive_avg_pool2d one_hot rms_norm pad glu"""
-FACTORIES = "arange full zeros ones empty scalar_tensor rand randn eye linspace"
+FACTORIES = "arange full zeros ones empty scalar_tensor rand randn eye linspace logspace tril_indices triu_indices"
 INFIX = {
     "aten.add": "+", "aten.sub": "-", "aten.mul": "*", "aten.pow": "**", "aten.remainder": "%",
     "aten.eq": "==", "aten.ne": "!=", "aten.lt": "<", "aten.le": "<=", "aten.gt": ">", "aten.ge": ">=",

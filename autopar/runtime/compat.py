@@ -299,6 +299,13 @@ def whole(value: DTensor) -> DTensor:
     return value.redistribute(placements=[Replicate() if each.is_partial() else each for each in value.placements])
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile was applied to the model or a part of it. Seen on 2.13.0: a wrapper, or ``module.compile()``, which
+    sets an attribute of the module."""
+    wrapper = torch._dynamo.OptimizedModule
+    return any(isinstance(module, wrapper) or module._compiled_call_impl is not None for module in model.modules())
+
+
 def profiling() -> bool:
     """Whether a profiler runs in this thread; takes 40 ns. Seen on 2.13.0."""
     return bool(torch._C._autograd._profiler_enabled())

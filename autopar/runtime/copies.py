@@ -27,7 +27,7 @@ def copied(parallel: _Model) -> _Model:
     if plain is not None:
         plain.training = parallel.training
     out: _Model = type(parallel)(
-        made(parallel.program.mesh), source, compile=parallel.__dict__["compile"], form=parallel.form, plain=plain,
+        made(parallel.program.mesh), source, compile=parallel.__dict__["compile_option"], form=parallel.form, plain=plain,
         patience_seconds=PATIENCE_SECONDS if heartbeat is None else heartbeat.patience_seconds,
         check_batch_every=parallel.__dict__["check_batch_every"], check_every=parallel.checks.every,
         make_variant=None if parallel.variants is None else parallel.variants.make,

@@ -117,7 +117,7 @@ class Parallel(ShardedModule):
         # The generated modules are not registered as children: their parameters are not the canonical ones.
         self.__dict__["program"] = program
         self.__dict__["form"] = form
-        self.__dict__["check_batch_every"], self.__dict__["compile"] = check_batch_every, compile
+        self.__dict__["check_batch_every"], self.__dict__["compile_option"] = check_batch_every, compile
         self.__dict__["pipeline_step"], self.__dict__["compared"] = None, False
         self.__dict__["checkpoints"] = Checkpoints()
         self.__dict__["program_digest"] = program_digest(program)  # FSDP2 changes the class
@@ -238,6 +238,7 @@ class Parallel(ShardedModule):
 
     # -- the step
 
+    @torch.compiler.disable  # torch.compile(parallel) would trace collectives, autograd functions and what makes programs
     def forward(self, *args: Any, **batch: Any) -> Any:
         """The model's result for the global batch, which every rank passes, or for a `local_batch`: the loss and the outputs that
         were asked for, in the model's own result class if it has one; of a model without a loss its outputs, which take

@@ -20,7 +20,9 @@ from autopar.cli.console import size
 from autopar.ir.plan import Pipeline
 from autopar.ir.plan_file.document import ClusterInfo
 from autopar.ir.plan_file.plan_file import assemble_plan
+from autopar.planning import registry
 from autopar.schedules.placement import chunks_of_stages
+from autopar.verification.sharding import sharding_force, untested
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -221,6 +223,21 @@ def test_verify_of_a_plan(run: Run, tmp_path: Path) -> None:
     status, out, err = run("verify", "mlp", "--cluster", "local:2", "--plan", path)
     assert status == 0, err
     assert "equal" in out
+
+
+def test_verify_of_a_plan_that_shards_nothing(run: Run) -> None:
+    """It said *equal*."""
+    status, out, err = run("verify", "mlp", "--cluster", "local:1", "--batch", 8)
+    assert status == 0, err
+    assert "nothing was tested" in out and "take --cluster local:4" in out and "\nequal in" not in out
+
+
+@pytest.mark.parametrize(("batch", "force"), [(8, "dp=2"), (7, "tp=2")])
+def test_what_would_shard_it(batch: int, force: str) -> None:
+    loaded = load_model("mlp", batch)
+    plan = autopar.plan(loaded.model, "local:2", loaded.example_inputs, force=force, time_limit_seconds=3)
+    assert sharding_force(plan.graph, 2, registry()) == force
+    assert not untested(plan.graph, plan.candidate, registry())
 
 
 MODELS = {

@@ -11,13 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import SymBool, SymFloat, SymInt, Tensor, nn
 
 from autopar.capture.results.loss_name import calls_it_loss
 from autopar.errors import CaptureError
 from autopar.ir.graph import Graph
 from autopar.ir.interface import OUTPUT_KINDS, Form
 from autopar.runtime.step.outputs import EVERYTHING
+
+_NUMBERS = (SymInt, SymFloat, SymBool)
 
 LOSS = "loss"
 """The kind that says which element of the result is the loss: ``outputs=("1:loss",)``."""
@@ -176,6 +178,11 @@ class _Taking:
                 return None
             self.outputs[path] = item
             return ("output", path)
+        if isinstance(item, _NUMBERS):
+            raise CaptureError(
+                f"the model returns {path or 'a number'} as a number that is taken of a tensor or of the batch's size (.item(), "
+                "int()), which the capture does not know: return the tensor, and call .item() on what the parallel model returns"
+            )
         if item is None or isinstance(item, (bool, int, float, str)):
             return ("constant", item)
         parts = dict(_parts(item))
@@ -223,6 +230,6 @@ def _parts(item: Any) -> Iterator[tuple[str, Any]]:
 def _leaves(item: Any) -> Iterator[Tensor]:
     if isinstance(item, Tensor):
         yield item
-    elif item is not None and not isinstance(item, (bool, int, float, str)):
+    elif item is not None and not isinstance(item, (bool, int, float, str, *_NUMBERS)):
         for _, value in _parts(item):
             yield from _leaves(value)

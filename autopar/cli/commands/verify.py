@@ -15,6 +15,7 @@ from autopar.ir.describe import describe, precision_text
 from autopar.ir.plan_file.plan_file import Plan, load_plan
 from autopar.verification.differences import GROUPS, Difference, tolerances
 from autopar.verification.proof import ModeProof, Proof, Subject, mode_name, prove, run_reference, subject
+from autopar.verification.sharding import untested
 
 __all__ = ["run", "tolerances"]
 
@@ -90,6 +91,8 @@ def _has_loss(plan: Plan) -> bool:
 
 
 def _report(plan: Plan, proof: Proof, whole: Subject, console: Console) -> None:
+    from autopar.planning import registry
+
     document: dict[str, Any] = {"passed": proof.equal, "mesh": str(plan.candidate.mesh), "modes": {}}
     precision = plan.candidate.precision
     dtype = precision_text(precision)
@@ -104,7 +107,10 @@ def _report(plan: Plan, proof: Proof, whole: Subject, console: Console) -> None:
     if drawn := sum(mode.draws for mode in proof.modes):
         console.text(f"random numbers: both sides had the {drawn} draws of the single process")
     ran = [mode_name(mode.training) for mode in proof.modes if not mode.left_out]
-    console.text(f"{'equal' if proof.equal else 'DIFFERENT'} in {' and in '.join(ran)}")
+    verdict = "equal" if proof.equal else "DIFFERENT"
+    if proof.equal and (nothing := untested(plan.graph, plan.candidate, registry())):
+        verdict, document["untested"] = nothing, nothing
+    console.text(f"{verdict} in {' and in '.join(ran)}" if "untested" not in document else verdict)
     first = proof.modes[0]
     names = {what: _group(first, what) for what in ("loss", "gradients", "parameters") if _group(first, what)["tensors"]}
     losses = {"single": first.losses[0], "distributed": first.losses[1]}

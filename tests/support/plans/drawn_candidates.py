@@ -44,7 +44,7 @@ class _Drawer:
     def boundary(self, name: str, value: Value) -> Placements:
         """Where a value is between blocks: the same for all of equal shape."""
         if name == self.graph.loss:
-            return (Invariant(),) * len(self.mesh.axes)
+            return (Replicate() if self.graph.forward_only else Invariant(),) * len(self.mesh.axes)
         given = any(name == each.name for each in self.graph.inputs)
         out: list[Placement] = []
         for axis in self.mesh.axes:
