@@ -112,6 +112,28 @@ def test_tf32_is_not_float32() -> None:
     assert v100.product_flops_per_second("float32") == Cluster.parse("dgx-v100:1").device.product_flops_per_second("float32")
 
 
+SAILOR = (("dp1", 8, 1, 2, 32, 0.65705), ("dp8", 64, 8, 2, 1024, 2.31116), ("dp32", 128, 32, 1, 1024, 1.02594))
+"""OPT-350M on GH200, tp=4, micro-batches of 8, in nvcr.io/nvidia/pytorch:24.10-py3, which allows TF32: devices, dp, pp, batch,
+and `real` of sailor/Planner/simulations/validation/clariden/OPT-350 (eth-easl/sailor: N2_D1, N16_D8, N32_D32)."""
+
+
+def test_runs_in_tf32_are_priced_as_such() -> None:
+    """As float32 they were 80 to 90 % off on a GH200."""
+    shape = dict(model_family="OPT-350M", layers=24, hidden=1024, ffn_hidden=4096, heads=16, kv_heads=None, vocab=50272)
+    how = dict(seq_len=2048, gpu="GH200", tp=4, micro_batch=8, zero_stage_or_fsdp="none", act_ckpt="none", head_dim=64)
+    rows = [
+        row(
+            "bloom-020", id=f"{name}-{precision}", notes="", attention="naive", precision=precision, **shape, **how,
+            n_gpus=devices, dp=dp, pp=pp, virtual_pp=1, global_batch=batch, step_seconds=seconds,
+        )
+        for precision in ("fp32", "tf32")
+        for name, devices, dp, pp, batch, seconds in SAILOR
+    ]  # fmt: skip
+    errors_of = [each.error for each in session().price(rows)]
+    assert all(error is not None and error > 0.7 for error in errors_of[:3])
+    assert all(error is not None and abs(error) < 0.25 for error in errors_of[3:])
+
+
 def test_a_clusters_own_launches_remain() -> None:
     """Only a stack of which something is known replaces what the file says; nothing is said of our own programs."""
     cluster = Cluster.parse("dgx-h100:1")
