@@ -55,6 +55,10 @@ class PeerProblem(RuntimeProblem):
     on_all_ranks = True
 
 
+class AttributeProblem(RuntimeProblem, AttributeError):
+    """An attribute of the model whose value a parallel model does not have."""
+
+
 class MismatchProblem(RuntimeProblem):
     """The ranks of a run have different models, programs, versions or batches."""
 
@@ -79,6 +83,10 @@ class MemoryProblem(RuntimeProblem):
 
 class StateProblem(RuntimeProblem, StateError):
     """State that does not fit the program."""
+
+
+class AttributeProblem(RuntimeProblem, AttributeError):
+    """An attribute that a parallel model has not; `hasattr` says so too."""
 
 
 class CheckpointProblem(StateProblem):

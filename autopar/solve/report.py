@@ -115,10 +115,9 @@ def _search(found: PlanResult) -> SearchInfo:
             bound_seconds=each.bound_seconds if each.status is not Status.INFEASIBLE else None,
             step_seconds=each.evaluation.step_seconds if each.evaluation else None,
             peak_memory_bytes=each.evaluation.peak_memory_bytes if each.evaluation else None,
-            seconds=each.seconds,
             reason=each.reason,
         )
         for each in _listed(found.solutions)
     )
     fastest = FastestInfo(found.fastest.plan, found.fastest.step_seconds) if found.fastest is not None else None
-    return SearchInfo(found.seconds, len(meshes), str(found.status), meshes, fastest)
+    return SearchInfo(len(meshes), str(found.status), meshes, fastest, found.cut_short)

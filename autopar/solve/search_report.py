@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from time import monotonic
 
 from autopar.errors import Infeasible, PlanError
+from autopar.ir.describe import cut_short_text
 from autopar.ir.mesh import Mesh
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
@@ -19,8 +19,6 @@ from autopar.solve.space.pipeline_grid import pipeline_asked
 
 _MESHES = 8
 """Meshes that are solved for what an infeasible problem lacks."""
-
-_MESH_SECONDS = 5.0
 
 
 def report_grid(state: SearchState) -> None:
@@ -44,7 +42,7 @@ def report_solution(state: SearchState, solution: MeshSolution) -> None:
         text = str(solution.status)
     best = f"; best {state.best_seconds():.4g} s" if state.best is not None else ""
     gap = f", gap {100 * state.gap():.1f} %" if state.best is not None and state.lower_bound_seconds() > 0 else ""
-    state.progress(f"{solution!s:36} {text} ({solution.seconds:.1f} s{best}{gap})")
+    state.progress(f"{solution!s:36} {text}{best}{gap}")
 
 
 def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> PlanResult:
@@ -63,6 +61,9 @@ def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> Plan
     )
     for line in _told(state, best):
         warnings.warn(line, stacklevel=2)
+    cut_short = _limit(state, interrupted)
+    if cut_short:
+        state.progress(cut_short_text(cut_short))
     proven = not interrupted and all(each.status is not Status.TIMEOUT for each in solutions)
     return PlanResult(
         graph=best.graph or state.graph,
@@ -72,10 +73,17 @@ def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> Plan
         lower_bound_seconds=state.lower_bound_seconds(),
         gap=state.gap(),
         solutions=tuple(solutions),
-        seconds=monotonic() - state.began,
         alternatives=tuple(state.fitting),
+        cut_short=cut_short,
         warnings=tuple(warning for each in solutions for warning in each.warnings),
     )
+
+
+def _limit(state: SearchState, interrupted: bool) -> str:
+    """What ended the search before its own limits did."""
+    if interrupted:
+        return "an interrupt"
+    return f"the time limit of {state.options.time_limit_seconds:g} s" if state.out_of_time else ""
 
 
 def raise_infeasible(state: SearchState) -> None:
@@ -121,6 +129,6 @@ def _nearest(state: SearchState) -> list[MeshSolver]:
     out = []
     for each in sorted(nearest.values(), key=lambda each: len(each.point.mesh.axes))[:_MESHES]:
         solver = state.solver(state.tables.problem(each.point), each.solution)
-        solver.result.shortage_bytes = solver.shortage_bytes(_MESH_SECONDS)
+        solver.result.shortage_bytes = solver.shortage_bytes()
         out.append(solver)
     return out

@@ -180,7 +180,6 @@ class MeshResult(msgspec.Struct, frozen=True):
     bound_seconds: float | None = None
     step_seconds: float | None = None
     peak_memory_bytes: int | None = None
-    seconds: float = 0.0
     reason: str = ""
 
 
@@ -190,11 +189,14 @@ class FastestInfo(msgspec.Struct, frozen=True):
 
 
 class SearchInfo(msgspec.Struct, frozen=True):
-    seconds: float = 0.0
+    """The same question has the same file: how long the search took does not stand here. `cut_short` says what ended the search
+    before its own limits, which are counts, did (its time limit, Ctrl-C): then another machine may find another plan."""
+
     candidates: int = 0
     status: str = ""
     meshes: tuple[MeshResult, ...] = ()
     fastest: FastestInfo | None = None
+    cut_short: str = ""
 
 
 class ValueDoc(msgspec.Struct, frozen=True):

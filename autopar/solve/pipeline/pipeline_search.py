@@ -40,9 +40,6 @@ from autopar.solve.space.problem_tables import ProblemTables
 
 Axes = tuple[Axis, ...]
 
-_CLOCKS_SHARE = 0.025
-"""Of the time, for bounds by the clocks of schedules."""
-
 
 class PipelineSearch:
     """Its graph may have split blocks (`split_blocks`); `tables` are those of `graph` as it is. `all_solutions` has one entry
@@ -64,7 +61,7 @@ class PipelineSearch:
         self.ran = False
         self.mixed_devices = len({group.device for group in cluster.groups}) > 1
         self._relaxed: dict[object, RelaxedCalls] = {}
-        self._operations: dict[object, RelaxedCalls] = {}
+        self._operations: dict[GridPoint, RelaxedCalls] = {}
         self._rough: dict[object, StageRelaxation] = {}
         self._roughly: dict[GridPoint, float] = {}
         self._estimated: dict[GridPoint, float] = {}
@@ -166,8 +163,7 @@ class PipelineSearch:
             return Sharpened(seconds, self._relaxed.get(self._family(members[0])))
 
         how = Sharpening(self._with_memory, self._is_known_roughly, sharply, self._family, self._relaxed)
-        clock_seconds = _CLOCKS_SHARE * self.options.time_limit_seconds
-        return BoundTightening(self.points, how, best_seconds, clock_seconds)
+        return BoundTightening(self.points, how, best_seconds)
 
     def _with_memory(self, point: GridPoint) -> float:
         """`rough_bound` with the bound that the point has, once."""
@@ -222,9 +218,10 @@ class PipelineSearch:
             return {}
         problem, key = self.problem(point), self._family(point)
         if key not in self._relaxed:
-            if key not in self._operations:
-                self._operations[key] = operation_calls(problem, point.stages)
-            operations = self._operations[key]
+            at = replace(point, zero_group=0)  # not its family: which of its points comes first differs between processes
+            if at not in self._operations:
+                self._operations[at] = operation_calls(problem, point.stages)
+            operations = self._operations[at]
             least = StageRelaxation(problem, operations, self.cluster).least_under_any_schedule(members) / shared
             if least >= best_seconds * (1 - self.options.sharp_gap):
                 return dict.fromkeys(options, least)
