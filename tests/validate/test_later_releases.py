@@ -12,23 +12,23 @@ from autopar.cost_models.compute.experts import ExpertsCost
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_stack
 from autopar.cost_models.tensors.expert_shapes import ExpertShapes
-from autopar.validate.configuration import dispatcher_permutes, fuses_experts, release_of, replays_graph
-from autopar.validate.later import LaterErrors, later_errors, later_table
+from autopar.validate.configuration import dispatcher_permutes, fuses_experts, release_of, uses_cuda_graphs
 from autopar.validate.price import PricedRow
 from autopar.validate.rows import read_table
+from autopar.validate.unseen_releases import UnseenErrors, unseen_errors, unseen_table
 
 
 @lru_cache(maxsize=1)
 def priced() -> tuple[PricedRow, ...]:
-    return session().price(read_table(later_table()))
+    return session().price(read_table(unseen_table()))
 
 
-def errors() -> dict[str, LaterErrors]:
-    return {each.kind: each for each in later_errors(priced())}
+def errors() -> dict[str, UnseenErrors]:
+    return {each.kind: each for each in unseen_errors(priced())}
 
 
 def test_the_table_is_of_later_releases_and_no_run_is_in_both() -> None:
-    rows = read_table(later_table())
+    rows = read_table(unseen_table())
     assert len(rows) == 159 and len({each.id for each in rows}) == 159
     assert all(release_of(each) >= "26.02" and each.source.startswith("NVIDIA-NeMo/Megatron-Bridge@") for each in rows)
 
@@ -53,9 +53,9 @@ def test_later_releases_are_priced_with_what_was_fitted_before() -> None:
 
 
 def test_facts_of_a_release_are_read() -> None:
-    rows = {each.id: each for each in read_table(later_table())}
+    rows = {each.id: each for each in read_table(unseen_table())}
     assert [release_of(rows[name]) for name in ("late-001", "late-024", "late-090")] == ["26.08", "26.06", "26.04"]
-    facts = {name: (dispatcher_permutes(rows[name]), fuses_experts(rows[name]), replays_graph(rows[name])) for name in rows}
+    facts = {name: (dispatcher_permutes(rows[name]), fuses_experts(rows[name]), uses_cuda_graphs(rows[name])) for name in rows}
     assert facts["late-024"] == (True, True, True)
     assert facts["late-090"] == (True, False, False), "26.04: HybridEP, no fused products, graphs of the router alone"
     assert facts["late-054"] == (False, False, True)
