@@ -22,6 +22,9 @@ from autopar.ir.plan_file.plan_file import Plan
 from autopar.precision import PrecisionLike
 from autopar.solve.space.force import Force, parse_force
 
+_MOST_DIMS = 64
+"""Of a tensor, in torch."""
+
 _LARGEST = 2**31 - 1
 """For batches, lengths and seconds: what is larger is a mistake, and may not fit the integers of a solver."""
 
@@ -154,10 +157,16 @@ def _check_load(options: PlanOptions) -> None:
         raise AutoparError(f"expert_load={_short(value)} is no load of the busiest rank over the mean: write 1.0 or more")
 
 
+def _check_margin(options: PlanOptions) -> None:
+    value = options.memory_margin
+    if value is not None and not (_is_number(value) and 0 <= value < 1):
+        raise AutoparError(f"memory_margin={_short(value)} is no share of memory: write 0 (none) or more, below 1, such as 0.1")
+
+
 def _check_batch_dim(options: PlanOptions) -> None:
     value = options.batch_dim
     every = list(value.values()) if isinstance(value, Mapping) else [] if value is None else [value]
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in every):
+    if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < _MOST_DIMS for each in every):
         raise AutoparError(f'batch_dim={_short(value)} is no dimension: write 1, or {{"src": 1}} by argument of the forward')
 
 
@@ -178,5 +187,6 @@ def _short(value: object) -> str:
 
 
 _CHECKS: tuple[Callable[[PlanOptions], None], ...] = (
-    _check_texts, _check_force, _check_counts, _check_seconds, _check_outputs, _check_load, _check_batch_dim, _check_loss,
+    _check_texts, _check_force, _check_counts, _check_seconds, _check_outputs, _check_load, _check_margin, _check_batch_dim,
+    _check_loss,
 )  # fmt: skip

@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from autopar.capture import capture
 from autopar.capture.tracing.trace import LossFunction
@@ -157,10 +159,22 @@ def _cluster_for(cluster: str | Cluster, options: PlanOptions, precision: Precis
 
 def _captured(model: nn.Module, example_inputs: ExampleInputs, options: PlanOptions, precision: Precision) -> Graph:
     args, kwargs = split_inputs(example_inputs)
+    compute = compute_dtype_of(precision, model)
+    _warn_of_narrowing((args, kwargs), compute)
     return capture(
-        model, args, kwargs, compute_dtype=compute_dtype_of(precision, model), float8=precision.float8, outputs=options.outputs,
+        model, args, kwargs, compute_dtype=compute, float8=precision.float8, outputs=options.outputs,
         batch_norm=options.batch_norm, loss_fn=options.loss_fn, batch_dim=options.batch_dim,
     )  # fmt: skip
+
+
+def _warn_of_narrowing(inputs: object, compute: str | None) -> None:
+    """One process would refuse float64 inputs, or compute in float64, where the program casts them as any other input."""
+    found = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.dtype == torch.float64]
+    if found and compute not in (None, "float64"):
+        warnings.warn(
+            f"{len(found)} of the example inputs are float64, and are cast to {compute}, in which the step computes: pass "
+            'x.float(), or precision="float64"', stacklevel=4,
+        )  # fmt: skip
 
 
 def _search_options(options: PlanOptions, forced: Force, precision: Precision, graph: Graph, rules: Registry) -> SearchOptions:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,14 +28,16 @@ _LIBRARY = (torch.__file__.rsplit("/", 1)[0], random.__file__, "/numpy/", "/auto
 
 @dataclass(eq=False)
 class ReadRecord:
-    """`read` and `written`: (class, attribute). `counters`: by (path, attribute), numbers that the forward read and then
-    replaced, with the last one and the line. `numbers`: the value that was read first."""
+    """`read` and `written`: (class, attribute). `numbers`: the value that was read first. `counters`: by (path, attribute),
+    numbers that the forward read and then replaced, with the last one and the line. `generators`: those of modules, with their
+    state. `seeded`: generators that the forward itself seeds before it draws."""
 
     read: set[tuple[str, str]] = field(default_factory=set)
     written: set[tuple[str, str]] = field(default_factory=set)
     numbers: dict[tuple[int, str], Any] = field(default_factory=dict)
     counters: dict[tuple[str, str], tuple[Any, str]] = field(default_factory=dict)
     generators: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    seeded: set[str] = field(default_factory=set)
 
     @property
     def reads(self) -> Reads:
@@ -65,10 +67,15 @@ def call_recorded(model: nn.Module, call: Callable[[], Any]) -> tuple[Any, ReadR
     numpy."""
     own = ReadRecord()
     states = _global_states()
-    with _recording(own, {id(module): path for path, module in model.named_modules()}):
-        result = call()
-    if _drawn(states, own):
-        raise CaptureError(_said_draw(model, call, own))
+    with _recording(own, {id(module): path for path, module in model.named_modules()}), _single_draws(own, states):
+        try:
+            result = call()
+        except Exception as error:
+            if _Single.__name__ not in str(error):
+                raise
+            raise CaptureError(_draw_text(_line_of(error), "Python's or numpy's")) from None
+        if _drawn(states, own):
+            raise CaptureError(_said_draw(model, call, own))
     for record in _recorded.get():
         record.add(own.reads)
     return result, own
@@ -174,9 +181,76 @@ def _drawn(states: Mapping[str, Any], record: ReadRecord) -> str:
     """The name of a generator whose state is another one now."""
     now = _global_states()
     for name, state in states.items():
-        if now.get(name) != state:
+        if name not in record.seeded and now.get(name) != state:
             return name
     return next((type(value).__name__ for value, state in record.generators.values() if _state_of(value) != state), "")
+
+
+class _Single:
+    """A number that the forward draws, between two ends. A comparison that comes out alike for all of them is answered (layers
+    are dropped with probability 0); any other use is a CaptureError."""
+
+    def __init__(self, whose: str, low: float = 0.0, high: float = 1.0) -> None:
+        self.whose, self.low, self.high = whose, low, high
+
+    def __lt__(self, other: Any) -> bool:
+        return self._answer(self.low >= other, self.high <= other)
+
+    def __ge__(self, other: Any) -> bool:
+        return not self < other
+
+    __le__, __gt__ = __lt__, __ge__
+
+    def _answer(self, never: bool, always: bool) -> bool:
+        if not (never or always):
+            self._used()
+        return always
+
+    def _used(self, *args: Any) -> Any:
+        raise CaptureError(_draw_text(_user_line(sys._getframe(1)), self.whose))
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _used
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __neg__ = __float__ = __int__ = __bool__ = __round__ = _used
+    __abs__ = __eq__ = __ne__ = __str__ = __repr__ = __format__ = __getattr__ = _used
+    __hash__ = None  # type: ignore[assignment]
+
+
+@contextmanager
+def _single_draws(record: ReadRecord, states: Mapping[str, Any]) -> Iterator[None]:
+    """While active, single numbers of Python's and numpy's generators are drawn as `_Single`, and a generator that the forward
+    seeds before it draws counts as one of its own."""
+    with ExitStack() as stack:
+        for whose, library in (("Python's", random), ("numpy's", sys.modules.get("numpy.random"))):
+            if library is not None:
+                stack.enter_context(_replaced(library, "seed", partial(_seed, record, states, whose, library.seed)))
+                for name in ("random", "uniform", "rand", "random_sample"):
+                    if hasattr(library, name):
+                        draw = partial(_single, record, whose, getattr(library, name), name)
+                        stack.enter_context(_replaced(library, name, draw))
+        yield
+
+
+def _seed(record: ReadRecord, states: Mapping[str, Any], whose: str, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if args and args[0] is not None and _global_states().get(whose) == states.get(whose):
+        record.seeded.add(whose)
+    return usual(*args, **kwargs)
+
+
+def _single(record: ReadRecord, whose: str, usual: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    ends = args if name == "uniform" and len(args) == 2 else () if not args else None
+    if kwargs or ends is None or whose in record.seeded:
+        return usual(*args, **kwargs)
+    return _Single(whose, *sorted(ends))
+
+
+@contextmanager
+def _replaced(library: Any, name: str, function: Any) -> Iterator[None]:
+    usual = getattr(library, name)
+    setattr(library, name, function)
+    try:
+        yield
+    finally:
+        setattr(library, name, usual)
 
 
 def _said_draw(model: nn.Module, call: Callable[[], Any], record: ReadRecord) -> str:
@@ -199,10 +273,22 @@ def _said_draw(model: nn.Module, call: Callable[[], Any], record: ReadRecord) ->
         sys.setprofile(None)
     where = lines[0] if lines else type(model).__name__
     whose = drawn[0] if drawn else "a"
+    return _draw_text(where, whose)
+
+
+def _draw_text(where: str, whose: str) -> str:
     return (
         f"{where}: the forward draws from {whose} random generator, and a program would have the capture's numbers for ever: "
         "draw with torch.rand or torch.randint, or pass the numbers in with the batch"
     )
+
+
+def _line_of(error: Exception) -> str:
+    """`_user_line` of where it was raised."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return _user_line(traceback.tb_frame if traceback is not None else None)
 
 
 def _user_line(frame: FrameType | None) -> str:

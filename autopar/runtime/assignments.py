@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
+from operator import is_
 from typing import Any
 
 import torch
@@ -29,9 +30,12 @@ class Assignments:
     def __init__(self, root: nn.Module, state: State, plain: PlainModel | None) -> None:
         self.state, self.plain = state, plain
         self.paths = {id(node): path for path, node in root.named_modules(remove_duplicate=False)}
-        entries = [(path, x) for path, node in root.named_modules() for x in _members(node)]
-        self._sizes = [(each, len(each), path) for path, each in entries]
-        self._members = [(each, name, value, path) for path, each in entries for name, value in each.items()]
+        entries = [(path, each) for path, node in root.named_modules() for each in _members(node)]
+        self._entries = [each for _, each in entries]
+        self._sizes = [len(each) for each in self._entries]
+        self._getters = [(each.get, name) for each in self._entries for name in each]
+        self._seen = [value for each in self._entries for value in each.values()]
+        self._places = [_join(path, name) for path, each in entries for name in each]
         for name, parameter in state.parameters.items():
             parameter.autopar_values = _Values(state, name)  # type: ignore[attr-defined]
         for _, node in root.named_modules():
@@ -40,12 +44,12 @@ class Assignments:
 
     def check_tree(self) -> None:
         """StateProblem where a parameter, buffer or module was replaced, added or deleted past ``setattr``."""
-        for entries, name, value, path in self._members:
-            if entries.get(name) is not value:
-                raise self._refused(_join(path, name))
-        for entries, size, path in self._sizes:
-            if len(entries) != size:
-                raise self._refused(_join(path, list(entries)[-1]))
+        now = [get(name) for get, name in self._getters]
+        if all(map(is_, now, self._seen)) and list(map(len, self._entries)) == self._sizes:
+            return
+        odd = next((place for place, a, b in zip(self._places, now, self._seen, strict=True) if a is not b), "")
+        added = (list(each)[-1] for each, size in zip(self._entries, self._sizes, strict=True) if len(each) != size)
+        raise self._refused(odd or next(added))
 
     def assign(self, node: nn.Module, name: str, value: Any) -> None:
         """``node.name = value``."""

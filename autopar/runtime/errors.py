@@ -14,7 +14,14 @@ class AutoparError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__()
-        return text if self.several_lines or text.isprintable() else one_line(text)
+        if self.several_lines:
+            return text
+        text = text if text.isprintable() else one_line(text)
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+
+
+_LONGEST = 1000
+"""Characters of a message, whatever stands in it: what is wrong stands at its beginning, the remedy at its end."""
 
 
 def one_line(text: str) -> str:
@@ -55,10 +62,6 @@ class PeerProblem(RuntimeProblem):
     on_all_ranks = True
 
 
-class AttributeProblem(RuntimeProblem, AttributeError):
-    """An attribute of the model whose value a parallel model does not have."""
-
-
 class MismatchProblem(RuntimeProblem):
     """The ranks of a run have different models, programs, versions or batches."""
 
@@ -86,7 +89,7 @@ class StateProblem(RuntimeProblem, StateError):
 
 
 class AttributeProblem(RuntimeProblem, AttributeError):
-    """An attribute that a parallel model has not; `hasattr` says so too."""
+    """An attribute that a parallel model has not, or whose value it does not have; `hasattr` says so too."""
 
 
 class CheckpointProblem(StateProblem):

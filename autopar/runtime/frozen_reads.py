@@ -11,6 +11,7 @@ import enum
 import hashlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -88,7 +89,8 @@ class FrozenReads:
 
     def changed(self) -> tuple[Change, ...]:
         """The values that are not those of the first programs."""
-        same = all(at.get(name, _MISSING) is value for at, name, value in self._seen)
+        now = [get(name, _MISSING) for get, name in self._getters]
+        same = all(map(is_, now, self._seen))
         if not same or any(list(leaves(place, value)) != before for place, value, before in self._contents):
             self._look()
             self._compare()
@@ -114,13 +116,12 @@ class FrozenReads:
 
     def _look(self) -> None:
         """Takes down all values; objects that several modules have, once."""
-        self._seen: list[tuple[Values, str, Any]] = []
+        self._getters = [(at.get, name) for _, at, name in self._values]
+        self._seen: list[Any] = [get(name, _MISSING) for get, name in self._getters]
         self._contents: list[tuple[str, Any, list[tuple[str, Any]]]] = []
         self._now: dict[str, str] = {}
         inside: set[int] = set()
-        for place, at, name in self._values:
-            value = at.get(name, _MISSING)
-            self._seen.append((at, name, value))
+        for (place, _, _), value in zip(self._values, self._seen, strict=True):
             if value is _MISSING:
                 continue
             if isinstance(value, (*LEAVES, *_CODE)):

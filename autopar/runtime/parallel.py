@@ -20,7 +20,7 @@ from .compat import data_by_values, further_operations, in_backward, save_stride
 from .copies import copied
 from .device.autocast import autocast_of, under_autocast
 from .device.mesh import MeshHandle
-from .errors import BatchProblem, RuntimeProblem
+from .errors import BatchProblem, RuntimeProblem, StateProblem
 from .generate import generate
 from .module import Program
 from .ops.expert_load import MeasuredExpertLoad, gather_expert_load, recording_copies
@@ -413,7 +413,12 @@ class Parallel(ShardedModule):
 
     def keeps(self, name: str) -> bool:
         """Whether an attribute is this object's own, and not the model's."""
-        return name == "training" or hasattr(Parallel, name) or name in (Parallel.__annotations__ | ShardedModule.__annotations__)
+        own = hasattr(Parallel, name) or name in (Parallel.__annotations__ | ShardedModule.__annotations__)
+        if own and self.plain is not None and name in vars(self.plain.skeleton).keys() - vars(nn.Module()).keys():
+            raise StateProblem(
+                f"{name} is an attribute of the model, and of the parallel model another one: set it before autopar.parallelize"
+            )
+        return own or name == "training"
 
     def train(self, mode: bool = True) -> Parallel:
         """The mode of the model and all its modules: the next call runs, or first makes, the program of that mode."""

@@ -87,7 +87,7 @@ class Cluster:
         preset, _, count = text.partition(":")
         if preset not in presets():
             raise ClusterError(
-                f"no cluster {preset!r}: write one of {', '.join(presets())} with :nodes, or the path of a .yaml file"
+                f"no cluster {preset[:80]!r}: write one of {', '.join(presets())} with :nodes, or the path of a .yaml file"
             )
         whole = count.isascii() and count.isdigit() and len(count) <= _DIGITS
         if count and (not whole or int(count) < 1):

@@ -305,6 +305,26 @@ def masked() -> tuple[list[list[float]], list[list[float]], list[float]]:
     return x.full_tensor().tolist(), other.full_tensor().tolist(), whole.full_tensor().tolist()
 
 
+def _set_data() -> tuple[float, float]:
+    """What a DTensor has after its ``.data`` was set, without and with something that fills it."""
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    compat.data_by_values()
+    plain, filled = (torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()])) for _ in range(2))
+    given: list[torch.Tensor] = []
+    filled.autopar_values = type("Values", (), {"fill": staticmethod(given.append)})()  # type: ignore[attr-defined]
+    for parameter in (plain, filled):
+        parameter.data = parameter.data * 3
+    assert len(given) == 1
+    return float(plain.to_local().sum()), float(given[0].to_local().sum())  # type: ignore[attr-defined]
+
+
+def test_data_of_a_dtensor(ranks: RankPool) -> None:
+    """On 2.13.0 it keeps its shard: once this fails, `data_by_values` may go."""
+    assert ranks.run(_set_data) == [(2.0, 6.0)] * 4
+
+
 def test_masked_writes(ranks: RankPool) -> None:
     expected = [[9.0, 9.0], [9.0, 9.0], [0.0, 1.0], [2.0, 3.0]]
     assert ranks.run(masked, world=2) == [(expected, expected, [0.0, 7.0, 0.0])] * 2

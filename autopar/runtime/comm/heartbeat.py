@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -171,13 +172,27 @@ def _tell_uncaught_exceptions() -> None:
         return
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
+        if kind is KeyboardInterrupt and (own := _interrupted()):
+            print(own, file=sys.stderr, flush=True)
+        else:
+            before(kind, error, trace)
         uncaught()
         for heartbeat in list(_ALL):
             heartbeat.process_failed(error)
 
     tell.autopar = True  # type: ignore[attr-defined]
     sys.excepthook = tell
+
+
+def _interrupted() -> str:
+    """One line for Ctrl-C, which every rank gets: their tracebacks together are a page. A second Ctrl-C, or the launcher's, does
+    not interrupt what is done at the end. Empty where no heartbeat runs."""
+    heartbeat = next((each for each in list(_ALL) if each.process == os.getpid()), None)
+    if heartbeat is None:
+        return ""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return f"{heartbeat.describe(heartbeat.rank)}: interrupted {heartbeat.where}"
 
 
 @cache

@@ -60,6 +60,7 @@ class PlainModel:
         self._tensors = {
             name: (weakref.ref(each), each.requires_grad, _version(each)) for name, each in (*model.named_parameters(), *buffers)
         }
+        self._kinds = {name: (each.device, each.dtype) for name, each in (*model.named_parameters(), *buffers)}
         self.parameter_names = [name for name, _ in model.named_parameters()]
         self._ids = {id(p): (name, weakref.ref(p)) for name, p in model.named_parameters()}
         self._watch_optimizers()
@@ -116,14 +117,14 @@ class PlainModel:
             if now is None:
                 continue
             if (new := _version(now)) != version:
-                moved = new[2:] != version[2:]  # to another device or dtype
+                moved = self._kinds[name] != (now.device, now.dtype)
                 if not moved and not equal(name, now.detach()):
                     raise RuntimeProblem(
                         f"{name} of the plain model was changed after autopar.parallelize, which the parallel model does not "
                         "see: change it before, or call parallel.load_full_state(model.state_dict()); for other values "
                         "take a copy (copy.deepcopy) of the model"
                     )
-                self._tensors[name] = (reference, before, new)
+                self._tensors[name], self._kinds[name] = (reference, before, new), (now.device, now.dtype)
             if now.requires_grad != before:
                 raise RuntimeProblem(
                     f"{name}.requires_grad of the plain model was changed after autopar.parallelize, which the parallel model "
@@ -227,10 +228,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (int, float, complex, str, torch.dtype))
 
 
-def _version(tensor: torch.Tensor) -> tuple[int, int, torch.device, torch.dtype]:
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
     """What is another number after a change of the tensor's values."""
-    version = 0 if tensor.is_inference() else tensor._version
-    return version, 0 if tensor.is_meta else tensor.data_ptr(), tensor.device, tensor.dtype
+    return 0 if tensor.is_inference() else tensor._version, 0 if tensor.is_meta else tensor.data_ptr()
 
 
 def _look(plain: weakref.ref[PlainModel], closures: bool, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

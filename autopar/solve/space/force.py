@@ -55,6 +55,8 @@ def parse_force(force: str | Mapping[str, int | str]) -> Force:
     """``"tp=4,zero=3,schedule=zb-h1"`` for the search, or a configuration:
     ``tp=8,pp=2,zero=1,micro_batches=4,recompute=full,zero_group=0,sequence_parallel=1`` (and ``virtual=2``, ``schedule=gpipe``,
     ``weight_versions=2``). AutoparError on another key, a value that makes no sense, or a part of a configuration."""
+    if force is not None and not isinstance(force, str | Mapping):
+        raise AutoparError(f'force={repr(force)[:40]} says no degrees: write "tp=4,zero=3" or {{"tp": 4, "zero": 3}}')
     pairs = force.items() if isinstance(force, Mapping) else [item.partition("=")[::2] for item in force.split(",") if item]
     given: dict[str, str] = {}
     for name, value in pairs:
