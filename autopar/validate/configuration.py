@@ -187,7 +187,7 @@ def fuses_experts(row: Row) -> bool:
     return "fused grouped mlp" in row.notes.lower()
 
 
-def replays_graph(row: Row) -> bool:
+def uses_cuda_graphs(row: Row) -> bool:
     """Whether CUDA graphs replay a step, or the attention of each layer. Of the latter nothing is known that tells what remains
     for the host: it is taken to be ahead, as in the former."""
     return any(name in row.notes for name in ("full-iteration CUDA graph", "CUDA graphs of attn"))

@@ -26,8 +26,8 @@ from autopar.validate.configuration import (
     layer_share,
     packed_samples,
     recomputes_activation,
-    replays_graph,
     sends_once,
+    uses_cuda_graphs,
 )
 from autopar.validate.graphs import RECOMPUTED, RunOptions, graph_of, with_marked_layers
 from autopar.validate.rows import Row
@@ -46,7 +46,7 @@ def stack_of(cluster: Cluster, row: Row, constants: Constants) -> Cluster:
         async_tp=None if row.async_tp is None else bool(row.async_tp),
         ep_overlap=None if row.ep_overlap is None else bool(row.ep_overlap),
         constants=constants,
-        graphs=replays_graph(row),
+        graphs=uses_cuda_graphs(row),
     )
     if row.precision not in FLOAT8:
         return found

@@ -165,6 +165,9 @@ class _Recorder:
     def convert(self, conversions: Sequence[Conversion]) -> None:
         for each in conversions:
             cost = self.costs.conversion(each.value, each.source, each.target)
+            first, second = cost.forward_comm_seconds > 0, cost.backward_comm_seconds > 0
+            self.launches[0] += first
+            self.launches[1] += second + first * (each in self.recomputed)
             for stream in (self.forward, self.recompute)[: 1 + (each in self.recomputed)]:
                 self._communicate(stream, cost.axis, cost.forward_comm_seconds)
                 _append(stream, cost.forward_local_seconds, NO_LINKS)

@@ -12,23 +12,23 @@ from autopar.cost_models.compute.experts import ExpertsCost
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_stack
 from autopar.cost_models.tensors.expert_shapes import ExpertShapes
-from autopar.validate.configuration import dispatcher_permutes, fuses_experts, release_of, replays_graph
-from autopar.validate.later import LaterErrors, later_errors, later_table
+from autopar.validate.configuration import dispatcher_permutes, fuses_experts, release_of, uses_cuda_graphs
 from autopar.validate.price import PricedRow
 from autopar.validate.rows import read_table
+from autopar.validate.unseen_releases import UnseenErrors, unseen_errors, unseen_table
 
 
 @lru_cache(maxsize=1)
 def priced() -> tuple[PricedRow, ...]:
-    return session().price(read_table(later_table()))
+    return session().price(read_table(unseen_table()))
 
 
-def errors() -> dict[str, LaterErrors]:
-    return {each.kind: each for each in later_errors(priced())}
+def errors() -> dict[str, UnseenErrors]:
+    return {each.kind: each for each in unseen_errors(priced())}
 
 
 def test_the_table_is_of_later_releases_and_no_run_is_in_both() -> None:
-    rows = read_table(later_table())
+    rows = read_table(unseen_table())
     assert len(rows) == 159 and len({each.id for each in rows}) == 159
     assert all(release_of(each) >= "26.02" and each.source.startswith("NVIDIA-NeMo/Megatron-Bridge@") for each in rows)
 
@@ -53,9 +53,9 @@ def test_later_releases_are_priced_with_what_was_fitted_before() -> None:
 
 
 def test_facts_of_a_release_are_read() -> None:
-    rows = {each.id: each for each in read_table(later_table())}
+    rows = {each.id: each for each in read_table(unseen_table())}
     assert [release_of(rows[name]) for name in ("late-001", "late-024", "late-090")] == ["26.08", "26.06", "26.04"]
-    facts = {name: (dispatcher_permutes(rows[name]), fuses_experts(rows[name]), replays_graph(rows[name])) for name in rows}
+    facts = {name: (dispatcher_permutes(rows[name]), fuses_experts(rows[name]), uses_cuda_graphs(rows[name])) for name in rows}
     assert facts["late-024"] == (True, True, True)
     assert facts["late-090"] == (True, False, False), "26.04: HybridEP, no fused products, graphs of the router alone"
     assert facts["late-054"] == (False, False, True)
@@ -110,6 +110,28 @@ def test_tf32_is_not_float32() -> None:
     assert fast.product_flops_per_second("bfloat16") == device.product_flops_per_second("bfloat16")
     v100 = replace(Cluster.parse("dgx-v100:1").device, tf32=True)
     assert v100.product_flops_per_second("float32") == Cluster.parse("dgx-v100:1").device.product_flops_per_second("float32")
+
+
+SAILOR = (("dp1", 8, 1, 2, 32, 0.65705), ("dp8", 64, 8, 2, 1024, 2.31116), ("dp32", 128, 32, 1, 1024, 1.02594))
+"""OPT-350M on GH200, tp=4, micro-batches of 8, in nvcr.io/nvidia/pytorch:24.10-py3, which allows TF32: devices, dp, pp, batch,
+and `real` of sailor/Planner/simulations/validation/clariden/OPT-350 (eth-easl/sailor: N2_D1, N16_D8, N32_D32)."""
+
+
+def test_runs_in_tf32_are_priced_as_such() -> None:
+    """As float32 they were 80 to 90 % off on a GH200."""
+    shape = dict(model_family="OPT-350M", layers=24, hidden=1024, ffn_hidden=4096, heads=16, kv_heads=None, vocab=50272)
+    how = dict(seq_len=2048, gpu="GH200", tp=4, micro_batch=8, zero_stage_or_fsdp="none", act_ckpt="none", head_dim=64)
+    rows = [
+        row(
+            "bloom-020", id=f"{name}-{precision}", notes="", attention="naive", precision=precision, **shape, **how,
+            n_gpus=devices, dp=dp, pp=pp, virtual_pp=1, global_batch=batch, step_seconds=seconds,
+        )
+        for precision in ("fp32", "tf32")
+        for name, devices, dp, pp, batch, seconds in SAILOR
+    ]  # fmt: skip
+    errors_of = [each.error for each in session().price(rows)]
+    assert all(error is not None and error > 0.7 for error in errors_of[:3])
+    assert all(error is not None and abs(error) < 0.25 for error in errors_of[3:])
 
 
 def test_a_clusters_own_launches_remain() -> None:

@@ -13,11 +13,11 @@ from autopar.cli.console import Console, percent, seconds, size
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Prices every row of the table, the bundled one where none is named."""
-    from autopar.validate.later import later_errors, later_table
     from autopar.validate.out_of_sample import leave_one_source_out
     from autopar.validate.price import Session, price_rows
     from autopar.validate.report import report
     from autopar.validate.rows import bundled_table, read_table
+    from autopar.validate.unseen_releases import unseen_errors, unseen_table
 
     path = Path(arguments.file) if arguments.file is not None else bundled_table()
     rows = read_table(path)
@@ -45,11 +45,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.table("Rows priced with constants of other software", ("rows", "why"), [(n, text) for text, n in others.items()])
     _summary(document["summary"], document.get("leave_one_source_out"), console)
     if arguments.file is None:
-        later = later_errors(price_rows(read_table(later_table()), session=session))
+        later = unseen_errors(price_rows(read_table(unseen_table()), session=session))
         document["later_releases"] = [asdict(each) for each in later]
         rows_of = [(each.kind, each.rows, percent(each.median), percent(each.p90), percent(each.signed)) for each in later]
         header = ("runs", "rows", "median error", "90th percentile", "median, signed")
-        console.table(f"Later releases, which no constant has seen ({later_table().name})", header, rows_of)
+        console.table(f"Later releases, which no constant has seen ({unseen_table().name})", header, rows_of)
     console.document(document)
     return 0
 

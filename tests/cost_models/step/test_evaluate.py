@@ -301,6 +301,8 @@ def test_a_layer_takes_the_larger_of_host_and_device() -> None:
     for block in graph.blocks:
         costs = BlockCosts(block, plan.mesh, plan.micro_batch, cluster)
         launches += graph.count(block.name) * sum(sum(costs.profile(node.name).launches) for node in block.nodes)
-    assert slow.compute_seconds + slow.exposed_seconds == pytest.approx(launches * 1e-3 * plan.micro_batches, rel=1e-6)
+    collectives = sum(graph.count(each.block) * 2 * len(each.conversions) for each in plan.blocks)
+    total = (slow.compute_seconds + slow.exposed_seconds) / (1e-3 * plan.micro_batches)
+    assert launches <= total * (1 + 1e-9) and total <= launches + collectives + 1e-6
     assert slow.launch_stall_seconds > 0.9 * slow.exposed_seconds
     assert slow.step_seconds > launches * 1e-3

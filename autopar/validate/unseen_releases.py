@@ -16,13 +16,13 @@ from autopar.validate.price import PricedRow
 from autopar.validate.summary import percentile
 
 
-def later_table() -> Path:
+def unseen_table() -> Path:
     """The path of the table of later releases."""
     return Path(str(files("autopar.validate") / "data" / "later_releases.csv"))
 
 
 @dataclass(frozen=True, slots=True)
-class LaterErrors:
+class UnseenErrors:
     """Errors of the runs of one `kind`, as shares: of their size, and the median with its sign (above 0: priced too slow)."""
 
     kind: str
@@ -32,7 +32,7 @@ class LaterErrors:
     signed: float
 
 
-def later_errors(priced: Iterable[PricedRow]) -> list[LaterErrors]:
+def unseen_errors(priced: Iterable[PricedRow]) -> list[UnseenErrors]:
     """The errors of dense models and of mixtures: of all, then of each device, then of each release."""
     groups: dict[tuple[int, str], list[float]] = {}
     for each in priced:
@@ -45,6 +45,6 @@ def later_errors(priced: Iterable[PricedRow]) -> list[LaterErrors]:
     return [_errors(name, errors) for (_, name), errors in sorted(groups.items())]
 
 
-def _errors(kind: str, errors: list[float]) -> LaterErrors:
+def _errors(kind: str, errors: list[float]) -> UnseenErrors:
     sizes = [abs(error) for error in errors]
-    return LaterErrors(kind, len(errors), median(sizes), percentile(sizes, 0.9) or 0.0, median(errors))
+    return UnseenErrors(kind, len(errors), median(sizes), percentile(sizes, 0.9) or 0.0, median(errors))
