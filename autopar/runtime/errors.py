@@ -55,6 +55,10 @@ class PeerProblem(RuntimeProblem):
     on_all_ranks = True
 
 
+class AttributeProblem(RuntimeProblem, AttributeError):
+    """An attribute of the model whose value a parallel model does not have."""
+
+
 class MismatchProblem(RuntimeProblem):
     """The ranks of a run have different models, programs, versions or batches."""
 
