@@ -18,7 +18,7 @@ from autopar.capture import current_autocast
 from autopar.capture.modes import CapturedModes
 from autopar.capture.normalize.batch_norm import LOCAL
 from autopar.capture.reads import numbers_unchanged, recorded_reads
-from autopar.capture.returned import LOSS
+from autopar.capture.results.returned import LOSS
 from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster

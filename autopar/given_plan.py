@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.capture.normalize.batch_norm import LOCAL
-from autopar.capture.returned import LOSS, asked_loss, parse_asked, within
+from autopar.capture.results.returned import LOSS, asked_loss, parse_asked, within
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, ClusterError, PlanMismatch

@@ -55,10 +55,6 @@ class PeerProblem(RuntimeProblem):
     on_all_ranks = True
 
 
-class AttributeProblem(RuntimeProblem, AttributeError):
-    """An attribute of the model whose value a parallel model does not have."""
-
-
 class MismatchProblem(RuntimeProblem):
     """The ranks of a run have different models, programs, versions or batches."""
 
@@ -86,7 +82,7 @@ class StateProblem(RuntimeProblem, StateError):
 
 
 class AttributeProblem(RuntimeProblem, AttributeError):
-    """An attribute that a parallel model has not; `hasattr` says so too."""
+    """An attribute that a parallel model has not, or whose value it does not have; `hasattr` says so too."""
 
 
 class CheckpointProblem(StateProblem):

@@ -67,7 +67,7 @@ def _given(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subje
     from autopar.api import check_plan
     from autopar.capture.models import load_model
     from autopar.capture.normalize.batch_norm import LOCAL
-    from autopar.capture.returned import asked_loss
+    from autopar.capture.results.returned import asked_loss
     from autopar.cost_models.hardware.cluster import Cluster
 
     plan = load_plan(arguments.plan)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.models.mesh import mesh_of
+from support.plans.mesh import mesh_of
 
 from autopar.cost_models.calibrate import local_cluster as local
 from autopar.cost_models.comm.collectives import collective_seconds
