@@ -17,6 +17,7 @@ from torch.export import Dim, ExportedProgram, export
 from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of, bind_inputs
 from autopar.capture.loops import unroll_loops
 from autopar.capture.returned import take_apart
+from autopar.capture.tracing.ctc import CtcLosses
 from autopar.capture.tracing.data.checks import checks_pass, drop_checks
 from autopar.capture.tracing.data.hints import cumulative_statistics, masks_are_not_read, to_the_same_device
 from autopar.capture.tracing.data.indices import ListIndices
@@ -167,6 +168,7 @@ def trace(
                 stack.enter_context(ListIndices())
                 stack.enter_context(Refusals())
                 stack.enter_context(known)
+                stack.enter_context(CtcLosses())
                 stack.enter_context(masks_are_not_read())
                 stack.enter_context(to_the_same_device())
                 stack.enter_context(cumulative_statistics())
