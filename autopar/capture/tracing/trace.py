@@ -17,8 +17,8 @@ from torch.export import Dim, ExportedProgram, export
 from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of, bind_inputs
 from autopar.capture.loops import unroll_loops
 from autopar.capture.returned import take_apart
-from autopar.capture.tracing.ctc import CtcLosses
 from autopar.capture.tracing.data.checks import checks_pass, drop_checks
+from autopar.capture.tracing.data.ctc import CtcLosses
 from autopar.capture.tracing.data.hints import cumulative_statistics, masks_are_not_read, to_the_same_device
 from autopar.capture.tracing.data.indices import ListIndices
 from autopar.capture.tracing.data.known_values import KnownValues
