@@ -19,6 +19,7 @@ from autopar.capture.loops import unroll_loops
 from autopar.capture.reads import ReadRecord, call_recorded, refuse_counters
 from autopar.capture.results.returned import take_apart
 from autopar.capture.tracing.data.checks import checks_pass, drop_checks
+from autopar.capture.tracing.data.ctc import CtcLosses
 from autopar.capture.tracing.data.hints import cumulative_statistics, masks_are_not_read, to_the_same_device
 from autopar.capture.tracing.data.indices import ListIndices
 from autopar.capture.tracing.data.known_values import KnownValues
@@ -225,6 +226,7 @@ class _Attempt:
             stack.enter_context(ListIndices())
             stack.enter_context(Refusals())
             stack.enter_context(self.known)
+            stack.enter_context(CtcLosses())
             stack.enter_context(masks_are_not_read())
             stack.enter_context(to_the_same_device())
             stack.enter_context(cumulative_statistics())

@@ -75,7 +75,11 @@ def without_gradients(x: Tensor) -> None:
             raise ValueError("large")
 
 
-CHECKS = (raises, several, otherwise, asserts, counts, warned, without_gradients)
+def of_a_distribution(x: Tensor) -> None:
+    torch.distributions.Normal(x, x.abs() + 1).log_prob(x)
+
+
+CHECKS = (of_a_distribution, raises, several, otherwise, asserts, counts, warned, without_gradients)
 
 
 @pytest.mark.parametrize("check", CHECKS)

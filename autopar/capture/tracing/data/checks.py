@@ -25,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 _TORCH_ROOT = torch.__file__.rsplit("/", 1)[0]
 _CHECKS = frozenset(("_assert", "_check", "_check_with", "_check_tensor_all", "_check_tensor_all_with", "_check_value"))
 """Functions of torch that raise where their first argument is false."""
+_DISTRIBUTIONS = "/torch/distributions/"
+"""Torch's own code that asks data in the way of users: whether the parameters of a distribution are valid."""
 _TRUTH = frozenset(("all", "any", "bool"))
 """Builtins that take the truth of values, and return it."""
 _WARN = frozenset(("warn", "warning", "warning_once", "warn_once", "print", "info", "debug"))
@@ -69,9 +71,9 @@ def checks_pass() -> Iterator[list[str]]:
             return answer[1]
 
     def deferred(expression: Any, *args: Any, **kwargs: Any) -> Any:
-        frame = _user_frame(sys._getframe(1))
-        if free_unbacked_symbols(expression) and frame is not None:
-            lines.append(_line(frame))
+        answer = _of_function(sys._getframe(1)) if free_unbacked_symbols(expression) else None
+        if answer is not None:
+            lines.append(answer[0])
         return defer(expression, *args, **kwargs)
 
     environment.evaluate_sym_node, environment.guard_or_defer_runtime_assert = evaluated, deferred
@@ -101,20 +103,30 @@ def _counts(node: fx.Node) -> bool:
 
 def _passing(frame: FrameType | None) -> tuple[str, bool] | None:
     """The line of the check that asks, and the answer that lets it pass; None where this is no check."""
-    while frame is not None and _of_torch(frame):
-        if frame.f_code.co_name in _CHECKS:
-            user = _user_frame(frame)
-            return (_line(user), True) if user is not None and not _caught(user) else None
-        frame = frame.f_back
-    frame = _user_frame(frame)
-    if frame is None:
+    answer = _of_function(frame)
+    if answer is not None:
+        return answer
+    while frame is not None and _of_torch(frame) and _DISTRIBUTIONS not in frame.f_code.co_filename:
+        frame = None if _calls_the_model(frame) else frame.f_back
+    user = _user_frame(frame)
+    if frame is None or user is None:
         return None
     span, calls = _asked(frame)
     for statement in _statements(frame):
         wanted = _wanted(statement)
         answer = None if wanted is None else _answer(statement.test, wanted, span, calls)
         if answer is not None:
-            return None if _caught(frame) else (_line(frame), answer)
+            return None if _caught(frame) else (_line(user), answer)
+    return None
+
+
+def _of_function(frame: FrameType | None) -> tuple[str, bool] | None:
+    """The line that calls one of torch's functions that check, if one is asking, and the answer that lets it pass."""
+    while frame is not None and _of_torch(frame) and not _calls_the_model(frame):
+        if frame.f_code.co_name in _CHECKS:
+            user = _user_frame(frame)
+            return (_line(user), True) if user is not None and not _caught(user) else None
+        frame = frame.f_back
     return None
 
 
@@ -150,6 +162,9 @@ def _calls_the_model(frame: FrameType) -> bool:
 
 
 def _line(frame: FrameType) -> str:
+    """``file.py:line`` of a frame; of its caller, where the frame is a helper that checks."""
+    caller = _user_frame(frame.f_back) if "check" in frame.f_code.co_name or "assert" in frame.f_code.co_name else None
+    frame = caller or frame
     return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
 
 
