@@ -286,6 +286,7 @@ class Parallel(ShardedModule):
             return self.first_variant, self.training
         local = isinstance(given, LocalBatch)
         modes = tuple(node.training for node in self.mode_modules)
+        backwards = 0 if self.heartbeat is None else self.heartbeat.backwards
         with self._watched("choosing the program of this call"):
             call = self.variants.call(
                 modes,
@@ -293,7 +294,7 @@ class Parallel(ShardedModule):
                 given if isinstance(given, LocalBatch) else batch,
                 self.program.mesh.dp.size if local else 1,
             )
-            return self.variants.find(self.variants.agree(call, self.program.mesh.describe))
+            return self.variants.find(self.variants.agree(call, self.program.mesh.describe, backwards))
 
     def _check_mode(self) -> None:
         """RuntimeProblem where this program does not compute what the model does in evaluation."""
