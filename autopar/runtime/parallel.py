@@ -16,7 +16,7 @@ from .checkpoint.entry import Checkpoints
 from .comm.agreement import Stated, agree_on_batch, program_digest, refused_together, require_agreement, stated_step
 from .comm.heartbeat import Heartbeat, start_heartbeat
 from .comm.peer_watch import PATIENCE_SECONDS
-from .compat import data_by_values, further_operations, in_backward, save_strided_shards, whole_items
+from .compat import in_backward, save_strided_shards
 from .copies import copied
 from .device.autocast import autocast_of, under_autocast
 from .device.mesh import MeshHandle
@@ -28,7 +28,7 @@ from .pipeline.other_stages import further_tensors
 from .pipeline.pipeline_step import PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .pipeline.weight_versions import PipeDreamStep
-from .random_draws import draw_for_stage, draw_whole_tensors
+from .random_draws import draw_for_stage
 from .report.measurement import Measurement, Predict
 from .report.step_report import StepReport
 from .sharded_module import ShardedModule
@@ -48,6 +48,7 @@ from .step.placed_inputs import plain_inputs
 from .step.planned_offload import check_planned_offload, offload_as_planned
 from .step.same_batch import check_same_batch, is_checked
 from .step.step_checks import StepChecks
+from .torch_functions import mark_result, teach_torch
 from .variants import MadeVariant, MakeVariant, Variant, Variants
 
 
@@ -106,10 +107,7 @@ class Parallel(ShardedModule):
         super().__init__()
         check_planned_offload(program.offload_optimizer)
         save_strided_shards()
-        whole_items()
-        data_by_values()
-        further_operations()
-        draw_whole_tensors()
+        teach_torch()
         explain_penalties()
         agree_on_overflow()
         # FSDP2 warns of in-place writes into views that a block returns; generated code never writes in place.
@@ -143,7 +141,10 @@ class Parallel(ShardedModule):
         self.__dict__["first_variant"] = Variant(program, form, self.state, self.pipeline_step)
         if plain is not None:
             self._mirror_modules(plain)
-        for name, parameter in self.state.parameters.items():
+        order = list(self.state.parameters) if plain is None else plain.parameter_names
+        unpaired = plain is not None and not set(order) <= self.state.index.specs.keys()
+        for name, parameter in sorted(self.state.parameters.items(), key=lambda each: order.index(each[0])):
+            parameter.autopar_unpaired = unpaired  # type: ignore[attr-defined]
             node, leaf = self._node(name)
             node.register_parameter(leaf, parameter)
         for name in self.state.index.specs:  # modules of other stages too
@@ -280,9 +281,11 @@ class Parallel(ShardedModule):
             reshard_all(self.program)
         outputs = returned_outputs(program, others) if program.outputs else {}
         taking = (output for path, output in outputs.items() if program.output_kinds.get(path) == "gradient")
-        for output in (loss, *taking) if self.heartbeat is not None else ():
+        for output in (loss, *taking):
             if isinstance(output, torch.Tensor) and output.requires_grad:
-                self.heartbeat.watch_backward(output)  # type: ignore[union-attr]
+                mark_result(output, self.state)
+                if self.heartbeat is not None:
+                    self.heartbeat.watch_backward(output)
         return plain_result(program, loss, outputs) if variant.form is None else build_result(variant.form, loss, outputs)
 
     def _variant(self, args: tuple[Any, ...], batch: dict[str, Any]) -> tuple[Variant, bool]:
@@ -293,6 +296,7 @@ class Parallel(ShardedModule):
             return self.first_variant, self.training
         local = isinstance(given, LocalBatch)
         modes = tuple(node.training for node in self.mode_modules)
+        backwards = 0 if self.heartbeat is None else self.heartbeat.backwards
         with self._watched("choosing the program of this call"):
             call = self.variants.call(
                 modes,
@@ -300,7 +304,7 @@ class Parallel(ShardedModule):
                 given if isinstance(given, LocalBatch) else batch,
                 self.program.mesh.dp.size if local else 1,
             )
-            return self.variants.find(self.variants.agree(call, self.program.mesh.describe))
+            return self.variants.find(self.variants.agree(call, self.program.mesh.describe, backwards))
 
     def _check_mode(self) -> None:
         """RuntimeProblem where this program does not compute what the model does in evaluation."""

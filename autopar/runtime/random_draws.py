@@ -37,6 +37,11 @@ def draw_for_stage(stage: StageGradients) -> None:
     _STAGES.add(stage)
 
 
+def stages_in_use() -> list[StageGradients]:
+    """The stages of pipelines of this process."""
+    return list(_STAGES)
+
+
 def draw_whole_tensors() -> None:
     """Teaches DTensor all random operations, and `nn.init` those of whole matrices, once in a process."""
     handlers = operations_of_shards()
@@ -130,24 +135,31 @@ def _agreed(generator: torch.Generator | None, value: DTensor) -> Iterator[None]
 def _take_first_state(generator: torch.Generator, own: torch.Tensor, value: DTensor) -> bool:
     """Sets the generator to the state of the mesh's first rank, and returns whether this rank's moves on with the draw. All ranks
     of the mesh compare a hash first, since a state takes 5 kB."""
-    mesh, device = value.device_mesh, local_of(value).device
-    groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-    number = int.from_bytes(hashlib.blake2b(bytes(own.tolist()), digest_size=7).digest(), "big")
-    bounds = torch.tensor([number, -number], device=device)
-    for group in groups:
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
-    if int(bounds[0]) == -int(bounds[1]):
+    if ranks_agree(int.from_bytes(hashlib.blake2b(bytes(own.tolist()), digest_size=7).digest(), "big"), value):
         return True
-    state = own.to(device, copy=True)  # what a broadcast writes into
-    for group in groups:
+    state = own.to(local_of(value).device, copy=True)  # what a broadcast writes into
+    for group in _groups(value):
         dist.broadcast(state, group=group, group_src=0)
     generator.set_state(state.cpu())
-    return not any(mesh.get_coordinate() or ())
+    return not any(value.device_mesh.get_coordinate() or ())
+
+
+def ranks_agree(number: int, value: DTensor) -> bool:
+    """Whether all ranks of the tensor's mesh have the same number. All of them must call."""
+    bounds = torch.tensor([number, -number], device=local_of(value).device)
+    for group in _groups(value):
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
+    return int(bounds[0]) == -int(bounds[1])
+
+
+def _groups(value: DTensor) -> list[dist.ProcessGroup]:
+    mesh = value.device_mesh
+    return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
 
 
 def _stream_key(value: DTensor) -> int | None:
     """The stream of a tensor on a stage of a pipeline; None of any other. RuntimeProblem where stages may need equal numbers."""
-    stages = [stage for stage in list(_STAGES) if stage.mesh.state_mesh == value.device_mesh]
+    stages = [stage for stage in stages_in_use() if stage.mesh.state_mesh == value.device_mesh]
     if not stages:
         return None
     stage = next((each for each in stages if each.name_of(value)), stages[0])

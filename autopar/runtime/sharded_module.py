@@ -21,7 +21,7 @@ from .errors import StateProblem
 from .module import Program
 from .pretrained.export import save_pretrained
 from .pretrained.load import load_pretrained
-from .state.gradient import own
+from .state.gradient import stand_in
 from .state.gradient_norm import clip_gradients
 from .state.host_optimizer import offload_optimizer
 from .state.materialize import State
@@ -45,8 +45,7 @@ class ShardedModule(TreeNode):
         """A stage without parameters yields one without elements, since optimizers refuse an empty list."""
         found = list(super().parameters(recurse))
         if not found:
-            found = [nn.Parameter(torch.empty(0, device=self.program.mesh.device))]
-            own(found[0], self.state.stage, "")
+            found = [stand_in(self.program.mesh.device, self.state.stage)]
         return iter(found)
 
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
@@ -99,6 +98,13 @@ class ShardedModule(TreeNode):
             raise StateProblem(f"the state dict {problem}: pass that of the plain model, or of parallel.full_state()")
         self.load_full_state(state_dict)
         return _IncompatibleKeys(missing, unexpected)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What torch.save, pickle and copy.copy ask for."""
+        raise StateProblem(
+            "a parallel model cannot be pickled, since a rank has only its part: torch.save(parallel.full_state(), path), with "
+            "full_state called on every rank, or parallel.save(folder, optimizer, step=...); copy.deepcopy copies it"
+        )
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:  # what DistributedDataParallel asks for first

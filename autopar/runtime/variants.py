@@ -282,20 +282,24 @@ class Variants:
                     "fewer lengths", MOST_VARIANTS
                 )  # fmt: skip
 
-    def agree(self, call: KeyedCall, describe: Callable[[int], str]) -> KeyedCall:
+    def agree(self, call: KeyedCall, describe: Callable[[int], str], backwards: int = 0) -> KeyedCall:
         """The call, with the parameters of all stages that train now. MismatchProblem on all ranks where they call different
-        variants, or with batches of different sizes."""
+        variants, or with batches of different sizes, or have begun different numbers of backwards."""
         changed = self.unfrozen.changed()
         several = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
         if several:
             if self.control is None:
                 self.control = control_group()
             number = hash_of((*call.key, call.batch))
-            said = torch.tensor([number, -number, changed])
+            said = torch.tensor([number, -number, changed, backwards, -backwards])
             dist.all_reduce(said, dist.ReduceOp.MAX, self.control)
             if said[0] != -said[1]:
                 stated = Stated(call.words(), "call it alike on every rank, with the global batch or with local_batch on all")
                 require_agreement({"a call with": stated}, describe)
+            if said[3] != -said[4]:
+                require_agreement(
+                    {"a number of backwards": Stated(str(backwards), "call backward on all ranks, or on none")}, describe
+                )
             changed = bool(said[2])
         if changed:
             self.unfrozen.agree(several, describe)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autopar.runtime
 from autopar.runtime import compat
 from autopar.runtime.device.mesh import MeshHandle
+from autopar.runtime.mixed_operations import mix_whole_tensors
 
 
 def functional(axes: dict[str, int]) -> dict[str, list[float]]:
@@ -295,6 +296,7 @@ def masked() -> tuple[list[list[float]], list[list[float]], list[float]]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     compat.further_operations()
+    mix_whole_tensors()
     mesh = MeshHandle({"dp": 2}).device_mesh["dp"]
     x = distribute_tensor(torch.arange(8.0).view(4, 2) - 4, mesh, [Shard(0)])
     x[x.lt(0)] = 9.0

@@ -82,6 +82,7 @@ class Heartbeat(PeerWatch):
         """The backward of `loss` is watched, from its first node until its gradients are delivered."""
 
         def begin(*_: Any) -> None:
+            self.backwards += 1
             self._enter(lambda: "backward")
             # Callbacks run in the order of their registration: one that is registered by another comes after FSDP2's and the
             # buckets', which wait for their collectives.

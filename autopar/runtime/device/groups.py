@@ -37,10 +37,9 @@ def shared_group(purpose: str, ranks: Sequence[int] | None = None, backend: str 
 
 
 def control_group() -> dist.ProcessGroup:
-    """The group of all ranks for small tensors of the host."""
-    world = dist.group.WORLD
-    assert world is not None
-    return world if dist.get_backend() == "gloo" else shared_group("control", backend="gloo")
+    """The group of all ranks for small tensors of the host. It is no program's: a rank that is ahead of the others asks here
+    while they wait for it elsewhere, and gloo ends a process whose collective meets another one."""
+    return shared_group("control", backend="gloo")
 
 
 def _shared(key: Hashable, make: Callable[[], _Value]) -> _Value:

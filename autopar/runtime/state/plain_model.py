@@ -360,6 +360,19 @@ class Container(TreeNode):
             'value with parallelize(..., outputs=("..."))'
         )
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What a part without tensors of its own (an activation) computes; any other part has no program."""
+        module = self.__dict__.get("without_data")
+        if module is not None and not any(True for _ in (*module.parameters(), *module.buffers())):
+            return module.train(self.training)(*args, **kwargs)
+        raise RuntimeProblem(
+            f"a part of the parallel model ({type(module).__name__}) computes nothing alone: call the whole model, ask for the "
+            'value with parallelize(..., outputs=("...")), or parallelize the part as a model of its own'
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeProblem("a part of the parallel model cannot be pickled: save parallel.full_state(), which every rank calls")
+
     register_forward_hook = register_forward_pre_hook = register_full_backward_hook = _no_hook
     register_full_backward_pre_hook = register_backward_hook = _no_hook
 

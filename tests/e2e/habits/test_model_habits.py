@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.harness.comparison import different_numbers
-from support.harness.habits import OTHER_PLANS, check, parallel_of, rows_of
+from support.harness.habits import OTHER_PLANS, check, parallel_of, refusal, rows_of
 from support.harness.rank_pool import RankPool
-from support.models.habit_model import batch, net
+from support.models.habit_model import WIDTH, batch, net
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -90,6 +92,31 @@ def three_models(plan: str) -> None:
     del mine[1:]
     gc.collect()
     assert not (wrong := different_numbers("loss", run(mine[0], mine[0]), run(theirs[0], theirs[0]), 1e-9)), wrong
+
+
+def pickle_the_model(plan: str) -> str:
+    parallel = parallel_of(net(), plan)
+    assert "a part of the parallel model cannot be pickled" in refusal(lambda: pickle.dumps(parallel.layers[0]))
+    return refusal(lambda: torch.save(parallel, io.BytesIO()))
+
+
+def call_a_part(plan: str) -> str:
+    parallel = parallel_of(net(), plan)
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(parallel.layers[0].dropout(x), x)  # of a part without tensors
+    return refusal(lambda: parallel.layers[0].up(x))
+
+
+def functional_call(plan: str) -> str:
+    """With the model's own tensors right."""
+    parallel, reference = parallel_of(net(), plan), net()
+    own = dict(parallel.named_parameters())
+    found = torch.func.functional_call(parallel, own, (), batch())
+    torch.testing.assert_close(found.detach(), reference(**batch()).detach(), rtol=1e-9, atol=1e-9)
+    others = {name: parameter * 0.5 for name, parameter in own.items()}
+    said = refusal(lambda: torch.func.functional_call(parallel, others, (), batch()))
+    torch.testing.assert_close(parallel(**batch()).detach(), found.detach())
+    return said
 
 
 # -- here

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness.habits import OTHER_PLANS, check, one_step, parallel_of, refusal, rows_of
+from support.harness.habits import OTHER_PLANS, ROWS, check, one_step, parallel_of, refusal, rows_of
 from support.harness.rank_pool import RankPool
 from support.models.habit_model import batch, net
 from torch import Tensor, nn
@@ -126,6 +126,88 @@ def noise_on_gradients(plan: str) -> None:
             optimizer.step()
             losses.append(loss.item())
     torch.testing.assert_close(losses[:3], losses[3:], rtol=1e-9, atol=1e-9)
+
+
+def without_unused() -> nn.Module:
+    model = net()
+    model.unused = None  # type: ignore[assignment]
+    return model
+
+
+def average_by_hand(plan: str) -> None:
+    """A plain copy of the model that takes part of the weights after each step, paired by `zip`."""
+
+    def run(model: nn.Module) -> nn.Module:
+        average, optimizer = without_unused(), torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(3):
+            optimizer.zero_grad()
+            model(**batch(seed)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.mul_(0.9).add_(parameter, alpha=0.1)
+                torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.1)
+        return average
+
+    parallel = parallel_of(without_unused(), plan)
+    if staged(parallel):
+        with torch.no_grad():
+            said = refusal(lambda: next(iter(net().parameters())).add_(next(iter(parallel.parameters()))))
+        assert "average them by AveragedModel(parallel)" in said
+        return
+    expected = dict(run(without_unused()).named_parameters())
+    for name, mean in run(parallel).named_parameters():
+        torch.testing.assert_close(mean, expected[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def average_a_model_with_unused_parameters(plan: str) -> str:
+    """Its parallel model has fewer parameters, so that `zip` pairs wrong ones."""
+    parallel = parallel_of(net(), plan)
+    with torch.no_grad():
+        said = refusal(lambda: [mean.lerp_(p, 0.1) for mean, p in zip(net().parameters(), parallel.parameters(), strict=False)])
+    return ROWS["average_a_model_with_unused_parameters"][1] if staged(parallel) else said
+
+
+def copy_both_ways(plan: str) -> None:
+    parallel, reference = parallel_of(without_unused(), plan), without_unused()
+    pairs = [(p, reference.get_parameter(name)) for name, p in parallel.named_parameters()]
+    with torch.no_grad():
+        if staged(parallel):
+            assert "parallel.load_state_dict(state)" in refusal(lambda: pairs[0][0].copy_(pairs[0][1]))
+            return
+        for mine, theirs in pairs:
+            mine.copy_(theirs * 2)
+            mine.mul_(torch.full_like(theirs, 0.5)).add_(theirs)
+            expected = (theirs * 2).clone()
+            theirs.copy_(mine)
+            assert torch.equal(theirs, expected) and torch.equal(whole(mine), expected)
+        said = refusal(lambda: pairs[0][0].copy_(pairs[0][1] + dist.get_rank()))
+        assert "ranks write different values into a parallel model's parameter" in said
+    torch.testing.assert_close(parallel(**batch()), reference(**batch()))
+
+
+def gradients_by_grad(plan: str) -> None:
+    """`torch.autograd.grad`, by all parameters and an input; the gradients that are there stay as they are."""
+    parallel, reference = both_models(plan)
+    mine, theirs = dict(parallel.named_parameters()), dict(reference.named_parameters())
+    before = {name: whole(parameter.grad) for name, parameter in mine.items()}
+    found = torch.autograd.grad(parallel(**batch(1)), list(mine.values()))
+    expected = dict(zip(theirs, torch.autograd.grad(reference(**batch(1)), list(theirs.values())), strict=True))
+    for name, gradient in zip(mine, found, strict=True):
+        torch.testing.assert_close(whole(gradient), expected[name], rtol=1e-9, atol=1e-11, msg=name)
+        assert torch.equal(whole(mine[name].grad), before[name]), name
+    one = next(iter(mine))
+    (gradient,) = torch.autograd.grad(parallel(**batch(1)) * 2, [mine[one]])
+    torch.testing.assert_close(whole(gradient), expected[one] * 2, rtol=1e-9, atol=1e-11)
+
+
+def reduce_gradients_by_hand(plan: str) -> str:
+    parallel = parallel_of(net(), plan)
+    one_step(parallel)
+    parameter = next(iter(parallel.parameters()))
+    said = refusal(lambda: dist.broadcast(parameter.data, 0))
+    assert "broadcast of a DTensor" in said
+    return refusal(lambda: dist.all_reduce(parameter.grad))
 
 
 # -- here
