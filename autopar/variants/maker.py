@@ -123,7 +123,7 @@ class VariantMaker:
         outside = self.plan.candidate.pipeline.stages > 1 and not call.key.gradients
         chosen = CaptureOptions(**options, usual_kind="full" if outside else "")
         graph = self.exports.graph(model, call.key.modes, arguments, chosen, call.key.changed)
-        if EVERYTHING not in call.key.outputs or len(kept := _whole_fields(graph)) == len(graph.outputs):
+        if EVERYTHING not in call.key.outputs or len(kept := _small_fields(graph)) == len(graph.outputs):
             return graph
         chosen = replace(chosen, outputs=(*self.options["outputs"], *kept))
         return self.exports.graph(model, call.key.modes, arguments, chosen, call.key.changed)
@@ -142,7 +142,7 @@ class VariantMaker:
             return self.modes.right_in(training), record.reads
 
 
-def _whole_fields(graph: Graph) -> tuple[str, ...]:
+def _small_fields(graph: Graph) -> tuple[str, ...]:
     """The outputs that nobody asked for and that every rank can hold as a whole."""
     sizes = ((output, graph.value(output.value)) for output in graph.outputs)
     return tuple(output.asked for output, value in sizes if value is None or value_bytes(value, graph.batch) <= MOST_BYTES)

@@ -72,9 +72,7 @@ class _Writer:
         assert isinstance(x, Ref)
         return x if self.dtype_of(x) == self.dtype else self.add("aten.to.dtype", (x, DType(self.dtype)), "input", shape)
 
-    def add(
-        self, op: str, args: tuple[Arg, ...], suffix: str, shape: Shape, flows: bool | None = None, dtype: str = ""
-    ) -> Ref:
+    def add(self, op: str, args: tuple[Arg, ...], suffix: str, shape: Shape, flows: bool | None = None, dtype: str = "") -> Ref:
         node = node_like(self.node, op, args, f"{self.node.name}_{suffix}", shape, dtype or self.dtype, flows)
         self.nodes.append(node)
         return Ref(node.name)

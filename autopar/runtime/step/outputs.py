@@ -264,9 +264,9 @@ class LeftOut:
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         path = self.__dict__["path"]
         raise NotReturned(
-            f"the parallel model does not return {path} with gradients on, unless asked to: pass outputs=(\"{path}\",) to "
-            f"autopar.parallelize (\"{path}:gradient\" where the loss is made of it), or call it under torch.no_grad() or "
-            f"parallel.returning(\"{path}\")"
+            f'the parallel model does not return {path} with gradients on, unless asked to: pass outputs=("{path}",) to '
+            f'autopar.parallelize ("{path}:gradient" where the loss is made of it), or call it under torch.no_grad() or '
+            f'parallel.returning("{path}")'
         )
 
     def __getattr__(self, name: str) -> Any:

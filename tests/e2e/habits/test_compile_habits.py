@@ -11,7 +11,7 @@ from support.harness.comparison import same_gradients
 from support.harness.habits import OTHER_PLANS, ROWS, equals_one_process, refusal, rows_of, warning_of
 from support.harness.rank_pool import RankPool
 from support.models.habit_model import net
-from support.models.output_model import Classifier, classifier, examples
+from support.models.zoo.output_model import Classifier, classifier, examples
 from torch import Tensor, nn
 
 import autopar

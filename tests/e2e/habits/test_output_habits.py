@@ -9,7 +9,7 @@ import torch
 from support.harness.comparison import same_gradients
 from support.harness.habits import OTHER_PLANS, ROWS, refusal, rows_of
 from support.harness.rank_pool import RankPool
-from support.models.output_model import classifier, convolutions, examples, pictures
+from support.models.zoo.output_model import classifier, convolutions, examples, pictures
 from torch import Tensor, nn
 
 import autopar

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.harness.rank_pool import RankPool
 from support.models.character_model import CharacterModel
-from support.models.output_model import convolutions, pictures
+from support.models.zoo.output_model import convolutions, pictures
 from torch import Tensor, nn
 
 import autopar

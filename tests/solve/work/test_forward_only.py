@@ -4,7 +4,7 @@ pipeline send what they compute, rather than each computing all before it."""
 from __future__ import annotations
 
 import pytest
-from support.models.output_model import classifier, examples
+from support.models.zoo.output_model import classifier, examples
 
 import autopar
 from autopar.program.build import program_text
