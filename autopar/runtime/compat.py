@@ -311,6 +311,23 @@ def usual_operation(op: Any, args: Any, kwargs: Any) -> Any:
             handlers[op] = own
 
 
+def data_by_values() -> None:
+    """Lets ``parameter.data = values`` fill a DTensor that says how (``autopar_values``). On 2.13.0 a DTensor keeps the shard
+    that it had, without a word."""
+    usual: Any = torch.Tensor.data
+    if "data" in vars(DTensor):
+        return
+
+    def put(self: Any, value: torch.Tensor) -> None:
+        values = self.__dict__.get("autopar_values")
+        if values is None:
+            usual.__set__(self, value)
+        else:
+            values.fill(value)
+
+    DTensor.data = property(usual.__get__, put)  # type: ignore[assignment]
+
+
 def further_operations() -> None:
     """Teaches DTensor ``x[mask] = number`` where the mask is placed like `x` (in `torch.optim.Rprop`): 2.13.0 has no rule."""
 
