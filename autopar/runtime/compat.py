@@ -300,6 +300,17 @@ def whole_items() -> None:
     operations_of_shards()[torch.ops.aten._local_scalar_dense.default] = item
 
 
+def usual_operation(op: Any, args: Any, kwargs: Any) -> Any:
+    """What DTensor does without an entry in `operations_of_shards`."""
+    handlers = operations_of_shards()
+    own = handlers.pop(op, None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if own is not None:
+            handlers[op] = own
+
+
 def data_by_values() -> None:
     """Lets ``parameter.data = values`` fill a DTensor that says how (``autopar_values``). On 2.13.0 a DTensor keeps the shard
     that it had, without a word."""
@@ -315,17 +326,6 @@ def data_by_values() -> None:
             values.fill(value)
 
     DTensor.data = property(usual.__get__, put)  # type: ignore[assignment]
-
-
-def usual_operation(op: Any, args: Any, kwargs: Any) -> Any:
-    """What DTensor does without an entry in `operations_of_shards`."""
-    handlers = operations_of_shards()
-    own = handlers.pop(op, None)
-    try:
-        return op(*args, **kwargs)
-    finally:
-        if own is not None:
-            handlers[op] = own
 
 
 def further_operations() -> None:

@@ -28,7 +28,6 @@ from .pipeline.other_stages import further_tensors
 from .pipeline.pipeline_step import PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .pipeline.weight_versions import PipeDreamStep
-from .random_draws import draw_for_stage
 from .report.measurement import Measurement, Predict
 from .report.step_report import StepReport
 from .sharded_module import ShardedModule
@@ -48,7 +47,8 @@ from .step.placed_inputs import plain_inputs
 from .step.planned_offload import check_planned_offload, offload_as_planned
 from .step.same_batch import check_same_batch, is_checked
 from .step.step_checks import StepChecks
-from .torch_functions import mark_result, teach_torch
+from .tensors.random_draws import draw_for_stage
+from .tensors.torch_functions import mark_result, teach_torch
 from .variants import MadeVariant, MakeVariant, Variant, Variants
 
 

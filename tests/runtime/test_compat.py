@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autopar.runtime
 from autopar.runtime import compat
 from autopar.runtime.device.mesh import MeshHandle
-from autopar.runtime.mixed_operations import mix_whole_tensors
+from autopar.runtime.tensors.mixed_operations import mix_whole_tensors
 
 
 def functional(axes: dict[str, int]) -> dict[str, list[float]]:

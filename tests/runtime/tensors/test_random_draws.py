@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autopar.runtime.compat import local_of, own_part, random_operations, strided_shard
 from autopar.runtime.device.mesh import MeshHandle
-from autopar.runtime.random_draws import draw_whole_tensors
+from autopar.runtime.tensors.random_draws import draw_whole_tensors
 
 NO_TENSOR = ("rand", "randn", "randint", "randperm", "normal.float_float", "gru", "lstm", "rnn", "miopen", "cudnn")
 """Of sizes, or of several layers: no shard comes to them but in inference mode."""

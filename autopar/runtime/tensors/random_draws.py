@@ -21,10 +21,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
-from .compat import has_data, local_of, operations_of_shards, own_part, random_operations
-from .device.rng import named_key, seed_stream
-from .errors import RuntimeProblem
-from .state.gradient import StageGradients
+from ..compat import has_data, local_of, operations_of_shards, own_part, random_operations
+from ..device.rng import named_key, seed_stream
+from ..errors import RuntimeProblem
+from ..state.gradient import StageGradients
 
 _OF_WHOLE_MATRICES = ("orthogonal_", "sparse_", "trunc_normal_")
 """Functions of `nn.init` with operations that DTensor lacks (a transposition in place, writes by index), or that draw into

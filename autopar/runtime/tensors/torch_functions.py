@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .compat import (
+from ..compat import (
     before_full_states,
     collective_operations,
     data_by_values,
@@ -19,11 +19,11 @@ from .compat import (
     operations_of_shards,
     whole_items,
 )
-from .errors import RuntimeProblem, StateProblem
+from ..errors import RuntimeProblem, StateProblem
+from ..state.gradient import place_of, stand_in
+from ..state.materialize import State
 from .mixed_operations import mix_whole_tensors
 from .random_draws import draw_whole_tensors, stages_in_use
-from .state.gradient import place_of, stand_in
-from .state.materialize import State
 
 
 def teach_torch() -> None:

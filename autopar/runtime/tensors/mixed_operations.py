@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
-from .compat import in_backward, operations_of_shards, usual_operation
-from .errors import StateProblem
+from ..compat import in_backward, operations_of_shards, usual_operation
+from ..errors import StateProblem
+from ..state.gradient import Gradient, place_of
+from ..step.same_batch import checksum
 from .random_draws import ranks_agree
-from .state.gradient import Gradient, place_of
-from .step.same_batch import checksum
 
 _MIXED = ("copy", "add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "maximum", "minimum")
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "equal", "rsub")
