@@ -10,26 +10,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.capture import capture
 from autopar.capture.normalize.batch_norm import LOCAL
-from autopar.capture.returned import parse_asked, within
+from autopar.capture.results.returned import LOSS, asked_loss, parse_asked, within
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.errors import AutoparError, PlanMismatch
+from autopar.errors import AutoparError, ClusterError, PlanMismatch
 from autopar.ir.describe import precision_text
-from autopar.ir.plan import Precision
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.planning import ExampleInputs, compute_dtype_of, precision_of, registry, split_inputs
+from autopar.planning import ExampleInputs, registry, split_inputs
+from autopar.precision import PrecisionLike, compute_dtype_of, precision_of
 from autopar.rules.check import check_strategies
 from autopar.runtime.ops.float8 import float8_problem
 from autopar.schedules.pipeline_schedule import check_schedule
+from autopar.solve.space.force import Force
 
 
 def check_options(
-    plan: Plan, model: nn.Module, precision: str | Precision | MixedPrecisionPolicy | None, force: str | Mapping[str, int | str]
+    plan: Plan, model: nn.Module, precision: PrecisionLike | None, force: str | Mapping[str, int | str] | Force
 ) -> None:
     """PlanMismatch where the options ask for something else than the given plan has."""
     has = plan.candidate.precision
@@ -61,14 +61,17 @@ def check_plan(
     args, kwargs = split_inputs(example_inputs)
     planned = {output.path: output for output in given.graph.outputs}
     for path, kind in parse_asked(outputs).items():
+        if kind == LOSS:
+            continue
         found = [output for each, output in planned.items() if within(each, path)]
         if not found or any(kind and output.kind != kind for output in found):
             how = " like that" if found else ""
             raise PlanMismatch(f"the plan returns no {path} beside the loss{how}: plan again with outputs={tuple(outputs)}")
     statistics = "local" if LOCAL in given.graph.notes else "global"
+    asked = (*(output.asked for output in planned.values()), *asked_loss(given.graph))
     graph = capture(
         model, args, kwargs, compute_dtype=compute_dtype_of(given.candidate.precision, model), batch_norm=statistics,
-        loss_fn=loss_fn, outputs=tuple(output.asked for output in planned.values()), batch_dim=batch_dims(given),
+        loss_fn=loss_fn, outputs=asked, batch_dim=batch_dims(given),
         float8=given.candidate.precision.float8,
     )  # fmt: skip
     if graph.fingerprint != given.graph.fingerprint:
@@ -90,6 +93,14 @@ def check_float8(agreed: Plan, compiled: bool | str) -> None:
         raise AutoparError(problem)
     if not compiled and dist.get_rank() == 0:
         warnings.warn("float8 layers that are not compiled are slower than bf16: pass compile=True", stacklevel=3)
+
+
+def cluster_of_plan(plan: Plan, other: Cluster) -> Cluster:
+    """The cluster that a plan was made for, by which the programs of other calls are priced too; `other` where it names none."""
+    try:
+        return Cluster.from_dict(plan.document.cluster.description)
+    except ClusterError:
+        return other
 
 
 def batch_dims(agreed: Plan) -> tuple[tuple[str, int], ...]:

@@ -95,6 +95,7 @@ def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None, *, uneve
         outputs=_outputs(graph, candidate),
         interface=graph.interface,
         uneven=uneven,
+        forward_only=graph.forward_only,
     )
 
 

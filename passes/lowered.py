@@ -91,6 +91,7 @@ class Lowered:
         chunks: the model chunks of all stages in the model's order.
         schedule: the actions of each pipeline rank, communication included; None without a pipeline.
         outputs: what the program returns beside the loss.
+        forward_only: nothing trains, and no backward runs.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Lowered:
     outputs: tuple[LoweredOutput, ...] = ()
     interface: Interface | None = None
     uneven: bool = False
+    forward_only: bool = False
 
     @property
     def results(self) -> tuple[str, ...]:

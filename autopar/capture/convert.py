@@ -102,7 +102,10 @@ class _Converter:
                 mutated.append((self.updated(str(spec.target)), self.names[result]))
             else:
                 raise CaptureError(f"the forward writes into its input {spec.target}: write into a clone of it")
-        outputs = tuple(zip(self.traced.outputs, returned[1:], strict=True))
+        asked = self.traced.outputs
+        if not self.values[returned[0]].differentiable:  # nothing trains: no gradient comes into an output
+            asked = tuple(each.removesuffix(":gradient") + ":full" if each.endswith(":gradient") else each for each in asked)
+        outputs = tuple(zip(asked, returned[1:], strict=True))
         every = (*sources, *self.copied)
         flat = FlatGraph(tuple(inputs), every, tuple(self.nodes), returned[0], tuple(mutated), outputs=outputs)
         for span in self.spans.values():

@@ -170,6 +170,24 @@ class Graph:
         """The values that the program returns: the loss first."""
         return (self.loss, *(output.value for output in self.outputs))
 
+    @property
+    def forward_only(self) -> bool:
+        """Whether no gradient flows into the loss: the model is frozen, and its program has no backward."""
+        return not self.differentiable(self.loss)
+
+    def value(self, name: str) -> Value | None:
+        """The value of this name that a call makes, as it is called in the call's block; None where none makes it."""
+        call = next((call for call in self.calls if name in call.outputs), None)
+        if call is None:
+            return None
+        block = self.block(call.block)
+        return block.values()[block.outputs[call.outputs.index(name)]]
+
+    def differentiable(self, name: str) -> bool:
+        """Whether a gradient flows through a value that a call makes."""
+        value = self.value(name)
+        return value is not None and value.differentiable
+
     def block(self, name: str) -> Block:
         return next(block for block in self.blocks if block.name == name)
 
@@ -180,6 +198,17 @@ class Graph:
             found = Counter(call.block for call in self.calls)
             object.__setattr__(self, "_counts", found)
         return found[name]
+
+    def updated_buffers(self) -> frozenset[str]:
+        """The buffers that the forward writes into, by their original names."""
+        written = {block.name: {name for name, _ in block.updates} for block in self.blocks}
+        blocks = {block.name: block for block in self.blocks}
+        return frozenset(
+            name
+            for call in self.calls
+            for name, parameter in zip(call.parameters, blocks[call.block].parameters, strict=True)
+            if parameter.value.name in written[call.block]
+        )
 
     def parameters(self) -> dict[str, Parameter]:
         """Every distinct parameter and buffer by its original name; a tied one appears once."""

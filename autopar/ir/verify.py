@@ -15,7 +15,7 @@ from autopar.ir.micro_batching import candidate_totals
 from autopar.ir.partition_saved import chosen_tensors, verify_partition
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.stage_values import check_chunk_borders, repeatable_values
-from autopar.ir.placement import Invariant, Placements, can_shard, format_placements
+from autopar.ir.placement import Invariant, Placement, Placements, Replicate, can_shard, format_placements
 from autopar.ir.plan import OFFLOAD_DEVICES, REDUCTIONS, BlockPlan, Candidate, Conversion, NodePlan
 
 
@@ -256,7 +256,9 @@ def _verify_calls(graph: Graph, candidate: Candidate) -> None:
         if f"value {output.value}" not in seen:
             raise PlanError(f"the output {output.path} is the value {output.value}, which no block makes")
     loss = seen.get(f"value {graph.loss}")
-    if loss is None or any(placement != Invariant() for placement in loss[1]):
+    whole: Placement = Replicate() if graph.forward_only else Invariant()
+    if loss is None or any(placement != whole for placement in loss[1]):
         raise PlanError(
-            f"the loss {graph.loss} must be Invariant (I) on every axis at the end of {loss[0] if loss else 'the graph'}"
+            f"the loss {graph.loss} must be {type(whole).__name__} ({whole}) on every axis at the end of "
+            f"{loss[0] if loss else 'the graph'}"
         )

@@ -14,7 +14,7 @@ RESERVED_ATTRIBUTES = frozenset(
     + ("batch_statistics", "specs", "training", "split_backward", "shared_parameters", "blocks", "roots", "position", "precision")
     + ("mesh_axes", "micro_batches", "zero_group", "totals", "count", "loss_dtype", "weight_versions", "offload_optimizer")
     + ("input_placements", "input_shapes", "input_dtypes", "positional", "arguments", "constants", "defaults", "outputs")
-    + ("batch_dims", "reduce_dtype")
+    + ("batch_dims", "reduce_dtype", "forward_only")
     + ("chunks", "boundaries", "schedule", "batch_inputs", "micro_batch_size", "weight_grads")
     + ("all_chunks", "own_chunks", "chunk_stages", "actions", "output_kinds", "has_loss", "differentiable_inputs")
     + ("state_program",)

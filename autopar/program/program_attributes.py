@@ -76,6 +76,7 @@ def program_attributes(lowered: Lowered, totals: Totals) -> list[str]:
             else []
         ),
         *([f'{INDENT}offload_optimizer = "{offload}"  # between steps its state lies there'] if offload else []),
+        *([f"{INDENT}forward_only = True  # nothing trains: no backward runs"] if lowered.forward_only else []),
         *([f"{INDENT}totals = {{{ops}}}  # over all micro-batches, before the first"] if totals.names else []),
     ]
 

@@ -50,11 +50,12 @@ def block_strategies(
     values = block.values()
     fitted = {item.node.name: item for node in block.nodes if (item := fit_node(node, values, registry)) is not None}
     chosen = useful_shards(fitted.values(), shardable, keep_all=batch_axis)
+    frozen = not any(value.differentiable for value in values.values())
     out: dict[str, tuple[AxisStrategy, ...]] = {}
     for node in block.nodes:
         found: dict[tuple[object, ...], AxisStrategy] = {}
         rule, fit = registry.rule(node.op), fitted.get(node.name)
-        for strategy in _strategies(node, values, fit, chosen.get(node.name, []), rule):
+        for strategy in _strategies(node, values, fit, chosen.get(node.name, []), rule, frozen):
             if strategy.function and not _enough_on_each(strategy, node, values, rule, axis_size):
                 continue
             found.setdefault((strategy.operands, strategy.results, strategy.function), strategy)
@@ -104,8 +105,10 @@ def _fitted(node: Node, match: FittedRule, derived: DerivedLine) -> FittedNode:
 
 
 def _strategies(
-    node: Node, values: Mapping[str, Value], fitted: FittedNode | None, chosen: Sequence[FactorShard], rule: Rule | None
-) -> Iterator[AxisStrategy]:
+    node: Node, values: Mapping[str, Value], fitted: FittedNode | None, chosen: Sequence[FactorShard], rule: Rule | None,
+    frozen: bool,
+) -> Iterator[AxisStrategy]:  # fmt: skip
+    """`frozen`: no value of the block has a gradient, so its sums are what a block that trains calls differentiable."""
     operands = [values[name] for name in node.operands()]
     flows = any(value.differentiable for value in node.outputs)
     free = not flows and any(value.differentiable for value in operands)
@@ -125,8 +128,9 @@ def _strategies(
     yield redundant
     if free:
         yield _invariant_operands(redundant, operands)
-    if flows and rule is not None and _may_pass(node, operands):
-        yield from _passing(node, operands, rule)
+    sums = flows or (frozen and all(value.dtype in _WIDTH for value in node.outputs))
+    if sums and rule is not None and _may_pass(node, operands):
+        yield from _passing(node, operands, rule, frozen)
 
 
 def factor_strategy(fitted: FittedNode, shard: FactorShard, operands: Sequence[Value], rule: Rule | None) -> AxisStrategy | None:
@@ -256,13 +260,18 @@ def _may_pass(node: Node, operands: Sequence[Value]) -> bool:
     return node.op != "aten.div.Tensor" or node.operands()[:1] == (getattr(node.args[0], "name", None),)
 
 
-def _passing(node: Node, operands: Sequence[Value], rule: Rule) -> Iterator[AxisStrategy]:
+def _passing(node: Node, operands: Sequence[Value], rule: Rule, frozen: bool) -> Iterator[AxisStrategy]:
     for group in rule.linear_in:
         chosen = range(len(operands)) if isinstance(group, str) else group
-        if not all(index < len(operands) and operands[index].differentiable for index in chosen):
+        if not all(index < len(operands) and _is_sum(operands[index], frozen) for index in chosen):
             continue
         places = tuple(Partial() if index in chosen else Replicate() for index in range(len(operands)))
         yield AxisStrategy(places, (Partial(),) * len(node.outputs), PASS)
+
+
+def _is_sum(value: Value, frozen: bool) -> bool:
+    """Whether ranks may hold summands of a value: the floating-point ones where nothing has a gradient, else those that have."""
+    return value.differentiable or (frozen and value.dtype in _WIDTH)
 
 
 def _whole_factors(chosen: Sequence[AxisStrategy], axis_sizes: Sequence[int]) -> bool:

@@ -200,6 +200,46 @@ def over_local(kind: type[Any], value: DTensor, local: torch.Tensor | None = Non
     return torch.Tensor._dtensor__new__(kind, value._local_tensor if local is None else local, value._spec, requires_grad=False)
 
 
+def operations_of_shards() -> dict[Any, Callable[[Any, Any, Any], Any]]:
+    """What DTensor calls for an operation in place of its own dispatch, with the operation, its arguments and its keywords; to be
+    added to. Seen on 2.13.0."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return handlers
+
+
+def random_operations() -> list[Any]:
+    """Torch's operations that draw random numbers, by their tag, but for those that only kernels call (of attention, recurrences
+    on a device). Seen on 2.13.0; takes 0.1 s, since ``dir(torch.ops.aten)`` has only those that were used."""
+    found = []
+    for full in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        if full.startswith("aten::") and (not name.startswith("_") or name in _RANDOM_KERNELS):
+            op = getattr(getattr(torch.ops.aten, name), overload or "default", None)
+            if op is not None and torch.Tag.nondeterministic_seeded in op.tags:
+                found.append(op)
+    return sorted(found, key=str)
+
+
+_RANDOM_KERNELS = frozenset(("_standard_gamma", "_sample_dirichlet", "_fused_dropout"))
+"""Kernels that functions for users call directly."""
+
+
+def local_of(value: DTensor) -> torch.Tensor:
+    """This rank's part, without a node of autograd. Seen on 2.13.0."""
+    local: torch.Tensor = value._local_tensor
+    return local
+
+
+def own_part(like: DTensor, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is placed as `like` is, in memory of its own where it is a part."""
+    part = whole
+    for dim in range(like.dim()):
+        indices = _indices(like, dim)
+        if len(indices) < like.shape[dim]:
+            part = part.index_select(dim, indices.to(whole.device))
+    return part
+
+
 def whole_items() -> None:
     """Teaches DTensor that ``.item()`` of a partial number (a norm, a sum) is that of the whole tensor: on 2.13.0 it is this
     rank's part, without a word. All ranks of the mesh must ask."""
@@ -207,15 +247,30 @@ def whole_items() -> None:
     def item(op: Any, args: Any, kwargs: Any) -> Any:
         return op(whole(args[0]).to_local(), *args[1:], **kwargs)
 
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten._local_scalar_dense.default] = item
+    operations_of_shards()[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def data_by_values() -> None:
+    """Lets ``parameter.data = values`` fill a DTensor that says how (``autopar_values``). On 2.13.0 a DTensor keeps the shard
+    that it had, without a word."""
+    usual: Any = torch.Tensor.data
+    if "data" in vars(DTensor):
+        return
+
+    def put(self: Any, value: torch.Tensor) -> None:
+        values = self.__dict__.get("autopar_values")
+        if values is None:
+            usual.__set__(self, value)
+        else:
+            values.fill(value)
+
+    DTensor.data = property(usual.__get__, put)  # type: ignore[assignment]
 
 
 def further_operations() -> None:
     """Teaches DTensor ``x[mask] = number`` where the mask is placed like `x`, and ``_foreach_copy_`` (both are in
     `torch.optim.Rprop`): 2.13.0 has no rule for them."""
-    write = torch.ops.aten.index_put_.default
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    write, handlers = torch.ops.aten.index_put_.default, operations_of_shards()
 
     def put(op: Any, args: Any, kwargs: Any) -> Any:
         x, indices, value, *more = args
@@ -342,6 +397,15 @@ def _boxes(tensor: DTensor) -> list[_Box]:
 
 def _runs(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
     """(offset in the full tensor, length, start in the local tensor) of each run of consecutive indices along `dim`."""
+    indices = _indices(tensor, dim)
+    breaks = (indices[1:] != indices[:-1] + 1).nonzero().flatten().tolist()
+    starts = [0, *(at + 1 for at in breaks)] if len(indices) else []
+    ends = [*starts[1:], len(indices)]
+    return [(int(indices[start]), end - start, start) for start, end in zip(starts, ends, strict=False)]
+
+
+def _indices(tensor: DTensor, dim: int) -> torch.Tensor:
+    """The indices along `dim` of the full tensor that this rank has."""
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
     indices = torch.arange(tensor.shape[dim])
@@ -352,7 +416,4 @@ def _runs(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
         elif isinstance(placement, Shard) and placement.dim == dim:
             chunks = indices.chunk(size)
             indices = chunks[coordinate] if coordinate < len(chunks) else indices[:0]
-    breaks = (indices[1:] != indices[:-1] + 1).nonzero().flatten().tolist()
-    starts = [0, *(at + 1 for at in breaks)] if len(indices) else []
-    ends = [*starts[1:], len(indices)]
-    return [(int(indices[start]), end - start, start) for start, end in zip(starts, ends, strict=False)]
+    return indices

@@ -81,6 +81,10 @@ class StateProblem(RuntimeProblem, StateError):
     """State that does not fit the program."""
 
 
+class AttributeProblem(RuntimeProblem, AttributeError):
+    """An attribute that a parallel model has not, or whose value it does not have; `hasattr` says so too."""
+
+
 class CheckpointProblem(StateProblem):
     """A checkpoint that cannot be saved or loaded; all ranks raise it."""
 

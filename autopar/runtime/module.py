@@ -24,7 +24,7 @@ RESERVED_ATTRIBUTES = frozenset(
     + ("batch_statistics", "specs", "training", "split_backward", "shared_parameters", "blocks", "roots", "position", "precision")
     + ("mesh_axes", "micro_batches", "zero_group", "totals", "count", "loss_dtype", "weight_versions", "offload_optimizer")
     + ("input_placements", "input_shapes", "input_dtypes", "positional", "arguments", "constants", "defaults", "outputs")
-    + ("batch_dims", "reduce_dtype")
+    + ("batch_dims", "reduce_dtype", "forward_only")
     + ("chunks", "boundaries", "schedule", "batch_inputs", "micro_batch_size", "weight_grads")
     + ("all_chunks", "own_chunks", "chunk_stages", "actions", "output_kinds", "has_loss", "differentiable_inputs")
     + ("state_program",)
@@ -140,6 +140,7 @@ class Program(RootModule):
     """The forward of one rank: it takes this rank's batch and returns the loss, equal on all ranks, followed by the `outputs`,
     which are listed by path in the model's result with their placement on each axis. `output_kinds` says how each comes back:
     ``gradient`` (a full tensor that takes gradients), ``full`` or ``dtensor``. Without `has_loss` the loss is a stand-in.
+    Where nothing trains it is `forward_only`: nothing that it returns has a graph.
 
     `positional`: the names of the model's arguments in order. `arguments`: for inputs whose path in the user's arguments is not
     their name, that path. `batch_dims`: inputs that are passed with the batch at another dimension than 0, where the forward has
@@ -163,6 +164,7 @@ class Program(RootModule):
     outputs: ClassVar[dict[str, dict[str, str]]] = {}
     output_kinds: ClassVar[dict[str, str]] = {}
     has_loss: ClassVar[bool] = True
+    forward_only: ClassVar[bool] = False
     loss_dtype: ClassVar[str] = "float32"
     micro_batches: ClassVar[int] = 1
     zero_group: ClassVar[int] = 0

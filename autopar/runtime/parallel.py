@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DistributedSampler
 
+from .assignments import Assignments
 from .checkpoint.entry import Checkpoints
 from .comm.agreement import Stated, agree_on_batch, program_digest, refused_together, require_agreement, stated_step
 from .comm.heartbeat import Heartbeat, start_heartbeat
 from .comm.peer_watch import PATIENCE_SECONDS
-from .compat import further_operations, in_backward, save_strided_shards, whole_items
+from .compat import data_by_values, further_operations, in_backward, save_strided_shards, whole_items
 from .copies import copied
 from .device.autocast import autocast_of, under_autocast
 from .device.mesh import MeshHandle
@@ -27,6 +28,7 @@ from .pipeline.other_stages import further_tensors
 from .pipeline.pipeline_step import PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .pipeline.weight_versions import PipeDreamStep
+from .random_draws import draw_for_stage, draw_whole_tensors
 from .report.measurement import Measurement, Predict
 from .report.step_report import StepReport
 from .sharded_module import ShardedModule
@@ -46,7 +48,7 @@ from .step.placed_inputs import plain_inputs
 from .step.planned_offload import check_planned_offload, offload_as_planned
 from .step.same_batch import check_same_batch, is_checked
 from .step.step_checks import StepChecks
-from .variants import KeyedCall, MadeVariant, Variant, Variants
+from .variants import MadeVariant, MakeVariant, Variant, Variants
 
 
 def make_pipeline_step(program: PipelineProgram, state: State) -> PipelineStep | PipeDreamStep:
@@ -73,6 +75,7 @@ class Parallel(ShardedModule):
     call_count = 0
     first_variant: Variant
     variants: Variants | None = None
+    assignments: Assignments
     mode_modules: Sequence[nn.Module] = ()
     captured_modes: tuple[bool, ...] = ()
 
@@ -88,7 +91,7 @@ class Parallel(ShardedModule):
         plain: PlainModel | None = None,
         check_batch_every: int = 100,
         check_every: int = 0,
-        make_variant: Callable[[KeyedCall], MadeVariant] | None = None,
+        make_variant: MakeVariant | None = None,
     ) -> None:
         """`source` gives full tensors by original name. `compile`: a backend of torch.compile, or True for inductor. `form`: the
         structure of the model's result (`outputs.build_result`); without it a call returns the loss, or a namespace of it and the
@@ -104,7 +107,9 @@ class Parallel(ShardedModule):
         check_planned_offload(program.offload_optimizer)
         save_strided_shards()
         whole_items()
+        data_by_values()
         further_operations()
+        draw_whole_tensors()
         explain_penalties()
         agree_on_overflow()
         # FSDP2 warns of in-place writes into views that a block returns; generated code never writes in place.
@@ -130,6 +135,7 @@ class Parallel(ShardedModule):
         offload_as_planned(self, trained, mesh.device, mesh.host_memory, program.offload_optimizer)
         if self.state.stage is not None:
             self.state.stage.heartbeat = heartbeat
+            draw_for_stage(self.state.stage)
         if isinstance(program, PipelineProgram):
             made = make_pipeline_step(program, self.state)
             self.__dict__["pipeline_step"] = made
@@ -153,11 +159,12 @@ class Parallel(ShardedModule):
                 node, leaf = self._node(name)
                 node.__dict__.setdefault("further_tensors", {})[leaf] = tensor
             program.train(plain.training)
+        self.__dict__["assignments"] = Assignments(self, self.state, plain)
         self.__dict__["compiler"] = "inductor" if compile is True else compile
         if compile:
             self._compile(program)
         if plain is not None and make_variant is not None:
-            self.__dict__["variants"] = Variants(self.first_variant, make_variant, self._modes_of, self._load)
+            self.__dict__["variants"] = Variants(self.first_variant, make_variant, self._modes_of, self._load, plain.frozen)
 
     def _mirror_modules(self, plain: PlainModel) -> None:
         """The tree of the model's modules, each in its mode: ``parallel.encoder.eval()`` and ``isinstance`` work on them."""
@@ -181,7 +188,9 @@ class Parallel(ShardedModule):
     def _modes_of(self, modes: tuple[bool, ...]) -> tuple[tuple[bool, ...], bool]:
         """The modes in which the program of a call is captured, and the one in which it runs: a program without another branch
         in evaluation just leaves dropout out."""
-        if modes != self.captured_modes and len(set(modes)) == 1 and self.plain is not None and self.plain.right_in(modes[0]):
+        plain = self.plain  # what it says of modes holds for the attributes of the first program
+        alike = plain is not None and modes != self.captured_modes and len(set(modes)) == 1 and not plain.frozen.changed()
+        if plain is not None and alike and plain.right_in(modes[0]):
             return self.captured_modes, modes[0]
         return modes, True
 
@@ -221,6 +230,12 @@ class Parallel(ShardedModule):
             node = child
         return node, leaf
 
+    def _equals(self, name: str, value: torch.Tensor) -> bool:
+        """Whether this rank's part of a tensor of the model has this value."""
+        if self.plain is not None and name in self.plain.unused:
+            return torch.equal(self.plain.unused[name], value)
+        return self.state.holds(name, value)
+
     # -- the step
 
     def forward(self, *args: Any, **batch: Any) -> Any:
@@ -247,8 +262,9 @@ class Parallel(ShardedModule):
         with self._refused_together():
             more = self.variants is not None and not isinstance(self.pipeline_step, PipeDreamStep)
             check_parameters(self.state.parameters, lambda name: more or self.state.specs[name].trainable)
-        if self.plain is not None:
-            self.plain.check_frozen()
+            self.assignments.check_tree()
+            if self.plain is not None:
+                self.plain.check_unchanged(self._equals)
         variant, training = self._variant(args, batch)
         inputs = self._inputs(variant.program, args, batch)
         if not in_backward():
@@ -258,9 +274,9 @@ class Parallel(ShardedModule):
         loss, others = self._run(variant, inputs, training)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             loss = with_plain_gradient(loss, self.program.mesh.pp.size)
-        if not torch.is_grad_enabled():
-            reshard_all(self.program)
         program = variant.program
+        if not torch.is_grad_enabled() or program.forward_only:
+            reshard_all(self.program)
         outputs = returned_outputs(program, others) if program.outputs else {}
         taking = (output for path, output in outputs.items() if program.output_kinds.get(path) == "gradient")
         for output in (loss, *taking) if self.heartbeat is not None else ():
@@ -394,6 +410,10 @@ class Parallel(ShardedModule):
         return DistributedSampler(dataset, dp.size, dp.coordinate, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
 
     # -- the interface of nn.Module
+
+    def keeps(self, name: str) -> bool:
+        """Whether an attribute is this object's own, and not the model's."""
+        return name == "training" or hasattr(Parallel, name) or name in (Parallel.__annotations__ | ShardedModule.__annotations__)
 
     def train(self, mode: bool = True) -> Parallel:
         """The mode of the model and all its modules: the next call runs, or first makes, the program of that mode."""

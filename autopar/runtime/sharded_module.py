@@ -26,12 +26,12 @@ from .state.gradient_norm import clip_gradients
 from .state.host_optimizer import offload_optimizer
 from .state.materialize import State
 from .state.optimizer_state import full_optimizer_state, load_full_optimizer_state
-from .state.plain_model import PlainModel, ShardedStateDict
+from .state.plain_model import PlainModel, ShardedStateDict, TreeNode
 from .state.weight_source import WeightSource
 from .step.out_of_memory import MemoryGuard
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(TreeNode):
     """The weights of a parallel model as its user sees them. `plain`: the model that it was made from, where that is known."""
 
     program: Program
@@ -85,9 +85,14 @@ class ShardedModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """What `state_dict` gave, or the full state dict of the plain model."""
+        if assign:
+            raise StateProblem(
+                "load_state_dict(assign=True) puts other tensors in the place of the shards, which programs do not see: leave "
+                "assign out, and the values are copied into them"
+            )
         full = bool(state_dict) and not any(isinstance(each, DTensor) for each in state_dict.values())
         if self.plain is None or not full:
-            return super().load_state_dict(state_dict, strict, assign)
+            return super().load_state_dict(state_dict, strict)
         missing, unexpected = self.plain.unfit_keys(state_dict)
         if strict and (missing or unexpected):
             problem = f"misses {missing[0]}" if missing else f"has {unexpected[0]}, which the model has not"

@@ -15,6 +15,7 @@ from torch.multiprocessing.spawn import spawn
 
 from autopar.capture import capture
 from autopar.capture.bind import BoundInputs, bind_inputs
+from autopar.capture.results.returned import asked_loss
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, BatchError, CaptureError
 from autopar.ir.graph import Graph
@@ -60,7 +61,7 @@ class Subject:
     def asked(self) -> tuple[str, ...]:
         """What is asked of the model's result beside its loss."""
         has_loss = self.graph.interface is None or self.graph.interface.has_loss
-        return tuple(output.asked for output in self.graph.outputs) if has_loss else ()
+        return (*(output.asked for output in self.graph.outputs), *asked_loss(self.graph)) if has_loss else ()
 
     def single(
         self,

@@ -68,11 +68,12 @@ def _run(job: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
     out = {"loss": loss.detach(), "outputs": {path: tensor.detach() for path, tensor in outputs.items() if tensor is not None}}
     if not run["backward"]:
         return out
-    optimizer = torch.optim.SGD([p for p in parallel.parameters() if p.requires_grad], lr=job["learning_rate"])
+    trained = [p for p in parallel.parameters() if p.requires_grad]
     if loss.requires_grad:
         loss.backward()
     out["gradients"] = parallel.full_gradients()
-    optimizer.step()
+    if trained:
+        torch.optim.SGD(trained, lr=job["learning_rate"]).step()
     return out | {"state": parallel.full_state()}
 
 

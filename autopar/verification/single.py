@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.bind import BoundInputs
-from autopar.capture.returned import find_loss, take_apart
+from autopar.capture.results.returned import loss_path, take_apart
 from autopar.errors import CaptureError
 from autopar.verification.apart import apart
 from autopar.verification.draws import Draw, GiveDraws, RecordDraws
@@ -65,9 +65,8 @@ def run_single(
                     f"{type(model).__name__} itself fails on one process with these inputs ({dtypes}): {line}; "
                     "mend the model or its example inputs, or verify it in another --dtype"
                 ) from None
-        has_loss = find_loss(found) is not None
-        taken = take_apart(found, tuple(asked))
-        loss = taken.loss if has_loss else weighted_sum(taken.outputs.values())
+        taken = take_apart(found, tuple(asked), module=model)
+        loss = taken.loss if loss_path(taken.form) is not None else weighted_sum(taken.outputs.values())
         result: dict[str, Any] = {
             "loss": loss.detach(),
             "outputs": {path: tensor.detach() for path, tensor in taken.outputs.items()},

@@ -136,7 +136,7 @@ class WithLogits(Net):
 
 @pytest.mark.parametrize("asked", [(), ("logits",)])
 def test_the_class_of_the_model_comes_back(asked: tuple[str, ...]) -> None:
-    """With what was asked for in it, and None elsewhere; the user's loop is unchanged. The first call is the example."""
+    """With what was asked for in it; what was not says so when it is used. The first call is the example."""
     torch.manual_seed(0)
     model, inputs = WithLogits(), batch()
     expected = model(**inputs, gain=2.0)
@@ -145,9 +145,13 @@ def test_the_class_of_the_model_comes_back(asked: tuple[str, ...]) -> None:
         out = parallel(inputs["x"], target=inputs["target"], gain=2.0)
         assert type(out) is Result and torch.allclose(out.loss, expected.loss)
         out.loss.backward()
-    assert (out.logits is None) == (not asked)
     if asked:
         assert torch.allclose(out.logits, expected.logits)
+    else:
+        with pytest.raises(autopar.AutoparError, match=r'does not return logits .* pass outputs=."logits",.'):
+            out.logits.argmax(-1)
+        with torch.no_grad():
+            assert torch.allclose(parallel(**inputs, gain=2.0).logits, expected.logits)
     assert torch.allclose(parallel(**inputs, gain=3.0).loss, model(**inputs, gain=3.0).loss), "another program"
     torch.distributed.destroy_process_group()
 

@@ -7,18 +7,18 @@ example the mean over its rank's examples; the running statistics take the mean 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes, size_args
 from autopar.capture.normalize.losses import count
 from autopar.ir.dims import Dim, Shape, as_dim, as_sympy
-from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
+from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
 
 _TRAINING = ("aten._native_batch_norm_legit_functional", "aten.native_batch_norm")
 _WITHOUT_RUNNING = "aten._native_batch_norm_legit.no_stats"
 _INFERENCE = ("aten._native_batch_norm_legit_no_training",)
-
+_WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 LOCAL = "batch norm takes its statistics from each data rank's own examples (batch_norm=local)"
 
@@ -55,25 +55,39 @@ def _with_none_running(flat: FlatGraph) -> FlatGraph:
 
 
 class _Writer:
-    """Adds nodes with names under the norm's own."""
+    """Adds nodes with names under the norm's own. `beside`: what is computed with the norm's input. Under ``torch.autocast`` that
+    is wider than the input, as torch's kernels compute; the result has the input's dtype."""
 
-    def __init__(self, node: Node) -> None:
-        self.node, self.nodes = node, list[Node]()
+    def __init__(self, node: Node, values: Mapping[str, Value], beside: Sequence[Arg]) -> None:
+        self.node, self.nodes, self.values = node, list[Node](), values
+        every = [self.dtype_of(each) for each in (node.args[0], *beside) if isinstance(each, Ref)]
+        self.dtype = max(every, key=_WIDTH.__getitem__)
 
-    def add(self, op: str, args: tuple[Arg, ...], suffix: str, shape: Shape, flows: bool | None = None) -> Ref:
-        node = node_like(self.node, op, args, f"{self.node.name}_{suffix}", shape, flows=flows)
+    def dtype_of(self, x: Ref) -> str:
+        return self.values[x.name].dtype
+
+    def input(self, shape: Shape) -> Ref:
+        """The norm's input in the dtype of the computation."""
+        x = self.node.args[0]
+        assert isinstance(x, Ref)
+        return x if self.dtype_of(x) == self.dtype else self.add("aten.to.dtype", (x, DType(self.dtype)), "input", shape)
+
+    def add(self, op: str, args: tuple[Arg, ...], suffix: str, shape: Shape, flows: bool | None = None, dtype: str = "") -> Ref:
+        node = node_like(self.node, op, args, f"{self.node.name}_{suffix}", shape, dtype or self.dtype, flows)
         self.nodes.append(node)
         return Ref(node.name)
 
     def affine(self, normal: Ref, shape: Shape, wide: Shape) -> None:
         """``normal * weight + bias`` into the norm's own result."""
         weight, bias = self.node.args[1], self.node.args[2]
-        if weight is not None:
-            weight = self.add("aten.reshape", (weight, size_args(wide)), "weight", wide)
+        if isinstance(weight, Ref):
+            weight = self.add("aten.reshape", (weight, size_args(wide)), "weight", wide, dtype=self.dtype_of(weight))
             normal = self.add("aten.mul.Tensor", (normal, weight), "scaled", shape)
-        if bias is not None:
-            bias = self.add("aten.reshape", (bias, size_args(wide)), "bias", wide)
+        if isinstance(bias, Ref):
+            bias = self.add("aten.reshape", (bias, size_args(wide)), "bias", wide, dtype=self.dtype_of(bias))
             normal = self.add("aten.add.Tensor", (normal, bias), "shifted", shape)
+        if self.node.outputs[0].dtype != self.dtype:
+            self.add("aten.to.dtype", (normal, DType(self.node.outputs[0].dtype)), "result", shape)
         last = self.nodes.pop()
         self.nodes.append(
             Node(
@@ -102,15 +116,16 @@ def _minus_one(size: Dim) -> Arg:
 
 
 def _training(node: Node, values: Mapping[str, Value], local: bool) -> tuple[tuple[Node, ...], Mapping[str, str]]:
-    x, running_mean, running_var = node.args[0], node.args[3], node.args[4]
+    running_mean, running_var = node.args[3], node.args[4]
     momentum, epsilon = node.args[6], node.args[7]
-    assert isinstance(x, Ref) and isinstance(momentum, float)
-    shape = values[x.name].shape
+    assert isinstance(node.args[0], Ref) and isinstance(momentum, float)
+    shape = values[node.args[0].name].shape
     reduced = tuple(dim for dim in range(len(shape)) if dim != 1)
     wide: Shape = tuple(size if dim == 1 else 1 for dim, size in enumerate(shape))
     size = count([shape[dim] for dim in reduced])
     number: Arg = Symbol(size) if isinstance(size, str) else size
-    writer = _Writer(node)
+    writer = _Writer(node, values, node.args[1:3])
+    x = writer.input(shape)
     each: Shape = (shape[0], *wide[1:]) if local else wide
 
     def average(x: Ref, name: str, suffix: str = "sum") -> Ref:
@@ -140,23 +155,25 @@ def _training(node: Node, values: Mapping[str, Value], local: bool) -> tuple[tup
             stem = output.name.removeprefix(f"{node.name.removesuffix('_0')}_")
             flat_fresh = writer.add("aten.reshape", (fresh, size_args(narrow)), f"new{stem}", narrow)
             held = writer.add("aten.detach", (flat_fresh,), f"held{stem}", narrow, flows=False)
-            old = writer.add("aten.mul.Tensor", (running, 1.0 - momentum), f"old{stem}", narrow, flows=False)
+            kept = writer.dtype_of(running)  # type: ignore[arg-type]
+            old = writer.add("aten.mul.Tensor", (running, 1.0 - momentum), f"old{stem}", narrow, False, kept)
             part = writer.add("aten.mul.Tensor", (held, momentum), f"part{stem}", narrow, flows=False)
-            aliases[output.name] = writer.add("aten.add.Tensor", (old, part), f"running{stem}", narrow, flows=False).name
+            dtype = max(kept, writer.dtype, key=_WIDTH.__getitem__)
+            aliases[output.name] = writer.add("aten.add.Tensor", (old, part), f"running{stem}", narrow, False, dtype).name
     return tuple(writer.nodes), aliases
 
 
 def _inference(node: Node, values: Mapping[str, Value]) -> tuple[tuple[Node, ...], Mapping[str, str]]:
     x, running_mean, running_var, epsilon = node.args[0], node.args[3], node.args[4], node.args[6]
-    assert isinstance(x, Ref)
+    assert isinstance(x, Ref) and isinstance(running_mean, Ref) and isinstance(running_var, Ref)
     shape = values[x.name].shape
     wide: Shape = tuple(size if dim == 1 else 1 for dim, size in enumerate(shape))
-    writer = _Writer(node)
-    mean = writer.add("aten.reshape", (running_mean, size_args(wide)), "mean", wide, flows=False)
-    variance = writer.add("aten.reshape", (running_var, size_args(wide)), "variance", wide, flows=False)
-    inverse = writer.add(
-        "aten.rsqrt", (writer.add("aten.add.Tensor", (variance, epsilon), "eps", wide, False),), "inverse", wide, False
-    )
+    writer = _Writer(node, values, node.args[1:5])
+    x, kept = writer.input(shape), writer.dtype_of(running_var)
+    mean = writer.add("aten.reshape", (running_mean, size_args(wide)), "mean", wide, False, writer.dtype_of(running_mean))
+    variance = writer.add("aten.reshape", (running_var, size_args(wide)), "variance", wide, False, kept)
+    shifted = writer.add("aten.add.Tensor", (variance, epsilon), "eps", wide, False, kept)
+    inverse = writer.add("aten.rsqrt", (shifted,), "inverse", wide, False, kept)
     centered = writer.add("aten.sub.Tensor", (x, mean), "centered", shape)
     writer.affine(writer.add("aten.mul.Tensor", (centered, inverse), "normal", shape), shape, wide)
     return tuple(writer.nodes), {}

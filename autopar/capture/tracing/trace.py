@@ -16,7 +16,8 @@ from torch.export import Dim, ExportedProgram, export
 
 from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of, bind_inputs
 from autopar.capture.loops import unroll_loops
-from autopar.capture.returned import take_apart
+from autopar.capture.reads import ReadRecord, call_recorded, refuse_counters
+from autopar.capture.results.returned import take_apart
 from autopar.capture.tracing.data.checks import checks_pass, drop_checks
 from autopar.capture.tracing.data.ctc import CtcLosses
 from autopar.capture.tracing.data.hints import cumulative_statistics, masks_are_not_read, to_the_same_device
@@ -95,13 +96,14 @@ class LossOnly(nn.Module):
         compute_dtype: torch.dtype | None,
         results: Results,
         tell: Callable[[Told], None],
+        note: Callable[[ReadRecord], None],
     ) -> None:
         super().__init__()
         self.module = model
         self.bound = bound
         self.compute_dtype = compute_dtype
         self.results = results
-        self.tell = tell  # export undoes what a forward writes into attributes
+        self.tell, self.note = tell, note  # export undoes what a forward writes into attributes
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
         dtype = self.compute_dtype
@@ -110,9 +112,10 @@ class LossOnly(nn.Module):
         arguments = self.bound.arguments(batch)
         loss_fn = self.results.loss_fn
         target = arguments.pop(TARGET) if loss_fn is not None else None
-        result = self.module(**arguments)
+        result, record = call_recorded(self.module, lambda: self.module(**arguments))
+        self.note(record)
         result = result if loss_fn is None else loss_fn(result, target)
-        returned = take_apart(result, self.results.asked, self.results.usual_kind)
+        returned = take_apart(result, self.results.asked, self.results.usual_kind, self.module if loss_fn is None else None)
         self.tell((returned.form, tuple(f"{path}:{kind}" for path, kind in returned.kinds.items()), returned.left_out))
         return (returned.loss, *returned.outputs.values()) if returned.outputs else returned.loss
 
@@ -151,37 +154,15 @@ def trace(
     dtype = getattr(torch, compute_dtype) if compute_dtype else None
     ways = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
     attempts: tuple[tuple[bool, bool], ...] = ways[-1:] if fixed_batch else ways
-    fixed_at, lines, derivatives = "", list[str](), list[str]()
+    fixed_at = ""
     for symbolic, short in attempts:
-        told: list[Told] = []
-        clone: LossOnly | None = None
-        known = KnownValues()
+        attempt = _Attempt(model, bound, dtype, allowed, results, open_dims or {}, symbolic, short)
         try:
-            with ExitStack() as stack:
-                fake_copy = stack.enter_context(fake_tensors())
-                clone = LossOnly(fake_copy(model, dtype), bound, dtype, results, told.append)
-                stack.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore")
-                stack.enter_context(quiet_logs())
-                stack.enter_context(custom_functions(allowed))
-                stack.enter_context(flex_as_operations())
-                stack.enter_context(ListIndices())
-                stack.enter_context(Refusals())
-                stack.enter_context(known)
-                stack.enter_context(CtcLosses())
-                stack.enter_context(masks_are_not_read())
-                stack.enter_context(to_the_same_device())
-                stack.enter_context(cumulative_statistics())
-                lines = stack.enter_context(numbers_taken())
-                checks = stack.enter_context(checks_pass())
-                derivatives = stack.enter_context(derivatives_inside())
-                stack.enter_context(opaque_modules(model, clone.module, of_equal_code))
-                stack.enter_context(experts_as_operator(clone.module))
-                if short and not stack.enter_context(outline(clone.module)):
-                    continue
-                stack.enter_context(under_autocast(device_of(model).type, results.autocast))
-                program = export_copy(clone, tensors, batch, symbolic, open_dims or {}, device_of(model))
-            form, paths, left_out = told[-1]
+            program = attempt.export({})
+            if program is None:
+                continue
+            form, paths, left_out = attempt.told[-1]
+            refuse_counters(attempt.export, attempt.records)
             interface = replace(bound.interface, returns=form, left_out=left_out)
             return Traced(
                 program=program,
@@ -192,18 +173,73 @@ def trace(
                 ties=tied_names(model),
                 outputs=paths,
                 interface=interface,
-                checks=tuple(dict.fromkeys(checks)),
-                derivatives=tuple(derivatives),
+                checks=tuple(dict.fromkeys(attempt.checks)),
+                derivatives=tuple(attempt.derivatives),
                 differentiable=frozenset(name for name, tensor in tensors.items() if tensor.requires_grad),
             )
         except CaptureError:
             raise
         except Exception as error:
-            fixed_at = fixed_at or next((line for line in lines if ".py:" in line), "")
-            if short or (symbolic and (known.more_at_fixed_sizes or not is_data_dependent(error))):
+            fixed_at = fixed_at or next((line for line in attempt.lines if ".py:" in line), "")
+            if short or (symbolic and (attempt.known.more_at_fixed_sizes or not is_data_dependent(error))):
                 continue
-            raise explain(error, clone.module if clone is not None else model, derivatives) from None
+            raise explain(error, attempt.clone.module if attempt.clone is not None else model, attempt.derivatives) from None
     raise AssertionError
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One way to export: with a symbolic batch or not, with equal layers outlined (`short`) or not. `told` and `records`: of each
+    run of the forward; `lines`: see `numbers_taken`, `checks`: `checks_pass`, `derivatives`: `derivatives_inside`."""
+
+    model: nn.Module
+    bound: BoundInputs
+    dtype: torch.dtype | None
+    allowed: tuple[str, ...]
+    results: Results
+    open_dims: Mapping[str, tuple[int, ...]]
+    symbolic: bool
+    short: bool
+    told: list[Told] = field(default_factory=list)
+    records: list[ReadRecord] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    checks: list[str] = field(default_factory=list)
+    derivatives: list[str] = field(default_factory=list)
+    known: KnownValues = field(default_factory=KnownValues)
+    clone: LossOnly | None = None
+
+    def export(self, start: Mapping[tuple[str, str], Any]) -> ExportedProgram | None:
+        """The program of a copy with these attributes, by (path, name); None where no layers are equal."""
+        with ExitStack() as stack:
+            fake_copy = stack.enter_context(fake_tensors())
+            copied = fake_copy(self.model, self.dtype)
+            self.clone = clone = LossOnly(
+                copied, self.bound, self.dtype, self.results, self.told.append, self.records.append
+            )  # fmt: skip
+            for (path, name), value in start.items():
+                setattr(copied.get_submodule(path), name, value)
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(quiet_logs())
+            stack.enter_context(custom_functions(self.allowed))
+            stack.enter_context(flex_as_operations())
+            stack.enter_context(ListIndices())
+            stack.enter_context(Refusals())
+            stack.enter_context(self.known)
+            stack.enter_context(CtcLosses())
+            stack.enter_context(masks_are_not_read())
+            stack.enter_context(to_the_same_device())
+            stack.enter_context(cumulative_statistics())
+            self.lines = stack.enter_context(numbers_taken())
+            self.checks = stack.enter_context(checks_pass())
+            self.derivatives = stack.enter_context(derivatives_inside())
+            stack.enter_context(opaque_modules(self.model, clone.module, of_equal_code))
+            stack.enter_context(experts_as_operator(clone.module))
+            if self.short and not stack.enter_context(outline(clone.module)):
+                return None
+            device = device_of(self.model)
+            stack.enter_context(under_autocast(device.type, self.results.autocast))
+            return export_copy(clone, self.bound.tensors, batch_of(self.bound.tensors), self.symbolic, self.open_dims, device)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from autopar.cli.console import Console, percent, seconds, size
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Prices every row of the table, the bundled one where none is named."""
+    from autopar.validate.later import later_errors, later_table
     from autopar.validate.out_of_sample import leave_one_source_out
     from autopar.validate.price import Session, price_rows
     from autopar.validate.report import report
@@ -37,7 +40,16 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     left_out = [(each["id"], each["skipped"]) for each in document["rows"] if each["skipped"]]
     if left_out:
         console.table("Skipped rows", ("row", "why"), left_out)
+    others = Counter(text for each in document["rows"] for text in each["assumed"] if text.startswith("no constants of"))
+    if others:
+        console.table("Rows priced with constants of other software", ("rows", "why"), [(n, text) for text, n in others.items()])
     _summary(document["summary"], document.get("leave_one_source_out"), console)
+    if arguments.file is None:
+        later = later_errors(price_rows(read_table(later_table()), session=session))
+        document["later_releases"] = [asdict(each) for each in later]
+        rows_of = [(each.kind, each.rows, percent(each.median), percent(each.p90), percent(each.signed)) for each in later]
+        header = ("runs", "rows", "median error", "90th percentile", "median, signed")
+        console.table(f"Later releases, which no constant has seen ({later_table().name})", header, rows_of)
     console.document(document)
     return 0
 

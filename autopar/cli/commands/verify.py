@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.cli.commands.plan import outputs_of, plan_of
+from autopar.cli.commands.plan import options_of, outputs_of, plan_of
 from autopar.cli.console import Console
 from autopar.errors import AutoparError, ClusterError, PlanMismatch
 from autopar.ir.describe import describe, precision_text
@@ -41,12 +41,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 def _planned(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subject]:
     """The model is captured and runs on one process before the search, so that what cannot be verified is said first."""
     from autopar.capture.models import load_model
-    from autopar.cost_models.hardware.cluster import Cluster
-    from autopar.planning import cache_folder, precision_of
-    from autopar.solve.space.force import parse_force
+    from autopar.planning import cache_folder, cluster_named
+    from autopar.precision import precision_of
 
-    parse_force(arguments.force)
-    cluster = Cluster.parse(arguments.cluster, cache=cache_folder())
+    options_of(arguments)
+    cluster_named(arguments.cluster)
     console.progress(f"capturing {arguments.model}")
     loaded = load_model(arguments.model, arguments.batch, arguments.seq, device="cpu")
     chosen = precision_of(arguments.dtype or "float32", loaded.model)
@@ -59,6 +58,7 @@ def _planned(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Sub
     whole.source, whole.sizes = arguments.model, (arguments.batch, arguments.seq)
     console.progress("running the model on one process")
     run_reference(whole)
+    cluster = cluster_named(arguments.cluster, cache_folder(), progress=console.progress)
     return plan_of(arguments, console, loaded, cluster, whole.graph), whole
 
 
@@ -67,6 +67,7 @@ def _given(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subje
     from autopar.api import check_plan
     from autopar.capture.models import load_model
     from autopar.capture.normalize.batch_norm import LOCAL
+    from autopar.capture.results.returned import asked_loss
     from autopar.cost_models.hardware.cluster import Cluster
 
     plan = load_plan(arguments.plan)
@@ -77,7 +78,7 @@ def _given(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subje
     plan = check_plan(plan, loaded.model, Cluster.parse(f"local:{plan.candidate.devices}"), loaded.example_inputs)
     whole = subject(
         loaded.model, loaded.example_inputs, plan.candidate.precision.compute, plan.candidate.precision.master,
-        outputs=tuple(output.asked for output in plan.graph.outputs) if _has_loss(plan) else (),
+        outputs=(*(output.asked for output in plan.graph.outputs), *asked_loss(plan.graph)) if _has_loss(plan) else (),
         batch_norm="local" if LOCAL in plan.graph.notes else "global", planned=plan.graph,
     )  # fmt: skip
     whole.source, whole.sizes = arguments.model, (batch.global_, arguments.seq or batch.seq)

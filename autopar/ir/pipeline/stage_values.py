@@ -37,7 +37,9 @@ def repeatable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
     """Values between calls that every chunk can compute for itself, and the nodes of each call that compute them, in order.
 
     They carry no gradient, and inputs of the batch, constant buffers and frozen parameters determine them without random numbers.
+    Where all parameters are frozen, none is repeated: each chunk would be all those before it.
     """
+    repeats_frozen = not graph.forward_only
     blocks = {block.name: block for block in graph.blocks}
     written = written_buffers(graph)
     makers = {name: (index, slot) for index, call in enumerate(graph.calls) for slot, name in enumerate(call.outputs)}
@@ -66,7 +68,8 @@ def repeatable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
         out = {index: {node.name for node in nodes}} if nodes else {}
         read = {inner, *(operand for node in nodes for operand in node.operands())}
         for parameter, original in zip(block.parameters, call.parameters, strict=True):
-            if parameter.value.name in read and (original in written or (parameter.trainable and not parameter.buffer)):
+            constant = parameter.buffer or (repeats_frozen and not parameter.trainable)
+            if parameter.value.name in read and (original in written or not constant):
                 return None
         for value, source in zip(block.inputs, call.inputs, strict=True):
             if value.name in read:

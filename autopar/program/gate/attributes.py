@@ -29,6 +29,8 @@ def check_attributes(tree: ast.stmt, found: dict[str, ast.expr], lowered: Lowere
         "offload_optimizer": lowered.precision.offload_optimizer,
         **_interface(lowered),
     }
+    if lowered.forward_only:
+        expected["forward_only"] = True
     kept = {"mesh_axes", "precision"} | ({"positional"} if lowered.interface is not None else set())
     wanted = {key: value for key, value in expected.items() if value or key in kept}
     if lowered.interface is not None and not lowered.interface.has_loss:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..compat import at_end_of_backward, in_backward, own_store, translate_backward_errors
+from ..device.mesh import STARTED
 from ..errors import PeerProblem, RuntimeProblem
 from .beats import is_communication_error, own_cause
 from .ending import NEVER, uncaught, watch_the_end
@@ -38,6 +39,7 @@ class Heartbeat(PeerWatch):
     def start(self) -> None:
         """Starts the threads. An exception that ends this process, or a backward, is told to the other ranks from now on."""
         _ALL.add(self)
+        STARTED.add(self)
         _tell_uncaught_exceptions()
         _tell_failed_backwards()
         watch_the_end(self.patience_seconds, _problem_by)

@@ -29,8 +29,9 @@ class PipelineStep:
         them out; without gradients only forwards run."""
         parts = split_micro_batches(self.program, inputs)
         totals = batch_totals(self.program, parts)
-        if not torch.is_grad_enabled():
-            loss = self._loss(self.executor.run(parts, totals))
+        if not torch.is_grad_enabled() or self.program.forward_only:
+            with torch.no_grad():
+                loss = self._loss(self.executor.run(parts, totals))
         else:
             self.state.loss_scale.begin(self.program.loss_dtype)
             self.executor.loss_scale = self.state.loss_scale

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..comm.heartbeat import Heartbeat, watched
-from ..compat import over_local, whole
+from ..compat import local_of, over_local, whole
 from ..device.mesh import MeshHandle
 from ..errors import RuntimeProblem
 
@@ -36,6 +36,23 @@ class StageGradients:
         self.mesh, self.holders, self.every_stage_trains = mesh, holders, every_stage_trains
         self.parameters: weakref.WeakValueDictionary[str, nn.Parameter] = weakref.WeakValueDictionary()
         self.heartbeat: Heartbeat | None = None
+
+    def name_of(self, value: DTensor) -> str:
+        """The parameter that `value` is, or has the data of, or is the gradient of; empty where it is none."""
+        place = (value.stage, value.parameter_name) if isinstance(value, Gradient) else getattr(value, "autopar_place", None)
+        if place is not None and place[0] is self:
+            return str(place[1])
+        start = local_of(value).data_ptr() if local_of(value).numel() else -1
+        for name, parameter in self.parameters.items():
+            for each in (parameter, parameter.grad):
+                if isinstance(each, DTensor) and local_of(each).data_ptr() == start:
+                    return name
+        return ""
+
+    def shared_like(self, value: torch.Tensor) -> str:
+        """A parameter of this shape that several stages have; empty where there is none."""
+        shared = (name for name, p in self.parameters.items() if len(self.holders[name]) > 1 and p.shape == value.shape)
+        return next(shared, "")
 
     def total_norm(self, norms: torch.Tensor, names: tuple[str, ...], order: float) -> torch.Tensor:
         """The norm of the norms of all gradients of all stages, those of parameters on several stages counted once."""

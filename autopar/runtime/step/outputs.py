@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._pytree import tree_leaves
 
 from ..comm.convert import convert
 from ..compat import apply
@@ -22,6 +23,9 @@ from ..module import Program
 
 Form = Any
 """The structure of the result as nested tuples, like `ir.interface.Form`."""
+
+EVERYTHING = "*"
+"""Asks for all tensors of the result: what a call without gradients returns."""
 
 
 def join_micro_batches(program: Program, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
@@ -90,7 +94,7 @@ def returned_outputs(program: Program, values: Sequence[torch.Tensor]) -> dict[s
         elif kind == "full":
             out[path] = _full(path, local, where, program)
         else:
-            out[path] = None if local is None else _as_dtensor(path, local, where, program.mesh)
+            out[path] = None if local is None else _as_dtensor(path, local, where, program)
     return out
 
 
@@ -114,9 +118,7 @@ def _full(path: str, local: torch.Tensor | None, where: Mapping[str, str], progr
         if mesh.pp.size > 1:
             local = _from_last_stage(local, program)
     assert local is not None
-    if torch.is_grad_enabled() and local.is_floating_point():
-        local = apply(_OnlyTheLoss, path, local, torch.empty(0, requires_grad=True))
-    return local
+    return local if program.forward_only else _only_the_loss(path, local)
 
 
 def _from_last_stage(local: torch.Tensor | None, program: Program) -> torch.Tensor:
@@ -137,11 +139,11 @@ def _joined_placements(program: Program, where: Mapping[str, str]) -> dict[str, 
     return {name: "R" if name in gathered else text for name, text in where.items()}
 
 
-def _as_dtensor(path: str, local: torch.Tensor, where: Mapping[str, str], mesh: MeshHandle) -> DTensor:
+def _as_dtensor(path: str, local: torch.Tensor, where: Mapping[str, str], program: Program) -> DTensor:
+    mesh = program.mesh
     with torch.no_grad():
         local, where = _simple_placements(local.detach(), dict(where), mesh)
-    if torch.is_grad_enabled() and local.is_floating_point():
-        local = apply(_OnlyTheLoss, path, local, torch.empty(0, requires_grad=True))
+    local = local if program.forward_only else _only_the_loss(path, local)
     places = [_placement(where.get(name, "R") if mesh.axis(name).size > 1 else "R") for name in mesh.axes]
     return DTensor.from_local(local, mesh.device_mesh, places, run_check=False)
 
@@ -164,6 +166,13 @@ def _simple_placements(local: torch.Tensor, where: dict[str, str], mesh: MeshHan
 
 def _placement(text: str) -> Replicate | Shard | Partial:
     return Shard(int(text[2:-1].split(",")[0])) if text.startswith("S") else Replicate()
+
+
+def _only_the_loss(path: str, value: torch.Tensor) -> torch.Tensor:
+    """An output without its graph, through which a backward is an error rather than no gradient."""
+    if not torch.is_grad_enabled() or not value.is_floating_point():
+        return value
+    return apply(_OnlyTheLoss, path, value, torch.empty(0, requires_grad=True))  # type: ignore[no-any-return]
 
 
 class _OnlyTheLoss(torch.autograd.Function):
@@ -208,10 +217,11 @@ def refuse_second_order(grad: torch.Tensor) -> None:
 # -- the user's class
 
 
-def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any]) -> Any:
-    """The result in the given form. A class that this process has not loaded becomes a plain namespace."""
+def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any], path: str = "") -> Any:
+    """The result in the given form, with a `LeftOut` for each tensor that the program does not return. A class that this process
+    has not loaded becomes a plain namespace."""
     if form is None:
-        return None
+        return LeftOut(path)
     kind, *rest = form
     if kind == "loss":
         return loss
@@ -219,11 +229,59 @@ def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any]) -> 
         return outputs[rest[0]]
     if kind == "constant":
         return rest[0]
+    parts: Any = enumerate(rest[0]) if kind in ("tuple", "list") else rest[-1]
+    fields: dict[Any, Any] = {
+        key: build_result(each, loss, outputs, f"{path}.{key}" if path else str(key)) for key, each in parts
+    }
     if kind in ("tuple", "list"):
-        items = (build_result(each, loss, outputs) for each in rest[0])
-        return tuple(items) if kind == "tuple" else list(items)
-    fields = {key: build_result(each, loss, outputs) for key, each in rest[-1]}
+        return tuple(fields.values()) if kind == "tuple" else list(fields.values())
     return fields if kind == "dict" else _made(_class(rest[0]), fields)
+
+
+def leaves_out(form: Form) -> bool:
+    """Whether a result of this form lacks tensors."""
+    if form is None or not isinstance(form, tuple) or form[0] in ("loss", "output", "constant"):
+        return form is None
+    parts = form[1] if form[0] in ("tuple", "list") else [each for _, each in form[-1]]
+    return any(map(leaves_out, parts))
+
+
+class NotReturned(RuntimeProblem, AttributeError):
+    """A field of the result is used that the program does not return. Also an AttributeError, for libraries that try fields."""
+
+
+class LeftOut:
+    """A field of the result that the program does not return: its first use says how to ask for it."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, path: str) -> None:
+        self.__dict__["path"] = path
+
+    def __repr__(self) -> str:
+        return f"<{self.__dict__['path']}: not returned>"
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        path = self.__dict__["path"]
+        raise NotReturned(
+            f"the parallel model does not return {path} with gradients on, unless asked to: pass outputs=(\"{path}\",) to "
+            f"autopar.parallelize (\"{path}:gradient\" where the loss is made of it), or call it under torch.no_grad() or "
+            f"parallel.returning(\"{path}\")"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copy, pickle and numpy try
+            raise AttributeError(name)
+        return self._refuse()
+
+    __setattr__ = __getitem__ = __setitem__ = __call__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __neg__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __array__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A function of torch that is given one."""
+        return next(each for each in tree_leaves((args, kwargs)) if isinstance(each, LeftOut))._refuse()
 
 
 def plain_result(program: Program, loss: torch.Tensor, outputs: Mapping[str, Any]) -> Any:

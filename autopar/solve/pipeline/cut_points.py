@@ -18,17 +18,11 @@ def allowed_ranges(graph: Graph) -> Matrix:
 
 
 def _may_cut(graph: Graph, index: int) -> bool:
-    """Something with a gradient crosses, and nothing but values does."""
+    """Something with a gradient crosses (where there is any), and nothing but values does."""
     chunks = (tuple(range(index)), tuple(range(index, len(graph.calls))))
     try:
         check_chunk_borders(graph, chunks)
     except PlanError:
         return False
     (names,) = crossing_values(graph, chunks)
-    return any(_is_differentiable(graph, name) for name in names)
-
-
-def _is_differentiable(graph: Graph, name: str) -> bool:
-    call = next(call for call in graph.calls if name in call.outputs)
-    block = graph.block(call.block)
-    return block.values()[block.outputs[call.outputs.index(name)]].differentiable
+    return bool(names) and (graph.forward_only or any(map(graph.differentiable, names)))

@@ -70,7 +70,7 @@ def propagate_data_axis(
     classes: dict[int, Placement] = {}
     loss = boundary.class_of(graph.loss)
     assert loss is not None
-    classes[loss] = Invariant()
+    classes[loss] = Replicate() if graph.forward_only else Invariant()
     for value in graph.inputs:
         number = boundary.class_of(value.name)
         if number is not None:

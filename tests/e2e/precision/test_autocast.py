@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.harness.rank_pool import RankPool
 from support.models.character_model import CharacterModel
+from support.models.output_model import convolutions, pictures
 from torch import Tensor, nn
 
 import autopar
@@ -137,3 +138,16 @@ def language(force: str) -> None:
 @pytest.mark.parametrize("force", ["dp=2,tp=2", "tp=4"])
 def test_a_language_model(force: str, ranks: RankPool) -> None:
     ranks.run(language, force, timeout=300)
+
+
+def lower_precision(force: str) -> None:
+    """bf16 as the precision of the plan: the evaluation of batch norm has statistics in float32."""
+    plain = convolutions()
+    parallel = autopar.parallelize(convolutions(), "local:4", pictures(), force=force, precision="bf16", cache=False)
+    parallel.eval()
+    plain.eval()
+    near([float(parallel(**pictures()).detach())], [float(plain(**pictures()).detach())])
+
+
+def test_batch_norm_of_a_plan_in_bf16(ranks: RankPool) -> None:
+    ranks.run(lower_precision, "dp=2,tp=2")

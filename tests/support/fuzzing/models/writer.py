@@ -145,7 +145,7 @@ def drawn_result(body: Body, loss: str, draw: Random) -> tuple[list[str], Tensor
     if form < 0.75:
         return [f'return {{"loss": {loss}, "hidden": {other}}}'], value
     if form < 0.85 and body.values[other].numel() > 1:
-        return [f"return {other}, {loss}"], value
+        return [f"loss = {loss}", f"return {other}, loss"], value
     flowing = [name for name in body.unused if body.values[name].requires_grad]
     if not flowing:
         return [f"return {loss}"], value

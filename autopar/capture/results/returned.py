@@ -11,23 +11,69 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from autopar.capture.results.loss_name import calls_it_loss
 from autopar.errors import CaptureError
+from autopar.ir.graph import Graph
 from autopar.ir.interface import OUTPUT_KINDS, Form
+from autopar.runtime.step.outputs import EVERYTHING
+
+LOSS = "loss"
+"""The kind that says which element of the result is the loss: ``outputs=("1:loss",)``."""
 
 
-def find_loss(output: Any) -> Tensor | None:
-    """The scalar loss: the output itself, its ``.loss``, its ``["loss"]``, or the only scalar of a tuple or dictionary; None
-    where there is none, or where several scalars may be combined outside."""
-    candidate = output
-    if isinstance(output, Mapping):
-        candidate = output["loss"] if "loss" in output else only_scalar(output.values())
-    elif not isinstance(output, Tensor) and hasattr(output, "loss"):
+def find_loss(output: Any, module: nn.Module | None = None, path: str = "") -> Tensor | None:
+    """The scalar loss: the only tensor of the result, its ``.loss``, ``["loss"]`` or ``["total_loss"]``, or the element of a
+    tuple that `module` calls so (`loss_name`); or what lies at `path`, where somebody says it. None where there is none: a
+    scalar that is called something else is an output, such as the scale of CLIP.
+
+    Without a module it is the result of a loss function, whose only scalar is the loss.
+    """
+    leaves = list(_leaves(output))
+    if path:
+        candidate = _at(output, path)
+    elif len(leaves) == 1:
+        candidate = leaves[0]
+    elif isinstance(output, Mapping):
+        candidate = next((output[name] for name in ("loss", "total_loss") if name in output), None)
+    elif hasattr(output, "loss"):
         candidate = output.loss
-    elif isinstance(output, (tuple, list)):
+    elif module is not None and isinstance(output, (tuple, list)):
         candidate = only_scalar(output)
+        index = next((index for index, each in enumerate(output) if each is candidate), 0)
+        candidate = candidate if candidate is not None and calls_it_loss(module, len(output), index) else None
+    else:
+        candidate = None
+    if candidate is None and module is None and not path:
+        candidate = only_scalar(output.values() if isinstance(output, Mapping) else output)
     return candidate if isinstance(candidate, Tensor) and is_scalar(candidate) else None
+
+
+def _at(item: Any, path: str) -> Any:
+    """The part of a result at a path; None where it has none."""
+    for key in path.split("."):
+        item = dict(_parts(item)).get(key) if item is not None else None
+    return item
+
+
+def loss_path(form: Form) -> str | None:
+    """The path of the loss in a form (empty: it is the result itself); None where there is none."""
+    if form == ("loss",):
+        return ""
+    parts = form[-1] if isinstance(form, tuple) and form[0] in ("tuple", "list", "dict", "class") else ()
+    numbered: Any = enumerate(parts) if isinstance(form, tuple) and form[0] in ("tuple", "list") else parts  # type: ignore[arg-type]
+    for key, each in numbered:
+        found = loss_path(each)
+        if found is not None:
+            return f"{key}.{found}" if found else str(key)
+    return None
+
+
+def asked_loss(graph: Graph) -> tuple[str, ...]:
+    """What says where the loss of a graph is in the model's result; empty where it is the result itself, or there is none."""
+    path = loss_path(graph.interface.returns) if graph.interface is not None else ""
+    return (f"{path}:{LOSS}",) if path else ()
 
 
 def stand_in_loss(outputs: Iterable[Tensor]) -> Tensor | None:
@@ -47,8 +93,9 @@ def parse_asked(asked: Iterable[str]) -> dict[str, str]:
     out: dict[str, str] = {}
     for text in asked:
         path, _, kind = text.partition(":")
-        if kind and kind not in OUTPUT_KINDS:
-            raise CaptureError(f"outputs: {text!r} asks for {kind!r}; write {path}, or {path}:<one of {', '.join(OUTPUT_KINDS)}>")
+        kinds = (*OUTPUT_KINDS, LOSS)
+        if kind and kind not in kinds:
+            raise CaptureError(f"outputs: {text!r} asks for {kind!r}; write {path}, or {path}:<one of {', '.join(kinds)}>")
         out[path] = kind
     return out
 
@@ -75,13 +122,17 @@ class Returned:
     left_out: tuple[str, ...]
 
 
-def take_apart(result: Any, asked: Sequence[str], usual_kind: str = "") -> Returned:
-    """The parts of a result. `asked` are the requested outputs (`parse_asked`); of a model without a loss all tensors of the
-    result, where nothing is asked for. `usual_kind`: how outputs come back where `asked` does not say it. CaptureError where the
-    result lacks one, or holds no tensor."""
-    loss, wanted = find_loss(result), parse_asked(asked)
+def take_apart(result: Any, asked: Sequence[str], usual_kind: str = "", module: nn.Module | None = None) -> Returned:
+    """The parts of a result of `module` (None: of a loss function). `asked` are the requested outputs (`parse_asked`); of a model
+    without a loss all tensors of the result, where nothing is asked for, and so with `EVERYTHING`. `usual_kind`: how outputs come
+    back where `asked` does not say it. CaptureError where the result lacks one, or holds no tensor."""
+    wanted = parse_asked(asked)
+    said = next((path for path, kind in wanted.items() if kind == LOSS), "")
+    wanted.pop(said, None)
+    everything = wanted.pop(EVERYTHING, None) is not None
+    loss = find_loss(result, module, said)
     usual = usual_kind or ("full" if loss is not None else "gradient")
-    taking = _Taking(loss, tuple(wanted) if wanted or loss is not None else ("",))
+    taking = _Taking(loss, tuple(wanted) if wanted or loss is not None else ("",), everything)
     form = taking.form(result, "")
     missing = [path for path in wanted if path not in taking.seen]
     if missing:
@@ -103,8 +154,11 @@ def within(path: str, prefix: str) -> bool:
 
 @dataclass(slots=True)
 class _Taking:
+    """`everything`: all tensors are asked for, but those inside of objects (a key-value cache)."""
+
     loss: Tensor | None
     asked: tuple[str, ...]
+    everything: bool = False
     outputs: dict[str, Tensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
@@ -117,7 +171,7 @@ class _Taking:
         if isinstance(item, Tensor):
             prefixes = {each for each in self.asked if within(path, each)}
             self.seen |= prefixes
-            if not prefixes:
+            if not prefixes and not self.everything:
                 self.left_out.append(path)
                 return None
             self.outputs[path] = item
@@ -130,8 +184,10 @@ class _Taking:
             return (kind, ()) if (kind := _kind(item)) in ("tuple", "list", "dict") else None
         concerns = not path or any(self._concerns(path, each) for each in self.asked)
         if not concerns and not any(leaf is self.loss for leaf in _leaves(item)):
-            self.left_out.append(path)
-            return None
+            inside = not isinstance(item, (Mapping, tuple, list)) and not dataclasses.is_dataclass(item)
+            if inside or not self.everything:
+                self.left_out.append(path)
+                return ("constant", None) if inside else None
         forms = tuple((key, self.form(value, f"{path}.{key}" if path else key)) for key, value in parts.items())
         kind = _kind(item)
         if kind == "dict":

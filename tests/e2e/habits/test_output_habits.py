@@ -1,0 +1,190 @@
+"""Habits of what a model returns, and of models that nothing trains (docs/habits.md), on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.harness.comparison import same_gradients
+from support.harness.habits import OTHER_PLANS, ROWS, refusal, rows_of
+from support.harness.rank_pool import RankPool
+from support.models.output_model import classifier, convolutions, examples, pictures
+from torch import Tensor, nn
+
+import autopar
+
+CLUSTER = "local:4"
+ROUNDING = 2e-2
+
+
+def parallel_of(model: nn.Module, force: str, example: Any = None, **options: Any) -> Any:
+    options = {"cache": False, "time_limit_seconds": 5, **options}
+    return autopar.parallelize(model, CLUSTER, example or examples(), force=force, **options)
+
+
+def same(found: Any, expected: Tensor) -> None:
+    torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=1e-11)
+
+
+def frozen_teacher(force: str) -> None:
+    """A distillation: the teacher's logits are a target of the student, whose loss has two terms."""
+    plain = [classifier("logits", seed) for seed in (1, 2)]
+    plain[0].requires_grad_(False)
+    x = {"x": examples()["x"]}
+    teacher = parallel_of(plain[0], force, x)
+    student = parallel_of(plain[1], force if "pp=" not in force else "dp=4", x)
+    assert not [p for p in teacher.parameters() if p.requires_grad]
+    for seed in range(2):
+        x = {"x": examples(seed)["x"]}
+        targets, expected = teacher(**x), plain[0](**x)
+        assert not targets.requires_grad
+        same(targets, expected)
+        for model, target in ((student, targets), (plain[1], expected)):
+            nn.functional.kl_div(model(**x).log_softmax(-1), target.log_softmax(-1), log_target=True).backward()
+    same_gradients(student, plain[1])
+
+
+def frozen_reference(force: str) -> None:
+    """As in DPO: the reference's loss is a number beside the policy's, with and without gradients on; then it trains."""
+    plain = [classifier("fields", seed) for seed in (1, 1)]
+    plain[0].requires_grad_(False)
+    reference, policy = parallel_of(plain[0], force), parallel_of(plain[1], force)
+    for seed in range(2):
+        losses = []
+        for fixed, trained in ((reference, policy), (plain[0], plain[1])):
+            bound = fixed(**examples(seed)).loss
+            assert not bound.requires_grad
+            with torch.no_grad():
+                same(fixed(**examples(seed)).loss, bound)
+            loss = -nn.functional.logsigmoid(bound - trained(**examples(seed)).loss)
+            loss.backward()
+            losses.append(loss)
+        same(*losses)
+    same_gradients(policy, plain[1])
+    for model in (reference, plain[0]):
+        model.requires_grad_(True)
+        model(**examples()).loss.backward()
+    same_gradients(reference, plain[0])
+
+
+def logits_in_evaluation(force: str) -> None:
+    """An evaluation loop with metrics, of models that return a class or a tuple: under ``no_grad`` all that one process returns
+    is there, as full tensors; with uneven last batches; training does not gather it."""
+    for returns, at in (("fields", "logits"), ("loss first", 1), ("loss last", 0)):
+        plain, parallel = classifier(returns), parallel_of(classifier(returns), force)
+        for model in (plain, parallel):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            found = model(**examples())
+            (found.loss if at == "logits" else found[1 - at]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for training in (True, False):
+            for size in (8, 7):
+                said: list[tuple[Tensor, Tensor]] = []
+                for model in (parallel, plain):
+                    model.train(training)
+                    with torch.no_grad():
+                        found = model(**examples(3, size))
+                    logits, loss = (found.logits, found.loss) if at == "logits" else (found[at], found[1 - at])
+                    assert type(logits) is Tensor
+                    said.append((logits, loss))
+                same(said[0][0], said[1][0])
+                same(said[0][1], said[1][1])
+                accuracy = [(logits.argmax(-1) == examples(3, size)["labels"]).double().mean().item() for logits, _ in said]
+                assert accuracy[0] == accuracy[1]
+        kinds = len(parallel.variants.known)
+        with torch.no_grad():
+            parallel(**examples())
+        assert len(parallel.variants.known) == kinds
+
+
+def field_in_training(force: str) -> str:
+    """The same fields with gradients on, and without asking."""
+    parallel = parallel_of(classifier(), force)
+    found = parallel(**examples())
+    found.loss.backward()
+    assert not hasattr(found.logits, "shape") and "logits: not returned" in repr(found.logits)
+    uses: list[Any] = [lambda: found.logits.argmax(-1), lambda: torch.argmax(found.logits), lambda: found.logits[0],
+                       lambda: found.logits == 1, lambda: len(found.logits), lambda: found.loss + found.logits]  # fmt: skip
+    said = {refusal(use) for use in uses}
+    with parallel.returning("logits"):
+        same(parallel(**examples()).logits, classifier()(**examples()).logits)
+    assert len(said) == 1
+    return said.pop()
+
+
+class Contrastive(nn.Module):
+    """As CLIP: two embeddings, and a scale that is a scalar but no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = classifier("logits", 1), classifier("logits", 2)
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.image(image), self.text(text), self.scale.exp()
+
+
+def scalar_beside_outputs(force: str) -> None:
+    """The loss is computed outside, of all that the model returns."""
+    pair = {"image": examples(1)["x"], "text": examples(2)["x"]}
+    if "pp=" in force:
+        assert "from a loss outside of the program" in refusal(lambda: parallel_of(Contrastive(), force, pair))
+        return
+    plain = Contrastive()
+    parallel = parallel_of(Contrastive(), force, pair)
+    losses = []
+    for model in (parallel, plain):
+        image, text, scale = model(**pair)
+        losses.append(nn.functional.cross_entropy(scale * image @ text.T, torch.arange(len(image))))
+        losses[-1].backward()
+    same(*losses)
+    same_gradients(parallel, plain)
+
+
+def autocast_with_batch_norm(force: str) -> None:
+    """Captured in float32 or under autocast; trained, then evaluated, in both; with running statistics in float32."""
+    if "pp=" in force:
+        assert "takes several micro-batches" in refusal(lambda: parallel_of(convolutions(), force, pictures()))
+        return
+    for around in (None, torch.bfloat16):
+        plain = convolutions()
+        with torch.autocast("cpu", dtype=around, enabled=around is not None):
+            parallel = parallel_of(convolutions(), force, pictures())
+        for dtype in (torch.bfloat16, torch.float16, None):
+            losses: list[list[float]] = [[], []]
+            for said, model in zip(losses, (parallel, plain), strict=True):
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                for training in (True, True, False):
+                    model.train(training)
+                    optimizer.zero_grad()
+                    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                        loss = model(**pictures())
+                    loss.backward()
+                    optimizer.step()
+                    said.append(float(loss.detach()))
+            torch.testing.assert_close(*map(torch.tensor, losses), rtol=ROUNDING, atol=0)
+        statistics = parallel.full_state()["norm.running_var"]
+        torch.testing.assert_close(statistics, plain.norm.running_var, rtol=ROUNDING, atol=1e-3)
+
+
+# -- here
+
+
+def run(habit: str, force: str, ranks: RankPool) -> None:
+    answer, line = ROWS[habit]
+    for said in ranks.run(globals()[habit], force, timeout=300):
+        assert said is None if answer == "right" else line in said, said
+
+
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit(habit: str, ranks: RankPool) -> None:
+    run(habit, "dp=2,tp=2", ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", OTHER_PLANS)
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool) -> None:
+    run(habit, force, ranks)

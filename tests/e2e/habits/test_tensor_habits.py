@@ -1,0 +1,143 @@
+"""Habits around the parameters and gradients as tensors: random numbers, copies, sums by hand (docs/habits.md), on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.harness.habits import OTHER_PLANS, check, one_step, parallel_of, refusal, rows_of
+from support.harness.rank_pool import RankPool
+from support.models.habit_model import batch, net
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Draw = Callable[[nn.Parameter], Any]
+
+
+def whole(x: Tensor) -> Tensor:
+    """A copy."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def staged(parallel: Any) -> bool:
+    return bool(parallel.program.mesh.pp.size > 1)
+
+
+def copies_agree(parallel: Any) -> None:
+    """Each parameter has one value on all ranks that have it."""
+    mine = {name: whole(parameter.detach()) for name, parameter in parallel.named_parameters()}
+    every: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, mine)
+    for theirs in every:
+        for name in mine.keys() & theirs.keys():
+            assert torch.equal(mine[name], theirs[name]), name
+
+
+def draw_alike(parallel: Any, reference: nn.Module, *draws: Draw, seed: Callable[[], int] = lambda: 3) -> None:
+    """Each draw of each parameter (in the order of names) gives what one process gets; on a pipeline, where each parameter has a
+    stream of its own, numbers that are alike on the ranks that have them, and not alike from draw to draw."""
+    mine, theirs = dict(parallel.named_parameters()), dict(reference.named_parameters())
+    for draw in draws:
+        torch.manual_seed(seed())
+        found = {name: whole(draw(mine[name])) for name in theirs if name in mine}
+        again = {name: whole(draw(mine[name])) for name in theirs if name in mine}
+        torch.manual_seed(3)
+        for name in theirs if not staged(parallel) else ():
+            if name in mine:
+                torch.testing.assert_close(found[name], whole(draw(theirs[name])), rtol=1e-12, atol=1e-12, msg=name)
+        for name in again if staged(parallel) else ():
+            assert again[name].shape == theirs[name].shape and not torch.equal(again[name], found[name]), name
+            assert again[name].std() > 0.1 * draw(theirs[name]).std(), name
+    copies_agree(parallel)
+
+
+def both_models(path: str) -> tuple[Any, nn.Module]:
+    """Both without the unused parameter, which the parallel model has not, and with gradients."""
+    parallel, reference = parallel_of(net(), path), net()
+    reference.unused = None
+    one_step(parallel)
+    reference(**batch()).backward()
+    return parallel, reference
+
+
+def initialise_shards(plan: str) -> None:
+    def matrices(initialise: Draw) -> Draw:
+        return lambda p: initialise(p) if p.dim() > 1 else nn.init.normal_(p)
+
+    draw_alike(
+        *both_models(plan),
+        *map(matrices, (nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_, nn.init.kaiming_uniform_)),
+        matrices(nn.init.xavier_normal_),
+        matrices(nn.init.orthogonal_),
+        matrices(lambda p: nn.init.sparse_(p, 0.3)),
+        lambda p: p.data.normal_(),
+    )
+
+
+def initialise_with_a_seed_of_each_rank(plan: str) -> None:
+    """The numbers of rank 0; each rank's own generator stays its own."""
+    parallel, reference = both_models(plan)
+    draw_alike(parallel, reference, nn.init.normal_, seed=lambda: 3 + dist.get_rank())
+    torch.manual_seed(3 + dist.get_rank())
+    expected = torch.rand(3)
+    torch.manual_seed(3 + dist.get_rank())
+    for parameter in parallel.parameters():
+        nn.init.normal_(parameter)
+    if dist.get_rank():
+        torch.testing.assert_close(torch.rand(3), expected)
+
+
+def noise_on_gradients(plan: str) -> None:
+    parallel, reference = both_models(plan)
+    if not staged(parallel):
+        draw_alike(
+            parallel,
+            reference,
+            lambda p: nn.functional.dropout(p.detach() + 1, 0.4),
+            lambda p: torch.bernoulli(p.detach().sigmoid()),
+        )
+    draw_alike(
+        parallel,
+        reference,
+        lambda p: torch.randn_like(p.grad),
+        lambda p: torch.rand_like(p),
+        lambda p: p.grad.add_(torch.randn_like(p.grad), alpha=0.1),
+        lambda p: p.grad.data.uniform_(),
+    )
+    parallel, reference = both_models(plan)
+    if staged(parallel):
+        shared = dict(parallel.named_parameters())["words.weight"]
+        assert "words.weight, which several stages of a pipeline have" in refusal(lambda: nn.functional.dropout(shared * 2, 0.4))
+        return
+    losses = []
+    for model in (parallel, reference):
+        torch.manual_seed(5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(3):
+            optimizer.zero_grad()
+            loss = model(**batch(seed))
+            loss.backward()
+            for parameter in model.parameters():
+                parameter.grad += 0.1 * torch.randn_like(parameter.grad)
+            optimizer.step()
+            losses.append(loss.item())
+    torch.testing.assert_close(losses[:3], losses[3:], rtol=1e-9, atol=1e-9)
+
+
+# -- here
+
+
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", OTHER_PLANS)
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], force, ranks, tmp_path)
