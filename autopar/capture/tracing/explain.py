@@ -79,9 +79,7 @@ def explain(error: Exception, model: nn.Module, derivatives: Sequence[str] = ())
     if last:
         said = f"{type(error).__name__}: {first[:200]}"
         asks = "while captured; otherwise not, if it asks torch.compiler.is_compiling()"
-        return CaptureError(
-            f"{where}: the forward raises {said} ({asks}): mend the model or its inputs"
-        )
+        return CaptureError(f"{where}: the forward raises {said} ({asks}): mend the model or its inputs")
     what = f"`{code[:80]}`" if code else "an operation of the model"
     if type(error) is RuntimeError and not re.search(INTERNAL, first):
         return CaptureError(f"{where}: {what} fails: {first[:200]}; mend the model or its example inputs")

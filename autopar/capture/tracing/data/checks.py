@@ -114,9 +114,9 @@ def _passing(frame: FrameType | None) -> tuple[str, bool] | None:
     span, calls = _asked(frame)
     for statement in _statements(frame):
         wanted = _wanted(statement)
-        answer = None if wanted is None else _answer(statement.test, wanted, span, calls)
-        if answer is not None:
-            return None if _caught(frame) else (_line(user), answer)
+        truth = None if wanted is None else _answer(statement.test, wanted, span, calls)
+        if truth is not None:
+            return None if _caught(frame) else (_line(user), truth)
     return None
 
 

@@ -84,7 +84,8 @@ class CtcLosses(TorchFunctionMode):
             matrix, mask = self.picked[targets]
             if isinstance(lengths, Tensor) and lengths in self.counted and self.counted[lengths] is mask:
                 order = torch.argsort((~mask).to(torch.int64), dim=-1, stable=True)
-                return matrix.gather(-1, order)
+                moved: Tensor = matrix.gather(-1, order)
+                return moved
         raise CaptureError(
             f"{user_line()}: ctc_loss of targets that stand one after the other has sizes that depend on data: pass targets as "
             "(batch, length), padded"

@@ -15,12 +15,13 @@ from support.models.unseen.batches import (
     labelled,
     patched_series,
     series,
+    speech,
     token_ids,
 )
 
 
 def sounds() -> list[Family]:
-    speech = dict(
+    speech_to_text = dict(
         d_model=16,
         encoder_layers=1,
         decoder_layers=1,
@@ -55,7 +56,7 @@ def sounds() -> list[Family]:
         hugging_face(
             "Speech2TextForConditionalGeneration",
             lambda b: {"input_features": torch.randn(b, 16, 8), "labels": token_ids()(b)},
-            **speech,
+            **speech_to_text,
         ),
         hugging_face(
             "WavLMForSequenceClassification", labelled(lambda b: (b, 320), "input_values"), num_labels=CLASSES, **SIZES, **SOUND
