@@ -208,7 +208,7 @@ class Deferred(Parallel):
         self.training = training
         self.__dict__["build"] = build
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **batch: Any) -> Any:
         training = self.training
         built = self.__dict__["build"](args, batch)

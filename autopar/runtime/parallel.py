@@ -239,7 +239,7 @@ class Parallel(ShardedModule):
 
     # -- the step
 
-    @torch.compiler.disable  # torch.compile(parallel) would trace collectives, autograd functions and what makes programs
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile(parallel) would trace collectives, autograd functions and what makes programs
     def forward(self, *args: Any, **batch: Any) -> Any:
         """The model's result for the global batch, which every rank passes, or for a `local_batch`: the loss and the outputs that
         were asked for, in the model's own result class if it has one; of a model without a loss its outputs, which take
