@@ -13,44 +13,49 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.capture import current_autocast
 from autopar.capture.modes import CapturedModes
 from autopar.capture.normalize.batch_norm import LOCAL
-from autopar.capture.returned import LOSS
+from autopar.capture.reads import numbers_unchanged, recorded_reads
+from autopar.capture.results.returned import LOSS
 from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanMismatch, StateError
 from autopar.explain.out_of_memory import memory_answer
 from autopar.explain.predicted_step import predicted_step
-from autopar.explain.progress import say_plan, saying_progress
-from autopar.given_plan import batch_dims, check_float8, check_options, check_plan
-from autopar.ir.plan import Precision
+from autopar.explain.progress import say_measuring, say_plan, saying_progress
+from autopar.given_plan import batch_dims, check_float8, check_options, check_plan, cluster_of_plan
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ops.opaque import whole_modules
+from autopar.options import PlanOptions, RuntimeOptions
 from autopar.planning import (
     ExampleInputs,
     cache_folder,
-    compute_dtype_of,
+    check_model,
+    cluster_named,
     make_plan,
     plan,
     plan_folder,
+    plan_with,
     register_rule,
     registry,
     split_inputs,
 )
+from autopar.precision import PrecisionLike, compute_dtype_of
 from autopar.program.build import build_program
+from autopar.runtime.code_reads import Code, code_of
 from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
-from autopar.runtime.comm.heartbeat import Heartbeat, watched
+from autopar.runtime.comm.heartbeat import watched
 from autopar.runtime.comm.joining import join
 from autopar.runtime.comm.peer_watch import PATIENCE_SECONDS
 from autopar.runtime.compat import is_compiled
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
-from autopar.runtime.errors import LaunchProblem, MismatchProblem
+from autopar.runtime.errors import MismatchProblem
+from autopar.runtime.frozen_reads import FrozenReads, Reads
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.pretrained.source import pretrained_source
 from autopar.runtime.state.meta_buffers import fill_missing, named_state
@@ -67,7 +72,7 @@ def parallelize(
     example_inputs: ExampleInputs | None = None,
     *,
     plan: Plan | str | Path | None = None,
-    precision: str | Precision | MixedPrecisionPolicy | None = None,
+    precision: PrecisionLike | None = None,
     force: str | Mapping[str, int] | None = "",
     optimizer: str = "adamw",
     strict: bool = False,
@@ -117,33 +122,44 @@ def parallelize(
 
     Raises `AutoparError`.
     """
-    if isinstance(cluster, str):
-        # The other ranks need its size only: they neither measure this machine nor disturb the measurement.
-        folder = cache_folder() if os.environ.get("RANK", "0") == "0" else None
-        cluster = Cluster.parse(cluster, cache=folder, processes=_launched())
-    options: dict[str, Any] = dict(
+    check_model(model)
+    options = PlanOptions(
         precision=precision, force=force, optimizer=optimizer, strict=strict, time_limit_seconds=time_limit_seconds,
         outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,
         memory_margin=memory_margin, batch_dim=batch_dim,
     )  # fmt: skip
+    run = RuntimeOptions(
+        plan=plan, compile=compile, state=state, cache=cache, patience_seconds=patience_seconds, join_seconds=join_seconds,
+        check_batch_every=check_batch_every, check_every=check_every,
+    )  # fmt: skip
+    if example_inputs is not None:
+        split_inputs(example_inputs)
+    _check_launch(cluster_named(cluster, processes=_launched()))
     if example_inputs is None:
-        rest: dict[str, Any] = dict(
-            plan=plan, compile=compile, state=state, cache=cache, patience_seconds=patience_seconds,
-            join_seconds=join_seconds, check_batch_every=check_batch_every, check_every=check_every,
-        )  # fmt: skip
-        build = lambda args, batch: parallelize(model, cluster, _named(model, args, batch), **options, **rest)  # noqa: E731
-        return Deferred(build, model.training)
-    heartbeat = _join(cluster, patience_seconds, join_seconds)
-    weights = state if isinstance(state, (str, os.PathLike)) else None
+        return Deferred(lambda args, batch: _build(model, cluster, _named(model, args, batch), options, run), model.training)
+    return _build(model, cluster, example_inputs, options, run)
+
+
+def _build(
+    model: nn.Module, named: str | Cluster, example_inputs: ExampleInputs, options: PlanOptions, run: RuntimeOptions
+) -> Parallel:
+    """The parallel model, once there are example inputs. `named` is the cluster as the user says it."""
+    cluster = cluster_named(named, processes=_launched())  # its size: rank 0 measures it once all processes are there
+    heartbeat = join(
+        cluster.size, {cluster.name: cluster.size}, lambda rank: f"rank {rank}",
+        patience_seconds=run.patience_seconds, join_seconds=run.join_seconds,
+    )  # fmt: skip
+    state, weights = run.state, run.state if isinstance(run.state, (str, os.PathLike)) else None
     tensors = {} if isinstance(state, (str, os.PathLike)) else named_state(model, state)
 
     def chosen() -> Plan:
         fill_missing(model, tensors)
-        if plan is None:
-            with saying_progress(type(model).__name__, cluster.name, time_limit_seconds):
-                return make_plan(model, cluster, example_inputs, **options, cache=plan_folder() if cache else None)
-        given = check_plan(plan, model, cluster, example_inputs, outputs, loss_fn)
-        check_options(given, model, precision, force)
+        if run.plan is None:
+            priced = cluster_named(named, cache_folder(), _launched(), say_measuring)
+            with saying_progress(type(model).__name__, priced.name, options.time_limit_seconds):
+                return plan_with(model, priced, example_inputs, options, cache=plan_folder() if run.cache else None)
+        given = check_plan(run.plan, model, cluster, example_inputs, options.outputs, options.loss_fn)
+        check_options(given, model, options.precision, options.force)
         return given
 
     try:
@@ -151,19 +167,23 @@ def parallelize(
             _compare_models(model)
             source = BroadcastSource(tensors) if weights is None else pretrained_source(model, weights)
         with watched(heartbeat, "planning"):
-            agreed = planfile.decode_plan(on_first_rank(lambda: chosen().to_json()))
-            check_float8(agreed, compile)
-            _warn_of(model, compile)
-            maker = _variant_maker(model, agreed, cluster, example_inputs, loss_fn, outputs)
+            code = code_of(model, options.loss_fn)
+            text, reads = on_first_rank(lambda: _with_reads(chosen, code))
+            agreed = planfile.decode_plan(text)
+            check_float8(agreed, run.compile)
+            _warn_of(model, code, run.compile)
+            frozen = FrozenReads(copy_without_data(model, None), reads, code.names)
+            planned = cluster_of_plan(agreed, cluster)
+            maker = _variant_maker(frozen, agreed, planned, example_inputs, options, current_autocast(model))
         program = build_program(agreed.graph, agreed.candidate)
         with watched(heartbeat, "making process groups"):
             mesh = MeshHandle(program.Program.mesh_axes)
             mesh.opaque_modules = whole_modules(model)
         form = agreed.graph.interface.returns if agreed.graph.interface else None
         parallel = Parallel(
-            program.Program(mesh), source, compile=compile, form=form, heartbeat=heartbeat,
-            plain=PlainModel(model, maker.model, maker.right_in), check_batch_every=check_batch_every, check_every=check_every,
-            make_variant=maker.make,
+            program.Program(mesh), source, compile=run.compile, form=form, heartbeat=heartbeat,
+            plain=PlainModel(model, frozen, maker.right_in, agreed.graph.updated_buffers()),
+            check_batch_every=run.check_batch_every, check_every=run.check_every, make_variant=maker.make,
         )  # fmt: skip
         if parallel.variants is not None:
             fixed = 0 if agreed.graph.batch_is_symbolic else agreed.graph.batch
@@ -220,21 +240,14 @@ class Deferred(Parallel):
 # -- the steps
 
 
-def _join(cluster: Cluster, patience_seconds: float, join_seconds: float) -> Heartbeat | None:
-    """Joins the process group; PlanMismatch where the launch does not have one process per device."""
-    try:
-        return join(
-            cluster.size, {cluster.name: cluster.size}, lambda rank: f"rank {rank}",
-            patience_seconds=patience_seconds, join_seconds=join_seconds,
-        )  # fmt: skip
-    except LaunchProblem:
-        launched = _launched()
-        if launched == cluster.size:
-            raise
+def _check_launch(cluster: Cluster) -> None:
+    """PlanMismatch where the launch does not have one process per device: before anything is measured, captured or joined."""
+    launched = _launched()
+    if launched != cluster.size:
         raise PlanMismatch(
             f"the cluster {cluster.name} has {cluster.size} devices but {launched} processes were launched: "
             f"use torchrun --nproc-per-node {cluster.size}, or name a cluster of {launched}"
-        ) from None
+        )
 
 
 def _launched() -> int:
@@ -253,29 +266,38 @@ def _compare_models(model: nn.Module) -> None:
         raise PlanMismatch(str(problem)) from None
 
 
+def _with_reads(chosen: Callable[[], Plan], code: Code) -> tuple[str, Reads]:
+    """The text of a plan, and what was read of the model while it was captured for it."""
+    with recorded_reads() as record, numbers_unchanged(code.names):
+        return chosen().to_json(), record.reads
+
+
 def _variant_maker(
-    model: nn.Module, agreed: Plan, cluster: Cluster, example_inputs: ExampleInputs, loss_fn: LossFunction | None,
-    outputs: Sequence[str],
-) -> VariantMaker:  # fmt: skip
+    frozen: FrozenReads,
+    agreed: Plan,
+    cluster: Cluster,
+    example_inputs: ExampleInputs,
+    asked: PlanOptions,
+    autocast: str,
+) -> VariantMaker:
     """What makes the programs of other calls."""
     args, kwargs = split_inputs(example_inputs)
     has_loss = agreed.graph.interface is None or agreed.graph.interface.has_loss
-    said = (text for text in outputs if text.endswith(f":{LOSS}"))
+    said = (text for text in asked.outputs if text.endswith(f":{LOSS}"))
     options: dict[str, Any] = dict(
-        compute_dtype=compute_dtype_of(agreed.candidate.precision, model),
+        compute_dtype=compute_dtype_of(agreed.candidate.precision, frozen.model),
         float8=agreed.candidate.precision.float8,
         outputs=(*(output.asked for output in agreed.graph.outputs if has_loss), *said),
         batch_norm="local" if LOCAL in agreed.graph.notes else "global",
-        loss_fn=loss_fn,
+        loss_fn=asked.loss_fn,
         batch_dim=batch_dims(agreed),
-        autocast=current_autocast(model),
+        autocast=autocast,
     )
-    skeleton = copy_without_data(model, None)
-    modes = CapturedModes(skeleton, args, kwargs, options, agreed.graph)
-    return VariantMaker(skeleton, agreed, cluster, registry(), options, modes)
+    modes = CapturedModes(copy_without_data(frozen.model, None), args, kwargs, options, agreed.graph)
+    return VariantMaker(frozen, agreed, cluster, registry(), options, modes)
 
 
-def _warn_of(model: nn.Module, compile: bool | str) -> None:
+def _warn_of(model: nn.Module, code: Code, compile: bool | str) -> None:
     """On rank 0, what a program cannot have of the model as it is."""
     if dist.get_rank():
         return
@@ -289,6 +311,12 @@ def _warn_of(model: nn.Module, compile: bool | str) -> None:
         warnings.warn(
             "hooks do not run in the parallel program (what they compute of tensors was captured once): those of "
             + ", ".join(hooked),
+            stacklevel=3,
+        )
+    if code.outside:
+        warnings.warn(
+            f"{code.outside[0]}, which a program does not do again: it has what the forward read when it was captured. Read it "
+            "outside of the forward, and pass it in, or set an attribute of the model",
             stacklevel=3,
         )
 

@@ -10,28 +10,27 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.capture import capture
 from autopar.capture.normalize.batch_norm import LOCAL
-from autopar.capture.returned import LOSS, asked_loss, parse_asked, within
+from autopar.capture.results.returned import LOSS, asked_loss, parse_asked, within
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.errors import AutoparError, PlanMismatch
+from autopar.errors import AutoparError, ClusterError, PlanMismatch
 from autopar.ir.describe import precision_text
-from autopar.ir.plan import Precision
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.planning import ExampleInputs, compute_dtype_of, precision_of, registry, split_inputs
+from autopar.planning import ExampleInputs, registry, split_inputs
+from autopar.precision import PrecisionLike, compute_dtype_of, precision_of
 from autopar.rules.check import check_strategies
 from autopar.runtime.ops.float8 import float8_problem
 from autopar.schedules.pipeline_schedule import check_schedule
+from autopar.solve.space.force import Force
 
 
 def check_options(
-    plan: Plan, model: nn.Module, precision: str | Precision | MixedPrecisionPolicy | None,
-    force: str | Mapping[str, int | str] | None,
-) -> None:  # fmt: skip
+    plan: Plan, model: nn.Module, precision: PrecisionLike | None, force: str | Mapping[str, int | str] | Force | None
+) -> None:
     """PlanMismatch where the options ask for something else than the given plan has."""
     has = plan.candidate.precision
     if precision is not None:
@@ -94,6 +93,14 @@ def check_float8(agreed: Plan, compiled: bool | str) -> None:
         raise AutoparError(problem)
     if not compiled and dist.get_rank() == 0:
         warnings.warn("float8 layers that are not compiled are slower than bf16: pass compile=True", stacklevel=3)
+
+
+def cluster_of_plan(plan: Plan, other: Cluster) -> Cluster:
+    """The cluster that a plan was made for, by which the programs of other calls are priced too; `other` where it names none."""
+    try:
+        return Cluster.from_dict(plan.document.cluster.description)
+    except ClusterError:
+        return other
 
 
 def batch_dims(agreed: Plan) -> tuple[tuple[str, int], ...]:

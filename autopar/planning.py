@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,18 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_leaves
 
 from autopar.capture import capture
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.hardware.expert_load import ExpertLoad
-from autopar.cost_models.hardware.software_stacks import with_stack
-from autopar.errors import AutoparError, BatchError, UnsupportedOp
+from autopar.errors import BatchError, CaptureError, ClusterError, UnsupportedOp
 from autopar.ir.graph import Graph
-from autopar.ir.plan import REDUCTIONS, Precision
-from autopar.ir.plan_file.names import LONGEST
+from autopar.ir.plan import Precision
 from autopar.ir.plan_file.plan_file import Plan
+from autopar.options import PlanOptions
+from autopar.precision import PrecisionLike, compute_dtype_of, precision_of, with_float8
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry, default_registry
 from autopar.solve.fixed.baselines import PricedRecipe, baselines
@@ -30,21 +31,18 @@ from autopar.solve.fixed.configuration import configuration_of
 from autopar.solve.fixed.seeds import may_seed, with_seeds
 from autopar.solve.forked import Meanwhile
 from autopar.solve.offload_state import with_forced_offload
-from autopar.solve.plan_cache import PlanCache, cache_key
+from autopar.solve.plan_cache import PlanCache, question_of
 from autopar.solve.refine_schedule import with_synthesized_schedule
 from autopar.solve.report import plan_of_result
 from autopar.solve.result import PlanResult
 from autopar.solve.robust_choice import robust_choice
 from autopar.solve.search import search
-from autopar.solve.space.force import Force, parse_force
+from autopar.solve.space.force import Force
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.recipes.by_hand import seeds_of, with_expert_prices, with_reasons, with_stage_seeds
 
 ExampleInputs = Mapping[str, Any] | tuple[Any, ...]
 Progress = Callable[[str], None]
-
-_FLOAT8 = ("fp8", "float8")
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
 
 
 def make_plan(
@@ -52,7 +50,7 @@ def make_plan(
     cluster: str | Cluster,
     example_inputs: ExampleInputs,
     *,
-    precision: str | Precision | MixedPrecisionPolicy | None = None,
+    precision: PrecisionLike | None = None,
     force: str | Mapping[str, int | str] | None = "",
     optimizer: str = "adamw",
     strict: bool = False,
@@ -82,69 +80,115 @@ def make_plan(
     (`solve.space.force`) is priced as it is. `graph` is the model as it was captured before. `processes`: of the
     search, forked from this one; more than one only where nothing else runs here (no CUDA, no process group).
     """
-    if isinstance(cluster, str):
-        cluster = Cluster.parse(cluster, cache=cache_folder())
-    if expert_load != 1.0:
-        cluster = replace(cluster, expert_load=ExpertLoad.parse(str(expert_load)))
-    cluster = with_memory_margin(cluster, memory_margin)
-    _check_texts(optimizer=optimizer, name=name, source=source)
-    chosen = precision_of(precision, model)
-    cluster = _with_float8(chosen, cluster)
-    forced = parse_force(force)
-    args, kwargs = split_inputs(example_inputs)
-    if graph is None:
-        options_of_capture: dict[str, Any] = dict(outputs=outputs, batch_norm=batch_norm, loss_fn=loss_fn, batch_dim=batch_dim)
-        compute = compute_dtype_of(chosen, model)
-        graph = capture(model, args, kwargs, compute_dtype=compute, float8=chosen.float8, **options_of_capture)
-    if batch not in (None, graph.batch) and not graph.batch_is_symbolic:
-        raise BatchError(f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {batch}")
-    rules = registry()
-    unruled = _unruled(graph, rules, strict)
-    options = SearchOptions(
-        batch=batch or graph.batch,
-        precision=chosen,
-        optimizer=optimizer,
-        force={} if forced.is_configuration else forced.degrees,
-        schedule="" if forced.is_configuration else forced.schedule,
-        strict=strict,
-        time_limit_seconds=time_limit_seconds,
-        registry=rules,
-        processes=processes,
-    )
-    options = with_forced_offload(options, forced)
-    said: dict[str, Any] = dict(name=name, source=source, seq=seq)
+    options = PlanOptions(
+        precision=precision, force=force, optimizer=optimizer, strict=strict, time_limit_seconds=time_limit_seconds, batch=batch,
+        seq=seq, name=name, source=source, outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,
+        memory_margin=memory_margin, batch_dim=batch_dim, processes=processes,
+    )  # fmt: skip
+    return plan_with(model, cluster, example_inputs, options, progress=progress, cache=cache, graph=graph)
 
-    batched = replace(graph, batch=options.batch)
+
+plan = make_plan
+
+
+def plan_with(
+    model: nn.Module,
+    cluster: str | Cluster,
+    example_inputs: ExampleInputs,
+    options: PlanOptions,
+    *,
+    progress: Progress | None = None,
+    cache: Path | None = None,
+    graph: Graph | None = None,
+) -> Plan:
+    """The plan of `make_plan`, for options that were checked."""
+    check_model(model)
+    forced = options.forced
+    chosen = precision_of(options.precision, model)
+    cluster = _cluster_for(cluster, options, chosen, progress)
+    graph = graph or _captured(model, example_inputs, options, chosen)
+    if options.batch not in (None, graph.batch) and not graph.batch_is_symbolic:
+        raise BatchError(
+            f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {options.batch}"
+        )
+    rules = registry()
+    unruled = _unruled(graph, rules, options.strict)
+    asked = with_forced_offload(_search_options(options, forced, chosen, graph, rules), forced)
+    batched = replace(graph, batch=asked.batch)
 
     def by_hand() -> Sequence[PricedRecipe]:
-        on_device = replace(options, precision=chosen)
+        on_device = replace(asked, precision=chosen)
         return with_expert_prices(baselines(graph, cluster, on_device), graph, cluster, on_device)
 
-    def described(found: PlanResult, recipes: Sequence[PricedRecipe]) -> Plan:
-        recipes = with_reasons(recipes, found.evaluation.step_seconds)
-        return plan_of_result(graph, cluster, found, recipes, optimizer=optimizer, replicated_ops=unruled, **said)
+    def described(result: PlanResult, recipes: Sequence[PricedRecipe]) -> Plan:
+        recipes = with_reasons(recipes, result.evaluation.step_seconds)
+        return plan_of_result(
+            graph, cluster, result, recipes, optimizer=options.optimizer, replicated_ops=unruled,
+            name=options.name, source=options.source, seq=options.seq,
+        )  # fmt: skip
 
     if forced.is_configuration:
-        fixed = configuration_of(forced, options.precision, optimizer)
+        fixed = configuration_of(forced, asked.precision, options.optimizer)
         return described(price_configuration(batched, cluster, fixed, rules), by_hand())
     plans = PlanCache(cache) if cache is not None else None
-    key = cache_key(graph, cluster, options, _USER_RULES, dict(said, synthesized=forced.synthesize)) if plans else ""
-    known = plans.load(key, graph, cluster, options) if plans else None
-    if known is not None:
+    question = question_of(graph, cluster, options.resolved(chosen), asked) if plans else None
+    if plans and question and (stored := plans.load(question, graph, cluster, asked)) is not None:
         if progress is not None:
             progress(f"the search was done before: plan from {cache}")
-        return known
-    with Meanwhile(by_hand, processes) as priced:
-        found = search(graph, cluster, options, progress)
+        return stored
+    with Meanwhile(by_hand, options.processes) as priced:
+        result = search(graph, cluster, asked, progress)
         recipes = priced.result()
-    if may_seed(options):
-        recipes = with_stage_seeds(recipes, graph, cluster, options, found.evaluation.step_seconds)
-    found = with_seeds(options, found, seeds_of(recipes))
-    found = robust_choice(batched, cluster, options, found, recipes)
-    made = described(_scheduled(cluster, options, forced, found, progress), recipes)
-    if plans:
-        plans.store(key, made)
-    return made
+    if may_seed(asked):
+        recipes = with_stage_seeds(recipes, graph, cluster, asked, result.evaluation.step_seconds)
+    result = with_seeds(asked, result, seeds_of(recipes))
+    result = robust_choice(batched, cluster, asked, result, recipes)
+    plan = described(_scheduled(cluster, asked, forced, result, progress), recipes)
+    if plans and question:
+        plans.store(question, plan)
+    return plan
+
+
+def _cluster_for(cluster: str | Cluster, options: PlanOptions, precision: Precision, progress: Progress | None) -> Cluster:
+    """The cluster with the expert load, margin and software that the options ask for."""
+    cluster = cluster_named(cluster, cache_folder(), progress=progress)
+    if options.expert_load != 1.0:
+        cluster = replace(cluster, expert_load=ExpertLoad.parse(str(options.expert_load)))
+    return with_float8(precision, with_memory_margin(cluster, options.memory_margin))
+
+
+def _captured(model: nn.Module, example_inputs: ExampleInputs, options: PlanOptions, precision: Precision) -> Graph:
+    args, kwargs = split_inputs(example_inputs)
+    compute = compute_dtype_of(precision, model)
+    _warn_of_narrowing((args, kwargs), compute)
+    return capture(
+        model, args, kwargs, compute_dtype=compute, float8=precision.float8, outputs=options.outputs,
+        batch_norm=options.batch_norm, loss_fn=options.loss_fn, batch_dim=options.batch_dim,
+    )  # fmt: skip
+
+
+def _warn_of_narrowing(inputs: object, compute: str | None) -> None:
+    """One process would refuse float64 inputs, or compute in float64, where the program casts them as any other input."""
+    found = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.dtype == torch.float64]
+    if found and compute not in (None, "float64"):
+        warnings.warn(
+            f"{len(found)} of the example inputs are float64, and are cast to {compute}, in which the step computes: pass "
+            'x.float(), or precision="float64"', stacklevel=4,
+        )  # fmt: skip
+
+
+def _search_options(options: PlanOptions, forced: Force, precision: Precision, graph: Graph, rules: Registry) -> SearchOptions:
+    return SearchOptions(
+        batch=options.batch or graph.batch,
+        precision=precision,
+        optimizer=options.optimizer,
+        force={} if forced.is_configuration else forced.degrees,
+        schedule="" if forced.is_configuration else forced.schedule,
+        strict=options.strict,
+        time_limit_seconds=options.time_limit_seconds,
+        registry=rules,
+        processes=options.processes,
+    )
 
 
 def _scheduled(
@@ -157,9 +201,6 @@ def _scheduled(
     return with_synthesized_schedule(
         cluster, found, options.optimizer, asked=forced.synthesize, min_improvement=least, progress=progress
     )
-
-
-plan = make_plan
 
 
 # -- rules of the user
@@ -185,7 +226,11 @@ def registry() -> Registry:
 
 
 def cache_folder() -> Path | None:
-    """Where measurements of this machine are kept; None where the user has no home."""
+    """Where measurements of this machine are kept: in ``$XDG_CACHE_HOME/autopar`` or ``~/.cache/autopar``; None where the user
+    has no home."""
+    told = os.path.expandvars("$XDG_CACHE_HOME")  # as it is where the variable is not set
+    if os.path.isabs(told):
+        return Path(told) / "autopar"
     try:
         return Path.home() / ".cache" / "autopar"
     except RuntimeError:
@@ -198,6 +243,35 @@ def plan_folder() -> Path | None:
     return folder / "plans" if folder is not None else None
 
 
+def cluster_named(
+    cluster: str | os.PathLike[str] | Cluster, cache: Path | None = None, processes: int = 0, progress: Progress | None = None
+) -> Cluster:
+    """The cluster of a name or a file, see `Cluster.parse`. ClusterError for what is none of these."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    if not isinstance(cluster, str | os.PathLike):
+        raise ClusterError(f'cluster={repr(cluster)[:60]} names none: write "local:4", "dgx-h100:1" or the path of a YAML file')
+    return Cluster.parse(os.fspath(cluster), cache, processes, progress)
+
+
+def check_model(model: object) -> None:
+    """CaptureError for what is no module to be captured."""
+    if isinstance(model, nn.Module):
+        if hasattr(model, "full_state") and hasattr(model, "checkpoints"):
+            raise CaptureError("this model is parallel already: pass the plain model, and use what parallelize returned as it is")
+        return
+    name = getattr(model, "__name__", type(model).__name__)
+    if isinstance(model, type):
+        mend = f"{name} is a class: pass an instance, {name}(...)"
+    elif isinstance(model, Mapping):
+        mend = "a state dict has no forward: build the model, and call model.load_state_dict(state)"
+    elif callable(model):
+        mend = f"{name} is a function: write it as the forward of an nn.Module that holds its parameters"
+    else:
+        mend = f"{repr(model)[:60]} is none"
+    raise CaptureError(f"the model has to be an nn.Module; {mend}")
+
+
 def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments."""
     if isinstance(example_inputs, Mapping):
@@ -205,78 +279,6 @@ def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[s
     if isinstance(example_inputs, tuple):
         return example_inputs, {}
     raise BatchError(f"example_inputs is a {type(example_inputs).__name__}: pass a dict of keyword arguments or a tuple")
-
-
-def _check_texts(**texts: str) -> None:
-    """AutoparError where a text cannot stand in a plan, which is one line of printable characters."""
-    for what, text in texts.items():
-        if not isinstance(text, str) or len(text) > LONGEST or not (text == "" or text.isprintable()):
-            raise AutoparError(f"{what} {str(text)[:40]!r} is no text that a plan can hold: write printable characters")
-
-
-def precision_of(precision: str | Precision | MixedPrecisionPolicy | None, model: nn.Module) -> Precision:
-    """What was asked for; by default the dtype that most of the model's parameters have."""
-    if isinstance(precision, Precision):
-        return precision
-    if isinstance(precision, MixedPrecisionPolicy):
-        return _precision_of_policy(precision, model)
-    if precision is None:
-        counts: dict[torch.dtype, int] = {}
-        for parameter in model.parameters():
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-        own = str(max(counts, key=lambda dtype: counts[dtype], default=torch.float32)).removeprefix("torch.")
-        return Precision(own, own)
-    name = _DTYPES.get(precision, precision)
-    if name in _FLOAT8:
-        return Precision("bfloat16", "float32", float8=True)
-    if name.startswith(("float8", "mxfp8", "fp8")):
-        raise AutoparError(
-            f'precision {precision!r} is not known: "fp8" is bf16 with products in float8 (torchao, dynamic scaling)'
-        )
-    if name not in ("float32", "bfloat16", "float16", "float64"):
-        raise AutoparError(f"dtype {precision!r} is not known: write float32, bf16, fp16 or float64")
-    return Precision(name, "float32" if name in ("bfloat16", "float16") else name)
-
-
-def _with_float8(precision: Precision, cluster: Cluster) -> Cluster:
-    """With products in float8 the cluster as compiled programs use it: in eager mode the casts cost more than the products save.
-    AutoparError on a device that has none, or beside another dtype."""
-    if not precision.float8:
-        return cluster
-    if precision.compute != "bfloat16":
-        raise AutoparError(
-            f"float8 products are beside bfloat16, not {precision.compute}: write Precision('bfloat16', float8=True)"
-        )
-    for device in (cluster.device, *(group.device for group in cluster.groups)):
-        if "float8" not in dict(device.peak):
-            raise AutoparError(f'{device.name} has no float8 products: take precision "bf16"')
-    return with_stack(cluster, compiled=True)
-
-
-def _precision_of_policy(policy: MixedPrecisionPolicy, model: nn.Module) -> Precision:
-    """That of FSDP2's policy, whose gradients are summed in `param_dtype` unless it has a `reduce_dtype`. AutoparError where it
-    asks for what a program does not do."""
-    own = precision_of(None, model).master
-    compute, reduce = (str(each).removeprefix("torch.") if each else "" for each in (policy.param_dtype, policy.reduce_dtype))
-    if policy.output_dtype is not None:
-        raise AutoparError(f"MixedPrecisionPolicy(output_dtype={policy.output_dtype}) is not known: cast what the model returns")
-    return with_reduction(Precision(compute or own, own), reduce or compute)
-
-
-def with_reduction(precision: Precision, dtype: str) -> Precision:
-    """`precision` with gradients that are summed in `dtype` (empty: as it says)."""
-    name = _DTYPES.get(dtype, dtype)
-    if name and name not in REDUCTIONS:
-        raise AutoparError(f"reduce dtype {dtype[:40]!r} is not known: write one of {', '.join(REDUCTIONS)}")
-    return replace(precision, reduce="" if name == precision.master else name) if name else precision
-
-
-def compute_dtype_of(precision: Precision, model: nn.Module) -> str | None:
-    """The dtype in which parameters and inputs enter the forward; None where a model of several dtypes keeps its own."""
-    own = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    usual = precision_of(None, model)
-    kept = len(own) > 1 and (precision.compute, precision.master) == (usual.compute, usual.master)
-    return None if kept else precision.compute
 
 
 def _unruled(graph: Graph, registry: Registry, strict: bool) -> tuple[str, ...]:

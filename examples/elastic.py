@@ -127,6 +127,7 @@ def main() -> None:
         print(f"{parallel.plan.describe()}: from step {first}", flush=True)
         if arguments.expect:
             plan_ahead(arguments.expect, arguments.dtype)
+    done = first
     for step in range(first, arguments.steps):
         loss = parallel(**global_batch(text, seed, step))
         loss.backward()
@@ -142,6 +143,8 @@ def main() -> None:
         if stopping:
             break
     shut_down()
+    if log and done == arguments.steps:
+        (arguments.folder / "finished").touch()  # after the last checkpoint is whole, on one rank
 
 
 if __name__ == "__main__":

@@ -140,6 +140,9 @@ def batch_dims_of(tensors: Mapping[str, Tensor], names: Mapping[str, str], said:
     has the size (sequence first), and all inputs agree then; lists of ids beside stacked offsets may have any length.
     """
     if isinstance(said, int):
+        if all(tensor.dim() <= said for tensor in tensors.values()):
+            inputs = ", ".join(f"{path} {tuple(tensors[name].shape)}" for path, name in names.items())
+            raise CaptureError(f"batch_dim={said} is a dimension of no input: {inputs}")
         said = tuple((path, said) for path, name in names.items() if tensors[name].dim() > said)
     if said is not None:
         return _said(tensors, names, dict(said))

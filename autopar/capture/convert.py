@@ -17,19 +17,21 @@ from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 from autopar.capture.constants import constant_node
 from autopar.capture.control_flow import CONTROL_FLOW, is_control_flow, region_call, results_read
 from autopar.capture.flat import FlatGraph, StateTensor, drop_dead
-from autopar.capture.layers import CALL_MARK
 from autopar.capture.tracing.custom_functions import SEED, check_linear
+from autopar.capture.tracing.explain import data_dependent, derivative_refused
 from autopar.capture.tracing.fake_copy import has_no_data
 from autopar.capture.tracing.guards import refuse_random
 from autopar.capture.tracing.layer_span import LayerSpan
 from autopar.capture.tracing.outline import NAMESPACE
-from autopar.capture.tracing.trace import NO_GRAD_MARK, Traced, data_dependent
+from autopar.capture.tracing.places import called_module_of, source_line, source_place
+from autopar.capture.tracing.trace import NO_GRAD_MARK, Traced
 from autopar.errors import CaptureError
 from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
 
-_NOT_THE_USERS = ("/torch/", "/autopar/capture/", "/autopar/ops/", "/einops/", "<eval_with_key>")
 _DROPPED = frozenset(("device", "layout", "memory_format", "pin_memory", "non_blocking"))
+_TENSOR_OVERLOADS = {"Tensor": "Tensor", "Scalar": "Tensor", "Tensor_Scalar": "Tensor_Tensor"}
+"""Of operations whose number may be a tensor without dimensions: the overload that takes it."""
 _ASSERTS = ("_assert", "sym_constrain", "_guards")
 _NO_GRADIENT = frozenset(
     ("detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones")
@@ -84,7 +86,11 @@ class _Converter:
                 elif spec.kind is InputKind.CONSTANT_TENSOR:
                     self.constant(node, str(spec.target))
                 else:
-                    raise CaptureError(f"the model holds {spec.target} ({spec.kind.name.lower()}), which cannot be captured")
+                    user = next(iter(node.users), node)
+                    raise CaptureError(
+                        f"{source_place(user) or 'the model'}: an object that is no tensor (a generator, a class of "
+                        "torch.jit) cannot be captured: use torch's default random numbers, and plain Python"
+                    )
             elif node.op == "call_function":
                 self.call(node)
         mutated, returned = [], list[str]()
@@ -92,10 +98,10 @@ class _Converter:
         for spec, result in zip(signature.output_specs, output.args[0], strict=True):
             if spec.kind is OutputKind.USER_OUTPUT:
                 returned.append(self.names[result])
-            elif spec.kind is OutputKind.BUFFER_MUTATION:
-                mutated.append((self.original(str(spec.target)), self.names[result]))
+            elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
+                mutated.append((self.updated(str(spec.target)), self.names[result]))
             else:
-                raise CaptureError(f"the model writes to {spec.target} in forward; only buffers may be updated there")
+                raise CaptureError(f"the forward writes into its input {spec.target}: write into a clone of it")
         asked = self.traced.outputs
         if not self.values[returned[0]].differentiable:  # nothing trains: no gradient comes into an output
             asked = tuple(each.removesuffix(":gradient") + ":full" if each.endswith(":gradient") else each for each in asked)
@@ -123,6 +129,8 @@ class _Converter:
         what = f"the tensor {self.original(target)}"
         what = f"a tensor made at {source_place(user) or 'a line of the forward'}" if lifted else what
         if not isinstance(tensor, torch.Tensor) or has_no_data(tensor):
+            if self.traced.derivatives:
+                raise derivative_refused(self.traced.derivatives)
             raise CaptureError(f"{what} is neither parameter nor buffer, and has no values (device meta): use register_buffer")
         pair = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         made = constant_node(pair)
@@ -137,14 +145,23 @@ class _Converter:
             kwargs = (("dtype", DType(value.dtype)),)
             self.nodes.append(Node(*made, kwargs, (value,), source=source_line(user)))
             return
-        real = Value(f"{node.name}_pair", tuple(pair.shape), str(pair.dtype).removeprefix("torch."), False)
-        self.nodes.append(Node(*made, (("dtype", DType(real.dtype)),), (real,)))
-        self.nodes.append(Node("aten.view_as_complex", (Ref(real.name),), (), (value,)))
+        self.complex_constant(tensor, value)
 
     def own_name(self, node: fx.Node) -> str:
         """The name of what a node gives; export's own, unless an input has it (or begins with it, as names of results do)."""
         clashes = any(name == node.name or name.startswith(f"{node.name}_") for name in self.inputs)
         return f"{node.name}_of_graph" if clashes else node.name
+
+    def updated(self, target: str) -> str:
+        """The name of a buffer that the forward writes. CaptureError for a parameter."""
+        name = self.original(target)
+        if not self.sources[name].buffer:
+            kind = "the optimizer trains" if self.sources[name].trainable else "is frozen"
+            raise CaptureError(
+                f"the forward writes to the parameter {name}, which {kind}: make it a buffer (register_buffer), or update it "
+                "outside of the forward, after the optimizer's step, under torch.no_grad()"
+            )
+        return name
 
     def original(self, target: str) -> str:
         name = target.removeprefix("module.")
@@ -204,7 +221,34 @@ class _Converter:
             return arg
         if isinstance(arg, (torch.device, torch.layout, torch.memory_format)):
             return None
-        raise CaptureError(f"an argument of type {type(arg).__name__} cannot be captured")
+        if isinstance(arg, complex) and self.current is not None:
+            return self.complex_number(arg, self.current)
+        where = source_place(self.current) if self.current is not None else ""
+        raise CaptureError(
+            f"{where or 'the model'}: an argument of type {type(arg).__name__} cannot be captured: use tensors and numbers"
+        )
+
+    def complex_number(self, number: complex, node: fx.Node) -> Arg:
+        """A complex number of Python as a tensor without dimensions, since texts of programs have real numbers."""
+        overload = getattr(node.target, "_overloadname", "")
+        if overload not in _TENSOR_OVERLOADS:
+            raise CaptureError(
+                f"{source_place(node)}: {node.target} of the complex number {number}: write torch.tensor({number})"
+            )
+        dtype = node.meta["val"].dtype if node.meta["val"].dtype.is_complex else torch.complex128
+        name = f"{self.own_name(node)}_complex{len(self.nodes)}"
+        value = self.value(name, torch.empty((), dtype=dtype, device="meta"), False)
+        self.complex_constant(torch.tensor(number, dtype=dtype), value)
+        return Ref(name)
+
+    def complex_constant(self, tensor: torch.Tensor, value: Value) -> None:
+        """The operations that make a complex tensor of known values: its pairs of real numbers, and their view."""
+        pair = torch.view_as_real(tensor.resolve_conj())
+        made = constant_node(pair)
+        assert made is not None
+        real = Value(f"{value.name}_pair", tuple(pair.shape), str(pair.dtype).removeprefix("torch."), False)
+        self.nodes.append(Node(*made, (("dtype", DType(real.dtype)),), (real,)))
+        self.nodes.append(Node("aten.view_as_complex", (Ref(real.name),), (), (value,)))
 
     def call(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
@@ -228,6 +272,11 @@ class _Converter:
         if not branches and not isinstance(node.target, torch._ops.OpOverload):
             raise CaptureError(f"{source_line(node)}: {target} cannot be captured")
         schema, overload = (CONTROL_FLOW[target], "default") if branches else name_of(node.target)
+        overload = (
+            _TENSOR_OVERLOADS[overload]
+            if any(isinstance(arg, complex) for arg in node.args) and overload in _TENSOR_OVERLOADS
+            else overload
+        )
         op = schema if overload == "default" else f"{schema}.{overload}"
         if schema == SEED:
             self.seeds.append(str(node.args[1]))
@@ -333,12 +382,6 @@ def refuse_strides(node: fx.Node) -> None:
         raise CaptureError(f"{source_place(node)}: as_strided of a tensor that is not contiguous: use slices, or .contiguous()")
 
 
-def source_place(node: fx.Node) -> str:
-    """The source line of a node, and its module."""
-    line, module = source_line(node), module_of(node)
-    return f"{line} (module {module})" if line and module else line or module
-
-
 def without_casts(found: sympy.Expr) -> sympy.Expr:
     """The expression without ``float(size)`` and with plain quotients, which have the same values."""
     found = found.replace(ToFloat, lambda x: x)
@@ -347,43 +390,8 @@ def without_casts(found: sympy.Expr) -> sympy.Expr:
     return sympy.nsimplify(found, rational=True)
 
 
-def module_of(node: fx.Node) -> str:
-    """The module path of a node, relative to the user's model."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = str(stack[-1][0]) if stack else ""
-    path = path.removeprefix("module").removeprefix(".")
-    return "" if path.startswith("_empty_nn_module") else path
-
-
-def called_module_of(node: fx.Node) -> str:
-    """`module_of` with the number of the call of each module that is called several times, from the second call on."""
-    path = module_of(node)
-    stack = node.meta.get("nn_module_stack") or {}
-    if not path or not any("@" in key for key in stack):
-        return path
-    parts = path.split(".")
-    for key, (module, *_) in stack.items():
-        _, _, number = key.rpartition("@")
-        depth = len(str(module).removeprefix("module").removeprefix(".").split("."))
-        if "@" in key and number.isdigit() and depth <= len(parts):
-            parts[depth - 1] += f"{CALL_MARK}{number}"
-    return ".".join(parts)
-
-
 def _cut_size(node: fx.Node) -> int | torch.SymInt:
     """Of the dimension that ``split(x, size, dim=0)`` cuts."""
     x: Any = node.args[0]
     dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     return x.meta["val"].shape[dim]  # type: ignore[no-any-return]
-
-
-def source_line(node: fx.Node, stack_trace: str | None = None) -> str:
-    """``file.py:line`` of the innermost frame of a node's stack trace that is outside of torch and of capture."""
-    found = ""
-    lines = (stack_trace or node.meta.get("stack_trace") or "").splitlines()
-    for line in lines:
-        line = line.strip()
-        if line.startswith('File "') and not any(part in line for part in _NOT_THE_USERS):
-            file, number = line.split('"')[1], line.split(", line ")[1].split(",")[0]
-            found = f"{file.rsplit('/', 1)[-1]}:{number}"
-    return found

@@ -24,6 +24,7 @@ from autopar.errors import CaptureError
 from autopar.ir.graph import Graph
 from autopar.ir.micro_batching import FIXED_AT
 
+LEFT_OUT = "these checks of data are not made:"
 LOSS_OUTSIDE = (
     "the loss is computed outside of the program: neither pipelines nor micro-batches (loss_fn= puts it into the program)"
 )
@@ -106,6 +107,8 @@ class Export:
             flat = replace(flat, notes=(*flat.notes, LOSS_OUTSIDE))
         if traced.fixed_at:
             flat = replace(flat, notes=(*flat.notes, f"{FIXED_AT} {traced.fixed_at}"))
+        if traced.checks:
+            flat = replace(flat, notes=(*flat.notes, f"{LEFT_OUT} {', '.join(traced.checks)}"))
         if dims := traced.interface.batch_dims:
             where = ", ".join(f"dimension {dim} of {name}" for name, dim in dims.items())
             flat = replace(flat, notes=(*flat.notes, f"the batch is {where} (batch_dim= says another)"))

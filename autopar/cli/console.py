@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,12 @@ class Console:
                 print(json.dumps(data, indent=2))
 
     def text(self, text: str) -> None:
-        """Prints plain text, without ``--json`` only."""
+        """Prints plain text, without ``--json`` only; on a terminal no line is longer than that is wide."""
+        terminal = TableConsole(file=sys.stdout)
+        self.code(_wrapped(text, terminal.width) if terminal.is_terminal else text)
+
+    def code(self, text: str) -> None:
+        """Prints text as it is, without ``--json`` only."""
         if not self.as_json:
             with writing_output():
                 print(text)
@@ -60,6 +66,15 @@ class Console:
             terminal = TableConsole(file=sys.stdout, width=max(100, terminal.width))
         with writing_output():
             terminal.print(table)
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Long lines at blanks, indented as they begin."""
+    out: list[str] = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())][: width // 2]
+        out += textwrap.wrap(line, width, subsequent_indent=indent) if len(line) > width else [line]
+    return "\n".join(out)
 
 
 def seconds(value: float | None) -> str:

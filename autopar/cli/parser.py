@@ -241,7 +241,8 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--trust", action="store_true", help="run the file.py:factory that the plan names, for initial weights")
 
     calibrate = add("calibrate", "calibrate", "measure this machine's devices and links, in under a minute")
-    calibrate.add_argument("-o", "--output", required=True, metavar="cluster.yaml", help="where to write the cluster")
+    where = "where to write the cluster (default: it becomes what local:N means on this machine)"
+    calibrate.add_argument("-o", "--output", metavar="cluster.yaml", help=where)
     calibrate.add_argument("--processes", type=positive, metavar="N", help="ranks at once (default: the GPUs, else up to 4)")
     calibrate.add_argument(
         "--levels",

@@ -29,7 +29,7 @@ def predicted_step(plan: Plan) -> dict[str, Any]:
     evaluation = evaluate(plan.graph, candidate, cluster, plan.document.optimizer)
     traces_of = stage_traces(plan.graph, candidate, cluster)
     clusters = stage_clusters(cluster, candidate.pipeline.stages)
-    peak = sum(each.device.peak_flops_per_second(candidate.precision.compute) for each in clusters) * candidate.mesh.size
+    peak = sum(each.device.matrix_peak_flops_per_second(candidate.precision.compute) for each in clusters) * candidate.mesh.size
     stages = [_stage(number, plan, stage, traces_of[number]) for number, stage in enumerate(evaluation.stages)]
     return {
         "step_seconds": evaluation.step_seconds,

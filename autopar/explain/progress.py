@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+from autopar.ir.describe import cut_short_text
 from autopar.ir.plan_file.plan_file import Plan
 
 LOGGER = logging.getLogger("autopar")
@@ -39,6 +40,11 @@ def saying_progress(model: str, cluster: str, time_limit_seconds: float, every_s
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
+def say_measuring(line: str) -> None:
+    """A line before, and one after, this machine is measured: as a warning, since somebody waits who sees nothing else."""
+    LOGGER.warning("%s", line)
+
+
 def say_plan(plan: Plan) -> None:
     """One line: the model, the plan, and what it is predicted to take."""
     predicted = plan.document.predicted
@@ -46,3 +52,5 @@ def say_plan(plan: Plan) -> None:
     memory = f", {predicted.peak_memory_bytes / 2**30:.3g} GiB a device" if predicted.peak_memory_bytes else ""
     text = f"{plan.document.model.name} on {plan.document.cluster.name}: {plan.describe()}{step}{memory} (predicted)"
     LOGGER.info("%s", text.replace("\n", " "))
+    if limit := plan.document.search.cut_short:
+        LOGGER.warning("planning %s was %s", plan.document.model.name, cut_short_text(limit))

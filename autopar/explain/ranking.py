@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.cost_models.breakdown.cost_breakdown import CollectiveCost, CostBreakdown, OperationCost, StateCollective
+from autopar.cost_models.breakdown.cost_breakdown import (
+    CollectiveCost,
+    CostBreakdown,
+    OffloadCost,
+    OperationCost,
+    StateCollective,
+)
 from autopar.cost_models.breakdown.cost_formulas import CostFormula, collective_formulas, operation_formulas
 from autopar.explain.reasons import COMPUTE
 from autopar.ir.graph import Block, Graph, Node
@@ -15,12 +21,12 @@ from autopar.rules.conversions import changed_axis
 
 @dataclass(frozen=True, slots=True)
 class CostRow:
-    """One operation or collective of a distinct block.
+    """One operation, collective, or copy to host memory of a distinct block.
 
     what: the operation or collective, in words.
     where, source: its place in the model, and its line in the user's code.
     times, seconds: its calls in a step of the stage (layers x micro-batches), and the time of all of them.
-    axis, full_bytes: of a collective: its mesh axis, and the bytes of the unsharded tensor.
+    axis, full_bytes: of a collective: its mesh axis, and the bytes of the unsharded tensor (of a copy: those of one device).
     cost: what it is the row of.
     """
 
@@ -29,7 +35,7 @@ class CostRow:
     source: str
     times: int
     seconds: float
-    cost: OperationCost | CollectiveCost
+    cost: OperationCost | CollectiveCost | OffloadCost
     axis: str = ""
     full_bytes: float = 0.0
 
@@ -77,6 +83,22 @@ def collective_rows(graph: Graph, breakdown: CostBreakdown) -> list[CostRow]:
     return out
 
 
+def offload_rows(graph: Graph, breakdown: CostBreakdown) -> list[CostRow]:
+    """The copies of offloaded tensors to host memory and back, the costliest first, overlapped or exposed."""
+    return [
+        CostRow(
+            what="saved tensors" if cost.block else "optimizer state",
+            where=module_path(graph, cost.block) if cost.block else "all parameters",
+            source="",
+            times=cost.times,
+            seconds=cost.seconds,
+            cost=cost,
+            full_bytes=cost.copied_bytes,
+        )
+        for cost in breakdown.offloads
+    ]
+
+
 def other_operations(
     rows: Sequence[CostRow], breakdown: CostBreakdown, parts: Sequence[tuple[str, float]]
 ) -> list[tuple[str, float]]:
@@ -101,7 +123,7 @@ def row_formulas(row: CostRow, breakdown: CostBreakdown) -> Iterator[CostFormula
     """The formulas behind a row, each of one call: of an operation, or of each collective."""
     if isinstance(row.cost, OperationCost):
         return operation_formulas(row.cost, breakdown.costs[row.cost.block])
-    return collective_formulas(row.cost)
+    return collective_formulas(row.cost) if isinstance(row.cost, CollectiveCost) else iter(())
 
 
 def _collective_words(graph: Graph, cost: CollectiveCost) -> tuple[str, str, str]:

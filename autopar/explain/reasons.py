@@ -46,7 +46,12 @@ def parts_of_step(evaluation: Evaluation) -> list[tuple[str, float]]:
     """(what, seconds), the largest first; they add up to the step of the bottleneck stage."""
     known = [
         (COMPUTE, evaluation.compute_seconds),
-        ("exposed communication of the model axes", evaluation.exposed_seconds),
+        (
+            "exposed communication of the model axes",
+            evaluation.exposed_seconds - evaluation.host_stall_seconds - evaluation.launch_stall_seconds,
+        ),
+        ("exposed copies to host memory and back", evaluation.host_stall_seconds),
+        ("the host's launches, beyond the device's time", evaluation.launch_stall_seconds),
         ("stalls on the data axis (weights, gradients)", evaluation.stall_seconds),
         ("optimizer", evaluation.optimizer_seconds),
     ]
@@ -65,14 +70,7 @@ def plan_reasons(graph: Graph, candidate: Candidate, cluster: Cluster, evaluatio
     if candidate.pipeline.stages > 1:
         yield _stages(candidate, evaluation)
     yield _links(candidate, cluster, evaluation)
-    used, capacity = evaluation.peak_memory_bytes, evaluation.memory_budget_bytes
-    kind, size = max(evaluation.memory, key=lambda row: row[1])
-    share = used / capacity
-    binds = "memory binds" if share >= _TIGHT else "memory does not bind"
-    yield (
-        f"The peak takes {used / _GIB:.1f} of {capacity / _GIB:.1f} GiB that a plan may take ({share:.0%}), most of it {kind} "
-        f"({size / _GIB:.1f} GiB): {binds}{_memory_savings(candidate)}."
-    )
+    yield _memory(graph, candidate, cluster, evaluation)
     for axis, redundant in evaluation.redundant_share:
         if redundant > 0.001:
             yield f"Every rank of {axis} repeats {redundant:.1%} of the FLOPs."
@@ -99,6 +97,24 @@ def _links(candidate: Candidate, cluster: Cluster, evaluation: Evaluation) -> st
     return (
         f"Most communication is on {name} ({mesh.size_of(name)} ranks over {over}): {axes[name]:.4g} s a step, "
         f"overlapped or exposed."
+    )
+
+
+def _memory(graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: Evaluation) -> str:
+    """Whether memory binds: little is left, or more would be taken than there is without what saves memory."""
+    used, capacity = evaluation.peak_memory_bytes, evaluation.memory_budget_bytes
+    kind, size = max(evaluation.memory, key=lambda row: row[1])
+    share, tight = used / capacity, used / capacity >= _TIGHT
+    saved = tuple(map(saving_everything, candidate.blocks))
+    without, fits = "", True
+    if saved != candidate.blocks:
+        whole = evaluate(graph, replace(candidate, blocks=saved), cluster)
+        fits = whole.peak_memory_bytes <= capacity and whole.fits
+        without = f"; without that the peak would take {whole.peak_memory_bytes / _GIB:.1f} GiB"
+    binds = "memory binds" if tight or not fits else "memory does not bind"
+    return (
+        f"The peak takes {used / _GIB:.1f} of {capacity / _GIB:.1f} GiB that a plan may take ({share:.0%}), most of it {kind} "
+        f"({size / _GIB:.1f} GiB): {binds}{_memory_savings(candidate)}{without}."
     )
 
 

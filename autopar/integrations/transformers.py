@@ -27,6 +27,7 @@ from transformers.trainer_utils import seed_worker
 from autopar.api import parallelize as make_parallel
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
+from autopar.integrations.adapters import base_model, is_adapted, load_adapters
 from autopar.integrations.checkpoints import load_optimizer, load_weights, save_optimizer
 from autopar.integrations.one_device import (
     MovedOptimizer,
@@ -86,7 +87,7 @@ class Trainer(transformers.Trainer):
             LOGGER.warning("all processes are one device: per_device_train_batch_size=%d is the global batch", size)
         self.model_flops = 6 * sum(each.numel() for each in self.parameters_before.parameters.values())
         self.plain_skeleton = parallel.plain.skeleton if parallel.plain is not None else model
-        parallel.__dict__["_get_name"] = self.plain_skeleton._get_name  # by which label smoothing knows causal models
+        parallel.__dict__["_get_name"] = base_model(self.plain_skeleton)._get_name  # label smoothing knows causal models by it
         if self.optimizer is not None:
             self.parameters_before.move(self.optimizer, parallel)
         del self.parameters_before
@@ -230,7 +231,10 @@ class Trainer(transformers.Trainer):
         self._parallel.reseed(self.args.seed + 7919 * self.state.global_step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        load_weights(resume_from_checkpoint, self._parallel)
+        if is_adapted(self.plain_skeleton):
+            load_adapters(resume_from_checkpoint, self.plain_skeleton, self._parallel)
+        else:
+            load_weights(resume_from_checkpoint, self._parallel)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
@@ -248,7 +252,6 @@ def _refuse(args: transformers.TrainingArguments, given: Mapping[str, Any]) -> N
     shards = 'the plan shards the model: leave it out, or force it with parallelize={"force": "zero=3"}'
     refuse({
         "model_init": (given.get("model_init") is not None or model is None, "pass the model"),
-        "a PEFT model": (hasattr(model, "peft_config"), "train it with autopar.parallelize in your own loop"),
         "fp16_full_eval or bf16_full_eval": (args.fp16_full_eval or args.bf16_full_eval, "take bf16=True"),
         "fsdp": (args.fsdp, shards),
         "deepspeed": (args.deepspeed, shards),

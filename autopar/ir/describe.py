@@ -158,3 +158,8 @@ def _between_blocks(graph: Graph, candidate: Candidate, axis: int) -> list[str]:
                 kind = "sequence-sharded" if sequence else "batch-sharded" if place.dim == 0 else "sharded"
                 found[f"{kind} activations"] = None
     return list(found)
+
+
+def cut_short_text(limit: str) -> str:
+    """The line that a search has to say of itself which a `limit` of time ended; empty for one that was done."""
+    return f"cut short by {limit}: on another day or machine the plan or its bound may be another one" if limit else ""

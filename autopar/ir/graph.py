@@ -199,6 +199,17 @@ class Graph:
             object.__setattr__(self, "_counts", found)
         return found[name]
 
+    def updated_buffers(self) -> frozenset[str]:
+        """The buffers that the forward writes into, by their original names."""
+        written = {block.name: {name for name, _ in block.updates} for block in self.blocks}
+        blocks = {block.name: block for block in self.blocks}
+        return frozenset(
+            name
+            for call in self.calls
+            for name, parameter in zip(call.parameters, blocks[call.block].parameters, strict=True)
+            if parameter.value.name in written[call.block]
+        )
+
     def parameters(self) -> dict[str, Parameter]:
         """Every distinct parameter and buffer by its original name; a tied one appears once."""
         blocks = {block.name: block for block in self.blocks}

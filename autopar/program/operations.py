@@ -245,7 +245,7 @@ EXPRESSION_WRITERS: dict[str, ExpressionWriter] = {
     **{f"ap.{name}": _runtime for name in ("max_pool_halo", "avg_pool_halo", "group_norm_space", "instance_norm_space")},
     **{f"ap.{name}": _runtime for name in ("mean_space", "adaptive_avg_pool_space")},
     **{f"ap.moe_experts{form}": _experts for form in ("", "_owned", "_dispatched", "_start")},
-    **{f"ap.{name}": _runtime for name in ("moe_experts_wait", "expert_capacity")},
+    **{f"ap.{name}": _runtime for name in ("moe_experts_wait", "expert_capacity", "ctc_losses")},
     "aten.histc": lambda call: f"C.histogram({call.listed()})",
     "ap.opaque": lambda call: f"C.opaque({call.listed()}, self.mesh)",
     "ap.cond": _runtime,

@@ -3,7 +3,8 @@ each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from typing import Any, NamedTuple
@@ -98,6 +99,29 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+_GRADIENTS: list[Callable[..., Any]] = []
+
+
+def gradients_by(function: Callable[..., Any]) -> None:
+    """``torch.autograd.grad`` asks `function` first, with the engine and its arguments (results, their gradients, whether to
+    retain and to create a graph, inputs, whether some may be unused); NotImplemented goes on as usual. Needs
+    `translate_backward_errors`. Seen on 2.13.0."""
+    if function not in _GRADIENTS:
+        _GRADIENTS.append(function)
+
+
+def graph_of(results: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The nodes that a backward of the results may run. Seen on 2.13.0."""
+    waiting = [each.grad_fn for each in results if each.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        further = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= further
+        waiting += further
+
+
 _BACKWARD_TRANSLATORS: list[Callable[[Exception], Exception | None]] = []
 
 
@@ -114,6 +138,9 @@ def translate_backward_errors(translate: Callable[[Exception], Exception | None]
 
     def run(*args: Any, **options: Any) -> Any:
         try:
+            for function in _GRADIENTS if options.get("accumulate_grad") is False else ():
+                if (gradients := function(original, *args)) is not NotImplemented:
+                    return gradients
             return original(*args, **options)
         except Exception as error:
             other: Exception = error
@@ -200,6 +227,69 @@ def over_local(kind: type[Any], value: DTensor, local: torch.Tensor | None = Non
     return torch.Tensor._dtensor__new__(kind, value._local_tensor if local is None else local, value._spec, requires_grad=False)
 
 
+def operations_of_shards() -> dict[Any, Callable[[Any, Any, Any], Any]]:
+    """What DTensor calls for an operation in place of its own dispatch, with the operation, its arguments and its keywords; to be
+    added to. Seen on 2.13.0."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return handlers
+
+
+def random_operations() -> list[Any]:
+    """Torch's operations that draw random numbers, by their tag, but for those that only kernels call (of attention, recurrences
+    on a device). Seen on 2.13.0; takes 0.1 s, since ``dir(torch.ops.aten)`` has only those that were used."""
+    found = []
+    for full in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        if full.startswith("aten::") and (not name.startswith("_") or name in _RANDOM_KERNELS):
+            op = getattr(getattr(torch.ops.aten, name), overload or "default", None)
+            if op is not None and torch.Tag.nondeterministic_seeded in op.tags:
+                found.append(op)
+    return sorted(found, key=str)
+
+
+_RANDOM_KERNELS = frozenset(("_standard_gamma", "_sample_dirichlet", "_fused_dropout"))
+"""Kernels that functions for users call directly."""
+
+
+def collective_operations() -> list[Any]:
+    """The operations of torch.distributed's own functions (``dist.all_reduce``). Seen on 2.13.0."""
+    names = {full.split("::")[1].split(".")[0] for full in torch._C._dispatch_get_all_op_names() if full.startswith("c10d::")}
+    return [getattr(torch.ops.c10d, name).default for name in sorted(names)]
+
+
+def before_full_states(check: Callable[[list[torch.Tensor]], None]) -> None:
+    """`check` is called with the parameters before torch.distributed.checkpoint makes a full state dict (of a model or of its
+    optimizer). Seen on 2.13.0: both go through this function."""
+    outer: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    original = outer._maybe_full_or_cpu_state_dict
+    if getattr(original, "autopar", False):
+        return
+
+    def make(state: Any, info: Any) -> Any:
+        if info.full_state_dict:
+            check([each for each in info.fqn_param_mapping if isinstance(each, torch.Tensor)])
+        return original(state, info)
+
+    make.autopar = True  # type: ignore[attr-defined]
+    outer._maybe_full_or_cpu_state_dict = make
+
+
+def local_of(value: DTensor) -> torch.Tensor:
+    """This rank's part, without a node of autograd. Seen on 2.13.0."""
+    local: torch.Tensor = value._local_tensor
+    return local
+
+
+def own_part(like: DTensor, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is placed as `like` is, in memory of its own where it is a part."""
+    part = whole
+    for dim in range(like.dim()):
+        indices = _indices(like, dim)
+        if len(indices) < like.shape[dim]:
+            part = part.index_select(dim, indices.to(whole.device))
+    return part
+
+
 def whole_items() -> None:
     """Teaches DTensor that ``.item()`` of a partial number (a norm, a sum) is that of the whole tensor: on 2.13.0 it is this
     rank's part, without a word. All ranks of the mesh must ask."""
@@ -207,15 +297,39 @@ def whole_items() -> None:
     def item(op: Any, args: Any, kwargs: Any) -> Any:
         return op(whole(args[0]).to_local(), *args[1:], **kwargs)
 
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten._local_scalar_dense.default] = item
+    operations_of_shards()[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def data_by_values() -> None:
+    """Lets ``parameter.data = values`` fill a DTensor that says how (``autopar_values``). On 2.13.0 a DTensor keeps the shard
+    that it had, without a word."""
+    usual: Any = torch.Tensor.data
+    if "data" in vars(DTensor):
+        return
+
+    def put(self: Any, value: torch.Tensor) -> None:
+        values = self.__dict__.get("autopar_values")
+        if values is None:
+            usual.__set__(self, value)
+        else:
+            values.fill(value)
+
+    DTensor.data = property(usual.__get__, put)  # type: ignore[assignment]
+
+
+def usual_operation(op: Any, args: Any, kwargs: Any) -> Any:
+    """What DTensor does without an entry in `operations_of_shards`."""
+    handlers = operations_of_shards()
+    own = handlers.pop(op, None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if own is not None:
+            handlers[op] = own
 
 
 def further_operations() -> None:
-    """Teaches DTensor ``x[mask] = number`` where the mask is placed like `x`, and ``_foreach_copy_`` (both are in
-    `torch.optim.Rprop`): 2.13.0 has no rule for them."""
-    write = torch.ops.aten.index_put_.default
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    """Teaches DTensor ``x[mask] = number`` where the mask is placed like `x` (in `torch.optim.Rprop`): 2.13.0 has no rule."""
 
     def put(op: Any, args: Any, kwargs: Any) -> Any:
         x, indices, value, *more = args
@@ -224,17 +338,9 @@ def further_operations() -> None:
         if alike and not more and not kwargs and not value.dim() and not any(each.is_partial() for each in x.placements):
             x._local_tensor.masked_fill_(mask._local_tensor, value.to_local() if isinstance(value, DTensor) else value)
             return x
-        del handlers[write]
-        try:
-            return op(*args, **kwargs)
-        finally:
-            handlers[write] = put
+        return usual_operation(op, args, kwargs)
 
-    def copy_all(op: Any, args: Any, kwargs: Any) -> None:
-        for target, source in zip(args[0], args[1], strict=True):
-            target.copy_(source, *args[2:], **kwargs)
-
-    handlers[write], handlers[torch.ops.aten._foreach_copy_.default] = put, copy_all
+    operations_of_shards()[torch.ops.aten.index_put_.default] = put
 
 
 def whole(value: DTensor) -> DTensor:
@@ -349,6 +455,15 @@ def _boxes(tensor: DTensor) -> list[_Box]:
 
 def _runs(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
     """(offset in the full tensor, length, start in the local tensor) of each run of consecutive indices along `dim`."""
+    indices = _indices(tensor, dim)
+    breaks = (indices[1:] != indices[:-1] + 1).nonzero().flatten().tolist()
+    starts = [0, *(at + 1 for at in breaks)] if len(indices) else []
+    ends = [*starts[1:], len(indices)]
+    return [(int(indices[start]), end - start, start) for start, end in zip(starts, ends, strict=False)]
+
+
+def _indices(tensor: DTensor, dim: int) -> torch.Tensor:
+    """The indices along `dim` of the full tensor that this rank has."""
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
     indices = torch.arange(tensor.shape[dim])
@@ -359,7 +474,4 @@ def _runs(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
         elif isinstance(placement, Shard) and placement.dim == dim:
             chunks = indices.chunk(size)
             indices = chunks[coordinate] if coordinate < len(chunks) else indices[:0]
-    breaks = (indices[1:] != indices[:-1] + 1).nonzero().flatten().tolist()
-    starts = [0, *(at + 1 for at in breaks)] if len(indices) else []
-    ends = [*starts[1:], len(indices)]
-    return [(int(indices[start]), end - start, start) for start, end in zip(starts, ends, strict=False)]
+    return indices

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, TypeVar
 
 import torch
@@ -15,12 +14,14 @@ _Model = TypeVar("_Model", bound=Any)
 
 def copied(parallel: _Model) -> _Model:
     """Another model of the same program on the same mesh, with the same values. All ranks must call."""
-    state, plain, heartbeat = parallel.state, copy.copy(parallel.plain), parallel.heartbeat
+    state, heartbeat = parallel.state, parallel.heartbeat
+    plain = None if parallel.plain is None else parallel.plain.copied()
     kinds = type(parallel.program).__mro__  # FSDP2 changes the class
     made: Any = next(kind for kind in kinds if not issubclass(kind, FSDPModule))
 
     def source(name: str) -> torch.Tensor:
-        found: torch.Tensor = state.broadcast_full(name) if name in state.index.specs else plain.unused[name]
+        unused = {} if plain is None else plain.unused
+        found: torch.Tensor = state.broadcast_full(name) if name in state.index.specs else unused[name]
         return found
 
     if plain is not None:

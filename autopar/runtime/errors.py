@@ -14,7 +14,14 @@ class AutoparError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__()
-        return text if self.several_lines or text.isprintable() else one_line(text)
+        if self.several_lines:
+            return text
+        text = text if text.isprintable() else one_line(text)
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+
+
+_LONGEST = 1000
+"""Characters of a message, whatever stands in it: what is wrong stands at its beginning, the remedy at its end."""
 
 
 def one_line(text: str) -> str:
@@ -79,6 +86,10 @@ class MemoryProblem(RuntimeProblem):
 
 class StateProblem(RuntimeProblem, StateError):
     """State that does not fit the program."""
+
+
+class AttributeProblem(RuntimeProblem, AttributeError):
+    """An attribute that a parallel model has not, or whose value it does not have; `hasattr` says so too."""
 
 
 class CheckpointProblem(StateProblem):

@@ -11,15 +11,16 @@ import torch
 from torch import nn
 from torch.utils.data import DistributedSampler
 
+from .assignments import Assignments
 from .checkpoint.entry import Checkpoints
 from .comm.agreement import Stated, agree_on_batch, program_digest, refused_together, require_agreement, stated_step
 from .comm.heartbeat import Heartbeat, start_heartbeat
 from .comm.peer_watch import PATIENCE_SECONDS
-from .compat import further_operations, in_backward, save_strided_shards, whole_items
+from .compat import in_backward, save_strided_shards
 from .copies import copied
 from .device.autocast import autocast_of, under_autocast
 from .device.mesh import MeshHandle
-from .errors import BatchProblem, RuntimeProblem
+from .errors import BatchProblem, RuntimeProblem, StateProblem
 from .generate import generate
 from .module import Program
 from .ops.expert_load import MeasuredExpertLoad, gather_expert_load, recording_copies
@@ -27,6 +28,7 @@ from .pipeline.other_stages import further_tensors
 from .pipeline.pipeline_step import PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .pipeline.weight_versions import PipeDreamStep
+from .random_draws import draw_for_stage
 from .report.measurement import Measurement, Predict
 from .report.step_report import StepReport
 from .sharded_module import ShardedModule
@@ -46,7 +48,8 @@ from .step.placed_inputs import plain_inputs
 from .step.planned_offload import check_planned_offload, offload_as_planned
 from .step.same_batch import check_same_batch, is_checked
 from .step.step_checks import StepChecks
-from .variants import KeyedCall, MadeVariant, Variant, Variants
+from .torch_functions import mark_result, teach_torch
+from .variants import MadeVariant, MakeVariant, Variant, Variants
 
 
 def make_pipeline_step(program: PipelineProgram, state: State) -> PipelineStep | PipeDreamStep:
@@ -73,6 +76,7 @@ class Parallel(ShardedModule):
     call_count = 0
     first_variant: Variant
     variants: Variants | None = None
+    assignments: Assignments
     mode_modules: Sequence[nn.Module] = ()
     captured_modes: tuple[bool, ...] = ()
 
@@ -88,7 +92,7 @@ class Parallel(ShardedModule):
         plain: PlainModel | None = None,
         check_batch_every: int = 100,
         check_every: int = 0,
-        make_variant: Callable[[KeyedCall], MadeVariant] | None = None,
+        make_variant: MakeVariant | None = None,
     ) -> None:
         """`source` gives full tensors by original name. `compile`: a backend of torch.compile, or True for inductor. `form`: the
         structure of the model's result (`outputs.build_result`); without it a call returns the loss, or a namespace of it and the
@@ -103,8 +107,7 @@ class Parallel(ShardedModule):
         super().__init__()
         check_planned_offload(program.offload_optimizer)
         save_strided_shards()
-        whole_items()
-        further_operations()
+        teach_torch()
         explain_penalties()
         agree_on_overflow()
         # FSDP2 warns of in-place writes into views that a block returns; generated code never writes in place.
@@ -130,6 +133,7 @@ class Parallel(ShardedModule):
         offload_as_planned(self, trained, mesh.device, mesh.host_memory, program.offload_optimizer)
         if self.state.stage is not None:
             self.state.stage.heartbeat = heartbeat
+            draw_for_stage(self.state.stage)
         if isinstance(program, PipelineProgram):
             made = make_pipeline_step(program, self.state)
             self.__dict__["pipeline_step"] = made
@@ -137,7 +141,10 @@ class Parallel(ShardedModule):
         self.__dict__["first_variant"] = Variant(program, form, self.state, self.pipeline_step)
         if plain is not None:
             self._mirror_modules(plain)
-        for name, parameter in self.state.parameters.items():
+        order = list(self.state.parameters) if plain is None else plain.parameter_names
+        unpaired = plain is not None and not set(order) <= self.state.index.specs.keys()
+        for name, parameter in sorted(self.state.parameters.items(), key=lambda each: order.index(each[0])):
+            parameter.autopar_unpaired = unpaired  # type: ignore[attr-defined]
             node, leaf = self._node(name)
             node.register_parameter(leaf, parameter)
         for name in self.state.index.specs:  # modules of other stages too
@@ -153,11 +160,12 @@ class Parallel(ShardedModule):
                 node, leaf = self._node(name)
                 node.__dict__.setdefault("further_tensors", {})[leaf] = tensor
             program.train(plain.training)
+        self.__dict__["assignments"] = Assignments(self, self.state, plain)
         self.__dict__["compiler"] = "inductor" if compile is True else compile
         if compile:
             self._compile(program)
         if plain is not None and make_variant is not None:
-            self.__dict__["variants"] = Variants(self.first_variant, make_variant, self._modes_of, self._load)
+            self.__dict__["variants"] = Variants(self.first_variant, make_variant, self._modes_of, self._load, plain.frozen)
 
     def _mirror_modules(self, plain: PlainModel) -> None:
         """The tree of the model's modules, each in its mode: ``parallel.encoder.eval()`` and ``isinstance`` work on them."""
@@ -181,7 +189,9 @@ class Parallel(ShardedModule):
     def _modes_of(self, modes: tuple[bool, ...]) -> tuple[tuple[bool, ...], bool]:
         """The modes in which the program of a call is captured, and the one in which it runs: a program without another branch
         in evaluation just leaves dropout out."""
-        if modes != self.captured_modes and len(set(modes)) == 1 and self.plain is not None and self.plain.right_in(modes[0]):
+        plain = self.plain  # what it says of modes holds for the attributes of the first program
+        alike = plain is not None and modes != self.captured_modes and len(set(modes)) == 1 and not plain.frozen.changed()
+        if plain is not None and alike and plain.right_in(modes[0]):
             return self.captured_modes, modes[0]
         return modes, True
 
@@ -221,6 +231,12 @@ class Parallel(ShardedModule):
             node = child
         return node, leaf
 
+    def _equals(self, name: str, value: torch.Tensor) -> bool:
+        """Whether this rank's part of a tensor of the model has this value."""
+        if self.plain is not None and name in self.plain.unused:
+            return torch.equal(self.plain.unused[name], value)
+        return self.state.holds(name, value)
+
     # -- the step
 
     @torch.compiler.disable  # torch.compile(parallel) would trace collectives, autograd functions and what makes programs
@@ -248,8 +264,9 @@ class Parallel(ShardedModule):
         with self._refused_together():
             more = self.variants is not None and not isinstance(self.pipeline_step, PipeDreamStep)
             check_parameters(self.state.parameters, lambda name: more or self.state.specs[name].trainable)
-        if self.plain is not None:
-            self.plain.check_frozen()
+            self.assignments.check_tree()
+            if self.plain is not None:
+                self.plain.check_unchanged(self._equals)
         variant, training = self._variant(args, batch)
         inputs = self._inputs(variant.program, args, batch)
         if not in_backward():
@@ -264,9 +281,11 @@ class Parallel(ShardedModule):
             reshard_all(self.program)
         outputs = returned_outputs(program, others) if program.outputs else {}
         taking = (output for path, output in outputs.items() if program.output_kinds.get(path) == "gradient")
-        for output in (loss, *taking) if self.heartbeat is not None else ():
+        for output in (loss, *taking):
             if isinstance(output, torch.Tensor) and output.requires_grad:
-                self.heartbeat.watch_backward(output)  # type: ignore[union-attr]
+                mark_result(output, self.state)
+                if self.heartbeat is not None:
+                    self.heartbeat.watch_backward(output)
         return plain_result(program, loss, outputs) if variant.form is None else build_result(variant.form, loss, outputs)
 
     def _variant(self, args: tuple[Any, ...], batch: dict[str, Any]) -> tuple[Variant, bool]:
@@ -277,6 +296,7 @@ class Parallel(ShardedModule):
             return self.first_variant, self.training
         local = isinstance(given, LocalBatch)
         modes = tuple(node.training for node in self.mode_modules)
+        backwards = 0 if self.heartbeat is None else self.heartbeat.backwards
         with self._watched("choosing the program of this call"):
             call = self.variants.call(
                 modes,
@@ -284,7 +304,7 @@ class Parallel(ShardedModule):
                 given if isinstance(given, LocalBatch) else batch,
                 self.program.mesh.dp.size if local else 1,
             )
-            return self.variants.find(self.variants.agree(call, self.program.mesh.describe))
+            return self.variants.find(self.variants.agree(call, self.program.mesh.describe, backwards))
 
     def _check_mode(self) -> None:
         """RuntimeProblem where this program does not compute what the model does in evaluation."""
@@ -395,6 +415,15 @@ class Parallel(ShardedModule):
         return DistributedSampler(dataset, dp.size, dp.coordinate, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
 
     # -- the interface of nn.Module
+
+    def keeps(self, name: str) -> bool:
+        """Whether an attribute is this object's own, and not the model's."""
+        own = hasattr(Parallel, name) or name in (Parallel.__annotations__ | ShardedModule.__annotations__)
+        if own and self.plain is not None and name in vars(self.plain.skeleton).keys() - vars(nn.Module()).keys():
+            raise StateProblem(
+                f"{name} is an attribute of the model, and of the parallel model another one: set it before autopar.parallelize"
+            )
+        return own or name == "training"
 
     def train(self, mode: bool = True) -> Parallel:
         """The mode of the model and all its modules: the next call runs, or first makes, the program of that mode."""

@@ -21,17 +21,17 @@ from .errors import StateProblem
 from .module import Program
 from .pretrained.export import save_pretrained
 from .pretrained.load import load_pretrained
-from .state.gradient import own
+from .state.gradient import stand_in
 from .state.gradient_norm import clip_gradients
 from .state.host_optimizer import offload_optimizer
 from .state.materialize import State
 from .state.optimizer_state import full_optimizer_state, load_full_optimizer_state
-from .state.plain_model import PlainModel, ShardedStateDict
+from .state.plain_model import PlainModel, ShardedStateDict, TreeNode
 from .state.weight_source import WeightSource
 from .step.out_of_memory import MemoryGuard
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(TreeNode):
     """The weights of a parallel model as its user sees them. `plain`: the model that it was made from, where that is known."""
 
     program: Program
@@ -45,8 +45,7 @@ class ShardedModule(nn.Module):
         """A stage without parameters yields one without elements, since optimizers refuse an empty list."""
         found = list(super().parameters(recurse))
         if not found:
-            found = [nn.Parameter(torch.empty(0, device=self.program.mesh.device))]
-            own(found[0], self.state.stage, "")
+            found = [stand_in(self.program.mesh.device, self.state.stage)]
         return iter(found)
 
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
@@ -85,15 +84,27 @@ class ShardedModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """What `state_dict` gave, or the full state dict of the plain model."""
+        if assign:
+            raise StateProblem(
+                "load_state_dict(assign=True) puts other tensors in the place of the shards, which programs do not see: leave "
+                "assign out, and the values are copied into them"
+            )
         full = bool(state_dict) and not any(isinstance(each, DTensor) for each in state_dict.values())
         if self.plain is None or not full:
-            return super().load_state_dict(state_dict, strict, assign)
+            return super().load_state_dict(state_dict, strict)
         missing, unexpected = self.plain.unfit_keys(state_dict)
         if strict and (missing or unexpected):
             problem = f"misses {missing[0]}" if missing else f"has {unexpected[0]}, which the model has not"
             raise StateProblem(f"the state dict {problem}: pass that of the plain model, or of parallel.full_state()")
         self.load_full_state(state_dict)
         return _IncompatibleKeys(missing, unexpected)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What torch.save, pickle and copy.copy ask for."""
+        raise StateProblem(
+            "a parallel model cannot be pickled, since a rank has only its part: torch.save(parallel.full_state(), path), with "
+            "full_state called on every rank, or parallel.save(folder, optimizer, step=...); copy.deepcopy copies it"
+        )
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:  # what DistributedDataParallel asks for first

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten_with_path
 
 from .comm.agreement import Stated, require_agreement
 from .compat import apply
 from .device.autocast import autocast_of
+from .device.groups import control_group
 from .device.mesh import MeshHandle
 from .errors import AutoparError
+from .frozen_reads import Change, FrozenReads, Reads
 from .module import Program
 from .pipeline.pipeline_step import PipelineStep
 from .pipeline.weight_versions import PipeDreamStep
@@ -32,6 +36,9 @@ from .step.placed_inputs import model_placements
 MOST_VARIANTS = 64
 """Programs that are kept; the least recently used one goes first."""
 
+MANY_VALUES = 4
+"""After so many values of one attribute, each with a program of its own, a warning says what costs less."""
+
 LOGGER = logging.getLogger("autopar")
 
 
@@ -39,7 +46,8 @@ class CallKey(NamedTuple):
     """What selects a variant. `modes`: training or evaluation, of each module. `leaves`: each argument by its path, in words that
     leave the batch size out. `division`: how the batch divides over data ranks and micro-batches. `outputs`: what is asked for
     beside the loss in this call. `unfrozen`: parameters that were frozen when the plan was made, and get gradients now.
-    `autocast`: the dtype of a ``torch.autocast`` around the call."""
+    `autocast`: the dtype of a ``torch.autocast`` around the call. `changed`: what programs read that is no argument (attributes,
+    globals), and is not as the first program read it."""
 
     modes: tuple[bool, ...]
     leaves: tuple[tuple[str, str], ...]
@@ -48,6 +56,7 @@ class CallKey(NamedTuple):
     outputs: tuple[str, ...] = ()
     unfrozen: tuple[str, ...] = ()
     autocast: str = ""
+    changed: tuple[Change, ...] = ()
 
 
 class KeyedCall(NamedTuple):
@@ -64,18 +73,20 @@ class KeyedCall(NamedTuple):
         inputs = ", ".join(f"{path} {text}" for path, text in self.key.leaves)
         trained = f", with gradients of {self.key.unfrozen[0]} ..." if self.key.unfrozen else ""
         cast = f", under torch.autocast({self.key.autocast})" if self.key.autocast else ""
-        return f"{inputs}, batch {self.batch}{'' if all(self.key.modes) else ', in evaluation'}{trained}{cast}"
+        changed = "".join(f", {place} {text or 'gone'}" for place, text in self.key.changed[:3])
+        return f"{inputs}, batch {self.batch}{'' if all(self.key.modes) else ', in evaluation'}{trained}{cast}{changed}"
 
 
 class MadeVariant(NamedTuple):
     """What makes a variant: a program, the form of its result, and the batch size that it is fixed to (0: any). `whole_batch`:
-    every data rank computes the whole batch; `uneven`: data ranks have uneven shards of it."""
+    every data rank computes the whole batch; `uneven`: data ranks have uneven shards of it. `reads`: of its capture."""
 
     program: type[Program]
     form: Any
     fixed_batch: int
     whole_batch: bool
     uneven: bool = False
+    reads: Reads = Reads()
 
 
 class Variant:
@@ -135,18 +146,24 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     return apply(_ScaleGradient, x, factor) if x.requires_grad else x
 
 
+MakeVariant = Callable[[KeyedCall, nn.Module], MadeVariant]
+
+
 class Variants:
-    """All programs of a parallel model. `make` captures and plans one (all ranks call it together), `load` gives it the weights;
-    `modes_of` says in which modes a program is captured for the modes of a call, and in which mode it then runs."""
+    """All programs of a parallel model. `make` captures and plans one of the model of `frozen` (all ranks call it together),
+    `load` gives it the weights; `modes_of` says in which modes a program is captured for the modes of a call, and in which mode
+    it then runs."""
 
     def __init__(
         self,
         first: Variant,
-        make: Callable[[KeyedCall], MadeVariant],
+        make: MakeVariant,
         modes_of: Callable[[tuple[bool, ...]], tuple[tuple[bool, ...], bool]],
         load: Callable[[MadeVariant, MeshHandle], Variant],
+        frozen: FrozenReads,
     ) -> None:
-        self.first, self.make, self.modes_of, self.load = first, make, modes_of, load
+        self.first, self.make, self.modes_of, self.load, self.frozen = first, make, modes_of, load, frozen
+        self._values: dict[str, set[str]] = {}
         self.known: OrderedDict[tuple[CallKey, int], Variant] = OrderedDict()
         self.uneven: dict[CallKey, MadeVariant] = {}  # a program for each number of examples, of one class
         self.control: dist.ProcessGroup | None = None
@@ -181,7 +198,7 @@ class Variants:
         if outputs is None:
             overlapping = isinstance(self.first.step, PipeDreamStep)  # it has one program
             outputs = () if torch.is_grad_enabled() or overlapping else (EVERYTHING,)
-        key = CallKey(modes, words, division, gradients, outputs, autocast=self.autocast)
+        key = CallKey(modes, words, division, gradients, outputs, autocast=self.autocast, changed=self.frozen.changed())
         return KeyedCall(given, key, batch, times)
 
     def learn_first(
@@ -231,7 +248,7 @@ class Variants:
     def _find(self, call: KeyedCall) -> Variant:
         if (found := self._known(call)) is not None:
             return found
-        made = self.uneven.get(call.key) or self.make(call)
+        made = self.uneven.get(call.key) or self._made(call)
         if made.uneven:
             self.uneven[call.key] = made
         uneven_batch = call.batch if made.uneven else 0
@@ -239,6 +256,20 @@ class Variants:
         self.known[call.key, uneven_batch or made.fixed_batch] = variant
         self._evict()
         return variant
+
+    def _made(self, call: KeyedCall) -> MadeVariant:
+        made = self.make(call, self.frozen.model)
+        self.frozen.add(made.reads)
+        for place, text in call.key.changed:
+            values = self._values.setdefault(place, {text})
+            if text not in values and len(values) + 1 == MANY_VALUES:
+                warnings.warn(
+                    f"{place} has had {MANY_VALUES} new values, and each makes a program of its own: pass it to the model as a "
+                    "tensor, or make it a buffer (register_buffer), which is filled with the next value",
+                    stacklevel=2,
+                )
+            values.add(text)
+        return made
 
     def _evict(self) -> None:
         while len(self.known) > MOST_VARIANTS:
@@ -251,20 +282,24 @@ class Variants:
                     "fewer lengths", MOST_VARIANTS
                 )  # fmt: skip
 
-    def agree(self, call: KeyedCall, describe: Callable[[int], str]) -> KeyedCall:
+    def agree(self, call: KeyedCall, describe: Callable[[int], str], backwards: int = 0) -> KeyedCall:
         """The call, with the parameters of all stages that train now. MismatchProblem on all ranks where they call different
-        variants, or with batches of different sizes."""
+        variants, or with batches of different sizes, or have begun different numbers of backwards."""
         changed = self.unfrozen.changed()
         several = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
         if several:
             if self.control is None:
-                self.control = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else dist.group.WORLD
+                self.control = control_group()
             number = hash_of((*call.key, call.batch))
-            said = torch.tensor([number, -number, changed])
+            said = torch.tensor([number, -number, changed, backwards, -backwards])
             dist.all_reduce(said, dist.ReduceOp.MAX, self.control)
             if said[0] != -said[1]:
                 stated = Stated(call.words(), "call it alike on every rank, with the global batch or with local_batch on all")
                 require_agreement({"a call with": stated}, describe)
+            if said[3] != -said[4]:
+                require_agreement(
+                    {"a number of backwards": Stated(str(backwards), "call backward on all ranks, or on none")}, describe
+                )
             changed = bool(said[2])
         if changed:
             self.unfrozen.agree(several, describe)

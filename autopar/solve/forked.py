@@ -109,30 +109,36 @@ def forked_map(function: Callable[[T], R], items: Sequence[T], processes: int) -
 
 class Lookahead(Generic[T, R]):
     """A loop over items whose later ones may turn out to be unneeded: while one is computed here, the next ones are computed by
-    copies, which are ended where nobody asks for them. A context."""
+    copies, which are ended where nobody asks for them. A context.
 
-    def __init__(self, function: Callable[[T], R], processes: int) -> None:
-        self.function, self.copies_wanted = function, able_processes(processes) - 1
-        self._ahead: dict[int, ForkedCall[R]] = {}
+    `reads` gives what `function` reads beside its item and the loop changes. What a copy computed counts only where that is
+    still equal: so the results are those of one process, however fast the copies are."""
+
+    def __init__(self, function: Callable[[T], R], processes: int, reads: Callable[[T], object] = lambda item: None) -> None:
+        self.function, self.copies_wanted, self.reads = function, able_processes(processes) - 1, reads
+        self._ahead: dict[int, tuple[T, object, ForkedCall[R]]] = {}
 
     def result(self, item: T, upcoming: Iterable[T] = ()) -> R:
         """Of `item`. `upcoming`: what may be asked for next, the likeliest first; copies of anything else are ended."""
         wanted = {id(each): each for each in upcoming} if self.copies_wanted else {}
+        outdated = [key for key, (each, before, _) in self._ahead.items() if before != self.reads(each)]
+        unwanted = [key for key in self._ahead if key not in wanted and key != id(item)]
+        for key in {*outdated, *unwanted}:
+            self._ahead.pop(key)[2].cancel()
         copy = self._ahead.pop(id(item), None)
-        for key in set(self._ahead) - set(wanted):
-            self._ahead.pop(key).cancel()
         for key, each in wanted.items():
             if len(self._ahead) >= self.copies_wanted:
                 break
             if key not in self._ahead:
-                self._ahead[key] = ForkedCall(lambda each=each: self.function(each))  # type: ignore[misc]
-        return copy.result() if copy is not None else self.function(item)
+                call: ForkedCall[R] = ForkedCall(lambda each=each: self.function(each))  # type: ignore[misc]
+                self._ahead[key] = each, self.reads(each), call
+        return copy[2].result() if copy is not None else self.function(item)
 
     def __enter__(self) -> Lookahead[T, R]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for copy in self._ahead.values():
+        for _, _, copy in self._ahead.values():
             copy.cancel()
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
-from time import monotonic
 
 from autopar.cost_models.hardware.allocator import tensor_budget_bytes
 from autopar.cost_models.hardware.cluster import Cluster
@@ -43,11 +42,11 @@ class Relaxation:
 
 def explanation(
     graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry, solvers: Sequence[MeshSolver] = (),
-    search_seconds: float = 15.0,
+    most_solved: int = 24,
 ) -> str:  # fmt: skip
     """One line of what is short, then one per change that would do, the cheapest first. `solvers` know a lower bound of the
-    shortage. The search for changes ends after `search_seconds`."""
-    search = MinimumMemory(registry, monotonic() + search_seconds, least_memory_pipeline)
+    shortage. At most `most_solved` integer programs look for changes."""
+    search = MinimumMemory(registry, most_solved, least_memory_pipeline)
     nearest = minimum_memory_plan(graph, cluster, options, search)
     least = min((solver.result.shortage_bytes for solver in solvers), default=0.0)
     if nearest is not None and not nearest.shortage_bytes and not options.force:
@@ -194,7 +193,7 @@ def enlarged(cluster: Cluster, nodes: int) -> Cluster:
 
 def fewest_nodes(graph: Graph, cluster: Cluster, options: SearchOptions, search: MinimumMemory) -> Relaxation | None:
     """The fewest nodes that fit. Degrees that are forced stay, but the data degree grows. Found with fixed plans first; then
-    solved ones go below that, as long as there is time."""
+    solved ones go below that, as long as `search` may solve."""
     options = without_forced(options, DATA_AXIS)
     each = node_size(cluster)
     sizes = _sizes(graph, cluster, options)
@@ -203,7 +202,7 @@ def fewest_nodes(graph: Graph, cluster: Cluster, options: SearchOptions, search:
     best: tuple[int, MemoryPlan] | None = None
     for exact in (False, True):
         low, high = 0, len(sizes) if best is None else sizes.index(best[0])
-        while low < high and not search.out_of_time():
+        while low < high and (search.left > 0 or not exact):
             middle = (low + high) // 2
             fit = search.fitting_plan(graph, enlarged(cluster, sizes[middle]), options, exact)
             if fit is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import monotonic
+from math import inf
 
 from autopar.solve.bounds.minimum_memory import MinimumMemory
 from autopar.solve.bounds.warm_start import WarmStart
@@ -12,17 +12,14 @@ from autopar.solve.pipeline.least_memory import least_memory_pipeline
 from autopar.solve.problem.forced_axes import MOST_REDUNDANT, forced_axes, why_disobeyed
 from autopar.solve.search_state import SearchState
 
-_LEAST_MEMORY_SECONDS = 5.0
-"""For a pipeline that saves all the memory that it can, where no other fits."""
-
-_LATE_SECONDS = 10.0
-"""For a plan where the time limit left none."""
+_MOST_LATE = 8
+"""Points that are tried for a plan where the time limit left none."""
 
 
 def least_memory_solution(state: SearchState) -> MeshSolution | None:
     """The pipeline of layers dealt evenly that recomputes all, or the one whose stages are partitioned for least memory, where
     none that the stage search makes fits: its estimates of memory err on the safe side."""
-    search = MinimumMemory(state.registry, monotonic() + _LEAST_MEMORY_SECONDS, least_memory_pipeline)
+    search = MinimumMemory(state.registry, 1, least_memory_pipeline)
     found = search.fitting_plan(state.graph, state.cluster, state.options)
     if found is None:
         return None
@@ -40,11 +37,8 @@ def least_memory_solution(state: SearchState) -> MeshSolution | None:
 
 def warm_start_solution(state: SearchState) -> MeshSolution | None:
     """Of forced degrees whose problems were too large for the time: one sharding, which obeys them too."""
-    until = monotonic() + _LATE_SECONDS
-    plans = WarmStart(state.graph, state.cluster, state.options, state.tables, lambda: until - monotonic())
-    for each in state.points:
-        if each.solution.status is not Status.TIMEOUT or monotonic() > until:
-            continue
+    plans = WarmStart(state.graph, state.cluster, state.options, state.tables, lambda: inf)
+    for each in [point for point in state.points if point.solution.status is Status.TIMEOUT][:_MOST_LATE]:
         found = plans.fastest_fitting(each.point)
         axes = forced_axes(each.point.mesh, state.options.force)
         if found is None or found.candidate is None or why_disobeyed(state.tables.problem(each.point), found.candidate, axes):

@@ -25,10 +25,10 @@ from autopar.solve.space.force import SYNTHESIZED
 if TYPE_CHECKING:
     from autopar.solve.pipeline.synthesize import Synthesis
 
-ASKED_SECONDS = 20.0
-"""How long a schedule is looked for that the user asked for."""
+ASKED_EFFORT = 12.0
+"""For a schedule that the user asked for (see `synthesize`)."""
 
-UNASKED_SECONDS = 1.5
+UNASKED_EFFORT = 1.0
 UNASKED_ACTIONS = 400
 """And one that nobody asked for; only where there are no more actions than this."""
 
@@ -51,7 +51,7 @@ def with_synthesized_schedule(
     actions = 3 * pipeline.stages * pipeline.virtual * candidate.micro_batches
     if pipeline.stages == 1 or pipeline.weight_versions > 1 or (not asked and actions > UNASKED_ACTIONS):
         return found
-    made = _synthesis(graph, candidate, cluster, found.evaluation, optimizer, ASKED_SECONDS if asked else UNASKED_SECONDS)
+    made = _synthesis(graph, candidate, cluster, found.evaluation, optimizer, ASKED_EFFORT if asked else UNASKED_EFFORT)
     if made is None:
         return found
     changed = replace(candidate, pipeline=replace(pipeline, schedule=SYNTHESIZED, actions=str(made.schedule)))
@@ -69,7 +69,7 @@ def with_synthesized_schedule(
 
 
 def _synthesis(
-    graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: Evaluation, optimizer: str, seconds: float
+    graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: Evaluation, optimizer: str, effort: float
 ) -> Synthesis | None:
     from autopar.solve.pipeline.synthesize import synthesize  # CP-SAT's package imports pandas: 0.4 s
 
@@ -95,7 +95,7 @@ def _synthesis(
             memory=room,
             split_backward=True,
             blocking=times.blocking,
-            time_limit_seconds=seconds,
+            effort=effort,
             name=SYNTHESIZED,
         )
     except Infeasible:

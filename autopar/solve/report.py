@@ -14,6 +14,7 @@ from autopar.ir.plan_file.plan_file import Plan, assemble_plan
 from autopar.ir.units import tokens_of
 from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.fixed.baselines import ExpertPrice, PricedRecipe, memory_word
+from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.result import PlanResult
 
@@ -96,6 +97,16 @@ def as_baseline(priced: PricedRecipe) -> Baseline:
     )
 
 
+def _listed(solutions: Sequence[MeshSolution]) -> list[MeshSolution]:
+    """Every point once: a pipeline that was solved stands there with its schedules, and not once more as a point without one."""
+
+    def point(each: MeshSolution) -> tuple[object, ...]:
+        return each.mesh, each.micro_batches, each.zero_group, each.stages
+
+    solved = {point(each) for each in solutions if each.schedule}
+    return [each for each in solutions if each.schedule or point(each) not in solved]
+
+
 def _search(found: PlanResult) -> SearchInfo:
     meshes = tuple(
         MeshResult(
@@ -104,9 +115,9 @@ def _search(found: PlanResult) -> SearchInfo:
             bound_seconds=each.bound_seconds if each.status is not Status.INFEASIBLE else None,
             step_seconds=each.evaluation.step_seconds if each.evaluation else None,
             peak_memory_bytes=each.evaluation.peak_memory_bytes if each.evaluation else None,
-            seconds=each.seconds,
+            reason=each.reason,
         )
-        for each in found.solutions
+        for each in _listed(found.solutions)
     )
     fastest = FastestInfo(found.fastest.plan, found.fastest.step_seconds) if found.fastest is not None else None
-    return SearchInfo(found.seconds, len(meshes), str(found.status), meshes, fastest)
+    return SearchInfo(len(meshes), str(found.status), meshes, fastest, found.cut_short)

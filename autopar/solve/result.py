@@ -19,12 +19,18 @@ class Fastest:
     step_seconds: float
 
 
+PROVEN_GAP = 1e-3
+"""A plan with a larger gap is not called optimal: so much a search may leave (`SearchOptions.min_improvement`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
     """The plan that was chosen: `graph` is that of the candidate (pipeline stages may have blocks of their own), `evaluation` its
     predicted step. `lower_bound_seconds` is below the step of every plan on every point of the grid, and `gap` is relative to the
     step. `solutions` has every point that was looked at, `alternatives` all plans that fit. `fastest`: where that is another plan
-    than the chosen one (`robust_choice`). `warnings` would be bugs: an evaluator and an ILP that disagree."""
+    than the chosen one (`robust_choice`). `cut_short`: what ended the search before its own limits did, in words, empty where
+    nothing did; then another machine may find another plan, or another bound. `warnings` would be bugs: an evaluator and an ILP
+    that disagree."""
 
     graph: Graph
     candidate: Candidate
@@ -33,7 +39,11 @@ class PlanResult:
     lower_bound_seconds: float
     gap: float
     solutions: tuple[MeshSolution, ...]
-    seconds: float
     alternatives: tuple[MeshSolution, ...] = ()
     fastest: Fastest | None = None
+    cut_short: str = ""
     warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.status is Status.OPTIMAL and self.gap > PROVEN_GAP:
+            object.__setattr__(self, "status", Status.FEASIBLE)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from time import monotonic
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import UnsupportedOp
@@ -32,8 +31,8 @@ from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import pipeline_asked
 from autopar.solve.space.problem_tables import ProblemTables
 
-_RELAXATION_SECONDS = 2.0
-"""For the linear relaxation of a large problem under memory: one that takes longer is left, with the bound that it has."""
+_RELAXATION_ITERATIONS = 5_000
+"""Of the linear relaxation of a large problem under memory: one that takes more is left, with the bound that it has."""
 
 _NEARLY = 0.8
 """Problems of so many times the variables of a slow one are as slow."""
@@ -41,8 +40,8 @@ _NEARLY = 0.8
 _MOST_OVER_BEST = 1.12
 """The joint optimum of a large problem is seldom faster than its warm start by more (DeepSeek-V3 on 256 H100: by 1.11)."""
 
-_MEMORY_SECONDS = 4.0
-"""For one problem under memory, once there is a plan: few take half of that."""
+_MEMORY_ITERATIONS = 25_000
+"""Of one problem under memory, once there is a plan: few take half of that."""
 
 
 def search(graph: Graph, cluster: Cluster, options: SearchOptions, progress: Progress | None = None) -> PlanResult:
@@ -154,7 +153,8 @@ class _Search:
     def _solve_all_with_memory(self, order: Sequence[SearchPoint]) -> None:
         """One after the other, as long as none is pruned by those before; other processes begin with the next ones."""
         state = self.state
-        with Lookahead(self._solved_with_memory, state.options.processes) as ahead:
+        reads = lambda each: (state.best_seconds(), self.slow_variables)  # noqa: E731
+        with Lookahead(self._solved_with_memory, state.options.processes, reads) as ahead:
             for number, each in enumerate(order):
                 if not state.is_pruned(each):
                     rest = (other for other in order[number + 1 :] if not state.is_pruned(other))
@@ -204,9 +204,8 @@ class _Search:
 
     def _solve_pipelines(self) -> None:
         """Beside the meshes of their stages: where they are better, most meshes need not be solved."""
-        with self.state.time_of_pipelines():
-            for solution in self.state.pipelines.run(self.state.best_seconds):
-                self._take(solution)
+        for solution in self.state.pipelines.run(self.state.best_seconds):
+            self._take(solution)
 
     def _warm_start(self, members: Sequence[SearchPoint]) -> None:
         """Plans that fit, for large problems before they are solved under memory. Not for a forced axis: what it may leave
@@ -217,10 +216,9 @@ class _Search:
         plans = WarmStart(state.graph, state.cluster, state.options, state.tables, state.seconds_left)
 
         def solve(each: SearchPoint) -> MeshSolution | None:
-            began = monotonic()
             found = plans.fastest_fitting(each.point)
             if found is not None:
-                found.bound_seconds, found.seconds = each.bound_seconds, monotonic() - began
+                found.bound_seconds = each.bound_seconds
             return found
 
         order = [each for each in state.promising(members) if state.is_large(each)]
@@ -262,7 +260,7 @@ class _Search:
             same = (each.point.mesh, each.point.zero_group) == (solved.point.mesh, solved.point.zero_group)
             if same and not each.done and each.point.micro_batches % solved.point.micro_batches == 0:
                 each.raise_bound(solved.bound_seconds)
-                each.settle(Status.PRUNED)
+                each.settle(Status.PRUNED, f"{solved.point.micro_batches} micro-batches are no slower, and fit")
 
     def _solved_with_memory(self, each: SearchPoint) -> _Solved:
         ran = self._solve_with_memory(each)
@@ -282,7 +280,7 @@ class _Search:
             if hopeless or variables >= self.slow_variables:
                 return False  # it stays with the bound that it has
             left = state.seconds_left()
-            found = solver.relax_with_memory(left if state.forced else min(left, _RELAXATION_SECONDS))
+            found = solver.relax_with_memory(left, None if state.forced else _RELAXATION_ITERATIONS)
             if found is None and state.best is not None:
                 self.slow_variables = _NEARLY * variables
                 return False
@@ -293,8 +291,8 @@ class _Search:
             return False
         bound = each.bound_seconds
         hurry = state.best is not None and not state.forced
-        left = min(state.seconds_left(), _MEMORY_SECONDS) if hurry else state.seconds_left()
-        solver.solve_with_memory(left, state.cutoff_seconds())
+        iterations = _MEMORY_ITERATIONS if hurry else inf
+        solver.solve_with_memory(state.seconds_left(), state.cutoff_seconds(), iterations)
         if each.solution.status is not Status.INFEASIBLE:
             each.raise_bound(bound)
         each.done = True

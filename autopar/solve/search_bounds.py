@@ -4,10 +4,8 @@ memory."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
-from time import monotonic
 
 from autopar.ir.mesh import Mesh
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
@@ -19,8 +17,6 @@ from autopar.solve.pipeline.pipeline_search import Axes
 from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes
 from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.search_state import SearchPoint, SearchState
-
-_THREADS = 2
 
 
 @dataclass(slots=True)
@@ -50,7 +46,6 @@ class _Learned:
     of the search is told of its size and of pipelines."""
 
     points: tuple[tuple[float, Status, bool], ...]
-    seconds: float
     weights: Mapping[float, float]
     all_blocks: bool
     sharp: bool
@@ -73,27 +68,24 @@ class SearchBounds:
         by_mesh: dict[Mesh, list[SearchPoint]] = {}
         for each in points:
             by_mesh.setdefault(each.point.mesh, []).append(each)
-        meshes = list(by_mesh.values())
-        if self.state.options.processes > 1:
-            for members, learned in zip(meshes, forked_map(self._learn, meshes, self.state.options.processes), strict=True):
-                self._take(members, learned)
+        if not by_mesh:
             return
-        with ThreadPoolExecutor(_THREADS) as pool:  # one solves while the other writes tables
-            try:
-                list(pool.map(self._bound_mesh, meshes))
-            except KeyboardInterrupt:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        first, *meshes = by_mesh.values()
+        self._bound_mesh(first)  # alone: its size, and the least step by data sheet, tell what the others are worth
+        sizes = dict(self.state.variables)
 
-    def _learn(self, members: Sequence[SearchPoint]) -> _Learned:
-        self._bound_mesh(members)
-        return self._learned(members, self._rough.get(members[0].point.mesh))
+        def learn(members: Sequence[SearchPoint]) -> _Learned:
+            self.state.variables = dict(sizes)  # what this process saw of other meshes must not matter
+            self._bound_mesh(members)
+            return self._learned(members, self._rough.get(members[0].point.mesh))
+
+        for members, learned in zip(meshes, forked_map(learn, meshes, self.state.options.processes), strict=True):
+            self._take(members, learned)
 
     def _learned(self, members: Sequence[SearchPoint], rough: _RoughBound | None) -> _Learned:
         state = self.state
         return _Learned(
             points=tuple((each.bound_seconds, each.solution.status, each.done) for each in members),
-            seconds=members[0].solution.seconds,
             weights=rough.bounds if rough else {},
             all_blocks=rough.all_blocks if rough else False,
             sharp=rough is None,
@@ -110,7 +102,6 @@ class SearchBounds:
         state.pipelines.learn_rates(learned.seconds_per_example)
         for each, (bound, status, done) in zip(members, learned.points, strict=True):
             each.solution.bound_seconds, each.solution.status, each.done = bound, status, done
-        members[0].solution.seconds = learned.seconds
         if not learned.sharp and mesh not in self._rough:
             self._rough[mesh] = _RoughBound(
                 tuple(members), self._tables(members), dict(learned.weights), all_blocks=learned.all_blocks
@@ -127,13 +118,12 @@ class SearchBounds:
             each.raise_bound(self.ideal_seconds)
         if state.seconds_left() <= 0:
             return
-        began = monotonic()
         rough = _RoughBound(tuple(members), self._tables(members), {})
         problem = rough.problem
         check_forced_axes(problem, forced_axes(problem.mesh, state.options.force))
         if not state.forced and state.solver(problem, members[0].solution).has_useless_axis():
             for each in members:
-                each.settle(Status.PRUNED)
+                each.settle(Status.PRUNED, "nothing can be sharded over one of its axes")
         least = operation_bound(problem)
         self.ideal_seconds = self.ideal_seconds or ideal_seconds(problem)
         self._tell_pipelines(problem, least)
@@ -147,7 +137,6 @@ class SearchBounds:
             self._bound_by_flow(rough)
         if not rough.sharp:
             self._rough[problem.mesh] = rough
-        members[0].solution.seconds += monotonic() - began
 
     def bound_by_flow(self, each: SearchPoint, problem: Problem) -> None:
         """The linear relaxation of one point, by its own tables."""
@@ -165,8 +154,7 @@ class SearchBounds:
     def tighten_pipelines(self) -> None:
         """As long as one of them is the least bound."""
         state = self.state
-        with state.time_of_pipelines():
-            state.pipelines.tighten(state.best_seconds(), state.bound_without_pipelines())
+        state.pipelines.tighten(state.best_seconds(), state.bound_without_pipelines())
 
     def _tighten_meshes(self) -> None:
         """Those that the certificate is short of, where something was left out. Other processes begin with the next ones."""
@@ -189,12 +177,10 @@ class SearchBounds:
                 self._take(first.members, learned)
 
     def _sharpened(self, rough: _RoughBound, enough: float) -> _Learned:
-        began = monotonic()
         if not rough.all_blocks:
             self._bound_by_blocks(rough, lambda seconds: seconds >= enough)
         if min(each.bound_seconds for each in rough.members) < enough:
             self._bound_by_flow(rough, fully=True)
-        rough.members[0].solution.seconds += monotonic() - began
         return self._learned(rough.members, rough)
 
     def _bound_by_blocks(self, rough: _RoughBound, is_enough: Callable[[float], bool]) -> None:

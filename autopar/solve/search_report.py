@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from time import monotonic
 
 from autopar.errors import Infeasible, PlanError
+from autopar.ir.describe import cut_short_text
 from autopar.ir.mesh import Mesh
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
@@ -19,8 +19,6 @@ from autopar.solve.space.pipeline_grid import pipeline_asked
 
 _MESHES = 8
 """Meshes that are solved for what an infeasible problem lacks."""
-
-_MESH_SECONDS = 5.0
 
 
 def report_grid(state: SearchState) -> None:
@@ -44,24 +42,28 @@ def report_solution(state: SearchState, solution: MeshSolution) -> None:
         text = str(solution.status)
     best = f"; best {state.best_seconds():.4g} s" if state.best is not None else ""
     gap = f", gap {100 * state.gap():.1f} %" if state.best is not None and state.lower_bound_seconds() > 0 else ""
-    state.progress(f"{solution!s:36} {text} ({solution.seconds:.1f} s{best}{gap})")
+    state.progress(f"{solution!s:36} {text}{best}{gap}")
 
 
 def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> PlanResult:
-    """The best plan with its certificate. What was not solved, with time left, is pruned by its bound."""
+    """The best plan with its certificate. What was not solved, with time left, is pruned by its bound, or says why it was not
+    tried."""
     assert best.candidate is not None and best.evaluation is not None
     for each in state.points:
         if not each.done and not interrupted and state.seconds_left() > 0:
-            each.solution.status = Status.PRUNED
-    solutions = [*(each.solution for each in state.points), *state.pipelines.finished()]
-    pruned = sum(each.status is Status.PRUNED for each in solutions)
+            each.solution.leave(state.best_seconds(), state.options.min_improvement, state.why_not_tried(each))
+    solutions = [*(each.solution for each in state.points), *state.pipelines.finished(state.best_seconds())]
+    pruned, not_tried = (sum(each.status is status for each in solutions) for status in (Status.PRUNED, Status.NOT_TRIED))
     solved = sum(each.solved for each in solutions)
     state.progress(
-        f"{len(solutions)} candidates: {solved} solved, {pruned} pruned by bounds, "
+        f"{len(solutions)} candidates: {solved} solved, {pruned} pruned by bounds, {not_tried} not tried, "
         f"{sum(each.status is Status.INFEASIBLE for each in solutions)} do not fit; gap {100 * state.gap():.2g} %"
     )
     for line in _told(state, best):
         warnings.warn(line, stacklevel=2)
+    cut_short = _limit(state, interrupted)
+    if cut_short:
+        state.progress(cut_short_text(cut_short))
     proven = not interrupted and all(each.status is not Status.TIMEOUT for each in solutions)
     return PlanResult(
         graph=best.graph or state.graph,
@@ -71,10 +73,17 @@ def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> Plan
         lower_bound_seconds=state.lower_bound_seconds(),
         gap=state.gap(),
         solutions=tuple(solutions),
-        seconds=monotonic() - state.began,
         alternatives=tuple(state.fitting),
+        cut_short=cut_short,
         warnings=tuple(warning for each in solutions for warning in each.warnings),
     )
+
+
+def _limit(state: SearchState, interrupted: bool) -> str:
+    """What ended the search before its own limits did."""
+    if interrupted:
+        return "an interrupt"
+    return f"the time limit of {state.options.time_limit_seconds:g} s" if state.out_of_time else ""
 
 
 def raise_infeasible(state: SearchState) -> None:
@@ -120,6 +129,6 @@ def _nearest(state: SearchState) -> list[MeshSolver]:
     out = []
     for each in sorted(nearest.values(), key=lambda each: len(each.point.mesh.axes))[:_MESHES]:
         solver = state.solver(state.tables.problem(each.point), each.solution)
-        solver.result.shortage_bytes = solver.shortage_bytes(_MESH_SECONDS)
+        solver.result.shortage_bytes = solver.shortage_bytes()
         out.append(solver)
     return out

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from time import monotonic
@@ -31,9 +30,6 @@ LARGE = 8000
 _WORTH_A_COPY = 2000
 """Variables of placements from which on a problem takes more than a tenth of a second."""
 
-_PIPELINES_SHARE, _LARGE_SHARE = 0.4, 0.12
-"""Of the time, for pipelines; and where their stages are large problems by themselves."""
-
 
 @dataclass(slots=True)
 class SearchPoint:
@@ -53,15 +49,15 @@ class SearchPoint:
         """Bounds of a point only grow."""
         self.solution.bound_seconds = max(self.solution.bound_seconds, seconds)
 
-    def settle(self, status: Status) -> None:
+    def settle(self, status: Status, reason: str = "") -> None:
         """No plan of this point will be solved for."""
-        self.solution.status, self.done = status, True
+        self.solution.status, self.solution.reason, self.done = status, reason, True
 
 
 class SearchState:
     """`variables` has the size of each mesh's problem, `points` the grid without pipelines; `pipelines` has its own points.
     `fitting` are all plans that were found and fit. `cluster_for_bounds`: with the prices of bounds that hold for more
-    micro-batches too."""
+    micro-batches too. `out_of_time`: the user's time limit ended something, so that the answer may depend on the machine."""
 
     def __init__(self, graph: Graph, cluster: Cluster, options: SearchOptions, progress: Progress) -> None:
         if options.batch not in (0, graph.batch):
@@ -71,9 +67,8 @@ class SearchState:
         self.cluster_for_bounds = cluster_for_bounds(cluster)
         self.tables = ProblemTables(graph, cluster, options, self.registry)
         self.began = monotonic()
-        self._pipelines_spent = 0.0
-        self._pipelines_began = self.began
-        self.pipelines = PipelineSearch(graph, cluster, options, self.registry, self.tables, self.seconds_left_for_pipelines)
+        self.out_of_time = False
+        self.pipelines = PipelineSearch(graph, cluster, options, self.registry, self.tables, self.seconds_left)
         self.best: MeshSolution | None = None
         self.fitting: list[MeshSolution] = []
         self.points: list[SearchPoint] = []
@@ -104,23 +99,10 @@ class SearchState:
         return bool(force_without_pipeline(force) or pipeline_asked(force, self.options.schedule) or self.options.pins)
 
     def seconds_left(self) -> float:
-        return self.options.time_limit_seconds - (monotonic() - self.began)
-
-    def seconds_left_for_pipelines(self) -> float:
-        if pipeline_asked(self.options.force, self.options.schedule):
-            return self.seconds_left()
-        large = any(variables > LARGE for mesh, variables in self.variables.items() if len(mesh.axes) == 2)
-        share = (_LARGE_SHARE if large else _PIPELINES_SHARE) * self.options.time_limit_seconds
-        return min(self.seconds_left(), share - (monotonic() - self._pipelines_began))
-
-    @contextmanager
-    def time_of_pipelines(self) -> Iterator[None]:
-        """What is done inside counts for their share of the time."""
-        self._pipelines_began = monotonic() - self._pipelines_spent
-        try:
-            yield
-        finally:
-            self._pipelines_spent = monotonic() - self._pipelines_began
+        """The rest of the user's time limit, the only clock that a search looks at: all other limits are counts."""
+        left = self.options.time_limit_seconds - (monotonic() - self.began)
+        self.out_of_time = self.out_of_time or left <= 0
+        return left
 
     def best_seconds(self) -> float:
         return self.best.evaluation.step_seconds if self.best is not None and self.best.evaluation is not None else inf
@@ -150,6 +132,12 @@ class SearchState:
             enough = max(enough, options.min_improvement_large)
         bound_seconds = max(bound_seconds, each.bound_seconds)
         return bound_seconds > self.best_seconds() * (1 - enough) or self.seconds_left() <= 0
+
+    def why_not_tried(self, each: SearchPoint) -> str:
+        """Why a point was left out that bounds do not prune."""
+        if self._is_large(each.point.mesh):
+            return f"a problem of more than {LARGE} variables, too large for the gain that is possible at most"
+        return "the gain that is possible at most is too small for another axis"
 
     def any_open(self, points: Sequence[SearchPoint]) -> bool:
         """Whether some of the points may still have a better plan."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from autopar.cost_models.hardware.cluster import Cluster, with_devices
+from autopar.cost_models.hardware.cluster import Cluster, preset_with_devices
 from autopar.cost_models.hardware.cluster_file import GIB
 from autopar.ir.plan import Precision
 from autopar.solve.fixed.configuration import FixedConfiguration
@@ -22,7 +22,11 @@ PRESETS = {
     "B200": ("dgx-b200", 400.0),
     "B300": ("dgx-b300", 800.0),
     "GB200": ("gb200-nvl72", 400.0),
+    "GB300": ("gb300-nvl72", 800.0),
+    "GH200": ("gh200", 200.0),
     "MI300X": ("mi300x", 400.0),
+    "MI325X": ("mi325x", 400.0),
+    "MI355X": ("mi355x", 400.0),
 }
 """By device name: the bundled cluster, and the Gbit/s per device of the network in its data sheet. An A100 whose memory is not
 stated is the one of 80 GB, of which most published runs are (`assumed_of`)."""
@@ -30,7 +34,7 @@ stated is the one of 80 GB, of which most published runs are (`assumed_of`)."""
 VARIANTS = {"h100-96gb-2.4TBps-500W": (94.5 * GIB, 2.4e12)}
 """Memory bytes and bandwidth of devices that differ from the preset (torchtitan benchmarks/llama3_h100_202412_torchtitan.md)."""
 
-COMPUTE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "mxfp8": "bfloat16", "fp32": "float32"}
+COMPUTE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "mxfp8": "bfloat16", "fp32": "float32", "tf32": "float32"}
 """The dtype of activations. With fp8 the matrix products of the layers are float8, everything else is bfloat16."""
 
 FLOAT8 = ("fp8", "mxfp8")
@@ -41,9 +45,8 @@ def cluster_of(row: Row) -> Cluster:
     if row.gpu not in PRESETS:
         raise NotExpressed(f"no cluster for {row.gpu or 'an unnamed device'}: known are {', '.join(PRESETS)}")
     preset, sheet_gbit = PRESETS[row.gpu]
-    size = stated(row, "n_gpus")
-    one = Cluster.parse(preset)
-    links, device = one.links, one.device
+    cluster = preset_with_devices(preset, stated(row, "n_gpus"))
+    links, device = cluster.links, cluster.device
     if row.nic_gbit_per_device == 0:
         raise NotExpressed("nic_gbit_per_device is 0")
     if row.nic_gbit_per_device is not None:
@@ -53,7 +56,7 @@ def cluster_of(row: Row) -> Cluster:
             raise NotExpressed(f"no device {row.device_variant}: known are {', '.join(VARIANTS)}")
         memory, bandwidth = VARIANTS[row.device_variant]
         device = replace(device, memory_bytes=int(memory), bandwidth_bytes_per_second=bandwidth)
-    return with_devices(replace(one, links=links, device=device), f"{preset}, {size} devices", size)
+    return replace(cluster, links=links, device=replace(device, tf32=row.precision == "tf32"))
 
 
 ZERO = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
@@ -172,6 +175,28 @@ def assumed_of(row: Row) -> tuple[str, ...]:
 def sends_once(row: Row) -> bool:
     """Whether a token is sent to each node once: the dispatchers DeepEP and HybridEP. (Megatron's default sends every copy.)"""
     return any(name in row.notes.lower() for name in ("deepep", "hybridep"))
+
+
+def dispatcher_permutes(row: Row) -> bool:
+    """Whether the dispatcher writes token copies sorted by expert and padded (`ExpertsCost`): HybridEP does."""
+    return "hybridep" in row.notes.lower()
+
+
+def fuses_experts(row: Row) -> bool:
+    """Whether the run's release has grouped products with activation and casts in one kernel (`ExpertsCost`), and uses them."""
+    return "fused grouped mlp" in row.notes.lower()
+
+
+def uses_cuda_graphs(row: Row) -> bool:
+    """Whether CUDA graphs replay a step, or the attention of each layer. Of the latter nothing is known that tells what remains
+    for the host: it is taken to be ahead, as in the former."""
+    return any(name in row.notes for name in ("full-iteration CUDA graph", "CUDA graphs of attn"))
+
+
+def release_of(row: Row) -> str:
+    """The release of the software that a run was measured with; empty where the source does not say it."""
+    said = re.search(r"\brelease (\d[\d.]*)", row.notes)
+    return said[1] if said else ""
 
 
 SQUAD_TOKENS = 220

@@ -36,7 +36,8 @@ class RunOptions:
     """What a run changes in the graph of the model. `float8`: matrix products of the layers are float8; `recompute_cast`: their
     operands are saved uncast, and the backward recomputes the cast. `context`: degree of context parallelism. `ep`: degree of
     expert parallelism; `once`: a token is sent to each node once; `recompute_activation`: the
-    backward computes the experts' activation function again (Megatron's ``--recompute-modules moe_act``). `packed`: tokens of a
+    backward computes the experts' activation function again (Megatron's ``--recompute-modules moe_act``); `permuted`, `fused`,
+    `ragged`: see `ExpertsCost`. `packed`: tokens of a
     sample where several are packed into a sequence, and each sees itself alone (0: a sequence is one sample)."""
 
     float8: bool = False
@@ -45,6 +46,9 @@ class RunOptions:
     ep: int = 1
     once: bool = False
     recompute_activation: bool = False
+    permuted: bool = False
+    fused: bool = False
+    ragged: bool = False
     packed: int = 0
 
 
@@ -115,7 +119,7 @@ def with_experts(graph: Graph, options: RunOptions) -> Graph:
     said = (
         ("ep", options.ep),
         ("once", options.once),
-        *((("recompute_activation", True),) if options.recompute_activation else ()),
+        *((name, True) for name in ("recompute_activation", "permuted", "fused", "ragged") if getattr(options, name)),
     )
     weights: dict[str, set[str]] = {block.name: set() for block in graph.blocks}
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_stack
+from autopar.cost_models.hardware.stack_entries import other_constants
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
@@ -20,10 +21,13 @@ from autopar.validate.configuration import (
     assumed_of,
     cluster_of,
     configuration_of,
+    dispatcher_permutes,
+    fuses_experts,
     layer_share,
     packed_samples,
     recomputes_activation,
     sends_once,
+    uses_cuda_graphs,
 )
 from autopar.validate.graphs import RECOMPUTED, RunOptions, graph_of, with_marked_layers
 from autopar.validate.rows import Row
@@ -42,6 +46,7 @@ def stack_of(cluster: Cluster, row: Row, constants: Constants) -> Cluster:
         async_tp=None if row.async_tp is None else bool(row.async_tp),
         ep_overlap=None if row.ep_overlap is None else bool(row.ep_overlap),
         constants=constants,
+        graphs=uses_cuda_graphs(row),
     )
     if row.precision not in FLOAT8:
         return found
@@ -107,6 +112,9 @@ class Session:
             ep=row.ep or 1,
             once=sends_once(row),
             recompute_activation=recomputes_activation(row),
+            permuted=dispatcher_permutes(row),
+            fused=fuses_experts(row),
+            ragged=row.routing == "balanced",
             packed=packed_samples(row),
         )
         graph = graph_of(architecture, stated(row, "layers"), wanted.precision.compute, options)
@@ -133,8 +141,14 @@ class Session:
             setting = self.setup(row)
             cluster = self.stack(setting.cluster, row, constants)
             found = evaluate(setting.graph, setting.candidate, cluster, "adamw")
+            other = "" if constants else other_constants(row.software_stack, cluster.device.generation, row.compiled == 1)
             return PricedRow(
-                row=row, evaluation=found, skipped="", assumed=setting.assumed, candidate=setting.candidate, cluster=cluster
+                row=row,
+                evaluation=found,
+                skipped="",
+                assumed=(*setting.assumed, *filter(None, (other,))),
+                candidate=setting.candidate,
+                cluster=cluster,
             )
         except AutoparError as error:
             return PricedRow(row, None, str(error))

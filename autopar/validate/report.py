@@ -72,5 +72,5 @@ def _ideal_seconds(each: PricedRow) -> float | None:
     if each.evaluation is None or each.cluster is None or each.candidate is None:
         return None
     dtype = "float8" if each.row.precision in FLOAT8 else each.candidate.precision.compute
-    peak = each.cluster.device.peak_flops_per_second(dtype)
+    peak = each.cluster.device.matrix_peak_flops_per_second(dtype)
     return each.evaluation.model_flops / (each.cluster.size * peak)

@@ -14,6 +14,7 @@ from autopar.capture.lengths import CaptureOptions, Export
 from autopar.errors import CaptureError
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Graph
+from autopar.runtime.frozen_reads import Change
 
 MOST_EXPORTS = 16
 """Exports with symbolic lengths that are kept; the least recently used one goes first."""
@@ -32,14 +33,22 @@ class Exports:
         self.closed: set[Structure] = set()
         self.made = 0
 
-    def graph(self, model: nn.Module, modes: tuple[bool, ...], arguments: Mapping[str, Any], options: CaptureOptions) -> Graph:
-        """The graph of a call of the model, which is in these modes. A size that differed between calls stays a symbol."""
+    def graph(
+        self,
+        model: nn.Module,
+        modes: tuple[bool, ...],
+        arguments: Mapping[str, Any],
+        options: CaptureOptions,
+        changed: tuple[Change, ...] = (),
+    ) -> Graph:
+        """The graph of a call of the model, which is in these modes, with these attributes `changed`. A size that differed
+        between calls stays a symbol."""
         bound = bind_inputs(model, (), arguments, with_target=options.loss_fn is not None, batch_dim=options.batch_dim)
         kinds = tuple((name, x.dtype, x.dim(), x.requires_grad) for name, x in bound.tensors.items())
         trained = tuple(parameter.requires_grad for parameter in model.parameters())
         if not all(isinstance(leaf, Hashable) for leaf in bound.leaves):  # a constant that cannot be compared
             return Export(model, (), arguments, options).graph
-        structure = (modes, trained, kinds, bound.interface, bound.leaves, options)
+        structure = (id(model), modes, changed, trained, kinds, bound.interface, bound.leaves, options)
         for key, export in reversed(self.known.items()):
             if key[0] == structure and (graph := export.graph_at(bound.tensors)) is not None:
                 self.known.move_to_end(key)

@@ -16,6 +16,7 @@ from autopar import errors
 from autopar.capture.bind import TARGET
 from autopar.capture.lengths import CaptureOptions
 from autopar.capture.modes import CapturedModes
+from autopar.capture.reads import recorded_reads
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.tensors.sizes import value_bytes
 from autopar.errors import AutoparError
@@ -26,6 +27,7 @@ from autopar.ir.plan_file.plan_file import Plan
 from autopar.program.build import build_program
 from autopar.rules.registry import Registry
 from autopar.runtime.device.axis import shares_of
+from autopar.runtime.frozen_reads import FrozenReads, Reads
 from autopar.runtime.step.inputs import path_word
 from autopar.runtime.step.outputs import EVERYTHING
 from autopar.runtime.variants import LOGGER, KeyedCall, MadeVariant
@@ -57,10 +59,10 @@ def on_first_rank(make: Callable[[], T]) -> T:
 
 @dataclass(eq=False)
 class VariantMaker:
-    """`model` is a copy on the meta device in the modes in which the plan's graph was captured; `options` are those of `capture`,
-    `loss_fn` included."""
+    """`frozen`: what the first program read of a copy of the model on the meta device, in the modes in which the plan's graph was
+    captured; `options` are those of `capture`, `loss_fn` included."""
 
-    model: nn.Module
+    frozen: FrozenReads
     plan: Plan
     cluster: Cluster
     registry: Registry
@@ -72,22 +74,23 @@ class VariantMaker:
     def __post_init__(self) -> None:
         self.exports = Exports({value.name: value.shape for value in self.plan.graph.inputs})
 
-    def make(self, call: KeyedCall) -> MadeVariant:
-        """The program of a call. All ranks must call. AutoparError where it cannot be captured or planned."""
-        graph, candidate = on_first_rank(lambda: self._planned(call))
+    def make(self, call: KeyedCall, model: nn.Module) -> MadeVariant:
+        """The program of a call of `model`, a copy on the meta device, with its attributes of now. All ranks must call.
+        AutoparError where it cannot be captured or planned."""
+        graph, candidate, reads = on_first_rank(lambda: self._planned(call, model))
         ranks = candidate.mesh.size_of(DATA_AXIS)
         uneven = candidate.batch % ranks != 0
         module: Any = build_program(graph, candidate, uneven=uneven)
         shared = ranks == self.plan.candidate.mesh.size_of(DATA_AXIS)
         form = graph.interface.returns if graph.interface else None
-        return MadeVariant(module.Program, form, 0 if graph.batch_is_symbolic else graph.batch, not shared, uneven)
+        return MadeVariant(module.Program, form, 0 if graph.batch_is_symbolic else graph.batch, not shared, uneven, reads)
 
-    def _planned(self, call: KeyedCall) -> tuple[Graph, Candidate]:
-        with in_modes(self.model, call.key.modes), unfrozen(self.model, call.key.unfrozen):
-            graph = self._captured(call)
+    def _planned(self, call: KeyedCall, model: nn.Module) -> tuple[Graph, Candidate, Reads]:
+        with recorded_reads() as record, in_modes(model, call.key.modes), unfrozen(model, call.key.unfrozen):
+            graph = self._captured(call, model)
         found = plan_variant(graph, self.plan, self.cluster, self.registry, placed_values(graph, call))
         LOGGER.info("another program for a call with %s%s", call.words(), self._division(found[1]))
-        return found
+        return *found, record.reads
 
     def _division(self, candidate: Candidate) -> str:
         """How the data ranks share a batch that does not divide, for messages."""
@@ -97,7 +100,7 @@ class VariantMaker:
         shares = shares_of(candidate.batch, ranks)
         return f", {candidate.batch} examples as {' + '.join(map(str, shares))} over {DATA_AXIS}" if len(set(shares)) > 1 else ""
 
-    def _captured(self, call: KeyedCall) -> Graph:
+    def _captured(self, call: KeyedCall, model: nn.Module) -> Graph:
         own = call.batch // call.times
 
         interface = self.plan.graph.interface
@@ -119,21 +122,26 @@ class VariantMaker:
         options["autocast"] = call.key.autocast
         outside = self.plan.candidate.pipeline.stages > 1 and not call.key.gradients
         chosen = CaptureOptions(**options, usual_kind="full" if outside else "")
-        graph = self.exports.graph(self.model, call.key.modes, arguments, chosen)
-        if EVERYTHING not in call.key.outputs or len(kept := _small_fields(graph)) == len(graph.outputs):
+        graph = self.exports.graph(model, call.key.modes, arguments, chosen, call.key.changed)
+        if EVERYTHING not in call.key.outputs or len(kept := _whole_fields(graph)) == len(graph.outputs):
             return graph
         chosen = replace(chosen, outputs=(*self.options["outputs"], *kept))
-        return self.exports.graph(self.model, call.key.modes, arguments, chosen)
+        return self.exports.graph(model, call.key.modes, arguments, chosen, call.key.changed)
 
     def right_in(self, training: bool) -> bool:
         """Whether the first program, switched to this mode, is the model, switched to this mode: in evaluation it leaves dropout
         out, and nothing else of it depends on the mode. All ranks must call."""
         if training not in self.known:
-            self.known[training] = on_first_rank(lambda: self.modes.right_in(training))
+            self.known[training], reads = on_first_rank(lambda: self._compared(training))
+            self.frozen.add(reads)
         return self.known[training]
 
+    def _compared(self, training: bool) -> tuple[bool, Reads]:
+        with recorded_reads() as record:
+            return self.modes.right_in(training), record.reads
 
-def _small_fields(graph: Graph) -> tuple[str, ...]:
+
+def _whole_fields(graph: Graph) -> tuple[str, ...]:
     """The outputs that nobody asked for and that every rank can hold as a whole."""
     sizes = ((output, graph.value(output.value)) for output in graph.outputs)
     return tuple(output.asked for output, value in sizes if value is None or value_bytes(value, graph.batch) <= MOST_BYTES)

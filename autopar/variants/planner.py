@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.stage_devices import stage_cluster
@@ -31,8 +32,8 @@ from autopar.solve.space.problem_tables import ProblemTables
 from autopar.variants.stages import cut_like
 from autopar.variants.transfer import in_structure_of
 
-_SECONDS = 10.0
-"""For the integer program of a variant."""
+_ITERATIONS = 100_000
+"""Of the simplex method, for the integer program of a variant."""
 
 _GAP = 1e-3
 
@@ -135,7 +136,7 @@ def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data
         pipeline = replace(pipeline, layers=(), cuts=cuts, repeated=tuple(repeatable_values(graph)))
     options = SearchOptions(
         batch=graph.batch, precision=first.precision, optimizer=plan.document.optimizer, stored=stored_placements(plan),
-        placed=placed, registry=registry, time_limit_seconds=_SECONDS,
+        placed=placed, registry=registry, time_limit_seconds=inf,
     )  # fmt: skip
     zeros = (max((block.zero for block in first.blocks), default=0) if data > 1 else 0,)
     point = GridPoint(_mesh(first, data), parts)
@@ -143,9 +144,9 @@ def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data
     problem = ProblemTables(graph, ranks, options, registry).problem(point, zeros, ranks)
     solution = MeshSolution(point.mesh, micro_batches=parts)
     solver = MeshSolver(graph, problem, (), _GAP, solution)
-    solver.solve_without_memory(_SECONDS)
+    solver.solve_without_memory(inf)
     if not solution.solved:
-        solver.solve_with_memory(_SECONDS)
+        solver.solve_with_memory(inf, iterations=_ITERATIONS)
     if solution.candidate is None:
         raise PlanMismatch("no placement of its operations fits those of the parameters")
     candidate = replace(solution.candidate, batch=graph.batch, micro_batches=parts, zero_group=0, pipeline=pipeline)

@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import spawn
 
 from autopar.capture import capture
 from autopar.capture.bind import BoundInputs, bind_inputs
-from autopar.capture.returned import asked_loss
+from autopar.capture.results.returned import asked_loss
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, BatchError, CaptureError
 from autopar.ir.graph import Graph

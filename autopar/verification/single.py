@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.bind import BoundInputs
-from autopar.capture.returned import loss_path, take_apart
+from autopar.capture.results.returned import loss_path, take_apart
 from autopar.errors import CaptureError
 from autopar.verification.apart import apart
 from autopar.verification.draws import Draw, GiveDraws, RecordDraws

@@ -11,6 +11,7 @@ from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import AxisLink
 from autopar.cost_models.hardware.mesh_links import links_of_axis
+from autopar.cost_models.hardware.offload_target import offload_target
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_cost import StateCost
 from autopar.cost_models.step.block_costs import BlockCosts
@@ -75,9 +76,23 @@ class CollectiveCost:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadCost:
+    """The copies of one block's saved tensors to host memory and back, or of the optimizer's state (without a `block`),
+    overlapped or exposed. `copied_bytes` are those of one copy, on one device.
+
+    times, seconds: as in `OperationCost`.
+    """
+
+    block: str
+    times: int
+    copied_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class CostBreakdown:
     """All operations and collectives of one pipeline stage in one step, the costliest first. `costs` are those of the blocks on
-    its devices.
+    its devices, `offloads` the copies to host memory and back.
 
     Operations and `other_seconds` (by what it is: compute of no operation) add up to the stage's compute; collectives of an axis
     add up to its `Evaluation.axis_seconds` where `stage` is the bottleneck.
@@ -88,6 +103,7 @@ class CostBreakdown:
     collectives: tuple[CollectiveCost, ...]
     other_seconds: tuple[tuple[str, float], ...]
     costs: Mapping[str, BlockCosts]
+    offloads: tuple[OffloadCost, ...] = ()
 
 
 def cost_breakdown(graph: Graph, candidate: Candidate, cluster: Cluster, optimizer: str, stage: int = 0) -> CostBreakdown:
@@ -99,6 +115,7 @@ def cost_breakdown(graph: Graph, candidate: Candidate, cluster: Cluster, optimiz
     costs = {name: traces_of[stage][name].costs for name in traces_of[stage]}
     operations: list[OperationCost] = []
     collectives = list(_state_collectives(graph, candidate, chunks, costs))
+    offloads = list(_optimizer_offload(candidate, cluster, chunks))
     converted = 0.0
     for block in (block for block in graph.blocks if counts[block.name]):
         plan, own, times = candidate.block(block.name), costs[block.name], counts[block.name] * candidate.micro_batches
@@ -106,6 +123,8 @@ def cost_breakdown(graph: Graph, candidate: Candidate, cluster: Cluster, optimiz
         recomputed: frozenset[str | Conversion] = frozenset((*found.nodes, *found.conversions))
         operations += _operations(plan, own, times, recomputed)
         collectives += _conversions(plan, own, times, recomputed)
+        if copied := sum(found.offloaded.values()):
+            offloads.append(OffloadCost(block.name, times, copied, times * sum(own.offload_seconds(copied))))
         collectives += _inside_operations(plan, own, times, recomputed)
         converted += times * sum(
             cost.forward_local_seconds * (1 + (each in recomputed)) + cost.backward_local_seconds
@@ -119,7 +138,16 @@ def cost_breakdown(graph: Graph, candidate: Candidate, cluster: Cluster, optimiz
         collectives=tuple(sorted((cost for cost in collectives if cost.seconds), key=lambda cost: -cost.seconds)),
         other_seconds=(("copies beside collectives", converted), ("accumulation of gradients", accumulated)),
         costs=costs,
+        offloads=tuple(sorted(offloads, key=lambda cost: -cost.seconds)),
     )
+
+
+def _optimizer_offload(candidate: Candidate, cluster: Cluster, chunks: Sequence[ChunkCost]) -> Iterator[OffloadCost]:
+    """The optimizer's state, read and written once a step where it lies elsewhere between steps."""
+    target = offload_target(cluster, candidate.precision)
+    copied = sum(each.memory.offloaded for chunk in chunks for each in (*chunk.owned.states, chunk.owned.root))
+    if target is not None and copied:
+        yield OffloadCost("", 1, copied, copied / target.read_bytes_per_second + copied / target.write_bytes_per_second)
 
 
 def _operations(

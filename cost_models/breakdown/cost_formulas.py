@@ -111,9 +111,9 @@ def _arithmetic(
         aligned = not matrix.batched or rows_aligned(device, dtype, n, k)
         reached, dtype = product_flops_per_second(device, dtype, aligned), dtype if aligned else VECTOR_DTYPE
         values = {"count": float(count), "m": float(rows), "n": float(n), "k": float(k)}
-        values["fraction"] = reached / device.peak_flops_per_second(dtype)
+        values["fraction"] = reached / device.matrix_peak_flops_per_second(dtype)
         slowdown = arithmetic_slowdown(device, dtype) if matrix.batched else 1.0
         values["efficiency"] = product_efficiency(count, rows, n, k, device.multiprocessors, slowdown)
         found = formula("compute.product")
-    values["peak"] = device.peak_flops_per_second(dtype)
+    values["peak"] = device.matrix_peak_flops_per_second(dtype)
     yield CostFormula("arithmetic of the forward", found.value(values), found.explain(values))

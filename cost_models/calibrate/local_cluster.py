@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import date
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from autopar.cost_models.calibrate.fit import Calibration, fit_cluster, is_reliable
 from autopar.cost_models.calibrate.measure import (
+    QUICK_SECONDS,
     CalibrationRun,
     Effort,
     Progress,
@@ -28,6 +30,8 @@ from autopar.files import read_json, write_whole
 
 RETRY_SECONDS = 600.0
 """For how long an unreliable measurement is used, at first; each further one doubles it."""
+
+THOROUGH_TRIES = 10
 
 MOST_MEASURED = 64
 """Processes that are started to be measured; larger numbers take the bundled description."""
@@ -56,16 +60,17 @@ def _calibrated(processes: int, run: CalibrationRun) -> Calibration:
     return fit_cluster(f"local:{processes}", processes, run, date.today().isoformat())
 
 
-def measured_local_cluster(processes: int, folder: Path) -> Cluster:
+def measured_local_cluster(processes: int, folder: Path, say: Callable[[str], object] = lambda line: None) -> Cluster:
     """The measured cluster, cached in `folder` per number of cores and torch version.
 
     A file that cannot be read, or is older than a month, is replaced by a new measurement. An unreliable one (the machine was
     busy, or repetitions differ much) is measured again after a while, less often each time; of all these runs the fastest seconds
-    of each timing count, so that the figures converge to those of an idle machine.
+    of each timing count, so that the figures converge to those of an idle machine. `say` gets a line before it is measured, which
+    tells how long that takes, and one after.
     """
     if processes > MOST_MEASURED:
         return default_local_cluster(processes)
-    path = folder / f"local{_MEASURED_HOW}-{processes}-{machine_name()}-{available_cores()}-torch{version('torch')}.json"
+    path = _path(processes, folder)
     tries, run = 0, None
     try:
         data = read_json(path, ClusterError, "the measurement")
@@ -76,11 +81,30 @@ def measured_local_cluster(processes: int, folder: Path) -> Cluster:
                 return Cluster.from_dict(data["cluster"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, ClusterError):
         tries, run = 0, None
+    began = time.monotonic()
+    say(f"measuring this machine as local:{processes}, about {QUICK_SECONDS:.0f} s, once (`autopar calibrate` measures longer)")
     found = measure_local(processes)
+    say(f"measured in {time.monotonic() - began:.0f} s, kept in {path}")
     if run is not None:
         found = _calibrated(processes, found.run.faster(run))
-    content = {"tries": tries + 1, "run": asdict(found.run), "cluster": found.cluster.to_dict()}
-    with suppress(OSError, FileError):  # a folder that cannot be written is no error
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(content, indent=1))
+    _keep(found, tries + 1, path)
     return found.cluster
+
+
+def keep_local(processes: int, found: Calibration, folder: Path) -> Path:
+    """Keeps a thorough measurement as that of ``local:processes``; its file. It counts as often repeated: a busy machine's quick
+    ones do not replace it soon."""
+    path = _path(processes, folder)
+    _keep(found, THOROUGH_TRIES, path)
+    return path
+
+
+def _path(processes: int, folder: Path) -> Path:
+    return folder / f"local{_MEASURED_HOW}-{processes}-{machine_name()}-{available_cores()}-torch{version('torch')}.json"
+
+
+def _keep(found: Calibration, tries: int, path: Path) -> None:
+    content = {"tries": tries, "run": asdict(found.run), "cluster": found.cluster.to_dict()}
+    with suppress(OSError, FileError):  # a folder that cannot be written is no error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(content, indent=1))

@@ -19,6 +19,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from autopar.errors import ClusterError
 
 QUANTILE = 0.25
 TIME_LIMIT_SECONDS = 300.0
+QUICK_SECONDS = 10.0
 LARGE_BYTES = 2**21
 """From here on a collective is bound by bandwidth."""
 
@@ -44,17 +46,19 @@ WIRE_BYTES = 2**17
 class Effort:
     """How much is measured: at most `rounds` slices of `slice_seconds` of each operation and collective, and whether of many
     shapes and sizes. All operations, and all collectives of one level, take about `limit_seconds`, of which each has an equal
-    part: what takes long has fewer calls and rounds, but one at least."""
+    part: what takes long has fewer calls and rounds, but one at least. With `total_seconds` everything, with the start of the
+    processes, takes about so long at most (0: as long as it takes)."""
 
     rounds: int
     slice_seconds: float
     thorough: bool
     limit_seconds: float
+    total_seconds: float = 0.0
 
 
 def quick_effort() -> Effort:
-    """A few seconds: for ``local:N`` on first use."""
-    return Effort(rounds=5, slice_seconds=0.03, thorough=False, limit_seconds=6.0)
+    """At most `QUICK_SECONDS`: for ``local:N`` on first use, where a user waits."""
+    return Effort(rounds=5, slice_seconds=0.03, thorough=False, limit_seconds=6.0, total_seconds=QUICK_SECONDS)
 
 
 def thorough_effort() -> Effort:
@@ -144,7 +148,7 @@ Progress = Callable[[str, float], object]
 def measure_ranks(processes: int, effort: Effort, progress: Progress) -> CalibrationRun:
     """Starts `processes` processes and merges their timings. ClusterError where one fails or all take too long."""
     with tempfile.TemporaryDirectory() as folder:
-        job = json.dumps({"size": processes, "folder": folder, **asdict(effort)})
+        job = json.dumps({"size": processes, "folder": folder, "began": time.time(), **asdict(effort)})
         # os._exit: a thread of gloo that lets go of its last tensors while the interpreter ends aborts now and then.
         code = (
             "import os, sys; from autopar.cost_models.calibrate.measure_rank import measure_as_rank; "

@@ -56,13 +56,24 @@ class TimedCall:
 @dataclass(frozen=True, slots=True)
 class RankBenchmark:
     """Device and effort of one rank. If ranks share the cores evenly, `share` is wall-clock seconds per processor second of a
-    rank, and `alone` per processor second of its main thread alone."""
+    rank, and `alone` per processor second of its main thread alone. `began`: when the whole measurement did (`time.time`)."""
 
     device: torch.device
     effort: Effort
     share: float
     alone: float
     say: Callable[[str], object]
+    began: float = 0.0
+
+    def _limit_seconds(self, share: tuple[float, float]) -> float:
+        """For a part of the measurement, as all ranks have it: what is left of the whole where that has a limit."""
+        seconds, whole = self.effort.limit_seconds, self.effort.total_seconds
+        if whole:
+            left = self.began + whole - time.time()
+            seconds = min(seconds, max(0.0, left) * (share[1] - share[0]) / (1 - share[0]))
+        told = torch.tensor([seconds], device=self.device)
+        dist.all_reduce(told, op=dist.ReduceOp.MIN)
+        return float(told.item())
 
     def _on_gpu(self, task: TimedCall) -> float:
         """Seconds of all calls on the GPU's own clock, between two events of its stream."""
@@ -109,17 +120,21 @@ class RankBenchmark:
         """Times each task in as many rounds as its share of the time allows, the first of which is what `_plan` looks at; returns
         how long all took. `share` is where this begins and ends in the whole measurement."""
         start = time.perf_counter()
+        limit = self._limit_seconds(share)
+        most = limit if self.effort.total_seconds else 2 * limit
         befores = list({id(task.between): task.between for task in tasks if task.between}.values())
         for before in befores:
             self._time(before)
         for task in tasks:
-            self._plan(task, self.effort.limit_seconds / len(tasks))
+            self._plan(task, limit / len(tasks))
         rounds = max(task.rounds for task in tasks)
         for done in range(1, rounds + 1):
-            late = torch.tensor([float(time.perf_counter() - start > 2 * self.effort.limit_seconds)], device=self.device)
+            late = torch.tensor([float(time.perf_counter() - start > most)], device=self.device)
             dist.all_reduce(late, op=dist.ReduceOp.MAX)
-            if done > 1 and late.item():
+            if late.item() and (done > 1 or self.effort.total_seconds):  # what was planned by is better than waiting
                 break
+            if done == 1:
+                _forget_single_calls(tasks)
             so_far = share[0] + (share[1] - share[0]) * (done - 1) / rounds
             self.say(f"{so_far:.3f} {what}: {len(tasks)} kinds, round {done} of {rounds}")
             for before in befores:
@@ -150,7 +165,12 @@ class RankBenchmark:
             calls = min(calls, budget_seconds / (LEAST_ROUNDS * whole))
         task.calls = max(1, min(1000, int(calls)))
         task.rounds = max(LEAST_ROUNDS, min(self.effort.rounds, int(budget_seconds / (task.calls * whole))))
-        if task.calls > 1:  # a single call is no slice
+
+
+def _forget_single_calls(tasks: Sequence[TimedCall]) -> None:
+    """A single call, by which a slice was planned, is none."""
+    for task in tasks:
+        if task.calls > 1:
             task.clock.clear()
             task.own.clear()
 
@@ -158,7 +178,7 @@ class RankBenchmark:
 def measure_as_rank(rank: int, job: str) -> None:
     """Measures as one of the ranks, and writes ``folder/rank.json``. Progress goes to stdout."""
     told = json.loads(job)
-    size, folder = int(told.pop("size")), Path(told.pop("folder"))
+    size, folder, began = int(told.pop("size")), Path(told.pop("folder")), float(told.pop("began"))
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= size
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     threads = max(1, available_cores() // size)
@@ -172,7 +192,7 @@ def measure_as_rank(rank: int, job: str) -> None:
     try:
         found = _measure(
             RankBenchmark(
-                device, Effort(**told), max(1 / threads, size / available_cores()), max(1.0, size / available_cores()), say
+                device, Effort(**told), max(1 / threads, size / available_cores()), max(1.0, size / available_cores()), say, began
             ),
             size,
         )

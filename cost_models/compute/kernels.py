@@ -66,7 +66,7 @@ def product_efficiency(count: int, m: int, n: int, k: int, multiprocessors: int,
 def arithmetic_slowdown(device: Device, dtype: str) -> float:
     """How many times longer a product in `dtype` computes than one in 16 bits; at least 1."""
     half = max(map(device.peak_flops_per_second, ("bfloat16", "float16")))
-    return max(1.0, half / device.peak_flops_per_second(dtype))
+    return max(1.0, half / device.matrix_peak_flops_per_second(dtype))
 
 
 @lru_cache(maxsize=4096)
@@ -88,7 +88,9 @@ def rows_aligned(device: Device, dtype: str, n: int, k: int) -> bool:
 
 def product_flops_per_second(device: Device, dtype: str, aligned: bool) -> float:
     """What large products reach, with rows that are `aligned` or not."""
-    return device.product_flops_per_second(dtype) if aligned else device.product_flops_per_second(VECTOR_DTYPE) / _CONVERTED
+    if aligned:
+        return device.product_flops_per_second(dtype)
+    return device.peak_flops_per_second(VECTOR_DTYPE) * device.matmul_fraction / _CONVERTED
 
 
 def product_seconds(
@@ -105,7 +107,7 @@ def attention_seconds(
     device: Device, dtype: str, flops: float, queries: int, head: int, backward: bool, whole: bool = False
 ) -> float:
     """``FLOPs / (peak x fraction x efficiency)``; on a CPU without the shape's share."""
-    rate = device.peak_flops_per_second(dtype) * device.attention_share(whole)
+    rate = device.matrix_peak_flops_per_second(dtype) * device.attention_share(whole)
     share = attention_efficiency(queries, head, backward, whole) if device.multiprocessors else 1.0
     return flops / (rate * share)
 

@@ -116,6 +116,11 @@ class Profile:
     temporaries: tuple[bool, ...] = ()
     gradients: tuple[bool, ...] = ()
 
+    @property
+    def launches(self) -> tuple[int, int]:
+        """How often the host launches, forward and backward."""
+        return self.kernels if self.experts is None else self.experts.launches
+
 
 def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
     """FLOPs and traffic of `node` at the global batch. Backward: one product of the forward's size per gradient that is needed;
@@ -173,7 +178,8 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
 
 def _experts_cost(node: Node, a: Sequence[Sizes], dtype: str) -> ExpertsCost:
     kwargs = dict(node.kwargs)
-    return ExpertsCost(ExpertShapes.of(node.op, node.args, kwargs, a), itemsize(dtype), bool(kwargs.get("recompute_activation")))
+    facts = (bool(kwargs.get(name)) for name in ("recompute_activation", "permuted", "fused", "ragged"))
+    return ExpertsCost(ExpertShapes.of(node.op, node.args, kwargs, a), itemsize(dtype), *facts)
 
 
 def _matrix(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> ProductShapes | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -66,13 +66,16 @@ class Cluster:
         return hash((self.name, self.size, self.device.name))
 
     @staticmethod
-    def parse(text: str, cache: Path | None = None, processes: int = 0) -> Cluster:
+    def parse(
+        text: str, cache: Path | None = None, processes: int = 0, progress: Callable[[str], object] | None = None
+    ) -> Cluster:
         """``preset:nodes`` (``dgx-h100:8``), several of them joined by ``+``, ``local:processes``, or the path of a YAML file.
         A preset without a number is one node, or has a device for each of the `processes` that were launched. ClusterError where
         it is none.
 
         ``local`` is measured on this machine, once, when `cache` names a folder that keeps the result; without one it is the
-        conservative description beside this file, so that nothing depends on the hour.
+        conservative description beside this file, so that nothing depends on the hour. `progress` gets a line before it is
+        measured, and one after.
         """
         if text.endswith((".yaml", ".yml")):
             return read_cluster(Path(text), text)
@@ -84,13 +87,13 @@ class Cluster:
         preset, _, count = text.partition(":")
         if preset not in presets():
             raise ClusterError(
-                f"no cluster {preset!r}: write one of {', '.join(presets())} with :nodes, or the path of a .yaml file"
+                f"no cluster {preset[:80]!r}: write one of {', '.join(presets())} with :nodes, or the path of a .yaml file"
             )
         whole = count.isascii() and count.isdigit() and len(count) <= _DIGITS
         if count and (not whole or int(count) < 1):
             raise ClusterError(f"cluster {text[:80]!r}: {count[:40]!r} is not a number of nodes; write {preset}:1")
         if preset == "local":
-            return _local(int(count or processes or "1"), cache)
+            return _local(int(count or processes or "1"), cache, progress)
         if processes and not count:
             return _of_processes(preset, processes)
         return with_nodes(read_cluster(preset_path(preset), preset), text, int(count or "1"))
@@ -131,10 +134,11 @@ _MOST_PARTS = 16
 """Of a cluster: digits of its number of nodes, and parts that are joined."""
 
 
-def _local(processes: int, cache: Path | None) -> Cluster:
+def _local(processes: int, cache: Path | None, progress: Callable[[str], object] | None) -> Cluster:
     local: Any = import_module("autopar.cost_models.calibrate.local_cluster")  # it imports this module
-    found: Cluster = local.default_local_cluster(processes) if cache is None else local.measured_local_cluster(processes, cache)
-    return found
+    if cache is None:
+        return local.default_local_cluster(processes)  # type: ignore[no-any-return]
+    return local.measured_local_cluster(processes, cache, progress or (lambda line: None))  # type: ignore[no-any-return]
 
 
 def _of_processes(preset: str, processes: int) -> Cluster:
@@ -173,6 +177,12 @@ def read_cluster(path: Path, name: str) -> Cluster:
         raise ClusterError(f"{path.name}: {error}") from None
     except (KeyError, TypeError) as error:
         raise ClusterError(f"{path.name}: each of groups needs a cluster ({error})") from None
+
+
+def preset_with_devices(preset: str, size: int) -> Cluster:
+    """`size` devices of a bundled cluster, as many as published runs have. Its file is what is scaled: in one node
+    (`Cluster.parse(preset)`) a level that joins several nodes is already as narrow as the node, and would stay so."""
+    return with_devices(read_cluster(preset_path(preset), preset), f"{preset}, {size} devices", size)
 
 
 def with_nodes(one: Cluster, name: str, nodes: int) -> Cluster:

@@ -22,11 +22,11 @@ Reader = Callable[[Any, str], Any]
 def parse_dataclass(cls: type[Any], data: Any, path: str, readers: Mapping[str, Reader]) -> Any:
     """An instance of dataclass `cls`; keys with a reader are read by it, others by their annotation. `path` leads to `data`."""
     if not isinstance(data, Mapping):
-        raise ClusterError(f"{path or 'the file'} is {data!r}: write keys with values, such as {_example(cls)}")
+        raise ClusterError(f"{path or 'the file'} is {_shown(data)}: write keys with values, such as {_example(cls)}")
     known = {field.name: field for field in fields(cls)}
     if unknown := [key for key in data if key not in known]:
         can = ", ".join(human_key(name) for name in known)
-        raise ClusterError(f"{_join(path, unknown[0])} is unknown: take it out, or write one of {can}")
+        raise ClusterError(f"{_join(path, str(unknown[0])[:80])} is unknown: take it out, or write one of {can}")
     missing = [name for name, field in known.items() if name not in data and _is_required(field)]
     if missing:
         raise ClusterError(f"{_join(path, missing[0])} is missing: add {human_key(missing[0])}, as in {_example(cls)}")
@@ -36,6 +36,11 @@ def parse_dataclass(cls: type[Any], data: Any, path: str, readers: Mapping[str, 
         read = readers.get(name) or _READERS.get(str(known[name].type))
         found[name] = read(value, where) if read else value
     return cls(**found)
+
+
+def _shown(value: object) -> str:
+    """A value of a file in a message, which stays one that can be read."""
+    return text if len(text := repr(value)) <= 80 else f"{text[:80]} ..."
 
 
 def _join(path: str, key: object) -> str:
@@ -66,13 +71,13 @@ def _whole(value: Any, where: str) -> int:
 
 def _text(value: Any, where: str) -> str:
     if isinstance(value, Mapping | list):
-        raise ClusterError(f"{where} is {value!r}: write a name")
+        raise ClusterError(f"{where} is {_shown(value)}: write a name")
     return str(value)
 
 
 def _truth(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
-        raise ClusterError(f"{where} is {value!r}: write true or false")
+        raise ClusterError(f"{where} is {_shown(value)}: write true or false")
     return value
 
 
@@ -84,7 +89,7 @@ def list_of(read: Reader) -> Reader:
 
     def every(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple):
-            raise ClusterError(f"{where} is {value!r}: write a list, each entry after a dash")
+            raise ClusterError(f"{where} is {_shown(value)}: write a list, each entry after a dash")
         return tuple(read(each, f"{where}[{index}]") for index, each in enumerate(value))
 
     return every
@@ -97,14 +102,14 @@ def optional_of(read: Reader) -> Reader:
 
 def _rates(value: Any, where: str) -> tuple[tuple[str, float], ...]:
     if not isinstance(value, Mapping):
-        raise ClusterError(f"{where} is {value!r}: write the rate of each dtype, such as {{float32: 60, bfloat16: 900}}")
+        raise ClusterError(f"{where} is {_shown(value)}: write the rate of each dtype, such as {{float32: 60, bfloat16: 900}}")
     return tuple((str(name), _number(rate, f"{where}.{name}")) for name, rate in value.items())
 
 
 def _factors(value: Any, where: str) -> tuple[tuple[str, float, float], ...]:
     if not isinstance(value, Mapping) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value.values()):
         raise ClusterError(
-            f"{where} is {value!r}: write each kind of collective with its factors of latency and transfer, [1, 1]"
+            f"{where} is {_shown(value)}: write each kind of collective with its factors of latency and transfer, [1, 1]"
         )
     at = f"{where}.%s"
     return tuple((str(kind), _number(pair[0], at % kind), _number(pair[1], at % kind)) for kind, pair in value.items())
@@ -119,9 +124,9 @@ def parse_measured(value: Any, where: str) -> MeasuredCollective:
         raise ClusterError(f"{where} is {str(value)[:60]}: write kind, width and by_bytes_us, as in {_TABLE}")
     kind, width, known = value["kind"], value["width"], (*KINDS, *STATE_KINDS)
     if kind not in known:
-        raise ClusterError(f"{where}.kind is {kind!r}: write one of {', '.join(known)}")
+        raise ClusterError(f"{where}.kind is {_shown(kind)}: write one of {', '.join(known)}")
     if isinstance(width, bool) or not isinstance(width, int) or width < 2:
-        raise ClusterError(f"{where}.width is {width!r}: write among how many neighbours it was measured, at least 2")
+        raise ClusterError(f"{where}.width is {_shown(width)}: write among how many neighbours it was measured, at least 2")
     return MeasuredCollective(kind, width, _table(value["by_bytes_seconds"], f"{where}.by_bytes_us"))
 
 
@@ -144,14 +149,14 @@ def _table(value: Any, where: str) -> PiecewiseLinear:
 
 def _link_kind(value: Any, where: str) -> str:
     if value not in LINK_KINDS:
-        raise ClusterError(f"{where} is {value!r}: write one of {', '.join(LINK_KINDS)}")
+        raise ClusterError(f"{where} is {_shown(value)}: write one of {', '.join(LINK_KINDS)}")
     return str(value)
 
 
 def parse_algorithm(value: Any, where: str) -> str:
     """An algorithm of the collective library."""
     if value not in ALGORITHMS:
-        raise ClusterError(f"{where} is {value!r}: write some of {', '.join(ALGORITHMS)}")
+        raise ClusterError(f"{where} is {_shown(value)}: write some of {', '.join(ALGORITHMS)}")
     return str(value)
 
 

@@ -31,6 +31,9 @@ class Device:
         that waits gives its share to the others (1: no core is shared).
     bandwidth_fraction: share of the memory bandwidth that streaming kernels reach.
     launch_seconds: the floor below which no operation ends.
+    tf32: products and attention in float32 run in TF32, as ``torch.set_float32_matmul_precision("high")`` asks for.
+    host_launch_seconds: of the host, for one launch where it launches kernels one by one; a layer takes the larger of host and
+        device (0: the host is ahead).
     base_bytes: what the process takes before the model and its communicators: context, kernels of libraries (see `allocator`).
     generation: name of the architecture (``hopper``); empty where unknown.
     multiprocessors: what a kernel's tiles are distributed over; 0 where unknown, and on a CPU.
@@ -72,6 +75,8 @@ class Device:
     vector_bits: int = 0
     ranks_per_core: float = 1.0
     fresh_page_bytes_per_second: float = 0.0
+    host_launch_seconds: float = 0.0
+    tf32: bool = False
 
     @property
     def budget_bytes(self) -> int:
@@ -82,6 +87,11 @@ class Device:
         """The data-sheet peak of dense matrix products in `dtype`; an unlisted dtype counts as float32."""
         known = dict(self.peak)
         return known.get("float8" if dtype.startswith("float8") else dtype, known["float32"])
+
+    def matrix_peak_flops_per_second(self, dtype: str) -> float:
+        """The data-sheet peak of products and attention in `dtype`: of TF32 for float32 where the run asks for it."""
+        known = dict(self.peak).get("tf32", 0.0) if self.tf32 and dtype == "float32" else 0.0
+        return known or self.peak_flops_per_second(dtype)
 
     def product_flops_per_second(self, dtype: str) -> float:
         """What large matrix products in `dtype` reach: ``peak x fraction``, and no more than the measured peak."""
@@ -96,7 +106,7 @@ class Device:
         return self.attention_fraction if whole else self.causal_attention_fraction or self.attention_fraction
 
     def _reached(self, dtype: str, fraction: float) -> float:
-        rate = self.peak_flops_per_second(dtype) * fraction
+        rate = self.matrix_peak_flops_per_second(dtype) * fraction
         measured = dict(self.measured_peak)
         return min(rate, measured.get("float8" if dtype.startswith("float8") else dtype, rate))
 

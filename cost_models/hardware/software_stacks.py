@@ -11,6 +11,7 @@ from autopar.cost_models.hardware.stack_entries import (
     DEFAULT_STACK,
     FIELDS,
     SoftwareStack,
+    host_launch_seconds,
     software_stacks,
     stack_for,
     state_layouts,
@@ -35,11 +36,12 @@ def with_stack(
     async_tp: bool | None = None,
     ep_overlap: bool | None = None,
     constants: Mapping[str, float] | None = None,
+    graphs: bool = False,
 ) -> Cluster:
     """The cluster as software `name` uses it, in eager mode or compiled; with its own fractions where nothing is known of the
     stack on this device generation. `async_tp` and `ep_overlap`: whether this run overlaps collectives of its tensor axis, or
-    all-to-alls of its experts (None: the stack's default). `constants` replace those of the file. Contention is the
-    cluster's."""
+    all-to-alls of its experts (None: the stack's default). `constants` replace those of the file. `graphs`: CUDA graphs are
+    replayed, and the host is ahead. Contention is the cluster's."""
     stack = stack_for(name, cluster.device.generation, compiled) if constants is None else None
     stack = stack or SoftwareStack(name, "", tuple((constants or {}).items()), "")
     overlap = software_stacks()[1].get(name, cluster.overlap)
@@ -50,4 +52,6 @@ def with_stack(
         expert_dispatch=overlap.expert_dispatch if ep_overlap is None else ep_overlap,
     )
     layout = state_layouts().get(name, cluster.state_layout)
-    return replace(_applied(stack, cluster, compiled), overlap=overlap, state_layout=layout)
+    found = _applied(stack, cluster, compiled)
+    launch = 0.0 if graphs else host_launch_seconds().get(name, cluster.device.host_launch_seconds)
+    return replace(found, device=replace(found.device, host_launch_seconds=launch), overlap=overlap, state_layout=layout)

@@ -59,6 +59,12 @@ def software_stacks() -> tuple[tuple[SoftwareStack, ...], Mapping[str, Overlap]]
 
 
 @lru_cache(maxsize=1)
+def host_launch_seconds() -> Mapping[str, float]:
+    """The host's seconds for one launch per stack (`launch_us` of the file)."""
+    return {name: each * 1e-6 for name, each in _read("software_stacks.yaml")["launch_us"].items()}
+
+
+@lru_cache(maxsize=1)
 def state_layouts() -> Mapping[str, StateLayout]:
     """Optimizer state layout per stack, from ``state_layouts.yaml``: facts of its code, nothing of it is fitted."""
     return {name: parse_state_layout(given, name) for name, given in _read("state_layouts.yaml").items()}
@@ -80,6 +86,15 @@ def stack_for(name: str, generation: str, compiled: bool = False) -> SoftwareSta
     compiled or not."""
     fit = [stack for stack in software_stacks()[0] if stack.generation == generation and stack.name in (name, DEFAULT_STACK)]
     return max(fit, key=lambda stack: (stack.name == name, stack.compiled == compiled), default=None)
+
+
+def other_constants(name: str, generation: str, compiled: bool = False) -> str:
+    """Whose constants price a stack that has no entry of its own on a device generation, in words; empty where it has one."""
+    nearest = stack_for(name, generation, compiled)
+    if nearest is not None and nearest.name == name:
+        return ""
+    whose = f"those of {nearest.name}" if nearest is not None else "the estimates of the cluster's file"
+    return f"no constants of {name or 'an unnamed stack'} on {generation or 'an unknown generation'}: {whose}"
 
 
 def planner_fractions(generation: str) -> dict[str, float]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.state.state_group import StateGroup
 from autopar.cost_models.tensors.sizes import itemsize
+from autopar.errors import AutoparError
 from autopar.ir.plan import Precision
 
 
@@ -23,18 +24,33 @@ class Optimizer:
     memory_accesses: int
 
 
+_OPTIMIZERS = {
+    each.name: each
+    for each in (
+        Optimizer("adamw", 2, 20),
+        Optimizer("adam", 2, 18),
+        Optimizer("sgd", 0, 3),
+        Optimizer("momentum", 1, 6),
+        Optimizer("adagrad", 1, 11),
+        Optimizer("rmsprop", 1, 11),
+    )
+}
+"""Accesses count those of torch's foreach implementation (each ``_foreach_*`` reads and writes memory once): adamw = decay 2,
+lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2, addcdiv 4."""
+
+
 def optimizer_named(name: str) -> Optimizer:
-    """The optimizer of this name; an unknown one costs as adamw. Accesses count those of torch's foreach implementation (each
-    ``_foreach_*`` reads and writes memory once): adamw = decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2, addcdiv 4."""
-    known = {
-        "adamw": Optimizer("adamw", 2, 20),
-        "adam": Optimizer("adam", 2, 18),
-        "sgd": Optimizer("sgd", 0, 3),
-        "momentum": Optimizer("momentum", 1, 6),
-        "adagrad": Optimizer("adagrad", 1, 11),
-        "rmsprop": Optimizer("rmsprop", 1, 11),
-    }
-    return known.get(name, Optimizer(name, 2, 20))
+    """The optimizer of this name; an unknown one (of a plan file or a published run) costs as adamw."""
+    return _OPTIMIZERS.get(name) or replace(_OPTIMIZERS["adamw"], name=name)
+
+
+def check_optimizer(name: str) -> None:
+    """AutoparError for the name of an optimizer whose state has no known size."""
+    if name not in _OPTIMIZERS:
+        raise AutoparError(
+            f"optimizer {name[:40]!r} is not known: write that of {', '.join(_OPTIMIZERS)} which keeps as much state for each "
+            "parameter (two tensors: adamw; one, as Muon and Lion: momentum; none: sgd)"
+        )
 
 
 def optimizer_seconds(

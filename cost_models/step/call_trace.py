@@ -20,6 +20,7 @@ Segment = tuple[float, frozenset[str]]
 
 NO_LINKS: frozenset[str] = frozenset()
 HOST_LINK = frozenset(["host"])
+LAUNCHES = frozenset(["launches"])
 SPLIT_BACKWARD = ("aten.linear", "ap.linear_kn")
 """Operations whose backward a schedule may split into input gradient and weight gradient."""
 
@@ -29,7 +30,7 @@ class CallTrace:
     """One call of a block on the main stream, and its totals.
 
     forward, backward: the segments. A backward begins with all that it recomputes, or gathers (of tensors saved in parts). Copies
-        of offloaded tensors overlap with the call; where they take longer, a last segment is the stall.
+        of offloaded tensors and launches of the host overlap with the call; where they take longer, a last segment is the stall.
     axis_seconds: communication on each mesh axis, overlapped or exposed.
     model_flops, flops: without and with recomputation, over all devices of the mesh.
     redundant_flops: per mesh axis, those of operations that every rank of the axis repeats.
@@ -63,8 +64,8 @@ class CallTrace:
         return CallTrace(
             costs=costs,
             plan=plan,
-            forward=_with_offload_stall(exposed_segments(recorder.forward), offload_seconds),
-            backward=_with_offload_stall(backward, load_seconds),
+            forward=recorder.launched(_with_stall(exposed_segments(recorder.forward), offload_seconds, HOST_LINK), 0),
+            backward=recorder.launched(_with_stall(backward, load_seconds, HOST_LINK), 1),
             memory=block_memory(costs, plan, same, recompute),
             axis_seconds=tuple(recorder.axis_seconds),
             model_flops=recorder.model_flops,
@@ -77,6 +78,11 @@ class CallTrace:
     def seconds(self, *, backward: bool, exposed: bool) -> float:
         """Seconds of compute, or of exposed communication."""
         return sum(seconds for seconds, links in (self.backward if backward else self.forward) if bool(links) == exposed)
+
+    def stall_seconds(self, on: frozenset[str]) -> float:
+        """The seconds, forward and backward, in which the device waits for copies of offloaded tensors (`HOST_LINK`), or for the
+        host to launch kernels (`LAUNCHES`)."""
+        return sum(seconds for seconds, links in (*self.forward, *self.backward) if links == on)
 
 
 def weight_gradient_nodes(block: Block) -> frozenset[str]:
@@ -116,6 +122,7 @@ class _Recorder:
     backward: list[StreamSegment] = field(default_factory=list)
     model_flops: float = 0.0
     flops: float = 0.0
+    launches: list[int] = field(default_factory=lambda: [0, 0])
 
     def __post_init__(self) -> None:
         axes = len(self.costs.mesh.sizes)
@@ -138,6 +145,9 @@ class _Recorder:
     def compute(self, plan: NodePlan) -> None:
         cost, profile = self.costs.node(plan), self.costs.profile(plan.node)
         recomputed = plan.node in self.recomputed
+        first, second = profile.launches
+        self.launches[0] += first
+        self.launches[1] += second + first * recomputed
         for stream in (self.forward, self.recompute)[: 1 + recomputed]:
             _append(stream, cost.forward_seconds, NO_LINKS)
             for axis, seconds in enumerate(cost.forward_comm_seconds):
@@ -155,6 +165,9 @@ class _Recorder:
     def convert(self, conversions: Sequence[Conversion]) -> None:
         for each in conversions:
             cost = self.costs.conversion(each.value, each.source, each.target)
+            first, second = cost.forward_comm_seconds > 0, cost.backward_comm_seconds > 0
+            self.launches[0] += first
+            self.launches[1] += second + first * (each in self.recomputed)
             for stream in (self.forward, self.recompute)[: 1 + (each in self.recomputed)]:
                 self._communicate(stream, cost.axis, cost.forward_comm_seconds)
                 _append(stream, cost.forward_local_seconds, NO_LINKS)
@@ -167,6 +180,11 @@ class _Recorder:
             copy, gather = self.costs.partition_seconds(axis, recompute.saved[storage])
             _append(self.forward, copy, NO_LINKS)
             self._communicate(self.recompute, axis, gather)
+
+    def launched(self, stream: Sequence[Segment], backward: int) -> tuple[Segment, ...]:
+        """The stream, and a stall where the host takes longer to launch its kernels than the device to run them."""
+        seconds = self.launches[backward] * self.costs.cluster.device.host_launch_seconds
+        return _with_stall(stream, seconds, LAUNCHES)
 
     def _overlap_share_inside(self, profile: Profile, axis: int) -> float:
         """The share that may overlap of the collectives inside a function. Beside all-to-alls of experts compute is slower by the
@@ -196,7 +214,7 @@ def _append(stream: list[StreamSegment], seconds: float, links: frozenset[str], 
         stream.append((seconds, links, share))
 
 
-def _with_offload_stall(stream: Sequence[Segment], copy_seconds: float) -> tuple[Segment, ...]:
-    """The stream, and a stall on the host link where the copies take longer than it."""
-    left = copy_seconds - sum(seconds for seconds, _ in stream)
-    return (*stream, (left, HOST_LINK)) if left > 0 else tuple(stream)
+def _with_stall(stream: Sequence[Segment], other_seconds: float, link: frozenset[str]) -> tuple[Segment, ...]:
+    """The stream, and a stall on `link` where what runs beside it there takes longer."""
+    left = other_seconds - sum(seconds for seconds, _ in stream)
+    return (*stream, (left, link)) if left > 0 else tuple(stream)

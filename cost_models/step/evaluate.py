@@ -16,7 +16,7 @@ from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.hardware.mesh_links import check_mesh
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.step.block_costs import BlockCosts
-from autopar.cost_models.step.call_trace import CallTrace
+from autopar.cost_models.step.call_trace import HOST_LINK, LAUNCHES, CallTrace
 from autopar.cost_models.step.chunk_costs import ChunkCost, chunk_costs
 from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.cost_models.step.stage_memory import StageMemory, stage_memories
@@ -44,6 +44,8 @@ class Evaluation:
     model_flops: of one step over all devices, without recomputation; causal attention counts half.
     mfu: model FLOPs utilization.
     stages, stage_memory: per pipeline stage.
+    host_stall_seconds, launch_stall_seconds: the parts of `exposed_seconds` in which nothing hides the copies of offloaded
+        tensors, and in which the device waits for the host to launch kernels.
     """
 
     step_seconds: float
@@ -59,6 +61,8 @@ class Evaluation:
     mfu: float
     stages: tuple[StageTime, ...]
     stage_memory: tuple[StageMemory, ...]
+    host_stall_seconds: float = 0.0
+    launch_stall_seconds: float = 0.0
 
     @property
     def bottleneck(self) -> int:
@@ -205,10 +209,12 @@ def _summary(
         mfu=per_device / _mean_peak_flops_per_second(cluster, candidate),
         stages=tuple(stages),
         stage_memory=tuple(memory),
+        host_stall_seconds=total(lambda trace: trace.stall_seconds(HOST_LINK), own_calls),
+        launch_stall_seconds=total(lambda trace: trace.stall_seconds(LAUNCHES), own_calls),
     )
 
 
 def _mean_peak_flops_per_second(cluster: Cluster, candidate: Candidate) -> float:
     """Of one device in the compute dtype, over the stages."""
     clusters = stage_clusters(cluster, candidate.pipeline.stages)
-    return sum(each.device.peak_flops_per_second(candidate.precision.compute) for each in clusters) / len(clusters)
+    return sum(each.device.matrix_peak_flops_per_second(candidate.precision.compute) for each in clusters) / len(clusters)

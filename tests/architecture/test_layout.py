@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ORDER = [
     *("runtime", "errors", "files", "ir", "schedules", "ops", "capture", "rules", "cost_models", "solve", "explain", "validate"),
-    *("planning", "passes", "program", "variants", "dryrun", "given_plan", "api"),
+    *("precision", "options", "planning", "passes", "program", "variants", "dryrun", "given_plan", "api"),
     *("integrations", "verification", "doctor", "cli"),
 ]
 FOLDERS = {"passes": ROOT / "passes", "cost_models": ROOT / "cost_models"}

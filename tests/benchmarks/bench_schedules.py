@@ -82,7 +82,7 @@ def found(case: Case, pipeline: Pipeline, micro_batches: int, split: bool, secon
         [SEND] * (len(chunks) - 1),
         memory=case.limits(stages, virtual),
         split_backward=split,
-        time_limit_seconds=seconds,
+        effort=0.6 * seconds,
     )
     ranks = ScheduleClock.of(made.schedule).run(chunks, [SEND] * (len(chunks) - 1))
     busy = sum(rank.busy_seconds for rank in ranks)

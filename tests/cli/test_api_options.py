@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from inspect import signature
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from autopar import api, planning
+from autopar.options import PlanOptions
 
 SAID: dict[str, Any] = {
     "precision": "float64", "force": "dp=1", "optimizer": "sgd", "strict": True, "time_limit_seconds": 7.0,
@@ -27,16 +29,16 @@ class Reached(Exception):
 def test_every_option_reaches_the_planner(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def planner(*args: Any, **options: Any) -> Any:
-        asked.update(options)
+    def planner(model: object, cluster: object, inputs: object, options: PlanOptions, **rest: Any) -> Any:
+        asked.update({each.name: getattr(options, each.name) for each in fields(options)})
         raise Reached
 
     def first(make: Callable[[], Any]) -> Any:
         return make()
 
-    monkeypatch.setattr(api, "_join", lambda *given: None)
+    monkeypatch.setattr(api, "join", lambda *given, **options: None)
     monkeypatch.setattr(api, "on_first_rank", first)
-    monkeypatch.setattr(api, "make_plan", planner)
+    monkeypatch.setattr(api, "plan_with", planner)
     model, batch = nn.Linear(2, 2), {"input": torch.zeros(1, 2)}
     with pytest.raises(Reached):
         made = api.parallelize(model, "local:1", None if later else batch, **SAID)
@@ -44,3 +46,5 @@ def test_every_option_reaches_the_planner(later: bool, monkeypatch: pytest.Monke
     assert {name: asked.get(name) for name in SAID} == SAID
     common = set(signature(api.parallelize).parameters) & set(signature(planning.make_plan).parameters)
     assert common - {"model", "cluster", "example_inputs", "cache"} == set(SAID), "an option that this test does not say"
+    beside = {"model", "cluster", "example_inputs", "cache", "progress", "graph"}
+    assert {each.name for each in fields(PlanOptions)} == set(signature(planning.make_plan).parameters) - beside

@@ -12,6 +12,7 @@ import pytest
 import autopar
 from autopar.capture.models import load_model
 from autopar.cli import main
+from autopar.cli.console import seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.plan import Pipeline
@@ -60,6 +61,10 @@ def test_timeline_is_the_evaluators(
     assert main(["inspect", str(path), "--timeline", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     found = evaluate(plan.graph, plan.candidate, Cluster.from_dict(plan.document.cluster.description), plan.document.optimizer)
+    rest = document["tail_seconds"] + document["optimizer_seconds"]
+    last = document["ranks"][found.bottleneck]["end_seconds"]
+    assert document["step_seconds"] == found.step_seconds == pytest.approx(last + rest), "as `plan` prints it"
+    assert f"The whole step takes {seconds(found.step_seconds)}: stage {found.bottleneck}, which ends last" in out
     for rank, stage, actions in zip(document["ranks"], found.stages, schedule_of(Pipeline(2, 1, name), micro).ranks, strict=True):
         assert [word for word, _, _ in rank["actions"]] == list(map(str, actions))
         assert rank["busy_seconds"] == pytest.approx(stage.busy_seconds)

@@ -9,9 +9,12 @@ from support.models.solver_graphs import llama_graph
 
 from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.evaluate import evaluate
+from autopar.cost_models.step.recompute import RecomputePlan
+from autopar.cost_models.tensors.aliases import aliases
 from autopar.errors import AutoparError, Infeasible
-from autopar.explain.ranking import collective_rows, module_path, operation_rows
+from autopar.explain.ranking import collective_rows, module_path, offload_rows, operation_rows
 from autopar.explain.reasons import evaluate_changes, parts_of_step, plan_reasons
 from autopar.explain.what_if import WhatIf, compare_plans, parse_what_if, plan_what_if
 from autopar.solve.search import search
@@ -59,6 +62,41 @@ def test_memory_is_said_to_bind_only_where_it_does(planned) -> None:
     stage = replace(found.evaluation.fullest_stage, budget_bytes=found.evaluation.peak_memory_bytes + 1)
     tight = replace(found.evaluation, stage_memory=(stage,))
     assert "memory binds" in " ".join(plan_reasons(graph, found.candidate, cluster, tight))
+
+
+def test_memory_binds_where_a_plan_saves_memory_to_fit(planned) -> None:
+    """A plan that fits because it recomputes and offloads said "memory does not bind; recomputed to save memory", and had no
+    row for what is copied to the host."""
+    graph, cluster, found = planned
+    layer = max(graph.blocks, key=lambda block: graph.count(block.name)).name
+    plan = next(each for each in found.candidate.blocks if each.block == layer)
+    costs = BlockCosts(graph.block(layer), found.candidate.mesh, found.candidate.micro_batch, cluster)
+    saved = RecomputePlan.of(costs, plan, aliases(costs.block, plan.nodes, plan.conversions)).saved
+    largest = max(saved, key=lambda placed: saved[placed])
+    changed = replace(plan, offload=(largest,))
+    candidate = replace(
+        found.candidate, blocks=tuple(changed if each.block == layer else each for each in found.candidate.blocks)
+    )
+    evaluation = evaluate(graph, candidate, cluster)
+    assert evaluation.peak_memory_bytes < found.evaluation.peak_memory_bytes
+    between = (evaluation.peak_memory_bytes + found.evaluation.peak_memory_bytes) / 2
+    for capacity, words in ((2e10, "memory does not bind; tensors of"), (between, "memory binds; tensors of")):
+        device = replace(cluster.device, memory_bytes=int(capacity / (1 - cluster.device.memory_margin)))
+        small = replace(cluster, device=device)
+        text = " ".join(plan_reasons(graph, candidate, small, evaluate(graph, candidate, small)))
+        assert words in text and "without that the peak would take" in text
+    breakdown = cost_breakdown(graph, candidate, cluster, "adamw")
+    (row,) = offload_rows(graph, breakdown)
+    times = graph.count(layer) * candidate.micro_batches
+    assert cluster.host is not None
+    both = saved[largest] / cluster.host.write_bytes_per_second + saved[largest] / cluster.host.read_bytes_per_second
+    assert row.times == times and row.full_bytes == saved[largest] and row.seconds == pytest.approx(times * both)
+    parts = dict(parts_of_step(evaluation))
+    assert sum(parts.values()) == pytest.approx(evaluation.step_seconds, rel=1e-4)
+    slow = replace(cluster, host=replace(cluster.host, write_bytes_per_second=1e8))
+    stalled = evaluate(graph, candidate, slow)
+    assert stalled.host_stall_seconds > 0
+    assert dict(parts_of_step(stalled))["exposed copies to host memory and back"] == stalled.host_stall_seconds
 
 
 def test_changes_are_priced_by_the_evaluator(planned) -> None:

@@ -50,6 +50,8 @@ def assert_equal(mine: Any, theirs: Any, where: str = "") -> None:
         assert len(mine) == len(theirs), where
         for index, each in enumerate(theirs):
             assert_equal(mine[index], each, f"{where}[{index}]")
+    elif isinstance(theirs, str):
+        assert mine == theirs, where
     else:
         assert mine == pytest.approx(theirs, rel=1e-4 if where.startswith(".weights") else 1e-5, abs=1e-8), where
 
@@ -101,6 +103,15 @@ def test_trainer_scripts_with_sharded_state(tmp_path: Path, options: list[str]) 
 def test_a_trainer_script_in_a_pipeline(tmp_path: Path) -> None:
     one, four = found(tmp_path, "pp=2,dp=2", "--resume", "dp=2,tp=2")
     assert_equal(four, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("force", "other"), [("dp=2,tp=2", "pp=2,dp=2"), ("pp=2,dp=2", "dp=4,zero=3")])
+def test_adapters_of_peft(tmp_path: Path, force: str, other: str) -> None:
+    """Trained, saved in peft's files, and resumed from them under another plan; with a head that is trained whole."""
+    one, four = found(tmp_path, force, "--resume", other, "--lora")
+    assert_equal(four, one)
+    assert four["files"] == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 from support.models.handwritten_blocks import gpt2_graph
-from support.models.mesh import mesh_of
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.handwritten_candidates import candidate
+from support.plans.mesh import mesh_of
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from support.models.handwritten_blocks import Builder, gpt2_graph
-from support.models.mesh import mesh_of
 from support.plans.drawn_candidates import drawn_candidate
+from support.plans.mesh import mesh_of
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Block, Node, Ref, Symbol, Value

@@ -10,10 +10,10 @@ import pytest
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import count_collectives
 from support.models.handwritten_blocks import gpt2_graph
-from support.models.mesh import mesh_of
 from support.oracles.expected_collectives import collectives
 from support.oracles.interpret_graph import make_batch, make_state
 from support.plans.drawn_candidates import drawn_candidate
+from support.plans.mesh import mesh_of
 
 from autopar.passes.lower import lower
 from autopar.program.source import render

@@ -14,10 +14,10 @@ import torch
 from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
 from support.models.handwritten_blocks import gpt2_graph
-from support.models.mesh import mesh_of
 from support.oracles.interpret_graph import make_state, run_graph
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.drawn_recomputation import with_replays
+from support.plans.mesh import mesh_of
 
 from autopar.errors import FileError
 from autopar.ir.graph import Graph

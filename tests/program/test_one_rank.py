@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.models.handwritten_blocks import gpt2_graph
-from support.models.mesh import mesh_of
 from support.models.mixed_graph import mixed_graph
 from support.oracles.expected_collectives import collectives
 from support.oracles.interpret_graph import buffers_after, loss_and_gradients, make_batch, make_state
 from support.plans.drawn_candidates import drawn_candidate
+from support.plans.mesh import mesh_of
 
 from autopar.ir.graph import Graph
 from autopar.passes.lower import lower

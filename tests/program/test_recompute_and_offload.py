@@ -6,10 +6,10 @@ import pytest
 from program.test_trains import CLASSES, GRAPHS, MESHES, compare
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_steps
-from support.models.mesh import mesh_of
 from support.oracles.interpret_graph import make_batch, make_state
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.drawn_recomputation import with_replays
+from support.plans.mesh import mesh_of
 
 from autopar.program.build import program_text
 

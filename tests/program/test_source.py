@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 import torch
 from support.models.handwritten_blocks import gpt2_graph
-from support.models.mesh import mesh_of
 from support.models.mixed_graph import mixed_graph
 from support.plans.drawn_candidates import drawn_candidate
+from support.plans.mesh import mesh_of
 
 from autopar.ir.graph import Call
 from autopar.program.block_source import batch_size_source, shape_comment

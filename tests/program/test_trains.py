@@ -10,10 +10,10 @@ import torch
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_steps
 from support.models.handwritten_blocks import gpt2_graph
-from support.models.mesh import mesh_of
 from support.models.mixed_graph import mixed_graph
 from support.oracles.interpret_graph import buffers_after, loss_and_gradients, make_batch, make_state
 from support.plans.drawn_candidates import drawn_candidate
+from support.plans.mesh import mesh_of
 
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autopar.runtime
 from autopar.runtime import compat
 from autopar.runtime.device.mesh import MeshHandle
+from autopar.runtime.mixed_operations import mix_whole_tensors
 
 
 def functional(axes: dict[str, int]) -> dict[str, list[float]]:
@@ -295,6 +296,7 @@ def masked() -> tuple[list[list[float]], list[list[float]], list[float]]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     compat.further_operations()
+    mix_whole_tensors()
     mesh = MeshHandle({"dp": 2}).device_mesh["dp"]
     x = distribute_tensor(torch.arange(8.0).view(4, 2) - 4, mesh, [Shard(0)])
     x[x.lt(0)] = 9.0
@@ -303,6 +305,26 @@ def masked() -> tuple[list[list[float]], list[list[float]], list[float]]:
     other = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
     torch._foreach_copy_([other], [x])
     return x.full_tensor().tolist(), other.full_tensor().tolist(), whole.full_tensor().tolist()
+
+
+def _set_data() -> tuple[float, float]:
+    """What a DTensor has after its ``.data`` was set, without and with something that fills it."""
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    compat.data_by_values()
+    plain, filled = (torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()])) for _ in range(2))
+    given: list[torch.Tensor] = []
+    filled.autopar_values = type("Values", (), {"fill": staticmethod(given.append)})()  # type: ignore[attr-defined]
+    for parameter in (plain, filled):
+        parameter.data = parameter.data * 3
+    assert len(given) == 1
+    return float(plain.to_local().sum()), float(given[0].to_local().sum())  # type: ignore[attr-defined]
+
+
+def test_data_of_a_dtensor(ranks: RankPool) -> None:
+    """On 2.13.0 it keeps its shard: once this fails, `data_by_values` may go."""
+    assert ranks.run(_set_data) == [(2.0, 6.0)] * 4
 
 
 def test_masked_writes(ranks: RankPool) -> None:

@@ -112,7 +112,7 @@ def test_nothing_is_better_than_what_is_proven(data: st.DataObject) -> None:
     assert makespan_lower_bound(task) <= exact + 1e-9
     for rules in initial_rules(task)[:8]:
         assert simulate_rules(task, rules)[0] >= exact - 1e-9
-    found = synthesize(chunks, rank_of, micro, lags, memory=room, split_backward=split, time_limit_seconds=5.0)
+    found = synthesize(chunks, rank_of, micro, lags, memory=room, split_backward=split, effort=3.0)
     shortest = min(min(task.seconds[chunk][:2]) for chunk in range(len(rank_of)))
     if max(task.lags, default=0.0) <= shortest:
         assert found.status is Status.OPTIMAL and found.makespan_seconds == pytest.approx(exact, rel=1e-3)
@@ -158,9 +158,7 @@ def test_uneven_stages_beat_one_forward_one_backward(stages: int) -> None:
     micro, transfers = 2 * stages, [0.05] * (2 * stages - 1)
     chunks = like_a_model(stages, 1)
     room = MemoryLimits((1.0,) * stages, (float(stages),) * stages)
-    found = synthesize(
-        chunks, range(stages), micro, transfers[: stages - 1], memory=room, split_backward=True, time_limit_seconds=5
-    )
+    found = synthesize(chunks, range(stages), micro, transfers[: stages - 1], memory=room, split_backward=True, effort=3.0)
     assert found.makespan_seconds < 0.99 * makespan("1f1b", 1, chunks, micro, transfers[: stages - 1])
     assert found.makespan_seconds <= makespan("zb-h1", 1, chunks, micro, transfers[: stages - 1]) + 1e-9
     fits(found.schedule, range(stages), room, True)
@@ -170,7 +168,7 @@ def test_uneven_stages_beat_one_forward_one_backward(stages: int) -> None:
     most = check(schedule_of(pipeline, micro))
     room = MemoryLimits((1.0,) * 2 * stages, tuple(map(float, most)))
     where = stage_of_chunks(pipeline)
-    found = synthesize(halves, where, micro, transfers, memory=room, split_backward=True, time_limit_seconds=2)
+    found = synthesize(halves, where, micro, transfers, memory=room, split_backward=True, effort=1.0)
     assert found.makespan_seconds < 0.99 * makespan("1f1b", 2, halves, micro, transfers)
     fits(found.schedule, where, room, True)
 
@@ -187,7 +185,7 @@ def test_never_worse_than_any_builder(data: st.DataObject) -> None:
     room = MemoryLimits((1.0,) * 2 * stages, tuple(map(float, check(schedule))))
     split = schedule.splits_backward
     found = synthesize(
-        chunks, schedule.rank_of, micro, transfers, memory=room, split_backward=split, blocking=blocking, time_limit_seconds=0.6
+        chunks, schedule.rank_of, micro, transfers, memory=room, split_backward=split, blocking=blocking, effort=0.4
     )
     built = max(rank.end_seconds for rank in ScheduleClock.of(schedule).run(chunks, transfers, blocking))
     assert found.lower_bound_seconds <= found.makespan_seconds <= found.builder_seconds <= built + 1e-9
@@ -200,7 +198,7 @@ def test_never_worse_than_any_builder(data: st.DataObject) -> None:
 def test_first_and_last_micro_batch_may_differ() -> None:
     """Gathers and reductions: the bound knows them."""
     chunks = [ChunkSeconds(1.0, 2.0, 3.0, 5.0)] * 2
-    found = synthesize(chunks, (0, 1), 4, time_limit_seconds=3)
+    found = synthesize(chunks, (0, 1), 4, effort=2.0)
     assert found.status is Status.OPTIMAL
     assert found.makespan_seconds == max(rank.end_seconds for rank in ScheduleClock.of(found.schedule).run(chunks))
 

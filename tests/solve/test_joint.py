@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 from support.models.handwritten_blocks import gpt2_graph
-from support.models.mesh import mesh_of
 from support.oracles.exhaustive_plans import best_seconds, priced_plans, toy_graph
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.drawn_recomputation import with_kept
+from support.plans.mesh import mesh_of
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import evaluate

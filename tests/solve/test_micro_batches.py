@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from support.models.handwritten_blocks import gpt2_graph
-from support.models.mesh import mesh_of
 from support.models.solver_graphs import drawn_graph
+from support.plans.mesh import mesh_of
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.overlap import Overlap

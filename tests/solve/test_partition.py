@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from solve.test_joint import BF16, NODE, attempt, least, problem_of, with_memory
 from support.models.handwritten_blocks import gpt2_graph
-from support.models.mesh import mesh_of
 from support.oracles.exhaustive_plans import best_seconds, priced_plans, toy_graph
 from support.plans.drawn_recomputation import with_partition
+from support.plans.mesh import mesh_of
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.block_costs import BlockCosts

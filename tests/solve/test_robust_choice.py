@@ -71,7 +71,6 @@ def result(*plans: tuple[Candidate, Evaluation]) -> PlanResult:
         lower_bound_seconds=0.9,
         gap=0.1,
         solutions=solutions,
-        seconds=0.0,
         alternatives=solutions,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,9 @@ from autopar.errors import AutoparError, BatchError, ClusterError, Infeasible, U
 from autopar.ir.plan import Precision
 from autopar.ir.verify import verify_candidate
 from autopar.solve.fixed.baselines import baselines
+from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
+from autopar.solve.report import plan_of_result
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.meshes import meshes
@@ -64,9 +67,36 @@ def test_llama_on_four_nodes_in_bf16(contention: float, gap: float) -> None:
     solved = [each for each in result.solutions if each.solved]
     assert all(any(text.startswith(f"{each!s:36}") for text in lines) for each in solved)
     pruned = [each for each in result.solutions if each.status is Status.PRUNED]
-    assert len(pruned) + len(solved) == len(result.solutions)
-    assert f"{len(pruned)} pruned by bounds" in lines[-1]
+    left = [each for each in result.solutions if each.status is Status.NOT_TRIED]
+    assert len(pruned) + len(left) + len(solved) == len(result.solutions)
+    assert f"{len(pruned)} pruned by bounds, {len(left)} not tried" in lines[-1]
+    _check_words(result, {Status.PRUNED: pruned, Status.NOT_TRIED: left})
     assert all(each.bound_seconds >= result.lower_bound_seconds for each in pruned)
+
+
+def _check_words(result: PlanResult, by_status: dict[Status, list[MeshSolution]]) -> None:
+    """Only what cannot be faster is called pruned; a bound below the plan is no reason, so that what is not tried has one."""
+    best = result.evaluation.step_seconds
+    assert all(each.bound_seconds >= 0.999 * best or each.reason for each in by_status[Status.PRUNED])
+    for each in by_status[Status.NOT_TRIED]:
+        assert each.bound_seconds < 0.999 * best and each.step_seconds is None
+        assert each.reason.endswith("% less") and "its bound leaves room for" in each.reason
+
+
+def test_what_was_not_tried_says_why() -> None:
+    """Pipelines that estimates left out were called pruned by a bound that was far below the plan; and a pipeline that was priced
+    with its schedule stood there once more without one, as pruned."""
+    graph, cluster = llama_graph(layers=8, batch=16), Cluster.parse("dgx-h100:1")
+    result = search(graph, cluster, SearchOptions(precision=BF16, time_limit_seconds=10.0))
+    by_status = {status: [each for each in result.solutions if each.status is status] for status in Status}
+    _check_words(result, by_status)
+    assert any(each.stages > 1 for each in by_status[Status.NOT_TRIED])
+    listed = plan_of_result(graph, cluster, result, (), optimizer="adamw").document.search.meshes
+    names = [each.mesh for each in listed]
+    assert len(names) == len(set(names))
+    plain = {re.sub(r" \([^)]*\)", "", each.mesh) for each in listed if "(" in each.mesh}
+    assert plain.isdisjoint(each.mesh for each in listed if each.step_seconds is None)
+    assert all(each.reason for each in listed if each.status == "NOT TRIED")
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,15 @@ def test_configuration_by_hand() -> None:
     assert (cluster.size, cluster.device.name) == (384, cluster_of(row("bloom-063")).device.name)
 
 
+@pytest.mark.parametrize(("gpu", "preset"), [("GB200", "gb200-nvl72"), ("GB300", "gb300-nvl72"), ("B200", "dgx-b200")])
+@pytest.mark.parametrize("devices", [8, 64, 256])
+def test_a_rows_cluster_is_the_planners(gpu: str, preset: str, devices: int) -> None:
+    """A rack's NVLink joins 64 of 256 devices, not the four of a tray: experts over 32 ranks exchange tokens inside it."""
+    ours = cluster_of(row("mb-022", gpu=gpu, n_gpus=devices))
+    planned = Cluster.parse(f"{preset}:{devices // Cluster.parse(preset).size}")
+    assert (ours.links, ours.size, ours.device) == (planned.links, planned.size, planned.device)
+
+
 def test_state_groups() -> None:
     """HSDP without a number is one node; a group as large as all data ranks is none."""
     plain = {"n_gpus": 32, "tp": 1, "pp": 1, "cp": 1, "micro_batch": 1, "global_batch": 32}

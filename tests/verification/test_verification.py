@@ -16,7 +16,8 @@ from support.models.zoo import common_kinds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.planning import make_plan, precision_of
+from autopar.planning import make_plan
+from autopar.precision import precision_of
 from autopar.verification.proof import Job, Proof, Subject, prove, run_reference, subject
 from autopar.verification.rank import make_runs
 

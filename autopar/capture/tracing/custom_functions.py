@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.capture.tracing.derivatives import torch_grad
 from autopar.errors import CaptureError
 
 SEED = "autopar_capture.gradient_seed"
@@ -100,7 +101,7 @@ def _applied(cls: Any, where: str, args: tuple[Any, ...]) -> Any:
         for y, g in zip(results, seeds, strict=True):
             total = None
             if g is not None and pairs:
-                (total,) = torch.autograd.grad(
+                (total,) = torch_grad(
                     [gx for gx, _ in pairs], [g], [x.to(gx.dtype) for gx, x in pairs], create_graph=True, allow_unused=True
                 )
             out.append(y if total is None else y + (total - total.detach()))

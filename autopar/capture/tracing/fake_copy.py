@@ -60,7 +60,8 @@ def copy_without_data(model: nn.Module, compute_dtype: torch.dtype | None) -> nn
 
 def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     """The function with the copies of what it refers to."""
-    cells = tuple(CellType(memo.get(id(cell.cell_contents), cell.cell_contents)) for cell in function.__closure__ or ())
+    known = [(cell, memo.get(id(cell.cell_contents))) for cell in function.__closure__ or ()]
+    cells = tuple(cell if copied is None else CellType(copied) for cell, copied in known)  # others may get another value later
     made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__ = function.__kwdefaults__
     return made

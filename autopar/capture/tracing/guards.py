@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._guards import TracingContext
+from torch.overrides import TorchFunctionMode
 
 from autopar.capture.normalize.random import KNOWN
 from autopar.capture.normalize.recurrent import RECURRENT
 from autopar.capture.tracing.custom_functions import apply_traced
+from autopar.capture.tracing.explain import user_line
 from autopar.errors import CaptureError
 
-_TORCH_ROOT = torch.__file__.rsplit("/", 1)[0]
-
-
-def user_line() -> str:
-    """``file.py:line`` of the innermost frame outside torch and autopar's capture."""
-    for frame in inspect.stack()[1:]:
-        if not frame.filename.startswith(_TORCH_ROOT) and "/autopar/capture/" not in frame.filename and "<" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno}"
-    return "unknown line"
+ASSIGNED = "x.data = ... in the forward would be lost: make x a buffer (register_buffer), and write x.copy_(...) under no_grad"
+REFUSED = {
+    "_pack_padded_sequence": "pack_padded_sequence makes sizes of data, which shards cannot have: call the recurrent net on the "
+    "padded batch, and mask what follows the end of each sequence (torch.where of arange(T) < lengths[:, None])",
+}
+"""Functions of torch by name, with why and what to do instead."""
 
 
 @contextmanager
@@ -66,6 +64,20 @@ def refuse_complex(model: nn.Module) -> None:
             raise CaptureError(
                 f"{name} is {tensor.dtype}: keep it as pairs of real numbers, and call torch.view_as_complex in forward"
             )
+
+
+class Refusals(TorchFunctionMode):
+    """While active, functions of torch that export would fail in, or lose, are one line."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        remedy = REFUSED.get(getattr(func, "__name__", "")) or (func == torch.Tensor.data.__set__ and ASSIGNED)  # type: ignore[attr-defined]
+        if remedy:
+            raise CaptureError(f"{user_line()}: {remedy}")
+        if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()  # export ends the process where .data of a parameter is written
+        return func(*args, **(kwargs or {}))
 
 
 def refuse_random(op: str, node: fx.Node, where: str) -> None:

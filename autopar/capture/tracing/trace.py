@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from io import StringIO
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,18 +16,23 @@ from torch.export import Dim, ExportedProgram, export
 
 from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of, bind_inputs
 from autopar.capture.loops import unroll_loops
-from autopar.capture.returned import take_apart
+from autopar.capture.reads import ReadRecord, call_recorded, refuse_counters
+from autopar.capture.results.returned import take_apart
+from autopar.capture.tracing.data.checks import checks_pass, drop_checks
+from autopar.capture.tracing.data.ctc import CtcLosses
+from autopar.capture.tracing.data.hints import cumulative_statistics, masks_are_not_read, to_the_same_device
+from autopar.capture.tracing.data.indices import ListIndices
+from autopar.capture.tracing.data.known_values import KnownValues
 from autopar.capture.tracing.decompose import decomposed
+from autopar.capture.tracing.derivatives import derivatives_inside
 from autopar.capture.tracing.experts import experts_as_operator
+from autopar.capture.tracing.explain import explain, is_data_dependent
 from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
-from autopar.capture.tracing.guards import custom_functions, numbers_taken, refuse_complex, refuse_hooks
-from autopar.capture.tracing.hints import cumulative_statistics, masks_are_not_read, to_the_same_device
-from autopar.capture.tracing.indices import ListIndices
+from autopar.capture.tracing.guards import Refusals, custom_functions, numbers_taken, refuse_complex, refuse_hooks
 from autopar.capture.tracing.join_layers import join_layers
-from autopar.capture.tracing.known_values import KnownValues
 from autopar.capture.tracing.outline import of_equal_code, outline
-from autopar.errors import CaptureError, OperatorError
+from autopar.errors import CaptureError
 from autopar.ir.interface import Form, Interface
 from autopar.ops.opaque import opaque_modules
 from autopar.runtime.device.autocast import under_autocast
@@ -54,6 +57,10 @@ class Traced:
     """The inputs that gradients flow into."""
     fixed_at: str = ""
     """The line that makes a number of the batch, where it is not symbolic."""
+    checks: tuple[str, ...] = ()
+    """The lines of checks of data that are left out."""
+    derivatives: tuple[str, ...] = ()
+    """The lines that take derivatives in the forward."""
     lengths: Mapping[Any, int] = field(default_factory=dict)
     """Values of the symbols that are no batch (see `symbolic_lengths`)."""
 
@@ -89,13 +96,14 @@ class LossOnly(nn.Module):
         compute_dtype: torch.dtype | None,
         results: Results,
         tell: Callable[[Told], None],
+        note: Callable[[ReadRecord], None],
     ) -> None:
         super().__init__()
         self.module = model
         self.bound = bound
         self.compute_dtype = compute_dtype
         self.results = results
-        self.tell = tell  # export undoes what a forward writes into attributes
+        self.tell, self.note = tell, note  # export undoes what a forward writes into attributes
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
         dtype = self.compute_dtype
@@ -104,7 +112,8 @@ class LossOnly(nn.Module):
         arguments = self.bound.arguments(batch)
         loss_fn = self.results.loss_fn
         target = arguments.pop(TARGET) if loss_fn is not None else None
-        result = self.module(**arguments)
+        result, record = call_recorded(self.module, lambda: self.module(**arguments))
+        self.note(record)
         result = result if loss_fn is None else loss_fn(result, target)
         returned = take_apart(result, self.results.asked, self.results.usual_kind, self.module if loss_fn is None else None)
         self.tell((returned.form, tuple(f"{path}:{kind}" for path, kind in returned.kinds.items()), returned.left_out))
@@ -145,33 +154,15 @@ def trace(
     dtype = getattr(torch, compute_dtype) if compute_dtype else None
     ways = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
     attempts: tuple[tuple[bool, bool], ...] = ways[-1:] if fixed_batch else ways
-    fixed_at, lines = "", list[str]()
+    fixed_at = ""
     for symbolic, short in attempts:
-        told: list[Told] = []
-        clone: LossOnly | None = None
-        known = KnownValues()
+        attempt = _Attempt(model, bound, dtype, allowed, results, open_dims or {}, symbolic, short)
         try:
-            with ExitStack() as stack:
-                fake_copy = stack.enter_context(fake_tensors())
-                clone = LossOnly(fake_copy(model, dtype), bound, dtype, results, told.append)
-                stack.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore")
-                stack.enter_context(quiet_logs())
-                stack.enter_context(custom_functions(allowed))
-                stack.enter_context(flex_as_operations())
-                stack.enter_context(ListIndices())
-                stack.enter_context(known)
-                stack.enter_context(masks_are_not_read())
-                stack.enter_context(to_the_same_device())
-                stack.enter_context(cumulative_statistics())
-                lines = stack.enter_context(numbers_taken())
-                stack.enter_context(opaque_modules(model, clone.module, of_equal_code))
-                stack.enter_context(experts_as_operator(clone.module))
-                if short and not stack.enter_context(outline(clone.module)):
-                    continue
-                stack.enter_context(under_autocast(device_of(model).type, results.autocast))
-                program = export_copy(clone, tensors, batch, symbolic, open_dims or {}, device_of(model))
-            form, paths, left_out = told[-1]
+            program = attempt.export({})
+            if program is None:
+                continue
+            form, paths, left_out = attempt.told[-1]
+            refuse_counters(attempt.export, attempt.records)
             interface = replace(bound.interface, returns=form, left_out=left_out)
             return Traced(
                 program=program,
@@ -182,16 +173,73 @@ def trace(
                 ties=tied_names(model),
                 outputs=paths,
                 interface=interface,
+                checks=tuple(dict.fromkeys(attempt.checks)),
+                derivatives=tuple(attempt.derivatives),
                 differentiable=frozenset(name for name, tensor in tensors.items() if tensor.requires_grad),
             )
         except CaptureError:
             raise
         except Exception as error:
-            fixed_at = fixed_at or next((line for line in lines if ".py:" in line), "")
-            if short or (symbolic and (known.more_at_fixed_sizes or not is_data_dependent(error))):
+            fixed_at = fixed_at or next((line for line in attempt.lines if ".py:" in line), "")
+            if short or (symbolic and (attempt.known.more_at_fixed_sizes or not is_data_dependent(error))):
                 continue
-            raise explain(error, clone.module if clone is not None else model) from None
+            raise explain(error, attempt.clone.module if attempt.clone is not None else model, attempt.derivatives) from None
     raise AssertionError
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One way to export: with a symbolic batch or not, with equal layers outlined (`short`) or not. `told` and `records`: of each
+    run of the forward; `lines`: see `numbers_taken`, `checks`: `checks_pass`, `derivatives`: `derivatives_inside`."""
+
+    model: nn.Module
+    bound: BoundInputs
+    dtype: torch.dtype | None
+    allowed: tuple[str, ...]
+    results: Results
+    open_dims: Mapping[str, tuple[int, ...]]
+    symbolic: bool
+    short: bool
+    told: list[Told] = field(default_factory=list)
+    records: list[ReadRecord] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    checks: list[str] = field(default_factory=list)
+    derivatives: list[str] = field(default_factory=list)
+    known: KnownValues = field(default_factory=KnownValues)
+    clone: LossOnly | None = None
+
+    def export(self, start: Mapping[tuple[str, str], Any]) -> ExportedProgram | None:
+        """The program of a copy with these attributes, by (path, name); None where no layers are equal."""
+        with ExitStack() as stack:
+            fake_copy = stack.enter_context(fake_tensors())
+            copied = fake_copy(self.model, self.dtype)
+            self.clone = clone = LossOnly(
+                copied, self.bound, self.dtype, self.results, self.told.append, self.records.append
+            )  # fmt: skip
+            for (path, name), value in start.items():
+                setattr(copied.get_submodule(path), name, value)
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(quiet_logs())
+            stack.enter_context(custom_functions(self.allowed))
+            stack.enter_context(flex_as_operations())
+            stack.enter_context(ListIndices())
+            stack.enter_context(Refusals())
+            stack.enter_context(self.known)
+            stack.enter_context(CtcLosses())
+            stack.enter_context(masks_are_not_read())
+            stack.enter_context(to_the_same_device())
+            stack.enter_context(cumulative_statistics())
+            self.lines = stack.enter_context(numbers_taken())
+            self.checks = stack.enter_context(checks_pass())
+            self.derivatives = stack.enter_context(derivatives_inside())
+            stack.enter_context(opaque_modules(self.model, clone.module, of_equal_code))
+            stack.enter_context(experts_as_operator(clone.module))
+            if self.short and not stack.enter_context(outline(clone.module)):
+                return None
+            device = device_of(self.model)
+            stack.enter_context(under_autocast(device.type, self.results.autocast))
+            return export_copy(clone, self.bound.tensors, batch_of(self.bound.tensors), self.symbolic, self.open_dims, device)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -225,7 +273,9 @@ def export_copy(
     mark_no_grad(program)
     unroll_loops(program)
     join_layers(program)
-    return decomposed(program)
+    program = decomposed(program)
+    drop_checks(program)
+    return program
 
 
 @contextmanager
@@ -251,51 +301,3 @@ def mark_no_grad(program: ExportedProgram) -> None:
             inner = (each.meta.get("stack_trace") for each in body.graph.nodes) if body is not None else ()
             mark = {NO_GRAD_MARK: next((trace for trace in inner if trace), " ")}
             node.meta["custom"] = {**(node.meta.get("custom") or {}), **mark}
-
-
-def is_data_dependent(error: Exception) -> bool:
-    """Whether a branch or a size depends on data."""
-    text = f"{type(error).__name__} {error}"
-    words = ("DataDependent", "data-dependent", "meta tensors", "on a meta tensor")
-    return any(word in text for word in words)
-
-
-def data_dependent(where: str) -> str:
-    """The message for control flow or sizes that depend on data."""
-    inside = "" if "(module " in where else " (it is the model's own forward: move it into a submodule)"
-    return (
-        f"{where}: control flow or a size depends on the data of a tensor; "
-        "use torch.where, torch.cond or masks instead of if, .item() or boolean indexing (routed experts: call "
-        f"autopar.ops.moe_experts), or leave the smallest submodule around it whole: autopar.opaque(module){inside}"
-    )
-
-
-def frame_names(traceback: TracebackType) -> tuple[str, ...]:
-    """The name of the first argument of the frame's function (``self`` of a method)."""
-    return traceback.tb_frame.f_code.co_varnames[:1]
-
-
-def explain(error: Exception, model: nn.Module) -> CaptureError:
-    """The CaptureError for an error while tracing: one line, with the user's file and line."""
-    where, paths = "", {id(module): path for path, module in model.named_modules() if path}
-    traceback = error.__traceback__
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if not any(part in file for part in ("/torch/", "/autopar/capture/", "/autopar/ops/", "<", "contextlib")):
-            where = f"{file}:{traceback.tb_lineno}"
-            inside = next((paths.get(id(traceback.tb_frame.f_locals.get(name))) for name in frame_names(traceback)), None)
-            where += f" (module {inside})" if inside else ""
-        traceback = traceback.tb_next
-    if match := re.search(r'File "([^"]+)", line (\d+)', str(error)):
-        where = where or f"{match[1]}:{match[2]}"
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if isinstance(error, OperatorError):
-        return CaptureError(f"{where or type(model).__name__}: {error}")
-    if is_data_dependent(error):
-        return CaptureError(data_dependent(where or type(model).__name__))
-    if "same device" in first:
-        return CaptureError(
-            f"{where or type(model).__name__}: a tensor made in forward is on another device than the inputs; "
-            "pass device=x.device, or register it with register_buffer"
-        )
-    return CaptureError(f"{where or type(model).__name__}: the model cannot be captured: {type(error).__name__}: {first[:200]}")

@@ -1,5 +1,5 @@
-"""``autopar calibrate``: measures this machine and writes a cluster file that ``--cluster`` reads. Under torchrun, on any number
-of nodes, each rank that it has started measures, and rank 0 writes."""
+"""``autopar calibrate``: measures this machine, as ``local:N`` or into a cluster file that ``--cluster`` reads. Under torchrun,
+on any number of nodes, each rank that it has started measures, and rank 0 writes."""
 
 from __future__ import annotations
 
@@ -30,37 +30,62 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from autopar.cost_models.calibrate.local_cluster import measure_local
     from autopar.cost_models.calibrate.measure import thorough_effort
 
-    path = Path(arguments.output)
-    if path.suffix not in (".yaml", ".yml"):
+    path = Path(arguments.output) if arguments.output else None
+    if path is not None and path.suffix not in (".yaml", ".yml"):
         raise ClusterError(f"{path} would not be read as a cluster: give it a name that ends in .yaml")
     here = _launched()
     if here is not None:
         if arguments.processes:
             raise ClusterError("--processes is for one machine: under torchrun --nproc-per-node says how many ranks a node has")
+        if path is None:
+            raise ClusterError("a cluster of several nodes needs a file: write -o cluster.yaml")
         return _joined(here, path, arguments.levels, console)
     if arguments.levels:
         raise ClusterError("--levels needs ranks on several nodes: torchrun --nnodes N ... -m autopar calibrate")
-    check_target(path)
+    if path is not None:
+        check_target(path)
     processes = arguments.processes or devices()
     start = time.monotonic()
     console.progress(f"measuring {processes} process{'es' if processes > 1 else ''} of this machine, under a minute")
     with _bar(console) as progress:
         found = measure_local(processes, thorough_effort(), progress)
-    _write(found, path, time.monotonic() - start, console)
+    if path is not None:
+        _write(found, path, time.monotonic() - start, console)
+    else:
+        _keep(found, processes, console)
     return 0
+
+
+def _keep(found: Calibration, processes: int, console: Console) -> None:
+    """As what ``local:N`` means on this machine."""
+    from autopar.cost_models.calibrate.local_cluster import keep_local
+    from autopar.planning import cache_folder
+
+    folder = cache_folder()
+    if folder is None:
+        raise ClusterError("you have no home where measurements are kept: write -o cluster.yaml")
+    path = keep_local(processes, found, folder)
+    _say_unreliable(found, console)
+    _show(found, path, f"local:{processes}", console)
 
 
 def _write(found: Calibration, path: Path, elapsed: float, console: Console) -> None:
     import yaml
 
-    from autopar.cost_models.calibrate.fit import calibration_document, is_reliable
+    from autopar.cost_models.calibrate.fit import calibration_document
     from autopar.cost_models.calibrate.measure import machine_name
 
     source = {"measured": f"{machine_name()}, {date.today().isoformat()}, {elapsed:.0f} s"}
     write_whole(path, yaml.safe_dump(calibration_document(found, source), sort_keys=False, width=128))
+    _say_unreliable(found, console)
+    _show(found, path, str(path), console)
+
+
+def _say_unreliable(found: Calibration, console: Console) -> None:
+    from autopar.cost_models.calibrate.fit import is_reliable
+
     if not is_reliable(found.run):
         console.progress(f"{found.cluster.note} (things took {found.run.slowdown:.1f} times as long as their own processor time)")
-    _show(found, path, console)
 
 
 def _launched() -> JoinedRank | None:
@@ -123,7 +148,7 @@ def _bar(console: Console) -> Iterator[Callable[[str, float], None]]:
         yield lambda what, share: shown.update(task, completed=share, description=what)
 
 
-def _show(found: Calibration, path: Path, console: Console) -> None:
+def _show(found: Calibration, path: Path, name: str, console: Console) -> None:
     cluster, seen = found.cluster, found.run
     rows = [(each.name, f"{each.rate / 1e9:.4g} G/s", seconds(each.seconds)) for each in seen.operations]
     console.table(f"{cluster.device.name}: FLOPs or bytes per second", ("operation", "rate", "one call"), rows)
@@ -136,5 +161,5 @@ def _show(found: Calibration, path: Path, console: Console) -> None:
         console.text("plans are priced by the measured seconds, linear between the sizes; rows over all are predicted by them")
     console.text(f"measuring took {', '.join(f'{took:.0f} s for {what}' for what, took in seen.parts)}")
     console.text(found.cluster.note)
-    console.text(f"written to {path}; plan with\n  autopar plan MODEL --cluster {path}")
+    console.text(f"written to {path}; plan with\n  autopar plan MODEL --cluster {name}")
     console.document({"file": str(path), "slowdown": seen.slowdown, "spread": seen.spread, "cluster": cluster.to_dict()})

@@ -12,7 +12,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     """Exit status 0 where a plan can be made, else 1."""
     from autopar.capture.models import load_model
     from autopar.doctor.examine import examine
-    from autopar.planning import precision_of
+    from autopar.precision import precision_of
 
     console.progress(f"capturing {arguments.model}")
     loaded = load_model(arguments.model, arguments.batch, arguments.seq)

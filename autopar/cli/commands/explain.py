@@ -13,7 +13,15 @@ from autopar.cli.tables.baselines import baseline_table
 from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
-from autopar.explain.ranking import CostRow, collective_rows, operation_rows, other_collectives, other_operations, row_formulas
+from autopar.explain.ranking import (
+    CostRow,
+    collective_rows,
+    offload_rows,
+    operation_rows,
+    other_collectives,
+    other_operations,
+    row_formulas,
+)
 from autopar.explain.reasons import evaluate_changes, parts_of_step, plan_reasons, stage_words
 from autopar.explain.what_if import compare_plans, parse_what_if, plan_what_if
 from autopar.ir.pipeline.stage_variants import without_stage_variants
@@ -60,6 +68,12 @@ def _explain(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Cons
     rows += [(name, "", "", "-", "-", *_share(each, sent)) for name, each in more]
     title = f"The costliest collectives{of_stage}: {seconds(sent)}, overlapped or exposed"
     console.table(title, (*_HEADER[:-1], "of communication"), rows)
+    offloads = offload_rows(graph, breakdown)
+    if offloads:
+        rows = [(each.what, each.where, size(each.full_bytes), each.times, *_share(each.seconds, step)) for each in offloads]
+        header = ("what", "where", "bytes", "times", "a step", "share")
+        exposed = f"{seconds(evaluation.host_stall_seconds)} of saved tensors' copies are exposed"
+        console.table(f"Copies to host memory and back{of_stage}: {exposed}, others run beside the step", header, rows)
     tried = evaluate_changes(graph, candidate, cluster, plan.document.optimizer)
     rows = [
         (c.name, seconds(c.step_seconds), f"{c.step_seconds / step - 1:+.1%}", *_memory(c.peak_memory_bytes, c.fits))
@@ -74,6 +88,7 @@ def _explain(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Cons
             "stage": evaluation.bottleneck,
             "parts": dict(parts),
             **{name: [_json(cost, step) for cost in each] for name, each in ranked.items()},
+            "offloads": [_json(cost, step) for cost in offloads],
             "other_ops": dict(rest),
             "other_collectives": dict(more),
             "changes": [

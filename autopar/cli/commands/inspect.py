@@ -166,5 +166,5 @@ def _program(plan: Plan, console: Console) -> None:
     from autopar.program.build import program_text
 
     text = program_text(plan.graph, plan.candidate)
-    console.text(text)
+    console.code(text)
     console.document({"program": text})

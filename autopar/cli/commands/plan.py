@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from autopar.cli.tables.baselines import baseline_table
 from autopar.cli.tables.experts import expert_rows
 from autopar.cli.tables.stages import stage_table
 from autopar.files import check_target
-from autopar.ir.describe import describe, precision_text
+from autopar.ir.describe import cut_short_text, describe, precision_text
 from autopar.ir.plan_file.document import MeshResult
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ir.units import unit_of
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from autopar.cost_models.hardware.cluster import Cluster
     from autopar.ir.graph import Graph
     from autopar.ir.plan import Precision
+    from autopar.options import PlanOptions
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -46,51 +48,55 @@ def make(
 ) -> tuple[Plan, Any, dict[str, Any] | tuple[Any, ...]]:
     """(plan, model, example inputs) for the planning arguments of a command."""
     from autopar.capture.models import load_model
-    from autopar.cost_models.hardware.cluster import Cluster
-    from autopar.planning import cache_folder
-    from autopar.solve.space.force import parse_force
+    from autopar.planning import cache_folder, cluster_named
 
-    parse_force(arguments.force)  # refused before the model is captured
-    cluster = Cluster.parse(arguments.cluster, cache=cache_folder())
+    options_of(arguments)
+    cluster_named(arguments.cluster)  # what is wrong is said before the model is loaded and the machine is measured
     console.progress(f"capturing {arguments.model}")
     loaded = load_model(arguments.model, arguments.batch, arguments.seq, device=device)
+    cluster = cluster_named(arguments.cluster, cache_folder(), progress=console.progress)
     return plan_of(arguments, console, loaded, cluster), loaded.model, loaded.example_inputs
+
+
+def options_of(arguments: argparse.Namespace) -> PlanOptions:
+    """The options that the planning arguments of a command say. AutoparError where one makes no sense."""
+    from autopar.options import PlanOptions
+
+    options = PlanOptions(
+        batch=arguments.batch,
+        force=arguments.force,
+        optimizer=getattr(arguments, "optimizer", "adamw"),
+        strict=arguments.strict,
+        time_limit_seconds=arguments.time_limit,
+        source=arguments.model,
+        seq=arguments.seq,
+        batch_norm=getattr(arguments, "batch_norm", "global"),
+        expert_load=getattr(arguments, "expert_load", 1.0),
+        memory_margin=arguments.memory_margin,
+        outputs=outputs_of(arguments),
+        batch_dim=getattr(arguments, "batch_dim", None),
+        processes=getattr(arguments, "processes", 1),
+    )
+    return replace(options, force=options.forced)
 
 
 def plan_of(
     arguments: argparse.Namespace, console: Console, loaded: LoadedModel, cluster: Cluster, graph: Graph | None = None
 ) -> Plan:
     """The plan of a loaded model for the planning arguments of a command. `graph`: as it was captured before."""
-    from autopar.planning import make_plan, plan_folder
+    from autopar.planning import plan_folder, plan_with
 
-    return make_plan(
-        loaded.model,
-        cluster,
-        loaded.example_inputs,
-        batch=arguments.batch,
-        precision=precision_asked(arguments, loaded.model),
-        force=arguments.force,
-        optimizer=getattr(arguments, "optimizer", "adamw"),
-        strict=arguments.strict,
-        time_limit_seconds=arguments.time_limit,
-        source=arguments.model,
-        name=loaded.name,
-        seq=arguments.seq or _sequence(loaded.example_inputs),
-        progress=console.progress,
-        cache=None if arguments.no_cache else plan_folder(),
-        batch_norm=getattr(arguments, "batch_norm", "global"),
-        expert_load=getattr(arguments, "expert_load", 1.0),
-        memory_margin=arguments.memory_margin,
-        outputs=outputs_of(arguments),
-        batch_dim=getattr(arguments, "batch_dim", None),
-        graph=graph,
-        processes=getattr(arguments, "processes", 1),
-    )
+    precision, seq = precision_asked(arguments, loaded.model), arguments.seq or _sequence(loaded.example_inputs)
+    options = replace(options_of(arguments), precision=precision, name=loaded.name, seq=seq)
+    kept = None if arguments.no_cache else plan_folder()
+    return plan_with(
+        loaded.model, cluster, loaded.example_inputs, options, progress=console.progress, cache=kept, graph=graph
+    )  # fmt: skip
 
 
 def precision_asked(arguments: argparse.Namespace, model: nn.Module) -> Precision:
     """What ``--dtype`` and ``--reduce-dtype`` ask for."""
-    from autopar.planning import precision_of, with_reduction
+    from autopar.precision import precision_of, with_reduction
 
     return with_reduction(precision_of(arguments.dtype or "float32", model), getattr(arguments, "reduce_dtype", None) or "")
 
@@ -120,8 +126,8 @@ def summary(plan: Plan, console: Console) -> None:
         ("precision", f"{precision_text(plan.candidate.precision)}, {document.optimizer}"),
         ("step", _step(plan)),
         ("memory", _memory(plan)),
-        ("search", f"{document.search.status}, gap {percent(predicted.gap)}, {document.search.candidates} candidates, "
-         f"{document.search.seconds:.1f} s"),
+        ("search", f"{document.search.status}, gap {percent(predicted.gap)}, {document.search.candidates} candidates"),
+        *([("", cut_short_text(document.search.cut_short))] if document.search.cut_short else []),
         ("replicated", ", ".join(f"{axis}: {percent(x)} of FLOPs" for axis, x in document.replicated_share.items()) or "-"),
     ]  # fmt: skip
     if (fastest := document.search.fastest) is not None and predicted.step_seconds:
@@ -137,6 +143,9 @@ def summary(plan: Plan, console: Console) -> None:
     baseline_table(document.baselines, predicted.step_seconds, predicted.peak_memory_bytes, console)
     if document.search.meshes:
         console.table("Candidates", ("mesh", "status", "lower bound", "step", "peak memory"), _candidates(document.search.meshes))
+        for each in _shown(document.search.meshes):
+            if each.status == "NOT TRIED" and each.reason:
+                console.text(f"not tried: {each.mesh}: {each.reason}")
 
 
 def _memory(plan: Plan) -> str:
@@ -150,13 +159,16 @@ def _memory(plan: Plan) -> str:
     return f"{size(peak)} of {size(capacity)} per device at the peak, margin {percent(margin)}: {size(budget)} may be taken{over}"
 
 
-def _candidates(every: Sequence[MeshResult]) -> list[tuple[str, ...]]:
+def _shown(every: Sequence[MeshResult]) -> list[MeshResult]:
     """Candidates with a plan, and of the others those with the smallest lower bounds."""
     solved = [each for each in every if each.step_seconds is not None]
     rest = sorted((each for each in every if each.step_seconds is None), key=lambda each: each.bound_seconds or inf)
+    return [*solved, *rest[: max(3, _ROWS - len(solved))]]
+
+
+def _candidates(every: Sequence[MeshResult]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
-        (m.mesh, m.status, seconds(m.bound_seconds), seconds(m.step_seconds), size(m.peak_memory_bytes))
-        for m in (*solved, *rest[: max(3, _ROWS - len(solved))])
+        (m.mesh, m.status, seconds(m.bound_seconds), seconds(m.step_seconds), size(m.peak_memory_bytes)) for m in _shown(every)
     ]
     more = len(every) - len(rows)
     return [*rows, (f"{more} more", "", "", "", "")] if more else rows

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from autopar.validate.price import Session, price_rows
     from autopar.validate.report import report
     from autopar.validate.rows import bundled_table, read_table
+    from autopar.validate.unseen_releases import unseen_errors, unseen_table
 
     path = Path(arguments.file) if arguments.file is not None else bundled_table()
     rows = read_table(path)
@@ -37,7 +40,16 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     left_out = [(each["id"], each["skipped"]) for each in document["rows"] if each["skipped"]]
     if left_out:
         console.table("Skipped rows", ("row", "why"), left_out)
+    others = Counter(text for each in document["rows"] for text in each["assumed"] if text.startswith("no constants of"))
+    if others:
+        console.table("Rows priced with constants of other software", ("rows", "why"), [(n, text) for text, n in others.items()])
     _summary(document["summary"], document.get("leave_one_source_out"), console)
+    if arguments.file is None:
+        later = unseen_errors(price_rows(read_table(unseen_table()), session=session))
+        document["later_releases"] = [asdict(each) for each in later]
+        rows_of = [(each.kind, each.rows, percent(each.median), percent(each.p90), percent(each.signed)) for each in later]
+        header = ("runs", "rows", "median error", "90th percentile", "median, signed")
+        console.table(f"Later releases, which no constant has seen ({unseen_table().name})", header, rows_of)
     console.document(document)
     return 0
 

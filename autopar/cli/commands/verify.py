@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.cli.commands.plan import outputs_of, plan_of
+from autopar.cli.commands.plan import options_of, outputs_of, plan_of
 from autopar.cli.console import Console
 from autopar.errors import AutoparError, ClusterError, PlanMismatch
 from autopar.ir.describe import describe, precision_text
@@ -42,12 +42,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 def _planned(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subject]:
     """The model is captured and runs on one process before the search, so that what cannot be verified is said first."""
     from autopar.capture.models import load_model
-    from autopar.cost_models.hardware.cluster import Cluster
-    from autopar.planning import cache_folder, precision_of
-    from autopar.solve.space.force import parse_force
+    from autopar.planning import cache_folder, cluster_named
+    from autopar.precision import precision_of
 
-    parse_force(arguments.force)
-    cluster = Cluster.parse(arguments.cluster, cache=cache_folder())
+    options_of(arguments)
+    cluster_named(arguments.cluster)
     console.progress(f"capturing {arguments.model}")
     loaded = load_model(arguments.model, arguments.batch, arguments.seq, device="cpu")
     chosen = precision_of(arguments.dtype or "float32", loaded.model)
@@ -60,6 +59,7 @@ def _planned(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Sub
     whole.source, whole.sizes = arguments.model, (arguments.batch, arguments.seq)
     console.progress("running the model on one process")
     run_reference(whole)
+    cluster = cluster_named(arguments.cluster, cache_folder(), progress=console.progress)
     return plan_of(arguments, console, loaded, cluster, whole.graph), whole
 
 
@@ -68,7 +68,7 @@ def _given(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subje
     from autopar.api import check_plan
     from autopar.capture.models import load_model
     from autopar.capture.normalize.batch_norm import LOCAL
-    from autopar.capture.returned import asked_loss
+    from autopar.capture.results.returned import asked_loss
     from autopar.cost_models.hardware.cluster import Cluster
 
     plan = load_plan(arguments.plan)

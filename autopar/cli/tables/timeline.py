@@ -15,11 +15,14 @@ def timeline(plan: Plan, console: Console) -> None:
     """One line for each pipeline rank: forwards and backwards, without the optimizer and the last gradient reductions on the data
     axis. PlanError where the file does not describe the cluster."""
     from autopar.cost_models.breakdown.pipeline_timeline import pipeline_timeline
+    from autopar.cost_models.step.evaluate import evaluate
 
     cluster = cluster_of(plan)
     if cluster is None:
         raise PlanError("the plan does not describe its cluster, so that there are no times: plan again with --cluster")
     found = pipeline_timeline(plan.graph, plan.candidate, cluster, plan.document.optimizer)
+    step = evaluate(plan.graph, plan.candidate, cluster, plan.document.optimizer)
+    last = step.stages[step.bottleneck]
     ranks, micro_batches = found.ranks, plan.candidate.micro_batches
 
     margin = len(f"rank {len(ranks) - 1} ")
@@ -27,6 +30,10 @@ def timeline(plan: Plan, console: Console) -> None:
     console.text(
         f"{found.schedule}, {micro_batches} micro-batches on {len(ranks)} pipeline ranks: {seconds(found.makespan_seconds)}, "
         f"bubble {percent(found.bubble_share)}"
+    )
+    console.text(
+        f"The whole step takes {seconds(step.step_seconds)}: stage {step.bottleneck}, which ends last, then reduces gradients "
+        f"for {seconds(last.tail_seconds)} and updates its weights for {seconds(last.optimizer_seconds)}"
     )
     for number, line in enumerate(drawing.lines):
         console.text(f"rank {number} ".ljust(margin) + f"|{line}|")
@@ -43,6 +50,9 @@ def timeline(plan: Plan, console: Console) -> None:
             "schedule": found.schedule,
             "micro_batches": micro_batches,
             "makespan_seconds": found.makespan_seconds,
+            "tail_seconds": last.tail_seconds,
+            "optimizer_seconds": last.optimizer_seconds,
+            "step_seconds": step.step_seconds,
             "bubble_share": found.bubble_share,
             "ranks": [
                 {

@@ -172,14 +172,15 @@ class Baseline(msgspec.Struct, frozen=True):
 
 
 class MeshResult(msgspec.Struct, frozen=True):
-    """What the search found at one point of its grid. `bound_seconds` is a lower bound of every plan there (None: none fits)."""
+    """What the search found at one point of its grid. `bound_seconds` is a lower bound of every plan there (None: none fits),
+    `reason` says why there is none."""
 
     mesh: str
     status: str
     bound_seconds: float | None = None
     step_seconds: float | None = None
     peak_memory_bytes: int | None = None
-    seconds: float = 0.0
+    reason: str = ""
 
 
 class FastestInfo(msgspec.Struct, frozen=True):
@@ -188,11 +189,14 @@ class FastestInfo(msgspec.Struct, frozen=True):
 
 
 class SearchInfo(msgspec.Struct, frozen=True):
-    seconds: float = 0.0
+    """The same question has the same file: how long the search took does not stand here. `cut_short` says what ended the search
+    before its own limits, which are counts, did (its time limit, Ctrl-C): then another machine may find another plan."""
+
     candidates: int = 0
     status: str = ""
     meshes: tuple[MeshResult, ...] = ()
     fastest: FastestInfo | None = None
+    cut_short: str = ""
 
 
 class ValueDoc(msgspec.Struct, frozen=True):

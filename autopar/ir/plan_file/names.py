@@ -44,6 +44,7 @@ def check_names(document: PlanDocument) -> None:
     _all(_ACTIONS, "the text of a schedule", [document.schedule.actions], longest=10_000_000)
     _all(_NAME, "the name of a value", document.schedule.repeated)
     _all(_LINE, "one line", (document.model.name, document.model.source, document.cluster.name, document.optimizer))
+    _all(_LINE, "one line", [document.search.cut_short])
     if document.search.fastest is not None:
         _all(_LINE, "one line", [document.search.fastest.plan])
     for block in document.blocks:

@@ -33,6 +33,7 @@ from autopar.ir.plan_file.document import (
 )
 from autopar.ir.plan_file.fingerprint import checksum, graph_fingerprint
 from autopar.ir.plan_file.names import check_names
+from autopar.ir.plan_file.verify_graph import verify_graph
 from autopar.ir.verify import verify_candidate
 
 PLAN_AGAIN = "plan the model again with `autopar plan MODEL --cluster CLUSTER -o plan.json`"
@@ -97,6 +98,7 @@ def assemble_plan(
 ) -> Plan:
     """The plan of a graph, a candidate and what is reported beside them. PlanError where the candidate does not fit the graph, so
     that nothing invalid is ever written."""
+    verify_graph(graph)
     verify_candidate(graph, candidate, cluster.devices)
     blocks, ops = encode_blocks(graph, candidate)
     document = PlanDocument(
@@ -168,6 +170,7 @@ def decode_plan(text: str | bytes, name: str = "plan") -> Plan:
 def _verify(document: PlanDocument, graph: Graph, candidate: Candidate, name: str) -> None:
     batch = document.batch
     try:
+        verify_graph(graph)
         verify_candidate(graph, candidate, document.cluster.devices)
     except PlanError as error:
         raise PlanError(f"{name} does not fit together: {error}") from None

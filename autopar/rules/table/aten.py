@@ -32,6 +32,7 @@ LINES = {
     "ap.cross_entropy_sum": "...+ v+, ...+ -> ()",
     "ap.count_valid": "...+ -> ()",
     "aten.one_hot": "... -> ... c!",
+    "ap.ctc_losses": "t! b c!, b u!, b, b -> b",
     "ap.expert_capacity": "... t! k! -> ... t! k!",
 }
 

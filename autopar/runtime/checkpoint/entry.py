@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ..device.groups import control_group
 from ..errors import CheckpointProblem
 from ..state.materialize import State
 from ..state.plain_model import PlainModel
@@ -28,14 +29,18 @@ class ParallelModel(Protocol):
     state: State
     plain: PlainModel | None
     checkpoints: Checkpoints
+    plan: Any
+    program_digest: str
 
     def reseed(self, seed: int) -> None: ...
 
 
 class Checkpoints:
-    """The save that goes on, the memory that it writes from, and the groups of all ranks, which are made at first use."""
+    """The save that goes on, the memory that it writes from, and the groups of all ranks, which are made at first use. `last`:
+    the checkpoint that was saved or loaded last, from which this training goes on."""
 
     pending: PendingSave | None = None
+    last: Path | None = None
     control: dist.ProcessGroup | None = None
     writing: dist.ProcessGroup | None = None
 
@@ -45,7 +50,7 @@ class Checkpoints:
     def rounds(self, describe: Callable[[int], str]) -> Rounds:
         """For the main thread. All ranks call it together."""
         if self.control is None and dist.get_world_size() > 1:
-            self.control = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+            self.control = control_group()
         return Rounds(self.control, describe)
 
     def writing_rounds(self, describe: Callable[[int], str]) -> Rounds:
@@ -59,6 +64,13 @@ class Checkpoints:
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.wait()
+            self.last = pending.path
+
+
+def _plan_words(parallel: ParallelModel) -> str:
+    """The plan in words, and what tells two apart that have the same ones."""
+    words = parallel.plan.describe() if parallel.plan is not None else "an exported program"
+    return f"{words} (program {parallel.program_digest[:8]})"
 
 
 def save_parallel(
@@ -75,11 +87,15 @@ def save_parallel(
     check_step(step, keep)
     checkpoints, describe = parallel.checkpoints, parallel.state.mesh.describe
     checkpoints.wait()
-    held = held_by_parallel(parallel.state, parallel.plain, parallel.reseed)
+    held = held_by_parallel(parallel.state, parallel.plain, parallel.reseed, _plan_words(parallel))
     rounds = checkpoints.rounds(describe)
-    collected = collect(held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step, extra=extra)
+    collected = collect(
+        held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step, extra=extra, before=checkpoints.last
+    )
     if not asynchronous:
-        return PendingSave(lambda: write(collected, rounds, step=step, axes=held.axes, keep=keep), False)
+        done = PendingSave(lambda: write(collected, rounds, step=step, axes=held.axes, keep=keep), False)
+        checkpoints.last = done.path
+        return done
     later, own = collected._replace(tensors=checkpoints.copies.of(collected.tensors)), checkpoints.writing_rounds(describe)
     work = lambda: write(later, own, step=step, axes=held.axes, keep=keep)  # noqa: E731
     checkpoints.pending = PendingSave(work, True, speaks=own.rank == 0)
@@ -97,9 +113,11 @@ def load_parallel(
     if step is not None:
         check_step(step, None)
     parallel.checkpoints.wait()
-    held = held_by_parallel(parallel.state, parallel.plain, parallel.reseed)
+    held = held_by_parallel(parallel.state, parallel.plain, parallel.reseed, _plan_words(parallel))
     rounds = parallel.checkpoints.rounds(parallel.state.mesh.describe)
-    return load(held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step)
+    loaded = load(held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step)
+    parallel.checkpoints.last = loaded.path if loaded is not None else None
+    return loaded
 
 
 def load_checkpoint(

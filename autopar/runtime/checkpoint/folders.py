@@ -4,14 +4,17 @@ or has no manifest, was never finished."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
 from pathlib import Path
 
 from ..errors import CheckpointProblem
+from .branch import Branch, newest_first, read_branch
 from .manifest import MANIFEST
 
+LOGGER = logging.getLogger("autopar")
 _NAME = re.compile(r"step_([0-9]{8,18})(\.old)?")
 _ASIDE = re.compile(r"step_[0-9]{8,18}\.tmp")
 
@@ -22,20 +25,23 @@ def folder_name(step: int) -> str:
 
 
 def candidates(folder: Path, step: int | None = None) -> list[Path]:
-    """The finished checkpoints, newest first; of one `step` where that is given. `folder` may be a checkpoint itself."""
+    """The finished checkpoints, of one `step` where that is given: the one that was written last, then those that its training
+    came by, then others, each newest first. `folder` may be a checkpoint itself."""
     if (folder / MANIFEST).is_file():
         return [folder]
-    found: list[tuple[int, bool, Path]] = []
+    found: dict[Path, tuple[int, bool]] = {}
     with contextlib.suppress(FileNotFoundError):
         for path in folder.iterdir():
             match = _NAME.fullmatch(path.name)
             if match and path.is_dir() and step in (None, int(match[1])):
-                found.append((int(match[1]), match[2] is None, path))
-    return [path for _, _, path in sorted(found, key=lambda each: each[:2], reverse=True)]
+                found[path] = (int(match[1]), match[2] is None)
+    return newest_first(found)
 
 
 def begin(folder: Path, step: int) -> Path:
     """A new folder to write into; what earlier processes left unfinished is removed."""
+    if not folder.is_dir() and folder.exists():
+        raise CheckpointProblem(f"{folder} is a file: name a folder for checkpoints")
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _ASIDE.fullmatch(path.name):
@@ -59,10 +65,17 @@ def finish(aside: Path, step: int) -> Path:
     return target
 
 
-def keep_newest(folder: Path, keep: int, newest: Path) -> None:
-    """Removes all but `keep` checkpoints: `newest`, and those of the highest steps."""
-    for path in [path for path in candidates(folder) if path != newest][keep - 1 :]:
+def keep_newest(folder: Path, keep: int, newest: Path) -> list[Path]:
+    """Removes all but `keep` checkpoints: `newest`, and of the whole ones what stands first in `candidates`. Returns those that a
+    training had left which went back to an earlier one: nobody would expect that they are gone."""
+    line = (read_branch(newest) or Branch()).ancestors
+    others = sorted((path for path in candidates(folder) if path != newest), key=lambda path: read_branch(path) is None)
+    gone = others[keep - 1 :]
+    left = [path for path in gone if (own := read_branch(path) or Branch()).number and own.number not in line]
+    for path in gone:
         remove(path)
+        LOGGER.info("removed %s: the %d newest checkpoints are kept", path, keep)
+    return left
 
 
 def remove(path: Path) -> None:

@@ -23,7 +23,7 @@ class HeldState:
     """The state of this rank, by the original names. `others`: whole tensors of the model that its program does not read.
     `extra`: entries of its state dict that are no tensors of its own. `writes`: whether this rank's stage is the one that saves
     a parameter or buffer. `on_all_stages`: the value of each stage. `load_others` takes over `others` and `extra`; `reseed`
-    restarts the random streams of the program."""
+    restarts the random streams of the program. `plan`: its plan in words and a digest, where it has one."""
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
@@ -36,6 +36,7 @@ class HeldState:
     mesh: MeshHandle | None = None
     axes: Mapping[str, int] = field(default_factory=dict)
     reseed: Callable[[int], None] = lambda seed: None
+    plan: str = ""
 
     @property
     def seed(self) -> int | None:
@@ -49,7 +50,7 @@ class HeldState:
         return {f"model.{name}": tensor.detach() for name, tensor in every.items()}
 
 
-def held_by_parallel(state: State, plain: PlainModel | None, reseed: Callable[[int], None]) -> HeldState:
+def held_by_parallel(state: State, plain: PlainModel | None, reseed: Callable[[int], None], plan: str = "") -> HeldState:
     """Of a parallel model: the shards of this rank."""
     mesh, specs, saved = state.mesh, state.index.specs, set(plain.names.values()) if plain is not None else None
 
@@ -76,6 +77,7 @@ def held_by_parallel(state: State, plain: PlainModel | None, reseed: Callable[[i
         mesh=mesh,
         axes={**mesh.pipeline_axes, **mesh.launched_axes},
         reseed=reseed,
+        plan=plan,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.optim import Optimizer
 
-from ..errors import CheckpointProblem, DamagedCheckpoint
+from ..errors import CheckpointProblem, DamagedCheckpoint, one_line
 from . import folders, objects
 from .held import HeldState, names_by_group
 from .manifest import MANIFEST, OBJECTS, Manifest
@@ -136,7 +136,18 @@ def _take(held: HeldState, rounds: Rounds, verified: Verified, optimizers: Seque
         if described["class"] != type(optimizer).__name__ and rounds.rank == 0:
             LOGGER.warning("%s has the state of %s, and is loaded into %s", path, described["class"], type(optimizer).__name__)
     rounds.raise_together(attempt(lambda: _set_random_state(held, rounds, found["random"])))
+    if rounds.rank == 0:
+        _compare_plans(found.get("plan"), held.plan, manifest.processes == rounds.size, path)
     return LoadedCheckpoint(manifest.step, found["extra"], path)
+
+
+def _compare_plans(saved: object, own: str, same_world: bool, path: Path) -> None:
+    """A warning where as many processes have another plan than those that saved: dropout draws other numbers."""
+    if same_world and own and isinstance(saved, str) and saved not in ("", own):
+        LOGGER.warning(
+            "%s was saved by as many processes under another plan, %s; now it is %s: keep one with plan.save(path) and plan=path",
+            path, one_line(saved[:300]), own,
+        )  # fmt: skip
 
 
 def _checked_model(held: HeldState, manifest: Manifest, path: Path) -> dict[str, torch.Tensor]:

@@ -23,6 +23,8 @@ _FILE_NAME = re.compile(r"rank_[0-9]{5,9}\.safetensors|objects\.pt")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _BEGIN, _MIDDLE, _END = b'{"sha256": "', b'", "manifest": ', b"}\n"
 _MOST = 2**62
+MOST_ANCESTORS = 64
+"""Of the list of a checkpoint's ancestors, and more than any tensor has dimensions."""
 
 
 class Chunk(NamedTuple):
@@ -48,7 +50,7 @@ class StoredTensor(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint consists of. `axes`: the mesh that wrote it."""
+    """What a checkpoint consists of. `axes`: the mesh that wrote it. `number`, `ancestors`: see `branch`."""
 
     step: int
     processes: int
@@ -56,6 +58,8 @@ class Manifest(NamedTuple):
     torch: str
     files: dict[str, FileEntry]
     tensors: dict[str, StoredTensor]
+    number: int = 0
+    ancestors: tuple[int, ...] = ()
 
     def to_bytes(self) -> bytes:
         """As JSON, with the checksum of what follows it."""
@@ -106,7 +110,9 @@ def _read(content: bytes, where: object) -> Manifest:
         axes = {name: _number(size) for name, size in _mapping(value["axes"]).items()}
         names = list(files)
         tensors = {name: _tensor(each, names) for name, each in _mapping(value["tensors"]).items()}
-        found = Manifest(_number(value["step"]), _number(value["processes"]), axes, str(value["torch"])[:100], files, tensors)
+        branch = _number(value.get("number", 0)), _numbers(value.get("ancestors", []))
+        words = _number(value["step"]), _number(value["processes"]), axes, str(value["torch"])[:100]
+        found = Manifest(*words, files, tensors, *branch)
         _check(found)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         refuse(f"is damaged ({type(error).__name__}: {str(error)[:200]})")
@@ -130,7 +136,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > 64:
+    if not isinstance(value, list) or len(value) > MOST_ANCESTORS:
         raise ValueError("no list of sizes")
     return tuple(_number(each) for each in value)
 

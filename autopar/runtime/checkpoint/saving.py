@@ -21,6 +21,7 @@ from ..device.mesh import UNFINISHED
 from ..device.rng import seed_stream
 from ..errors import CheckpointProblem, one_line
 from . import folders, objects
+from .branch import next_branch
 from .held import HeldState
 from .manifest import MANIFEST, OBJECTS, Chunk, Manifest, StoredTensor
 from .optimizer_state import describe, merged
@@ -34,13 +35,14 @@ LOGGER = logging.getLogger("autopar")
 
 class Collected(NamedTuple):
     """What a rank has to write: named tensors, of which `items` says the parts, into the folder `aside`; and on rank 0 the
-    objects and where each tensor's parts are."""
+    objects, where each tensor's parts are, and after which checkpoint this one comes."""
 
     aside: Path
     items: Sequence[WriteItem]
     tensors: Sequence[torch.Tensor]
     objects: bytes
     metadata: Metadata | None
+    before: Path | None = None
 
 
 class PendingSave:
@@ -94,9 +96,10 @@ def collect(
     *,
     step: int,
     extra: Mapping[str, Any] | None,
+    before: Path | None = None,
 ) -> Collected:
-    """The first half of a save, which reads the state and writes nothing but an empty folder. All ranks call it together;
-    CheckpointProblem on all of them."""
+    """The first half of a save, which reads the state and writes nothing but an empty folder. `before`: the checkpoint
+    that was saved or loaded last. All ranks call it together; CheckpointProblem on all of them."""
     described: Any = attempt(lambda: [describe(held, each, index) for index, each in enumerate(optimizers)])
     rounds.raise_together(described)
     every = [merged(held.on_all_stages(each)) for each, _ in described]
@@ -112,7 +115,7 @@ def collect(
     first: Any = None
     if rounds.rank == 0:
         random = RandomState.of_all([each for _, _, each in told], held.seed, held.axes).to_dict()
-        kept = {"extra": extra, "model_extra": dict(held.extra), "optimizers": every, "random": random}
+        kept = {"extra": extra, "model_extra": dict(held.extra), "optimizers": every, "random": random, "plan": held.plan}
         first = attempt(lambda: _prepare(rounds, planner, told, folder, step, kept))
     shares = [first] * rounds.size if isinstance(first, Failed) else [(first[0], plan) for plan in first[1]] if first else []
     share = rounds.scatter(shares)
@@ -120,7 +123,7 @@ def collect(
         raise CheckpointProblem(share.text)
     plan = planner.finish_plan(share[1])
     parts: list[torch.Tensor] = [planner.resolve_data(item) for item in plan.items]  # type: ignore[misc]
-    return Collected(share[0], plan.items, parts, first[3] if first else b"", first[2] if first else None)
+    return Collected(share[0], plan.items, parts, first[3] if first else b"", first[2] if first else None, before)
 
 
 def _local_plan(planner: DefaultSavePlanner) -> SavePlan:
@@ -203,11 +206,16 @@ def _finish(collected: Collected, told: Sequence[Any], step: int, axes: Mapping[
         assert isinstance(each, TensorStorageMetadata)
         chunks = tuple(Chunk(tuple(c.offsets), tuple(c.sizes), *places[name, c.offsets]) for c in each.chunks)
         tensors[name] = StoredTensor(dtype_name(each.properties.dtype), tuple(each.size), chunks)
-    manifest = Manifest(step, len(told), dict(axes), str(torch.__version__), files, tensors)
+    folder = collected.aside.parent
+    branch = next_branch(folders.candidates(folder), collected.before, folder)
+    manifest = Manifest(step, len(told), dict(axes), str(torch.__version__), files, tensors, *branch)
     write_bytes(collected.aside / MANIFEST, manifest.to_bytes())
     path = folders.finish(collected.aside, step)
     if keep is not None:
         failed = attempt(lambda: folders.keep_newest(path.parent, keep, path))
         if isinstance(failed, Failed):
             LOGGER.warning("cannot remove an old checkpoint of %s: %s", path.parent, failed.text)
+        elif failed:
+            names = ", ".join(each.name for each in failed)
+            LOGGER.warning("removed %s of %s, which this training had left: keep=%d are kept", names, path.parent, keep)
     return path

@@ -23,21 +23,23 @@ class KeyValueStore(Protocol):
 
 
 class Beat(NamedTuple):
-    """What a rank writes to the store: `number` counts its beats, `entries` the watched sections that it entered."""
+    """What a rank writes to the store: `number` counts its beats, `entries` the watched sections that it entered,
+    `backwards` the backwards that it began."""
 
     number: int
     entries: int
     state: str
     host: str
     where: str
+    backwards: int = 0
 
     def encoded(self) -> str:
         return "\t".join(str(field).replace("\t", " ") for field in self)
 
     @staticmethod
     def parse(text: bytes) -> Beat:
-        number, entries, state, host, where = text.decode().split("\t")
-        return Beat(int(number), int(entries), state, host, where)
+        number, entries, state, host, where, backwards = text.decode().split("\t")
+        return Beat(int(number), int(entries), state, host, where, int(backwards))
 
 
 ALIVE, ENDED, ENDED_INSIDE = "alive", "ended", "ended inside"
@@ -46,10 +48,16 @@ ALIVE, ENDED, ENDED_INSIDE = "alive", "ended", "ended inside"
 
 @dataclass
 class Seen:
-    """The last beat of a rank, and when it was new."""
+    """The last beat of a rank, when it was new, and since when the rank has neither entered a section nor begun a backward."""
 
     beat: Beat
     since: float
+    unmoved_since: float
+
+    def next(self, beat: Beat, now: float) -> Seen:
+        """With a newer beat."""
+        moved = (beat.entries, beat.backwards) != (self.beat.entries, self.beat.backwards)
+        return Seen(beat, now, now if moved else self.unmoved_since)
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..compat import at_end_of_backward, in_backward, own_store, translate_backward_errors
+from ..device.mesh import STARTED
 from ..errors import PeerProblem, RuntimeProblem
 from .beats import is_communication_error, own_cause
 from .ending import NEVER, uncaught, watch_the_end
@@ -38,6 +40,7 @@ class Heartbeat(PeerWatch):
     def start(self) -> None:
         """Starts the threads. An exception that ends this process, or a backward, is told to the other ranks from now on."""
         _ALL.add(self)
+        STARTED.add(self)
         _tell_uncaught_exceptions()
         _tell_failed_backwards()
         watch_the_end(self.patience_seconds, _problem_by)
@@ -79,6 +82,7 @@ class Heartbeat(PeerWatch):
         """The backward of `loss` is watched, from its first node until its gradients are delivered."""
 
         def begin(*_: Any) -> None:
+            self.backwards += 1
             self._enter(lambda: "backward")
             # Callbacks run in the order of their registration: one that is registered by another comes after FSDP2's and the
             # buckets', which wait for their collectives.
@@ -169,13 +173,27 @@ def _tell_uncaught_exceptions() -> None:
         return
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
+        if kind is KeyboardInterrupt and (own := _interrupted()):
+            print(own, file=sys.stderr, flush=True)
+        else:
+            before(kind, error, trace)
         uncaught()
         for heartbeat in list(_ALL):
             heartbeat.process_failed(error)
 
     tell.autopar = True  # type: ignore[attr-defined]
     sys.excepthook = tell
+
+
+def _interrupted() -> str:
+    """One line for Ctrl-C, which every rank gets: their tracebacks together are a page. A second Ctrl-C, or the launcher's, does
+    not interrupt what is done at the end. Empty where no heartbeat runs."""
+    heartbeat = next((each for each in list(_ALL) if each.process == os.getpid()), None)
+    if heartbeat is None:
+        return ""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return f"{heartbeat.describe(heartbeat.rank)}: interrupted {heartbeat.where}"
 
 
 @cache

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from ..device.groups import shared_group
 from ..device.mesh import MeshHandle
 
 
@@ -51,18 +52,21 @@ class PointToPoint:
     pending_sends: list[PendingSend] = field(default_factory=list)
 
     @classmethod
-    def connect(cls, mesh: MeshHandle, chunk_stages: Sequence[int]) -> PointToPoint:
-        """Connects the stages of consecutive model chunks. All ranks must call."""
+    def connect(cls, mesh: MeshHandle, chunk_stages: Sequence[int], *, overlapping: bool = False) -> PointToPoint:
+        """Connects the stages of consecutive model chunks. All ranks must call. `overlapping`: messages are in flight between two
+        calls, where another model may send its own."""
         pairs = {pair for pair in zip(chunk_stages, chunk_stages[1:], strict=False) if pair[0] != pair[1]}
         pairs |= {(after, before) for before, after in pairs}
         if not pairs:
             return cls(mesh)
         if mesh.device.type != "cuda":
-            return cls(mesh, {pair: mesh.group(mesh.pp.name) for pair in pairs})
+            whole = _own_pipeline_group(mesh) if overlapping else mesh.group(mesh.pp.name)
+            return cls(mesh, dict.fromkeys(pairs, whole))
         groups = {}
         for source, target in sorted(pairs):
             for ranks in mesh.pipeline_groups:
-                group = dist.new_group([ranks[source], ranks[target]])
+                ends = [ranks[source], ranks[target]]
+                group = dist.new_group(ends) if overlapping else shared_group(f"stage {source} to {target}", ends)
                 if dist.get_rank() in ranks and mesh.pp.coordinate in (source, target):
                     groups[source, target] = group
         p2p = cls(mesh, groups)
@@ -108,6 +112,11 @@ class PointToPoint:
             for work in sent.works:
                 work.wait()
         self.pending_sends = []
+
+
+def _own_pipeline_group(mesh: MeshHandle) -> dist.ProcessGroup:
+    groups: list[tuple[list[int], dist.ProcessGroup]] = [(ranks, dist.new_group(ranks)) for ranks in mesh.pipeline_groups]
+    return next(group for ranks, group in groups if dist.get_rank() in ranks)
 
 
 def _posted(work: dist.Work | None) -> dist.Work:

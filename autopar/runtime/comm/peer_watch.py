@@ -38,7 +38,7 @@ class PeerWatch:
         self.watched_ranks = [(rank + step) % size for step in range(1, min(size - 1, WATCHED_RANKS) + 1)]
         self.seen: dict[int, Seen] = {}
         self.step = 0
-        self.entries = 0
+        self.entries = self.backwards = 0
         self.doing: Callable[[], str] | None = None
         """What the main thread does in a watched section; None between them."""
         self.entered = 0.0
@@ -94,7 +94,7 @@ class PeerWatch:
             state = ALIVE if not stopped else ENDED if self.doing is None else ENDED_INSIDE
             self.asking_since = time.monotonic()
             try:
-                beat = Beat(count, self.entries, state, self.host, self.where)
+                beat = Beat(count, self.entries, state, self.host, self.where, self.backwards)
                 self.store.set(f"{self.prefix}/beat/{self.rank}", beat.encoded())
                 if not stopped and self.problem is None:
                     self._read_peers()
@@ -124,7 +124,7 @@ class PeerWatch:
                 continue  # it may still be importing, or building its model
             beat = Beat.parse(self.store.get(key))
             if known is None or known.beat.number != beat.number:
-                self.seen[rank] = known = Seen(beat, now)
+                self.seen[rank] = known = Seen(beat, now, now) if known is None else known.next(beat, now)
             if message := self._why_lost(rank, known, now):
                 self._set_problem(self._report("failure", message))
                 return
@@ -144,7 +144,7 @@ class PeerWatch:
         name = f"{self.describe(rank)} on {beat.host}"
         if beat.state == ALIVE:
             if now - seen.since <= self.silence_seconds:
-                return ""
+                return self._why_apart(name, seen, now)
             return (
                 f"{name} has not answered for {now - seen.since:.0f} s, last seen {beat.where}: its process died or is "
                 f"stopped; {ADVICE}"
@@ -153,6 +153,18 @@ class PeerWatch:
         if self.doing is None or not (beat.state == ENDED_INSIDE or beat.entries < self.entries or self.suspicious):
             return ""
         return f"{name} ended its process {beat.where}, others wait for it {self.where}: {ADVICE}"
+
+    def _why_apart(self, name: str, seen: Seen, now: float) -> str:
+        """Why a rank that lives and this one wait for each other; empty where they do not. All ranks go through the same sections
+        and backwards in the same order: one that is further in sections and behind in backwards has left a backward out."""
+        beat, silence = seen.beat, self.silence_seconds
+        if self.doing is None or now - self.entered <= silence or now - seen.unmoved_since <= silence:
+            return ""
+        further, began = beat.entries - self.entries, beat.backwards - self.backwards
+        if further * began >= 0:
+            return ""
+        who, where = (name, beat.where) if further > 0 else (f"{self.describe(self.rank)} on {self.host}", self.where)
+        return f"{who} has left out a backward that other ranks run, and is {where}: call backward on all ranks, or on none"
 
     def _set_problem(self, message: str, entry: int | None = None) -> None:
         with self.lock:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import prod
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..compat import group_name
 from ..errors import LaunchProblem
 from .axis import AxisHandle, shares_of
+from .groups import shared_mesh
 from .offload import HostMemory
 from .rendezvous import JOIN_SECONDS, Meeting, meet
 from .rng import seed_stream
@@ -66,7 +70,7 @@ class MeshHandle:
     def _meshes(self, axes: dict[str, int]) -> tuple[DeviceMesh, DeviceMesh]:
         """The mesh of all stages, and that of this rank's stage."""
         sizes = self.pipeline_axes | axes
-        whole = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        whole = shared_mesh(self.device.type, sizes)
         return whole, whole[tuple(axes)] if self.pipeline_axes else whole
 
     def group_state(self, group_size: int) -> None:
@@ -177,20 +181,35 @@ UNFINISHED: set[Unfinished] = set()
 """What `shut_down` waits for: checkpoints that are being written, or could not be written and nobody was told."""
 
 
-def shut_down() -> None:
-    """Ends this process with exit status 0 when all ranks are done; the last line of a script. CheckpointProblem on all ranks
-    where the last checkpoint could not be written.
+class Started(Protocol):
+    """Threads that watch the other ranks. `close`: until they have ended."""
 
-    It skips the interpreter's shutdown: CPython 3.11 unwinds threads that wait for the interpreter, and a thread of gloo that is
-    just then freeing the tensors of the last collective aborts (seen twice, on a loaded machine).
+    def close(self) -> None: ...
+
+
+STARTED: WeakSet[Started] = WeakSet()
+"""What `shut_down` ends: heartbeats, which would take ranks that end one after the other for dead."""
+
+_SETTLING_SECONDS = 0.1
+
+
+def shut_down() -> None:
+    """Ends what was started, when all ranks are done: waits for checkpoints that are being written, then for all ranks, and
+    leaves the process group. What comes after it runs, on each rank alone. CheckpointProblem on all ranks where the last
+    checkpoint could not be written. In a ``finally`` it does nothing while an exception is on its way: nobody is waited for then.
     """
+    if sys.exc_info()[0] is not None or not dist.is_initialized():
+        return
     for each in list(UNFINISHED):
         each.wait()
     dist.barrier()
+    for started in list(STARTED):
+        started.close()
     dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    # A thread of gloo that still frees the tensors of the last collective waits for the interpreter, and CPython 3.11 aborts
+    # where that ends meanwhile (seen twice, on a loaded machine): the main thread leaves it to them for a while.
+    gc.collect()
+    time.sleep(_SETTLING_SECONDS)
 
 
 def join_process_group(

@@ -147,6 +147,11 @@ def shard_key(mesh: SeedSource, sharded_axes: Iterable[str]) -> int:
     return key % (1 << 62)
 
 
+def named_key(seed: int, name: str) -> int:
+    """The key of the stream of a name: the same on all ranks."""
+    return (seed * 65_537 + _number(name)) % (1 << 62)
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention_dropout(
     q: torch.Tensor,

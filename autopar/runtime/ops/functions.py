@@ -35,6 +35,19 @@ def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0)
     return torch.histc(x.double(), bins, low, high).to(x.dtype)
 
 
+def ctc_losses(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> torch.Tensor:
+    """Of each example its loss ``[B]``: ``log_probs [T, B, C]``, ``targets [B, U]`` padded at their ends, lengths ``[B]``."""
+    given = (_full_precision(log_probs), targets.contiguous(), input_lengths, target_lengths)
+    return F.ctc_loss(*given, blank, reduction="none", zero_infinity=zero_infinity)
+
+
 def count_valid(target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
     """How many targets are not `ignore_index`, a float32 scalar."""
     return (target != ignore_index).sum().float()

@@ -37,7 +37,7 @@ class Executor:
 
     def __init__(self, program: PipelineProgram, reductions: GradientReductions, p2p: PointToPoint | None = None) -> None:
         self.program, self.reductions = program, reductions
-        self.p2p = p2p or PointToPoint.connect(program.mesh, program.chunk_stages)
+        self.p2p = p2p or PointToPoint.connect(program.mesh, program.chunk_stages, overlapping=program.weight_versions > 1)
         self.chunks = {chunk.position: chunk for chunk in program.own_chunks}
         self.last_backward = {action.chunk: action for action in program.actions if action.kind in BACKWARD}
         self.split_backwards = {(action.chunk, action.micro_batch) for action in program.actions if action.kind == "I"}

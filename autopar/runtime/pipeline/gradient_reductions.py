@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..compat import clear_forward_order, finish_backward, reduce_gradients
+from ..device.groups import shared_group
 from ..module import BlockModule
 from ..state.fsdp import set_backward_prefetch
 from ..state.gradient_buckets import GradientBuckets, accumulate_gradient
@@ -160,7 +161,7 @@ def _tied(program: PipelineProgram, state: State) -> list[tuple[nn.Parameter, di
     for stages in sorted(set(shared.values())):
         for pipeline in mesh.pipeline_groups:
             members = [pipeline[stage] for stage in stages]
-            group = dist.new_group(members)
+            group = shared_group("tied gradients", members)
             if dist.get_rank() in members:
                 groups[stages] = group
     return [(state.parameters[name], groups[stages]) for name, stages in shared.items() if stages in groups]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..comm.heartbeat import Heartbeat, watched
-from ..compat import over_local, whole
+from ..compat import local_of, over_local, whole
 from ..device.mesh import MeshHandle
 from ..errors import RuntimeProblem
 
@@ -36,6 +36,23 @@ class StageGradients:
         self.mesh, self.holders, self.every_stage_trains = mesh, holders, every_stage_trains
         self.parameters: weakref.WeakValueDictionary[str, nn.Parameter] = weakref.WeakValueDictionary()
         self.heartbeat: Heartbeat | None = None
+
+    def name_of(self, value: DTensor) -> str:
+        """The parameter that `value` is, or has the data of, or is the gradient of; empty where it is none."""
+        stage, name = (value.stage, value.parameter_name) if isinstance(value, Gradient) else place_of(value)
+        if stage is self:
+            return name
+        start = local_of(value).data_ptr() if local_of(value).numel() else -1
+        for name, parameter in self.parameters.items():
+            for each in (parameter, parameter.grad):
+                if isinstance(each, DTensor) and local_of(each).data_ptr() == start:
+                    return name
+        return ""
+
+    def shared_like(self, value: torch.Tensor) -> str:
+        """A parameter of this shape that several stages have; empty where there is none."""
+        shared = (name for name, p in self.parameters.items() if len(self.holders[name]) > 1 and p.shape == value.shape)
+        return next(shared, "")
 
     def total_norm(self, norms: torch.Tensor, names: tuple[str, ...], order: float) -> torch.Tensor:
         """The norm of the norms of all gradients of all stages, those of parameters on several stages counted once."""
@@ -124,13 +141,13 @@ def local_gradient(canonical: nn.Parameter, local: torch.Tensor) -> Gradient:
     """The gradient of a canonical parameter whose part on this rank is `local`."""
     assert isinstance(canonical, DTensor)
     out: Gradient = over_local(Gradient, canonical, local)
-    out.stage, out.parameter_name = getattr(canonical, "autopar_place", (None, ""))
+    out.stage, out.parameter_name = place_of(canonical)
     return out
 
 
 def gradient_of(canonical: nn.Parameter, value: DTensor) -> Gradient:
     """`value` as the gradient of a canonical parameter, see `own`."""
-    return as_gradient(value, *getattr(canonical, "autopar_place", (None, "")))
+    return as_gradient(value, *place_of(canonical))
 
 
 def own(canonical: nn.Parameter, stage: StageGradients | None, name: str) -> None:
@@ -144,6 +161,19 @@ def own(canonical: nn.Parameter, stage: StageGradients | None, name: str) -> Non
     wrap.autopar = True  # type: ignore[attr-defined]
     if canonical.requires_grad:
         canonical.register_post_accumulate_grad_hook(wrap)
+
+
+def place_of(parameter: torch.Tensor) -> tuple[StageGradients | None, str]:
+    """The stage and the name of a canonical parameter; (None, "") of any other tensor."""
+    place: tuple[StageGradients | None, str] = getattr(parameter, "autopar_place", (None, ""))
+    return place
+
+
+def stand_in(device: torch.device, stage: StageGradients | None) -> nn.Parameter:
+    """A parameter without elements for an optimizer of a stage that has none of those that it trains; a matrix, as Muon wants."""
+    parameter = nn.Parameter(torch.empty(0, 0, device=device))
+    own(parameter, stage, "")
+    return parameter
 
 
 def hooked(parameter: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@ the canonical parameters (the user's DTensors)."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -132,8 +133,16 @@ class GradientBuckets:
             return
         bucket = GradientBucket(members, self.dtype)
         self.buckets.append(bucket)
+        # Autograd holds hooks in C++, where Python's collector sees no cycle: parameter, hook, bucket, parameter would live on.
+        me, its = weakref.ref(self), weakref.ref(bucket)
+
+        def arrived(parameter: torch.Tensor) -> None:
+            buckets, bucket = me(), its()
+            if buckets is not None and bucket is not None:
+                buckets._arrived(bucket, parameter)
+
         for parameter in members:
-            parameter.register_post_accumulate_grad_hook(lambda parameter: self._arrived(bucket, parameter))
+            parameter.register_post_accumulate_grad_hook(arrived)
 
     def _arrived(self, bucket: GradientBucket, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)

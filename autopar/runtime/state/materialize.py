@@ -93,8 +93,21 @@ class State:
             for name, buffer in self.buffers.items():
                 buffer.copy_(_checked_weight(source, name, self.specs[name]))
             for name, parameter in self.parameters.items():
-                shard = model_shard(_checked_weight(source, name, self.specs[name]), self.specs[name].placements, self.mesh)
-                _local(parameter).copy_(zero_shard(shard, self.zero_dims[name], self.mesh))
+                _local(parameter).copy_(self.local_part(name, _checked_weight(source, name, self.specs[name])))
+
+    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a full tensor that is placed like the parameter."""
+        return zero_shard(model_shard(full, self.specs[name].placements, self.mesh), self.zero_dims[name], self.mesh)
+
+    def holds(self, name: str, full: torch.Tensor) -> bool:
+        """Whether this rank's part of a tensor is that of `full`; so are those of tensors that are on other stages."""
+        if name in self.buffers:
+            own, value = self.buffers[name], full
+        elif name in self.parameters:
+            own, value = _local(self.parameters[name]), self.local_part(name, full)
+        else:
+            return True
+        return torch.equal(own, value.to(own.device, own.dtype))
 
     def sync_copies(self) -> None:
         """Called before a step: second copies get the values of the first."""

@@ -28,30 +28,30 @@ class _Tensor(NamedTuple):
 
 class _Described(NamedTuple):
     """What one stage's optimizer has: names by group, options of the groups, state by name (`_Tensor` for what is sharded), and
-    whether all of the stage's parameters train."""
+    whether those are all of the stage's parameters."""
 
     groups: list[list[str]]
     options: list[dict[str, Any]]
     state: dict[str, dict[str, Any]]
-    all_train: bool
+    covers_all: bool
 
 
 def full_optimizer_state(state: State, optimizer: Optimizer, order: Sequence[str]) -> dict[str, Any]:
-    """`order` are the names of the plain model's parameters. An optimizer with one group gets all of them, one with several
-    groups those that it has. All ranks call it."""
+    """`order` are the names of the plain model's parameters. An optimizer of all parameters in one group gets
+    all of them, any other one those that it has. All ranks call it."""
     mine = _names_by_group(state, optimizer)
     by_name = _by_name(state, optimizer)
     described = _Described(
         mine,
         [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
         {name: {key: _described(name, value) for key, value in values.items()} for name, values in by_name.items()},
-        all(parameter.requires_grad for parameter in state.parameters.values()),
+        {name for group in mine for name in group} >= state.parameters.keys(),
     )
     stages = _on_all_stages(state, described)
     if len({len(each.groups) for each in stages}) > 1:
         raise StateProblem("the optimizers of the stages have different numbers of groups: give all of them the same groups")
     every = [sorted({n for each in stages for n in each.groups[index]}, key=order.index) for index in range(len(mine))]
-    if len(every) == 1 and all(each.all_train for each in stages):
+    if len(every) == 1 and all(each.covers_all for each in stages):
         every = [list(order)]
     numbers = {name: number for number, name in enumerate(name for group in every for name in group)}
     found: dict[int, dict[str, Any]] = {}

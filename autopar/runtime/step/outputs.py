@@ -229,8 +229,10 @@ def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any], pat
         return outputs[rest[0]]
     if kind == "constant":
         return rest[0]
-    parts = enumerate(rest[0]) if kind in ("tuple", "list") else rest[-1]
-    fields = {str(key): build_result(each, loss, outputs, f"{path}.{key}" if path else str(key)) for key, each in parts}
+    parts: Any = enumerate(rest[0]) if kind in ("tuple", "list") else rest[-1]
+    fields: dict[Any, Any] = {
+        key: build_result(each, loss, outputs, f"{path}.{key}" if path else str(key)) for key, each in parts
+    }
     if kind in ("tuple", "list"):
         return tuple(fields.values()) if kind == "tuple" else list(fields.values())
     return fields if kind == "dict" else _made(_class(rest[0]), fields)

@@ -3,7 +3,6 @@ its rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf
@@ -226,16 +225,18 @@ def _shares(task: Task) -> list[tuple[int, ...]]:
 
 
 def search_rules(
-    task: Task, best: float, order: Order, bound: float, more_time: Callable[[], bool], seed: int = 0
-) -> tuple[float, Order]:
-    """The best order of rules that are changed one by one, at random, while there is time."""
+    task: Task, best: float, order: Order, bound: float, rounds: int, seed: int = 0
+) -> tuple[float, Order]:  # fmt: skip
+    """The best order of rules that are changed one by one, at random, so many times."""
     random = Random(seed)
     tried = [(*simulate_rules(task, rules), rules) for rules in initial_rules(task)]
     pool = [(seconds, rules) for seconds, _, rules in sorted(tried, key=lambda each: each[0])[:_POOL]]
     found, made, _ = min(tried, key=lambda each: each[0])
     if found < best:
         best, order = found, made
-    while more_time() and best > bound * (1 + 1e-9):
+    for _ in range(rounds):
+        if best <= bound * (1 + 1e-9):
+            break
         place = min(random.randrange(len(pool)), random.randrange(len(pool)))
         seconds, rules = pool[place]
         for _ in range(random.choice((1, 1, 1, 2, 3))):

@@ -18,7 +18,7 @@ from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.linear_model import add, total
 from autopar.solve.ilp.partition import may_partition, partition_terms
 from autopar.solve.ilp.recompute import add_storages
-from autopar.solve.ilp.solver import solve, solve_large
+from autopar.solve.ilp.solver import most_nodes, solve, solve_large
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable, NodeStrategy, PricedConversions, Problem
 
@@ -172,7 +172,7 @@ def _at_memory_price(fixed: Problem, price: float) -> dict[str, BlockPlan] | Non
         form.model.minimise(recompute)
         form.model.minimise(saved)
         form.model.minimise(total((price * forward / needed, partition_terms(form, storages)[0])))
-    outcome = solve(form.model, time_limit_seconds=2.0, relative_gap=1e-3)
+    outcome = solve(form.model, relative_gap=1e-3, nodes=most_nodes(form.model))
     if not outcome.values:
         return None
     return {plan.block: plan for plan in decode(form, outcome.values).blocks}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from time import monotonic
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
@@ -27,7 +26,7 @@ from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import solve
+from autopar.solve.ilp.solver import most_nodes, solve
 from autopar.solve.space.grid import GROUP, GridPoint, devices_per_node, grid_points, micro_batch_counts
 from autopar.solve.space.meshes import divisors
 from autopar.solve.space.micro_batching import why_one_micro_batch
@@ -39,7 +38,7 @@ _MESHES = 4
 """Meshes that are solved, with one model axis at most (two where the second is forced)."""
 
 
-OfPipelines = Callable[[Graph, Cluster, SearchOptions, Registry, Callable[[], float]], MeshSolution | None]
+OfPipelines = Callable[[Graph, Cluster, SearchOptions, Registry], MeshSolution | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +61,18 @@ class MemoryPlan:
 
 
 class MinimumMemory:
-    """Minimum-memory plans of several problems; placements that do not depend on the cluster are cached. `until` is when to end,
-    by `time.monotonic`. `of_pipelines` solves for them (`pipeline.least_memory`); without it they have fixed plans alone."""
+    """Minimum-memory plans of several problems; placements that do not depend on the cluster are cached. At most `most_solved`
+    of them are solved by an integer program. `of_pipelines` solves for them (`pipeline.least_memory`); without it they have fixed
+    plans alone."""
 
-    def __init__(self, registry: Registry, until: float, of_pipelines: OfPipelines | None = None) -> None:
-        self.registry, self.until, self.of_pipelines = registry, until, of_pipelines
+    def __init__(self, registry: Registry, most_solved: float, of_pipelines: OfPipelines | None = None) -> None:
+        self.registry, self.left, self.of_pipelines = registry, most_solved, of_pipelines
         self._placed: dict[tuple[str, int], BlockPlacements | None] = {}
-
-    def out_of_time(self) -> bool:
-        """Whether `until` has passed."""
-        return monotonic() > self.until
 
     def fitting_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions, exact: bool = True) -> MemoryPlan | None:
         """Some plan that fits, or None."""
         found = self.fixed_plan(graph, cluster, options)
-        if (found is None or found.shortage_bytes) and exact and not self.out_of_time():
+        if (found is None or found.shortage_bytes) and exact and self.left > 0:
             found = self.solved_plan(graph, cluster, options)
         return found if found is not None and not found.shortage_bytes else None
 
@@ -139,7 +135,7 @@ class MinimumMemory:
         tables = ProblemTables(graph, cluster, options, self.registry)
         best: MemoryPlan | None = None
         for point in _least_memory_points(points, options):
-            if self.out_of_time() or (best is not None and not best.shortage_bytes):
+            if self.left <= 0 or (best is not None and not best.shortage_bytes):
                 break
             found = self._least_excess(tables, point)
             if found is not None and (best is None or found.shortage_bytes < best.shortage_bytes):
@@ -149,7 +145,8 @@ class MinimumMemory:
     def _pipeline(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> MemoryPlan | None:
         if self.of_pipelines is None or options.pins:
             return None
-        found = self.of_pipelines(graph, cluster, options, self.registry, lambda: self.until - monotonic())
+        self.left -= 1
+        found = self.of_pipelines(graph, cluster, options, self.registry)
         if found is None or found.candidate is None or found.evaluation is None:
             return None
         return MemoryPlan(found.candidate, found.evaluation, found.graph)
@@ -158,8 +155,8 @@ class MinimumMemory:
         problem = tables.problem(point)
         form = formulate(problem, recompute=True)
         add_memory_constraint(form, minimise_excess=True)
-        left = max(0.1, self.until - monotonic())
-        outcome = solve(form.model, time_limit_seconds=left, relative_gap=0.01)
+        self.left -= 1
+        outcome = solve(form.model, relative_gap=0.01, nodes=most_nodes(form.model))
         if not outcome.values:
             return None
         candidate = decode(form, outcome.values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from time import monotonic
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import evaluate
@@ -63,7 +62,6 @@ def fixed_candidate(
 
 def price_configuration(graph: Graph, cluster: Cluster, fixed: FixedConfiguration, registry: Registry) -> PlanResult:
     """The configuration as the only plan. Where it does not fit, its status is INFEASIBLE: it can be inspected."""
-    began = monotonic()
     candidate = fixed_candidate(graph, cluster, fixed, registry=registry)
     evaluation = evaluate(graph, candidate, cluster, fixed.optimizer)
     status = Status.OPTIMAL if evaluation.fits else Status.INFEASIBLE
@@ -84,5 +82,4 @@ def price_configuration(graph: Graph, cluster: Cluster, fixed: FixedConfiguratio
         lower_bound_seconds=evaluation.step_seconds,
         gap=0.0,
         solutions=(solution,),
-        seconds=monotonic() - began,
     )

@@ -35,8 +35,8 @@ _REPEATS = 1e-6
 @dataclass(slots=True)
 class MeshSolution:
     """What is known of one point of the grid. `bound_seconds` is below every plan on it; `shortage_bytes` is the least that an
-    infeasible one lacks on each device, `refusal` why its plan does not obey a forced degree. `graph` is that of the
-    candidate, where its blocks differ by pipeline stage."""
+    infeasible one lacks on each device, `refusal` why its plan does not obey a forced degree, `reason` why it was not solved.
+    `graph` is that of the candidate, where its blocks differ by pipeline stage."""
 
     mesh: Mesh
     status: Status = Status.TIMEOUT
@@ -46,10 +46,10 @@ class MeshSolution:
     evaluation: Evaluation | None = None
     variables: int = 0
     constraints: int = 0
-    seconds: float = 0.0
     shortage_bytes: float = 0.0
     warnings: list[str] = field(default_factory=list)
     refusal: str = ""
+    reason: str = ""
     micro_batches: int = 1
     zero_group: int = 0
     stages: int = 1
@@ -74,6 +74,15 @@ class MeshSolution:
         """Whether there is a plan that fits."""
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
 
+    def leave(self, best_seconds: float, min_improvement: float, reason: str) -> None:
+        """Leave it unsolved beside a plan of `best_seconds`: pruned where its bound says that nothing on it is faster by
+        `min_improvement`, else not tried, for the `reason`."""
+        if self.bound_seconds >= best_seconds * (1 - min_improvement):
+            self.status = Status.PRUNED
+        else:
+            room = 1 - self.bound_seconds / best_seconds
+            self.status, self.reason = Status.NOT_TRIED, f"{reason}; its bound leaves room for {100 * room:.2g} % less"
+
     @property
     def step_seconds(self) -> float | None:
         return self.evaluation.step_seconds if self.evaluation is not None and self.solved else None
@@ -95,7 +104,6 @@ class MeshSolver:
 
     def solve_without_memory(self, time_limit_seconds: float) -> None:
         """Without the memory constraint: a lower bound, and the optimum where that plan fits."""
-        began = monotonic()
         form = formulate(self.problem, self.sharded_axes)
         self.result.variables, self.result.constraints = form.model.variables, form.model.constraints
         outcome = self._outcome(form, time_limit_seconds)
@@ -104,12 +112,11 @@ class MeshSolver:
             self._accept(form, outcome)
         else:
             self.result.status = outcome.status
-        self.result.seconds += monotonic() - began
 
-    def solve_with_memory(self, time_limit_seconds: float, cutoff_seconds: float = inf) -> None:
+    def solve_with_memory(self, time_limit_seconds: float, cutoff_seconds: float = inf, iterations: float = inf) -> None:
         """With the memory constraint: placements, state sharding, what is saved, recomputed and offloaded, jointly. With a
         smaller capacity again where the solution does not fit by the evaluator. PRUNED where every plan of a large problem takes
-        longer than `cutoff_seconds`."""
+        longer than `cutoff_seconds`. A large problem ends with its best plan after so many `iterations` of the simplex method."""
         began = monotonic()
         margin = 0.0
         for attempt in range(_TRIES):
@@ -117,26 +124,24 @@ class MeshSolver:
             self.result.variables, self.result.constraints = form.model.variables, form.model.constraints
             left = time_limit_seconds - (monotonic() - began)
             cutoff = inf if form.penalties else cutoff_seconds / form.second_unit
-            outcome = self._outcome(form, left, cutoff)
+            outcome = self._outcome(form, left, cutoff, iterations)
+            iterations -= outcome.iterations
             if attempt == 0:
                 self.result.bound_seconds = max(self.result.bound_seconds, self._seconds(form, outcome, outcome.bound))
             if not outcome.values:
                 self.result.status = outcome.status
                 break
             self._accept(form, outcome)
-            if self.result.solved or self.result.refusal or left <= 0:
+            if self.result.solved or self.result.refusal or left <= 0 or iterations <= 0:
                 break
             assert self.result.evaluation is not None
             margin += 1.02 * (self.result.evaluation.peak_memory_bytes - self.problem.cluster.device.budget_bytes)
-        self.result.seconds += monotonic() - began
 
-    def relax_with_memory(self, time_limit_seconds: float) -> float | None:
+    def relax_with_memory(self, time_limit_seconds: float, iterations: int | None = None) -> float | None:
         """Seconds below every plan that fits: the linear relaxation of `solve_with_memory`. Infinite where nothing fits, None
-        where time ends."""
-        began = monotonic()
+        where the time or so many `iterations` of the simplex method end."""
         form = self._formulate_with_memory(0.0)
-        outcome = solve(form.model, relaxed=True, time_limit_seconds=time_limit_seconds)
-        self.result.seconds += monotonic() - began
+        outcome = solve(form.model, relaxed=True, time_limit_seconds=time_limit_seconds, iterations=iterations)
         if outcome.status is Status.INFEASIBLE:
             return inf
         if outcome.status is not Status.OPTIMAL:
@@ -144,11 +149,14 @@ class MeshSolver:
         self.result.bound_seconds = max(self.result.bound_seconds, self._seconds(form, outcome, outcome.bound))
         return self.result.bound_seconds
 
-    def _outcome(self, form: Formulation, time_limit_seconds: float, cutoff: float = inf) -> Outcome:
+    def _outcome(self, form: Formulation, time_limit_seconds: float, cutoff: float = inf, iterations: float = inf) -> Outcome:
         """Where repeated FLOPs of a forced axis are cheaper than to shard them in spite of their price (small operations on slow
         links), they are forbidden, and the program is solved again; the first outcome stays where nothing obeys that."""
         began = monotonic()
-        outcome = solve_large(form.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap, cutoff=cutoff)
+        outcome = solve_large(
+            form.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap, cutoff=cutoff,
+            iterations=iterations,
+        )  # fmt: skip
         if not outcome.values or all(outcome.values[slack] <= _REPEATS for slack in form.penalties):
             return outcome
         for slack in form.penalties:
@@ -162,18 +170,15 @@ class MeshSolver:
         add_memory_constraint(form, margin_bytes)
         return form
 
-    def shortage_bytes(self, time_limit_seconds: float) -> float:
+    def shortage_bytes(self, time_limit_seconds: float | None = None) -> float:
         """Bytes that each device lacks at least (linear relaxation), whatever is recomputed or offloaded; 0 where a plan may
         fit."""
-        began = monotonic()
         unavoidable = unavoidable_shortage_bytes(self.problem)
         if unavoidable > 0:
-            self.result.seconds += monotonic() - began
             return unavoidable
         form = formulate(self.problem, recompute=True)
         add_memory_constraint(form, minimise_excess=True)
         outcome = solve(form.model, relaxed=True, time_limit_seconds=time_limit_seconds)
-        self.result.seconds += monotonic() - began
         return max(0.0, outcome.objective) * form.byte_unit if outcome.values else 0.0
 
     def has_useless_axis(self) -> bool:

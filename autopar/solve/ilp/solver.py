@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TypeVar
 
 from autopar.solve.ilp.linear_model import LinearModel
-from autopar.solve.ilp.solver_call import SolverName, SolverResult, call_solver
+from autopar.solve.ilp.solver_call import Limits, SolverName, SolverResult, call_solver
 
 T = TypeVar("T")
 
@@ -27,29 +27,32 @@ _LARGE_GAP = 1e-3
 _MAX_NODES = 40
 """Nodes of the branching at most."""
 
-_FULL_SOLVE_SECONDS = 3.0
-"""Time limit of a node that is solved with all its binaries."""
+_NODE_VARIABLES = 300_000
+"""Nodes of an integer program times its variables at most: some seconds, whatever its size."""
 
 
 class Status(StrEnum):
     """`FEASIBLE`: the solution is not proven optimal. `TIMEOUT`: time ended without a solution. `PRUNED`: not solved, since its
-    bound is above a known plan."""
+    bound is above a known plan. `NOT_TRIED`: not solved, although its bound leaves room for a better plan."""
 
     OPTIMAL = "OPTIMAL"
     FEASIBLE = "FEASIBLE"
     TIMEOUT = "TIMEOUT"
     INFEASIBLE = "INFEASIBLE"
     PRUNED = "PRUNED"
+    NOT_TRIED = "NOT TRIED"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`values` per variable (empty without a solution); `objective` of them; `bound` below every solution."""
+    """`values` per variable (empty without a solution); `objective` of them; `bound` below every solution; `iterations` of the
+    simplex method that it took."""
 
     status: Status
     values: tuple[float, ...]
     objective: float
     bound: float
+    iterations: int = 0
 
 
 def solve(
@@ -59,11 +62,14 @@ def solve(
     time_limit_seconds: float | None = None,
     relative_gap: float = 1e-6,
     relaxed: bool = False,
+    iterations: int | None = None,
+    nodes: int | None = None,
 ) -> Outcome:
-    """Minimises. `relaxed` drops integrality: the root LP."""
+    """Minimises. `relaxed` drops integrality: the root LP. Limits: see `solver_call.Limits`."""
+    limits = Limits(iterations, nodes, time_limit_seconds)
 
     def call(name: SolverName) -> SolverResult | None:
-        return _interruptible(partial(call_solver, model, name, relaxed, time_limit_seconds, relative_gap))
+        return _interruptible(partial(call_solver, model, name, relaxed, limits, relative_gap))
 
     found = call(solver)
     if found is None and solver == "highs":
@@ -71,11 +77,16 @@ def solve(
     if found is None:
         return Outcome(Status.TIMEOUT, (), float("inf"), -float("inf"))
     if found.infeasible:
-        return Outcome(Status.INFEASIBLE, (), float("inf"), float("inf"))
+        return Outcome(Status.INFEASIBLE, (), float("inf"), float("inf"), found.iterations)
     if found.values is None:
-        return Outcome(Status.TIMEOUT, (), float("inf"), found.bound)
+        return Outcome(Status.TIMEOUT, (), float("inf"), found.bound, found.iterations)
     status = Status.OPTIMAL if found.optimal else Status.FEASIBLE
-    return Outcome(status, found.values, found.objective, min(found.bound, found.objective))
+    return Outcome(status, found.values, found.objective, min(found.bound, found.objective), found.iterations)
+
+
+def most_nodes(model: LinearModel) -> int:
+    """The nodes of branch and bound after which an integer program of this size ends with the best solution so far."""
+    return max(1, _NODE_VARIABLES // max(1, model.variables))
 
 
 def _interruptible(call: Callable[[], T]) -> T:
@@ -99,16 +110,20 @@ def _interruptible(call: Callable[[], T]) -> T:
     return found
 
 
-def solve_large(model: LinearModel, *, time_limit_seconds: float, relative_gap: float, cutoff: float = float("inf")) -> Outcome:
-    """As `solve`. Where the model is large, by branching on its `branching_groups` alone: at each node the linear relaxation,
-    which is a lower bound, and where it mixes none of these groups, the integer problem without the binaries that are zero in the
-    relaxation, which takes a tenth of the time. The bound remains that of the relaxations. Nodes whose relaxation is above
-    `cutoff` are not looked into: PRUNED where that leaves nothing. The model is unchanged afterwards."""
+def solve_large(
+    model: LinearModel, *, time_limit_seconds: float, relative_gap: float, cutoff: float = float("inf"),
+    iterations: float = float("inf"),
+) -> Outcome:  # fmt: skip
+    """As `solve`, with `most_nodes`. Where the model is large, by branching on its `branching_groups` alone: at each node the
+    linear relaxation, which is a lower bound, and where it mixes none of these groups, the integer problem without the binaries
+    that are zero in the relaxation, which takes a tenth of the time. The bound remains that of the relaxations. Nodes whose
+    relaxation is above `cutoff` are not looked into: PRUNED where that leaves nothing. No node begins after so many `iterations`.
+    The model is unchanged afterwards."""
     if model.variables < _LARGE_MODEL:
-        return solve(model, time_limit_seconds=time_limit_seconds, relative_gap=relative_gap)
+        return solve(model, time_limit_seconds=time_limit_seconds, relative_gap=relative_gap, nodes=most_nodes(model))
     upper = model.upper
     try:
-        return _Branching(model, monotonic() + time_limit_seconds, max(relative_gap, _LARGE_GAP), cutoff).run()
+        return _Branching(model, monotonic() + time_limit_seconds, iterations, max(relative_gap, _LARGE_GAP), cutoff).run()
     finally:
         model.upper = upper
 
@@ -116,8 +131,9 @@ def solve_large(model: LinearModel, *, time_limit_seconds: float, relative_gap: 
 class _Branching:
     """Branch and bound, best bound first. A node is the set of columns that are fixed at zero (`out`)."""
 
-    def __init__(self, model: LinearModel, end: float, gap: float, cutoff: float) -> None:
-        self.model, self.end, self.gap, self.cutoff = model, end, gap, cutoff
+    def __init__(self, model: LinearModel, end: float, iterations: float, gap: float, cutoff: float) -> None:
+        self.model, self.end, self.iterations, self.gap, self.cutoff = model, end, iterations, gap, cutoff
+        self.used = 0  # iterations
         self.upper = list(model.upper)
         self.best = Outcome(Status.INFEASIBLE, (), float("inf"), float("inf"))
         self.open: list[tuple[float, int, frozenset[int]]] = []
@@ -126,7 +142,7 @@ class _Branching:
     def run(self) -> Outcome:
         self.open.append((-float("inf"), 0, frozenset()))
         rounds = 0
-        while self.open and rounds < _MAX_NODES and monotonic() < self.end:
+        while self.open and rounds < _MAX_NODES and self.used < self.iterations and monotonic() < self.end:
             bound, _, out = heappop(self.open)
             if self._within_gap(bound):
                 self.closed.append(bound)
@@ -136,10 +152,11 @@ class _Branching:
         bound = min([self.best.objective, *self.closed, *(bound for bound, _, _ in self.open)])
         if not self.best.values:
             if bound > self.cutoff and not self.open:
-                return Outcome(Status.PRUNED, (), float("inf"), bound)
-            return Outcome(Status.TIMEOUT if self.open or self.closed else Status.INFEASIBLE, (), float("inf"), bound)
+                return Outcome(Status.PRUNED, (), float("inf"), bound, self.used)
+            status = Status.TIMEOUT if self.open or self.closed else Status.INFEASIBLE
+            return Outcome(status, (), float("inf"), bound, self.used)
         near = self.best.objective - bound <= self.gap * abs(self.best.objective)
-        return Outcome(Status.OPTIMAL if near else Status.FEASIBLE, self.best.values, self.best.objective, bound)
+        return Outcome(Status.OPTIMAL if near else Status.FEASIBLE, self.best.values, self.best.objective, bound, self.used)
 
     def _within_gap(self, bound: float) -> bool:
         return bool(self.best.values) and self.best.objective - bound <= self.gap * abs(self.best.objective)
@@ -148,8 +165,12 @@ class _Branching:
         self.model.upper = list(self.upper)
         for column in out:
             self.model.upper[column] = 0.0
-        left = self.end - monotonic()
-        return solve(self.model, relaxed=relaxed, time_limit_seconds=left, relative_gap=self.gap / 10)
+        outcome = solve(
+            self.model, relaxed=relaxed, time_limit_seconds=self.end - monotonic(), relative_gap=self.gap / 10,
+            nodes=most_nodes(self.model),
+        )  # fmt: skip
+        self.used += outcome.iterations
+        return outcome
 
     def _node(self, out: frozenset[int], number: int) -> None:
         root = self._solve(out, True)
@@ -189,23 +210,19 @@ class _Branching:
             chosen = max(group, key=lambda column: values[column])
             far.update(column for column in group if column != chosen)
         unused = {column for group in self.model.strategy_groups for column in group if values[column] < 1e-7}
-        if not self._solve_shortly({*out, *far, *unused}).values:
-            self._solve_shortly({*out, *far})
+        if not self._solve_wholly({*out, *far, *unused}).values:
+            self._solve_wholly({*out, *far})
 
     def _dive(self, out: frozenset[int], values: Sequence[float]) -> None:
         """A solution with the relaxation's choice in every branching group, over all other binaries."""
-        self._solve_shortly(
-            {*out, *(column for group in self.model.branching_groups for column in group if values[column] < 0.5)}
-        )
+        self._solve_wholly({*out, *(column for group in self.model.branching_groups for column in group if values[column] < 0.5)})
 
     def _solve_fully(self, out: frozenset[int], bound: float) -> float:
         """Solves with all binaries, where those of the relaxation give no solution. Returns the bound of the node."""
-        return max(bound, self._solve_shortly(out).bound)
+        return max(bound, self._solve_wholly(out).bound)
 
-    def _solve_shortly(self, out: Iterable[int]) -> Outcome:
-        end, self.end = self.end, min(self.end, monotonic() + _FULL_SOLVE_SECONDS)
+    def _solve_wholly(self, out: Iterable[int]) -> Outcome:
         found = self._solve(out, False)
-        self.end = end
         self._offer(found)
         return found
 

@@ -23,31 +23,50 @@ _KINDS = {"highs": "SOLVER_TYPE_HIGHS", "scip": "SOLVER_TYPE_GSCIP", "glop": "SO
 _ONE_THREAD = {"threads": 1}
 """HiGHS takes half of the cores otherwise, in threads that a forked copy of this process has not and would wait for."""
 
+_LONGEST_SECONDS = 1e6
+"""A protocol buffer of a duration takes no infinity."""
+
 _INFEASIBLE = (result_pb2.TERMINATION_REASON_INFEASIBLE, result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED)
 
 
 @dataclass(frozen=True, slots=True)
 class SolverResult:
-    """`values` per variable, None without a feasible solution; `objective` of them; `bound` below every solution."""
+    """`values` per variable, None without a feasible solution; `objective` of them; `bound` below every solution; `iterations` of
+    the simplex method in all its linear programs."""
 
     infeasible: bool
     optimal: bool
     values: tuple[float, ...] | None
     objective: float
     bound: float
+    iterations: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where a solver ends without an optimum: by counts, which are the same on every machine, of the simplex `iterations` of a
+    linear relaxation and the `nodes` of an integer program (None: no limit), and by the user's time limit."""
+
+    iterations: int | None = None
+    nodes: int | None = None
+    time_limit_seconds: float | None = None
 
 
 def call_solver(
-    model: LinearModel, solver: SolverName, relaxed: bool, time_limit_seconds: float | None, relative_gap: float
-) -> SolverResult | None:
+    model: LinearModel, solver: SolverName, relaxed: bool, limits: Limits, relative_gap: float
+) -> SolverResult | None:  # fmt: skip
     """Minimises; `relaxed` drops integrality. None where the solver gave up for numerical reasons (HiGHS' model status
     "unknown", which OR-tools reports as an error)."""
     parameters = parameters_pb2.SolveParametersProto()
     parameters.highs.int_options.update(_ONE_THREAD)
-    if time_limit_seconds is not None:
-        parameters.time_limit.FromTimedelta(timedelta(seconds=max(0.05, time_limit_seconds)))
+    if limits.time_limit_seconds is not None:
+        parameters.time_limit.FromTimedelta(timedelta(seconds=max(0.05, min(limits.time_limit_seconds, _LONGEST_SECONDS))))
+    if relaxed and limits.iterations is not None:
+        parameters.iteration_limit = limits.iterations
     if not relaxed:
         parameters.relative_gap_tolerance = relative_gap
+        if limits.nodes is not None:
+            parameters.node_limit = limits.nodes
     initializer, callbacks = parameters_pb2.SolverInitializerProto(), callback_pb2.CallbackRegistrationProto()
     kind = getattr(parameters_pb2, _KINDS[solver])
     given = _proto(model, relaxed), kind, initializer, parameters, _without_duals(), None, callbacks, None, None
@@ -81,6 +100,7 @@ def _result(found: Any) -> SolverResult:
         values=values,
         objective=objective,
         bound=bound,
+        iterations=found.solve_stats.simplex_iterations,
     )
 
 

@@ -8,7 +8,8 @@ and all ZeRO stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from math import inf
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
@@ -29,19 +30,19 @@ _MOST_MESHES = 6
 
 
 def least_memory_pipeline(
-    graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry, seconds_left: Callable[[], float]
-) -> MeshSolution | None:
+    graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry
+) -> MeshSolution | None:  # fmt: skip
     """The pipeline with the least peak memory by the evaluator, or the first that fits; None where there is none under what is
-    forced, or in the time."""
+    forced."""
     try:
         tables = ProblemTables(graph, cluster, options, registry)
-        search = PipelineSearch(graph, cluster, options, registry, tables, seconds_left)
+        search = PipelineSearch(graph, cluster, options, registry, tables, lambda: inf)
         search.list_points()
     except AutoparError:
         return None
     best: MeshSolution | None = None
     for point in _least_memory_points(search.points):
-        if seconds_left() <= 0 or (best is not None and best.solved):
+        if best is not None and best.solved:
             break
         try:
             found = _least(search.stage_search, point)

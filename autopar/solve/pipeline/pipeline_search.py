@@ -40,9 +40,6 @@ from autopar.solve.space.problem_tables import ProblemTables
 
 Axes = tuple[Axis, ...]
 
-_CLOCKS_SHARE = 0.025
-"""Of the time, for bounds by the clocks of schedules."""
-
 
 class PipelineSearch:
     """Its graph may have split blocks (`split_blocks`); `tables` are those of `graph` as it is. `all_solutions` has one entry
@@ -64,9 +61,10 @@ class PipelineSearch:
         self.ran = False
         self.mixed_devices = len({group.device for group in cluster.groups}) > 1
         self._relaxed: dict[object, RelaxedCalls] = {}
-        self._operations: dict[object, RelaxedCalls] = {}
+        self._operations: dict[GridPoint, RelaxedCalls] = {}
         self._rough: dict[object, StageRelaxation] = {}
         self._roughly: dict[GridPoint, float] = {}
+        self._estimated: dict[GridPoint, float] = {}
         self._tightening: BoundTightening | None = None
 
     @property
@@ -107,6 +105,7 @@ class PipelineSearch:
         bounds = {point: each.bound_seconds for point, each in self.points.items() if self._is_open(point, best_seconds())}
         bounds = dict(sorted(bounds.items(), key=lambda each: each[1]))
         order = promising(self.stage_search, bounds, best_seconds() * (1 - self.options.min_improvement), self._with_memory)
+        self._estimated = {point: seconds for seconds, point, _ in reversed(order)}
         for result in self.stage_search.solutions(order, best_seconds()):
             result.bound_seconds = self.points[self._point_of(result)].bound_seconds
             self.solutions.append(result)
@@ -164,8 +163,7 @@ class PipelineSearch:
             return Sharpened(seconds, self._relaxed.get(self._family(members[0])))
 
         how = Sharpening(self._with_memory, self._is_known_roughly, sharply, self._family, self._relaxed)
-        clock_seconds = _CLOCKS_SHARE * self.options.time_limit_seconds
-        return BoundTightening(self.points, how, best_seconds, clock_seconds)
+        return BoundTightening(self.points, how, best_seconds)
 
     def _with_memory(self, point: GridPoint) -> float:
         """`rough_bound` with the bound that the point has, once."""
@@ -220,9 +218,10 @@ class PipelineSearch:
             return {}
         problem, key = self.problem(point), self._family(point)
         if key not in self._relaxed:
-            if key not in self._operations:
-                self._operations[key] = operation_calls(problem, point.stages)
-            operations = self._operations[key]
+            at = replace(point, zero_group=0)  # not its family: which of its points comes first differs between processes
+            if at not in self._operations:
+                self._operations[at] = operation_calls(problem, point.stages)
+            operations = self._operations[at]
             least = StageRelaxation(problem, operations, self.cluster).least_under_any_schedule(members) / shared
             if least >= best_seconds * (1 - self.options.sharp_gap):
                 return dict.fromkeys(options, least)
@@ -240,9 +239,17 @@ class PipelineSearch:
         """Below every pipeline of each point that is not shown to be infeasible."""
         return [result.bound_seconds for result in self.points.values() if result.status is not Status.INFEASIBLE]
 
-    def finished(self) -> list[MeshSolution]:
-        """All results. What was not solved is pruned by its bound, or by what its schedules take at least by estimate."""
-        for result in self.points.values():
+    def finished(self, best_seconds: float) -> list[MeshSolution]:
+        """All results. What was not solved beside a plan of `best_seconds` is pruned by its bound, or says why it was not
+        tried."""
+        for point, result in self.points.items():
             if self.ran and result.status is Status.TIMEOUT:
-                result.status = Status.PRUNED
+                result.leave(best_seconds, self.options.min_improvement, self._why_not_tried(point))
         return self.all_solutions
+
+    def _why_not_tried(self, point: GridPoint) -> str:
+        if point in self.stage_search.priced:
+            return "the partitions that were priced do not fit, or are listed with their schedules"
+        if point in self._estimated:
+            return f"estimated at {self._estimated[point]:.4g} s, and enough others were priced before"
+        return "estimated to be no faster than the best plan then"

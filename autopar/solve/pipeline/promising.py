@@ -16,13 +16,16 @@ from autopar.solve.space.pipeline_grid import ScheduleOption
 
 Estimates = list[tuple[float, GridPoint, ScheduleOption]]
 
+_MOST_PLACED = 40
+"""Families of points that are placed: a third of a second each where their blocks are large."""
+
 
 def promising(
     search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float, with_memory: Callable[[GridPoint], float]
 ) -> Estimates:
     """The estimated step of each point (with its lower bound) with each of its schedules, the shortest first, where it is below
-    `best_seconds`. `with_memory` gives a sharper bound. Half of the time is left for pricing. AutoparError where a forced
-    schedule fits none of the points."""
+    `best_seconds`. `with_memory` gives a sharper bound. At most `_MOST_PLACED` families of points are placed, those with the
+    least bounds first. AutoparError where a forced schedule fits none of the points."""
     found = _Promising(search, points, best_seconds, with_memory).run()
     return sorted(found, key=lambda each: (each[0], each[1].stages, each[2].virtual))
 
@@ -46,20 +49,23 @@ class _Promising:
         """Point by point; other processes begin with the placements of the next ones."""
         out: Estimates = []
         search, options = self.search, self.search.options
-        order, half = list(self.schedules), search.seconds_left() / 2
+        order, placed = list(self.schedules), 0
         with Lookahead(self._placement, options.processes) as ahead:
             for number, point in enumerate(order):
-                if search.seconds_left() <= half:
+                if search.seconds_left() <= 0:
                     break
                 if not self._open_schedules(point):
                     continue
                 try:
                     if not self.placement.knows(point):
+                        if placed == _MOST_PLACED:
+                            continue
                         if self.best_seconds < inf:
                             self.beyond[point] = self.with_memory(point) - self.points[point]
                         if not self._open_schedules(point):
                             continue
                         upcoming = self._unknown_families(point, order[number + 1 :])
+                        placed += 1
                         self.placement.learn(point, ahead.result(point, upcoming))
                     out += self._estimates(point)
                 except AutoparError:

@@ -61,5 +61,5 @@ def _node_seconds(block: Block, batch: int, cluster: Cluster) -> list[float]:
         known = costs.profile(node.name)
         flops = known.forward_flops + known.backward_flops
         moved = 3 * (sum(known.operand_bytes) + sum(known.result_bytes))
-        out.append(max(flops / device.peak_flops_per_second(known.dtype), moved / device.bandwidth_bytes_per_second))
+        out.append(max(flops / device.matrix_peak_flops_per_second(known.dtype), moved / device.bandwidth_bytes_per_second))
     return out

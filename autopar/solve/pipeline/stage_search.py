@@ -63,6 +63,7 @@ class StageSearch:
         self.placement = StagePlacement(graph, cluster, options, tables, seconds_left)
         self._ranges: dict[tuple[GridPoint, Device], RangeOptions] = {}
         self._allowed: Matrix | None = None
+        self.priced: set[GridPoint] = set()
 
     def with_schedules(self, points: Sequence[GridPoint]) -> list[tuple[GridPoint, tuple[ScheduleOption, ...]]]:
         """The points with as many micro-batches as a forced schedule takes."""
@@ -90,6 +91,7 @@ class StageSearch:
                 continue
             tried[key] = tried.get(key, 0) + 1
             count += 1
+            self.priced.add(point)
             result = self.solve_point(point, option)
             if result is not None:
                 yield result

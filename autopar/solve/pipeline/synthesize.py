@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor, inf
-from time import monotonic
 
 from ortools.sat.python import cp_model
 
@@ -28,11 +27,8 @@ _UNITS = 1_000_000
 _NEAR = 1e-3
 """The relative gap at which a schedule counts as optimal; seconds are rounded down to units."""
 
-_MARGIN = 0.05
-"""Of the time, for what the solver takes to end."""
-
-_GREEDY_SHARE = 0.35
-"""Of the time, for the greedy search over rules."""
+_ACTIONS = 50_000
+"""Actions that the greedy search over rules simulates for each unit of effort: about as long as CP-SAT takes for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +57,14 @@ def synthesize(
     memory: MemoryLimits | None = None,
     split_backward: bool = False,
     blocking: bool = False,
-    time_limit_seconds: float = 20.0,
+    effort: float = 12.0,
     workers: int = 2,
     name: str = "synthesized",
 ) -> Synthesis:
     """A schedule of the least makespan, never worse than the best builder's. `rank_of[c]` is the rank of chunk c; seconds are
-    those of `Clock.run` (while it searches, transfers between two ranks may overlap). PlanError for lists of other lengths,
-    Infeasible where one micro-batch does not fit on a rank."""
-    ends = monotonic() + time_limit_seconds
+    those of `Clock.run` (while it searches, transfers between two ranks may overlap). `effort` is CP-SAT's deterministic time
+    (about seconds), so that every machine ends with the same schedule. PlanError for lists of other lengths, Infeasible where one
+    micro-batch does not fit on a rank."""
     _check_lengths(chunks, rank_of, transfer_seconds, memory)
     task = Task.of(chunks, rank_of, micro_batches, transfer_seconds, blocking, memory, split_backward)
 
@@ -84,11 +80,11 @@ def synthesize(
     builder_seconds, builder, order = min(known, key=lambda each: each[0])
     best, bound = builder_seconds, min(makespan_lower_bound(task), builder_seconds)
     if not _near(best, bound):
-        rules_end = monotonic() + _GREEDY_SHARE * time_limit_seconds
-        _, ruled = search_rules(task, best, order, bound, lambda: monotonic() < rules_end)
+        actions = len(task.kinds) * len(task.rank_of) * task.micro_batches
+        _, ruled = search_rules(task, best, order, bound, ceil(effort * _ACTIONS / actions))
         best, order = min((best, order), (seconds_of(ruled), ruled), key=lambda each: each[0])
     if not _near(best, bound):
-        found, proven = _Model(task, order, best, bound).solve(ends - monotonic() - _MARGIN * time_limit_seconds, workers)
+        found, proven = _Model(task, order, best, bound).solve(effort, workers)
         bound = min(best, max(bound, proven))
         if found and all(task.fits(actions, rank) for rank, actions in enumerate(task.schedule(name, found).ranks)):
             seconds = seconds_of(found)
@@ -218,13 +214,12 @@ class _Model:
         size = self.variable(self.known[last] + self.long[last] - self.known[first] - extra)
         return self.model.new_interval_var(self.start[first] + extra, size, self.start[last] + self.long[last], "")
 
-    def solve(self, seconds: float, workers: int) -> tuple[Order, float]:
+    def solve(self, effort: float, workers: int) -> tuple[Order, float]:
         """(order or nothing, a bound in seconds)."""
-        if seconds <= 0:
-            return (), -inf
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = workers
-        solver.parameters.max_time_in_seconds = seconds
+        solver.parameters.interleave_search = True  # without it the workers' answers arrive in the order of the clock
+        solver.parameters.max_deterministic_time = effort
         solver.parameters.random_seed = 1
         solver.parameters.relative_gap_limit = _NEAR / 2
         status = solver.solve(self.model)

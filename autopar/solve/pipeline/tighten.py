@@ -1,4 +1,4 @@
-"""The order in which bounds of pipelines are sharpened: always what the least bound is made of, as long as time lasts.
+"""The order in which bounds of pipelines are sharpened: always what the least bound is made of, up to a number of tasks.
 
 A point first gets what holds for any schedule, then each of its schedules by some paths, then the schedules that limit it, one
 after the other, by their clock. Other processes begin with what may come next.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from time import monotonic
 
 from autopar.solve.forked import Lookahead
 from autopar.solve.ilp.solve_mesh import MeshSolution
@@ -45,21 +44,25 @@ class Sharpening:
     relaxed: dict[object, RelaxedCalls]
 
 
-class BoundTightening:
-    """Of `points`, whose bounds it raises until the least one is `enough_seconds`. Clocks are looked at for `clock_seconds`."""
+_MOST_RELAXED, _MOST_TIMED = 24, 12
+"""Tasks of each kind: half a second each where the blocks are large."""
 
-    def __init__(
-        self, points: Mapping[GridPoint, MeshSolution], how: Sharpening, enough_seconds: float, clock_seconds: float
-    ) -> None:
-        self.points, self.how, self.enough_seconds, self.clock_seconds = points, how, enough_seconds, clock_seconds
+
+class BoundTightening:
+    """Of `points`, whose bounds it raises until the least one is `enough_seconds`. `left`: tasks that may still be done, of those
+    for all schedules (False) and of those by the clock of one (True)."""
+
+    def __init__(self, points: Mapping[GridPoint, MeshSolution], how: Sharpening, enough_seconds: float) -> None:
+        self.points, self.how, self.enough_seconds = points, how, enough_seconds
+        self.left = {False: _MOST_RELAXED, True: _MOST_TIMED}
         self.together = _alike(points)
         self._found: dict[Points, dict[ScheduleOption, float]] = {}
         self._timed: set[Task] = set()
         self._tasks: dict[Task, Task] = {}
 
     def run(self, seconds_left: Callable[[], float], processes: int) -> None:
-        """Until nothing is left to do, or no time."""
-        with Lookahead(self.how.sharply, processes) as ahead:
+        """Until nothing is left to do, or no task or time is."""
+        with Lookahead(self.how.sharply, processes, self._is_relaxed) as ahead:
             while seconds_left() > 0:
                 order = self._order()
                 if not order:
@@ -69,11 +72,10 @@ class BoundTightening:
                     self.how.roughly(point)
                     continue
                 task = next(self._tasks_of(self.together[point]), None)
-                if task is None or (task[1] is not None and self.clock_seconds <= 0):
+                if task is None or not self.left[task[1] is not None]:
                     return
-                began = monotonic()
                 self._take(task, ahead.result(task, self._upcoming(order, task)))
-                self.clock_seconds -= monotonic() - began if task[1] is not None else 0.0
+                self.left[task[1] is not None] -= 1
 
     def _order(self) -> list[GridPoint]:
         able = (point for point, result in self.points.items() if result.status is not Status.INFEASIBLE)
@@ -101,13 +103,17 @@ class BoundTightening:
         self._waits(task, busy)
         for members in dict.fromkeys(self.together[point] for point in order if self.how.is_known(point)):
             for each in self._tasks_of(members):
-                if each is not task and not self._waits(each, busy) and (each[1] is None or self.clock_seconds > 0):
+                if each is not task and not self._waits(each, busy) and self.left[each[1] is not None]:
                     yield each
+
+    def _is_relaxed(self, task: Task) -> bool:
+        """Whether a task finds the relaxation of its family, or makes it of its own point."""
+        return self.how.family(task[0][0]) in self.how.relaxed
 
     def _waits(self, task: Task, busy: set[object]) -> bool:
         """For a relaxation that another task makes; if not, it may make one."""
         family = self.how.family(task[0][0])
-        if task[1] is not None or family in self.how.relaxed:
+        if task[1] is not None or self._is_relaxed(task):
             return False
         waits = family in busy
         busy.add(family)

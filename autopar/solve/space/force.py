@@ -55,9 +55,16 @@ def parse_force(force: str | Mapping[str, int | str] | None) -> Force:
     """``"tp=4,zero=3,schedule=zb-h1"`` for the search, or a configuration:
     ``tp=8,pp=2,zero=1,micro_batches=4,recompute=full,zero_group=0,sequence_parallel=1`` (and ``virtual=2``, ``schedule=gpipe``,
     ``weight_versions=2``). AutoparError on another key, a value that makes no sense, or a part of a configuration."""
+    if force is not None and not isinstance(force, str | Mapping):
+        raise AutoparError(f'force={repr(force)[:40]} says no degrees: write "tp=4,zero=3" or {{"tp": 4, "zero": 3}}')
     force = force or ""
     pairs = force.items() if isinstance(force, Mapping) else [item.partition("=")[::2] for item in force.split(",") if item]
-    given = {key.strip(): str(value).strip() for key, value in pairs}
+    given: dict[str, str] = {}
+    for name, value in pairs:
+        key = str(name).strip()
+        if key in given:
+            raise AutoparError(f"force: {key[:40]} is written twice, as {given[key][:40]} and {_text(value)[:40]}: write it once")
+        given[key] = _text(value)
     offload = _offload(given.pop(OFFLOAD, None))
     fixed = [key for key in _ONLY_CONFIGURATION if key in given]
     if fixed:
@@ -74,6 +81,12 @@ def parse_force(force: str | Mapping[str, int | str] | None) -> Force:
     if synthesize and degrees.get("pp", 1) < 2:
         raise AutoparError(f"force: schedule={SYNTHESIZED} is one of a pipeline: write its stages too, as in pp=2")
     return Force(degrees, "" if synthesize else schedule, synthesize, given.get("recompute", ""), offload)
+
+
+def _text(value: object) -> str:
+    """A value as text; a huge integer, which has none, as what no degree can be."""
+    huge = isinstance(value, int) and value.bit_length() > 128
+    return f"a number of {value.bit_length()} bits" if isinstance(value, int) and huge else str(value).strip()
 
 
 def _offload(text: str | None) -> str:

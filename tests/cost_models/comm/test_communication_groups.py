@@ -7,7 +7,7 @@ from itertools import product
 from math import prod
 
 import pytest
-from support.models.mesh import mesh_of
+from support.plans.mesh import mesh_of
 
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.comm.shard_groups import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.models.mesh import mesh_of
+from support.plans.mesh import mesh_of
 
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.comm.conversion_costs import conversion_cost

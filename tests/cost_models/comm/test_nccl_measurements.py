@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from support.models.mesh import mesh_of
+from support.plans.mesh import mesh_of
 
 from autopar.cost_models.comm.alpha_beta import algorithm_cost
 from autopar.cost_models.comm.collectives import fastest_algorithm

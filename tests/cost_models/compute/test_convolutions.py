@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 from support.models.handwritten_blocks import Builder
-from support.models.mesh import mesh_of
+from support.plans.mesh import mesh_of
 
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.compute.operations import NodeCost, node_cost, profile, seconds_and_flops

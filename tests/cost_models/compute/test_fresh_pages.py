@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from support.models.handwritten_blocks import gpt2_graph
-from support.models.mesh import mesh_of
 from support.plans.drawn_candidates import drawn_candidate
+from support.plans.mesh import mesh_of
 
 from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
 from autopar.cost_models.compute.operations import profile, seconds_and_flops

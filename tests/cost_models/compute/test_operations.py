@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.harness.processor_seconds import processor_seconds
 from support.models.handwritten_blocks import Builder, gpt2_block, llama_block
-from support.models.mesh import mesh_of
 from support.plans.handwritten_candidates import block_plan
+from support.plans.mesh import mesh_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.cost_models.compute.kernels import product_seconds

@@ -23,6 +23,10 @@ SHEETS = {
     "aws-p5en": ("H200 SXM", "AWS P5en EFA v3"),
     "aws-p6-b200": ("B200 SXM", "AWS P6-B200 EFA v4"),
     "mi300x": ("MI300X", ""),
+    "gb300-nvl72": ("GB300 SXM", "DGX B300 XDR"),
+    "gh200": ("GH200 SXM", ""),
+    "mi325x": ("MI325X", ""),
+    "mi355x": ("MI355X", ""),
 }
 
 

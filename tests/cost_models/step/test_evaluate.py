@@ -284,3 +284,25 @@ def test_thirty_two_layers_in_fifty_milliseconds() -> None:
     cluster = Cluster.parse("dgx-h100:1")
     evaluate(graph, plan, cluster)
     assert processor_seconds(lambda: evaluate(graph, plan, cluster), 3) < 0.05
+
+
+def test_a_layer_takes_the_larger_of_host_and_device() -> None:
+    """Forward and backward by themselves: launches of 1 us hide behind the device, launches of 1 ms are all that counts."""
+    graph, cluster = gpt2_graph(layers=2, hidden=256, heads=4, vocabulary=512, seq=64, batch=8), Cluster.parse("dgx-h100:1")
+    plan = candidate(graph, 0, None, BF16, dp=8)
+    alone = evaluate(graph, plan, cluster)
+
+    def with_launches(seconds: float) -> Cluster:
+        return replace(cluster, device=replace(cluster.device, host_launch_seconds=seconds))
+
+    assert evaluate(graph, plan, with_launches(1e-6)).step_seconds == alone.step_seconds
+    slow = evaluate(graph, plan, with_launches(1e-3))
+    launches = 0
+    for block in graph.blocks:
+        costs = BlockCosts(block, plan.mesh, plan.micro_batch, cluster)
+        launches += graph.count(block.name) * sum(sum(costs.profile(node.name).launches) for node in block.nodes)
+    collectives = sum(graph.count(each.block) * 2 * len(each.conversions) for each in plan.blocks)
+    total = (slow.compute_seconds + slow.exposed_seconds) / (1e-3 * plan.micro_batches)
+    assert launches <= total * (1 + 1e-9) and total <= launches + collectives + 1e-6
+    assert slow.launch_stall_seconds > 0.9 * slow.exposed_seconds
+    assert slow.step_seconds > launches * 1e-3

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from support.models.handwritten_blocks import Builder, gpt2_graph
-from support.models.mesh import mesh_of
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.drawn_recomputation import with_replays
 from support.plans.handwritten_candidates import block_plan
+from support.plans.mesh import mesh_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 

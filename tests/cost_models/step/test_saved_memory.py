@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support.models.handwritten_blocks import Builder, gpt2_block, gpt2_graph
-from support.models.mesh import mesh_of
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.handwritten_candidates import GPT2_TENSOR_PARALLEL, block_plan, candidate
+from support.plans.mesh import mesh_of
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.block_costs import BlockCosts

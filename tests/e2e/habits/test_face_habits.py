@@ -44,6 +44,17 @@ def draw_random_numbers(plan: str) -> None:
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 
 
+def module_of_ddp(plan: str) -> str:
+    return refusal(lambda: parallel_of(net(), plan).module.state_dict())
+
+
+def unwrap_if_wrapped(plan: str) -> None:
+    """As scripts do that run with and without DistributedDataParallel."""
+    parallel = parallel_of(net(), plan)
+    assert (parallel.module if hasattr(parallel, "module") else parallel) is parallel
+    assert getattr(parallel, "module", parallel) is parallel
+
+
 def generate_without_method(plan: str) -> str:
     parallel = parallel_of(net(), plan)
     return refusal(lambda: parallel.generate(batch()["ids"]))

@@ -222,6 +222,19 @@ def accumulate(plan: str) -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-9)
 
 
+def backward_left_out_on_one_rank(plan: str) -> str:
+    """On a pipeline the gradients are there at once, and the next call notices; elsewhere ranks wait for each other in different
+    places, which tests/runtime/faults has."""
+    parallel = parallel_of(net(), plan)
+    one_step(parallel)
+    loss = parallel(**batch(1))
+    if parallel.program.mesh.pp.size == 1:
+        return ROWS["backward_left_out_on_one_rank"][1]
+    if dist.get_rank() != 1:
+        loss.backward()
+    return refusal(lambda: parallel(**batch(2)))
+
+
 def penalty(plan: str) -> None:
     """L2 and L1, in the loss or with a backward of their own; outside of the program as an ordinary tensor."""
 

@@ -24,10 +24,10 @@ from support.harness.training_script import (
     steps,
     three_steps,
 )
-from support.models.mesh import mesh_of
 from support.models.small_models import make
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.drawn_recomputation import with_partition, with_replays
+from support.plans.mesh import mesh_of
 from support.plans.pipeline_plans import candidate_text
 from torch import Tensor
 

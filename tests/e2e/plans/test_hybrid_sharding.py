@@ -12,8 +12,8 @@ from support.harness.end_to_end import Prepared, prepare
 from support.harness.rank_pool import RankError, RankPool
 from support.harness.run_program import train_programs
 from support.harness.training_loop import parallel_model
-from support.models.mesh import mesh_of
 from support.plans.drawn_candidates import drawn_candidate
+from support.plans.mesh import mesh_of
 from torch import Tensor
 
 from autopar.cost_models.hardware.cluster import Cluster

@@ -13,9 +13,9 @@ from support.harness.end_to_end import Prepared, prepare
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
 from support.harness.training_loop import parallel_model
-from support.models.mesh import mesh_of
 from support.models.small_models import make
 from support.plans.drawn_candidates import drawn_candidate
+from support.plans.mesh import mesh_of
 from torch import Tensor
 
 from autopar.capture import capture

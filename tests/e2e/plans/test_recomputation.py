@@ -10,9 +10,9 @@ from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, prepare, prepare_dropout
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
-from support.models.mesh import mesh_of
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.drawn_recomputation import with_replays
+from support.plans.mesh import mesh_of
 
 from autopar.ir.plan import Candidate, Precision
 from autopar.ir.verify import verify_candidate

@@ -13,7 +13,7 @@ from autopar.cli.parser import build_parser
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
-from autopar.planning import compute_dtype_of, precision_of, with_reduction
+from autopar.precision import compute_dtype_of, precision_of, with_reduction
 
 
 class Islands(nn.Module):

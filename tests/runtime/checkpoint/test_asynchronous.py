@@ -152,18 +152,20 @@ if sys.argv[1] == "fails" and os.environ["RANK"] == "1":
     os.fsync = full
 parallel.save("checkpoints", step=2, asynchronous=True)
 shut_down()
+print("whole", flush=True)
 """
 
 
 @pytest.mark.parametrize("word", ["fails", "writes"])
 def test_the_end_waits_and_tells(word: str, ranks: RankPool, tmp_path: Path) -> None:
-    """`shut_down` ends a process at once, but not before the last checkpoint is whole."""
+    """`shut_down` does not come back before the last checkpoint is whole."""
     from support.harness.failing_run import PLANS
 
     (tmp_path / "script.py").write_text(SCRIPT.replace("FORCE", PLANS["dp=4,zero=3"]))
     ended = launch(ranks, tmp_path / "script.py", WORLD, word)
     found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert [bool(each.status) for each in ended] == [word == "fails"] * WORLD, ended
+    assert [each.stdout for each in ended] == ["" if word == "fails" else "whole\n"] * WORLD
     assert found == ["step_00000001"] + ["step_00000002"] * (word == "writes")
     for rank, each in enumerate(ended):
         told = [line for line in each.stderr.splitlines() if "CheckpointProblem" in line and "No space left on device" in line]

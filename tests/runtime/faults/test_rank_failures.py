@@ -107,6 +107,16 @@ def test_every_fault_at_every_moment_under_every_plan(
     check_runs(ranks, tmp_path, faults, plans, 12.0, whole_end=True)
 
 
+def test_a_rank_that_leaves_a_backward_out_is_named(ranks: RankPool, plans: Callable[[str], str], tmp_path: Path) -> None:
+    """The others wait for it in the backward, and it for them in the next call."""
+    faults = [Fault(plan, "leaves out", "backward") for plan in PLANS]
+    for fault, outcomes in failing_runs(ranks, tmp_path, faults, plans, PATIENCE_SECONDS).items():
+        for outcome in outcomes.values():
+            assert outcome.status == 1 and outcome.seconds < PATIENCE_SECONDS + 1.5, f"{fault}: {outcome.text}"
+            lines = [line for line in outcome.text.splitlines() if "call backward on all ranks, or on none" in line]
+            assert lines and "rank 2" in lines[-1], f"{fault}: {outcome.text}"
+
+
 def test_a_rank_that_never_comes_is_named(ranks: RankPool, plans: Callable[[str], str], tmp_path: Path) -> None:
     faults = [Fault("dp=4", "never comes", "before joining"), Fault("dp=4", "never comes", "before joining", 0, own_store=True)]
     found = failing_runs(ranks, tmp_path, faults, plans, 4.0, join_seconds=3.0)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from support.models.handwritten_blocks import gpt2_graph
-from support.models.mesh import mesh_of
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.drawn_recomputation import with_replays
+from support.plans.mesh import mesh_of
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.measured_collectives import KINDS, STATE_KINDS, MeasuredCollective, PiecewiseLinear

@@ -8,10 +8,10 @@ from functools import lru_cache
 
 import pytest
 from support.models.handwritten_blocks import gpt2_graph
-from support.models.mesh import mesh_of
 from support.models.solver_graphs import drawn_graph, llama_graph
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.drawn_recomputation import with_kept, with_partition, with_replays
+from support.plans.mesh import mesh_of
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_stack

@@ -304,10 +304,14 @@ def _train(parallel: Any, batch: dict[str, Any], fault: Fault, strike: Callable[
             strike()
         if mine and (step, fault.moment) in ((1, "first step"), (2, "forward")) and fault.how not in DIFFERENCES:
             list(parallel.program.blocks())[-1].register_forward_pre_hook(strike)
-        if mine and (step, fault.moment) == (2, "backward"):
+        if mine and (step, fault.moment) == (2, "backward") and fault.how != "leaves out":
             for block in list(parallel.program.blocks())[:-1]:
                 block.register_forward_hook(lambda _, __, result: _when_backward(result, strike))
-        parallel(**given).backward()
+        loss = parallel(**given)
+        if mine and step == 1 and fault.how == "leaves out":
+            strike()
+        else:
+            loss.backward()
         if mine and (step, fault.moment) == (2, "optimizer.step"):
             optimizer.register_step_pre_hook(strike)
         optimizer.step()

@@ -7,21 +7,26 @@ ask for, and plans do not depend on how busy the machine was.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 PROCESSES = (1, 2, 4, 8)
 
 
-def write_local_clusters(folder: Path) -> None:
-    """Into the folder that `measured_local_cluster` reads."""
+def measured(processes: int) -> Any:
+    """What `local_cluster.measure_local` gives, with the bundled description."""
     from autopar.cost_models.calibrate import local_cluster
     from autopar.cost_models.calibrate.fit import Calibration
     from autopar.cost_models.calibrate.measure import CalibrationRun
 
-    def describe(processes: int) -> Calibration:
-        quiet = CalibrationRun({}, (), (), slowdown=1.0)
-        return Calibration(local_cluster.default_local_cluster(processes), quiet, ())
+    quiet = CalibrationRun({}, (), (), slowdown=1.0)
+    return Calibration(local_cluster.default_local_cluster(processes), quiet, ())
 
-    with patch.object(local_cluster, "measure_local", describe):
+
+def write_local_clusters(folder: Path) -> None:
+    """Into the folder that `measured_local_cluster` reads."""
+    from autopar.cost_models.calibrate import local_cluster
+
+    with patch.object(local_cluster, "measure_local", measured):
         for processes in PROCESSES:
             local_cluster.measured_local_cluster(processes, folder)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 WIDTH, WORDS, BATCH = 16, 24, 16
 Batch = dict[str, Tensor]
+SETTINGS = {"factor": 1.25}
+"""What layers of the kind ``reads`` read of this module."""
 
 
 class Layer(nn.Module):
@@ -21,6 +23,7 @@ class Layer(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH) if kind == "batch_norm" else nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.5 if kind == "dropout" else 0.0)
+        self.alpha, self.settings = 0.5, SimpleNamespace(gains=[1.0, 1.5])
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.dropout(torch.relu(self.up(self.norm(x))))
@@ -28,6 +31,8 @@ class Layer(nn.Module):
             h = nn.functional.dropout(h, 0.5)
         if self.kind == "branch" and self.training:
             h = h * 0.5
+        if self.kind == "reads":
+            h = h * self.alpha * self.settings.gains[1] * SETTINGS["factor"]
         return x + self.down(h)  # type: ignore[no-any-return]
 
 

@@ -229,6 +229,7 @@ def _experts() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     transposed = (t(4, 6, 8), t(4, 8, 6), t(4, 8), t(4, 6))
     yield "ap.moe_experts", (t(8, 6), i(5, 8, 2), t(8, 2), *transposed, "relu2", "plain transposed", None), {}
     yield "ap.expert_capacity", (i(5, 4, 8, 2), 4, 0.5), {}
+    yield "ap.ctc_losses", (t(9, 4, 6), i(5, 4, 3), TensorSpec((4,), "int64", 10, (1, 10)), i(4, 4), 5, True), {}
     yield "ap.expert_capacity", (i(5, 2, 4, 8, 2), 4, 1.25), {}
 
 

@@ -110,6 +110,7 @@ AP: dict[str, Callable[..., Any]] = {
     "ap.moe_experts": experts_by_loop.every_token_through_every_expert,
     "ap.expert_capacity": experts_by_loop.capacity,
     "ap.cross_entropy_sum": _cross_entropy_sum,
+    "ap.ctc_losses": lambda *given: torch.nn.functional.ctc_loss(*given[:5], reduction="none", zero_infinity=given[5]),
     "ap.constant": unpacked,
     "ap.count_valid": lambda target, ignore_index=-100: (target != ignore_index).sum().double(),
     "ap.local_mean": lambda x, dims, _: x.mean([d for d in dims if d], keepdim=True),  # of a rank with one example

@@ -109,7 +109,7 @@ def test_a_damaged_file_is_searched_again_and_mended(tmp_path: Path, searches: C
     path.write_bytes(damage)
     autopar.plan(Net(), CLUSTER, batch(), cache=tmp_path)
     assert searches.calls == 2
-    assert json.loads(path.read_text())["mesh"] == json.loads(first.to_json())["mesh"]
+    assert json.loads(path.read_text())["plan"]["mesh"] == json.loads(first.to_json())["mesh"]
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
@@ -120,9 +120,11 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 def test_unfinished_searches_are_not_kept(tmp_path: Path) -> None:
     plan = autopar.plan(Net(), CLUSTER, batch())
     document = json.loads(plan.to_json())
-    document["search"]["status"], document["search"]["meshes"][0]["status"] = "FEASIBLE", "TIMEOUT"
-    PlanCache(tmp_path).store("key", autopar.Plan.from_json(json.dumps(document)))
+    document["search"]["cut_short"] = "the time limit of 60 s"  # whatever the statuses of its candidates are
+    PlanCache(tmp_path).store({"key": 1}, autopar.Plan.from_json(json.dumps(document)))
     assert not list(tmp_path.iterdir())
+    PlanCache(tmp_path).store({"key": 1}, plan)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def _searches_of_this_rank() -> tuple[int, int, str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 
-from autopar.capture.loss_name import calls_it_loss
+from autopar.capture.results.loss_name import calls_it_loss
 from autopar.errors import CaptureError
 from autopar.ir.graph import Graph
 from autopar.ir.interface import OUTPUT_KINDS, Form
@@ -64,8 +64,8 @@ def loss_path(form: Form) -> str | None:
     if form == ("loss",):
         return ""
     parts = form[-1] if isinstance(form, tuple) and form[0] in ("tuple", "list", "dict", "class") else ()
-    numbered = enumerate(parts) if isinstance(form, tuple) and form[0] in ("tuple", "list") else parts  # type: ignore[arg-type]
-    for key, each in numbered:  # type: ignore[union-attr]
+    numbered: Any = enumerate(parts) if isinstance(form, tuple) and form[0] in ("tuple", "list") else parts  # type: ignore[arg-type]
+    for key, each in numbered:
         found = loss_path(each)
         if found is not None:
             return f"{key}.{found}" if found else str(key)

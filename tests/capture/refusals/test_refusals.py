@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -12,7 +14,10 @@ from support.oracles.interpret_graph import loss_and_gradients
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.capture.reads import recorded_reads
 from autopar.errors import CaptureError
+from autopar.runtime.code_reads import code_of
+from autopar.runtime.frozen_reads import FrozenReads
 
 
 class Net(nn.Module):
@@ -22,6 +27,96 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self.inner, x)
+
+
+class Stateful(nn.Module):
+    """`body` gets this module and the result of its linear layer."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.body = nn.Linear(4, 4), body
+        self.calls, self.longest, self.draws = 0, 0, random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, self.inner(x)).sum()
+
+
+def _counted(model: Any, x: Tensor) -> Tensor:
+    model.calls += 1
+    return x / model.calls
+
+
+def _cached(model: Any, x: Tensor) -> Tensor:
+    if x.shape[1] > model.longest:
+        model.longest = 4
+    return x
+
+
+def _seeded(model: Any, x: Tensor) -> Tensor:
+    numpy.random.seed(3)
+    return x * float(numpy.random.permutation(5)[0])
+
+
+FROZEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "a number": (lambda model, x: x * random.random(), "Python's random generator"),
+    "as a tensor": (lambda model, x: x * torch.tensor(random.uniform(1, 2)), "random generator"),
+    "an argument": (lambda model, x: F.dropout(x, numpy.random.rand()), "random generator"),
+    "a choice": (lambda model, x: x * random.choice([1, 2]), "Python's random generator"),
+    "an array": (lambda model, x: x * torch.tensor(numpy.random.rand(4)), "numpy's random generator"),
+    "a branch": (lambda model, x: x if numpy.random.random() < 0.1 else 2 * x, "numpy's random generator"),
+    "its own generator": (lambda model, x: x * model.draws.gauss(0, 1), "Random random generator"),
+    "a counter": (_counted, "the forward counts in calls, which would be 2 for ever"),
+    "a branch that is never taken": (lambda model, x: x if random.random() < 0.0 else 2 * x, ""),
+    "a number that nobody uses": (lambda model, x: (random.random(), x)[1], ""),
+    "a cache": (_cached, ""),
+    "a seed": (_seeded, ""),
+}
+"""What Python computes in the forward, with the refusal; empty where a program is right."""
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_what_python_computes_in_the_forward(name: str) -> None:
+    body, line = FROZEN[name]
+    model = Stateful(body)
+    if line:
+        with pytest.raises(CaptureError, match=line) as caught:
+            capture(model, (torch.randn(3, 4),))
+        assert "test_refusals.py:" in str(caught.value) and "Error:" not in str(caught.value)
+    else:
+        capture(model, (torch.randn(3, 4),))
+
+
+FACTOR = 2.0
+
+
+class Settings:
+    shift = 1.0
+
+
+def _shifted(x: Tensor) -> Tensor:
+    return x * FACTOR + Settings.shift
+
+
+def test_what_the_code_of_a_forward_names() -> None:
+    """Also of functions that it calls; not what only other methods read."""
+    bias = 1.0
+    code = code_of(Stateful(lambda model, x: _shifted(x) + bias))
+    places = {each.place.rpartition("test_refusals.")[2] for each in code.names}
+    assert {"FACTOR", "Settings.shift", "bias"} <= places and "LARGE" not in places and not code.outside
+
+
+def test_changed_values_of_a_capture() -> None:
+    """Reads are by class; a value that comes back is no change, and neither is what nobody read."""
+    model = Stateful(lambda model, x: x * model.longest)
+    with recorded_reads() as record:
+        capture(model, (torch.randn(3, 4),))
+    frozen = FrozenReads(model, record.reads)
+    model.longest, model.calls = 3, 5
+    assert frozen.changed() == (("longest", "3"),)
+    model.longest = 0
+    assert frozen.changed() == ()
+    model.body = _cached
+    assert [place for place, _ in frozen.changed()] == ["body"]
 
 
 LARGE = numpy.random.default_rng(0).standard_normal((2**19, 1, 4), dtype="float32")

@@ -1,0 +1,62 @@
+"""Checks that a graph is one: every value made once, before it is used. The graph of a plan file is not taken on trust, and what
+reads graphs relies on it. Start with `verify_graph`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Block, Call, Graph
+
+
+def verify_graph(graph: Graph) -> None:
+    """PlanError, one line, for the first thing that does not fit."""
+    blocks = {block.name: block for block in graph.blocks}
+    _once("block", graph.name, (block.name for block in graph.blocks))
+    _once("input", graph.name, (value.name for value in graph.inputs))
+    for block in graph.blocks:
+        _verify_block(block)
+    made = {value.name for value in graph.inputs}
+    for call in graph.calls:
+        if call.block not in blocks:
+            raise PlanError(f"a call is of {call.block}, which is no block of the graph; plan the model again")
+        _verify_call(call, blocks[call.block], made)
+        made.update(call.outputs)
+    if missing := [name for name in graph.results if name not in made]:
+        raise PlanError(f"the graph returns {missing[0]}, which no call makes; plan the model again")
+
+
+def _verify_block(block: Block) -> None:
+    where = f"block {block.name}"
+    known = {value.name for value in block.inputs} | {parameter.value.name for parameter in block.parameters}
+    given = [*(value.name for value in block.inputs), *(parameter.value.name for parameter in block.parameters)]
+    _once("value", where, [*given, *(value.name for node in block.nodes for value in node.outputs)])
+    for node in block.nodes:
+        if not node.outputs:
+            raise PlanError(f"{where}: {node.op} has no result; plan the model again")
+        if missing := [name for name in node.operands() if name not in known]:
+            raise PlanError(f"{where}: {node.name} reads {missing[0]}, which nothing before it makes; plan the model again")
+        known.update(value.name for value in node.outputs)
+    read = (*block.outputs, *(name for update in block.updates for name in update))
+    if missing := [name for name in read if name not in known]:
+        raise PlanError(f"{where} hands on {missing[0]}, which it does not have; plan the model again")
+
+
+def _verify_call(call: Call, block: Block, made: set[str]) -> None:
+    where = f"the call of {call.block} at {call.prefix or 'the model'}"
+    pairs = ((call.inputs, block.inputs), (call.outputs, block.outputs), (call.parameters, block.parameters))
+    if any(len(names) != len(values) for names, values in pairs):
+        raise PlanError(f"{where} has other numbers of inputs, outputs or parameters than its block; plan the model again")
+    if missing := [name for name in call.inputs if name not in made]:
+        raise PlanError(f"{where} reads {missing[0]}, which no call before it makes; plan the model again")
+    if twice := [name for name in call.outputs if name in made]:
+        raise PlanError(f"{where} makes {twice[0]}, which is there already; plan the model again")
+    _once("value", where, call.outputs)
+
+
+def _once(what: str, where: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise PlanError(f"{where}: the {what} {name} is there twice; plan the model again")
+        seen.add(name)

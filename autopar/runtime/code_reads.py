@@ -1,0 +1,179 @@
+"""What the code of a model's forward reads that is no attribute: values of globals and closures, the environment, the clock.
+
+Found by the names in the code of every function that a forward can reach, of the user's own files only: a library's constants are
+not what scripts change.
+"""
+
+from __future__ import annotations
+
+import datetime
+import dis
+import functools
+import inspect
+import os
+import sysconfig
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .frozen_reads import LEAVES, NamedValue
+
+_LIBRARIES = ("/site-packages/", "/dist-packages/", sysconfig.get_paths()["stdlib"], torch.__file__.rsplit("/", 1)[0])
+_PRODUCT = __file__.rsplit("/runtime/", 1)[0] + "/"
+_ENVIRONMENT = (os.environ, os.getenv)
+_CLOCKS = (time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns)
+_CLOCK_OWNERS = (time, datetime, datetime.datetime, datetime.date)
+_CLOCK_NAMES = frozenset((*(each.__name__ for each in _CLOCKS), "now", "utcnow", "today"))
+_METHODS = ("__init__", "__call__", "forward", "backward")
+
+
+class Code(NamedTuple):
+    """`names`: what is to be compared before each call. `outside`: lines that read the environment or the clock."""
+
+    names: tuple[NamedValue, ...]
+    outside: tuple[str, ...]
+
+
+def code_of(model: nn.Module, *more: Any) -> Code:
+    """What the code of the forward of a model reads, and of `more` functions (a loss)."""
+    walk = _Walk(tuple({type(module): None for module in model.modules()}))
+    for kind in walk.classes:
+        walk.add(inspect.getattr_static(kind, "forward", None))
+    for module in model.modules():
+        for value in vars(module).values():
+            walk.add(value)
+    for function in more:
+        walk.add(function.forward if isinstance(function, nn.Module) else function)
+    walk.run()
+    return Code(tuple(walk.names.values()), tuple(dict.fromkeys(walk.outside)))
+
+
+class _Cell(NamedTuple):
+    """The value of a closure, under any name."""
+
+    cell: Any
+
+    def get(self, name: str, default: Any, /) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:
+            return default
+
+
+class _Walk:
+    """All functions that are reached, each once."""
+
+    def __init__(self, classes: tuple[type, ...]) -> None:
+        self.classes = classes
+        self.names: dict[tuple[int, str], NamedValue] = {}
+        self.outside: list[str] = []
+        self._reached: dict[int, FunctionType] = {}
+        self._open: list[FunctionType] = []
+
+    def add(self, value: Any) -> None:
+        """A function, or what holds one, if it is the user's."""
+        while True:
+            if isinstance(value, (staticmethod, classmethod)) or inspect.ismethod(value):
+                value = value.__func__
+            elif isinstance(value, property):
+                value = value.fget
+            elif isinstance(value, functools.partial):
+                value = value.func
+            elif isinstance(value, type) and _is_own(value):
+                for name in _METHODS:
+                    self.add(vars(value).get(name))
+                return
+            else:
+                break
+        if isinstance(value, FunctionType) and id(value) not in self._reached:
+            self._reached[id(value)] = value
+            self._open.append(value)
+            self.add(getattr(value, "__wrapped__", None))
+
+    def run(self) -> None:
+        """Follows all names."""
+        while self._open:
+            function = self._open.pop()
+            own = not _is_library(function.__code__.co_filename)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+                at = _Cell(cell)
+                if own and name != "__class__":
+                    self._value(name, at, name, ())
+                elif isinstance(at.get(name, None), FunctionType):  # what a library's decorator holds
+                    self.add(at.get(name, None))
+            for code in _all_code(function.__code__) if own else ():
+                self._names(function, code)
+
+    def _names(self, function: FunctionType, code: CodeType) -> None:
+        for name in code.co_names:
+            for kind in self.classes:
+                self.add(inspect.getattr_static(kind, name, None))
+            if name in function.__globals__:
+                self._value(name, function.__globals__, f"{function.__module__}.{name}", code.co_names)
+                self._outside(name, function.__globals__[name], code)
+
+    def _value(self, name: str, at: Any, place: str, used: tuple[str, ...]) -> None:
+        value = at.get(name, None)
+        if isinstance(value, ModuleType):
+            for each in used if not _is_library(getattr(value, "__file__", None) or "<>") else ():
+                if each in vars(value) and not isinstance(vars(value)[each], ModuleType):
+                    self._value(each, vars(value), f"{value.__name__}.{each}", used)
+        elif isinstance(value, type):
+            self.add(value)
+            for each in used if _is_own(value) else ():
+                if each in vars(value) and isinstance(vars(value)[each], (*LEAVES, list, tuple, dict)):
+                    self.names[id(value), each] = NamedValue(f"{place}.{each}", vars(value), each)
+                else:
+                    self.add(vars(value).get(each))
+        elif _is_data(value):
+            self.names[id(at.cell if isinstance(at, _Cell) else at), name] = NamedValue(place, at, name)
+        else:
+            self.add(value)
+
+    def _outside(self, name: str, value: Any, code: CodeType) -> None:
+        """The environment, and the clock."""
+        used = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+        if any(value is each for each in _ENVIRONMENT) or (value is os and used & {"environ", "getenv"}):
+            self.outside.append(f"{_line(code, name)} reads the environment")
+        elif any(value is each for each in _CLOCKS) or (any(value is each for each in _CLOCK_OWNERS) and used & _CLOCK_NAMES):
+            self.outside.append(f"{_line(code, name)} reads the clock")
+
+
+def _all_code(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _all_code(each)
+
+
+def _line(code: CodeType, name: str) -> str:
+    line = code.co_firstlineno
+    for each in dis.get_instructions(code):
+        line = each.positions.lineno or line if each.positions is not None else line
+        if each.argval == name:
+            break
+    return f"{code.co_filename}:{line}"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(("<", _PRODUCT)) and "<ipython" not in file or any(part in file for part in _LIBRARIES)
+
+
+def _is_own(kind: type) -> bool:
+    functions = [each for each in vars(kind).values() if isinstance(each, FunctionType)]
+    return not _is_library(functions[0].__code__.co_filename) if functions else kind.__module__ not in ("builtins", "torch")
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value is what scripts keep settings in."""
+    if isinstance(value, LEAVES) or type(value) in (list, tuple, dict, set, frozenset, SimpleNamespace, Namespace):
+        return True
+    if isinstance(value, (type, torch.Tensor, nn.Module)):
+        return False
+    return is_dataclass(value) or (_is_own(type(value)) and hasattr(value, "__dict__") and not callable(value))

@@ -1,0 +1,206 @@
+"""What captured programs read that is no argument: attributes of modules and what is in them, globals, closures.
+
+A program has the values of its capture. `FrozenReads.changed` says, before each call, which values are others now; they are
+part of the key that selects a program (`variants.CallKey`), so that another value is another program, and one that comes back
+finds the earlier program.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+MOSTLEAVES = 2000
+"""An object with more values than this in it is compared by its identity."""
+_DEEPEST = 5
+LEAVES = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+_CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module)
+_MISSING = object()
+
+Change = tuple[str, str]
+"""Where a value is (``layers.0.alpha``), and what it is, in words."""
+
+
+class Reads(NamedTuple):
+    """What one capture read of modules, and what it wrote: (class, attribute), since of equal layers only one is traced."""
+
+    attributes: frozenset[tuple[str, str]] = frozenset()
+    writes: frozenset[tuple[str, str]] = frozenset()
+
+
+class Values(Protocol):
+    """Values by name: the dictionary of an object or a module, a closure."""
+
+    def get(self, name: str, default: Any, /) -> Any: ...
+
+
+class NamedValue(NamedTuple):
+    """The value of a name, and what it is called in messages."""
+
+    place: str
+    at: Values
+    name: str
+
+
+def class_name(module: nn.Module) -> str:
+    """The full name of a module's class."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+class FrozenReads:
+    """The values that the programs of `model`, a skeleton without data, have read. `names`: globals and closures of its code.
+    `initial`: those of another model of the same programs (a copy)."""
+
+    def __init__(
+        self, model: nn.Module, reads: Reads, names: Iterable[NamedValue] = (), initial: Mapping[str, str] | None = None
+    ) -> None:
+        self.model, self.reads, self.names = model, Reads(), tuple(names)
+        self.initial: dict[str, str] = dict(initial or {})
+        self._family: weakref.WeakSet[FrozenReads] = weakref.WeakSet((self,))
+        self._take(reads)
+
+    def add(self, reads: Reads) -> None:
+        """What a further program reads, with the values of now, at which it was captured."""
+        both = Reads(self.reads.attributes | reads.attributes, self.reads.writes | reads.writes)
+        for each in self._family if both != self.reads else ():
+            each._take(both)
+
+    def copied(self, model: nn.Module) -> FrozenReads:
+        """The same reads of a copy of the model."""
+        out = FrozenReads(model, self.reads, self.names, self.initial)
+        self._family.add(out)
+        out._family = self._family
+        return out
+
+    def _take(self, reads: Reads) -> None:
+        self.reads = reads
+        self._values = (*self._attributes(), *self.names)
+        self._look()
+        self.initial = {**self._now, **self.initial}
+        self._compare()
+
+    def changed(self) -> tuple[Change, ...]:
+        """The values that are not those of the first programs."""
+        now = [get(name, _MISSING) for get, name in self._getters]
+        same = all(map(is_, now, self._seen))
+        if not same or any(list(leaves(place, value)) != before for place, value, before in self._contents):
+            self._look()
+            self._compare()
+        return self._changed
+
+    def is_written(self, module: nn.Module, name: str) -> bool:
+        """Whether the forward sets this attribute, which a program does not."""
+        return (class_name(module), name) in self.reads.writes
+
+    def _attributes(self) -> Iterator[NamedValue]:
+        by_class: dict[str, list[str]] = {}
+        for kind, name in sorted(self.reads.attributes):
+            by_class.setdefault(kind, []).append(name)
+        for path, module in self.model.named_modules():
+            tensors = (module._parameters, module._buffers, module._modules)
+            for name in by_class.get(class_name(module), ()):
+                if name not in vars(nn.Module) and not any(name in each for each in tensors):
+                    place = f"{path}.{name}" if path else name
+                    yield NamedValue(place, vars(module), name)
+                    owner = next((each for each in type(module).__mro__ if name in vars(each)), None)
+                    if owner is not None and isinstance(vars(owner)[name], (*LEAVES, list, tuple, dict)):
+                        yield NamedValue(f"{owner.__qualname__}.{name}", vars(owner), name)
+
+    def _look(self) -> None:
+        """Takes down all values; objects that several modules have, once."""
+        self._getters = [(at.get, name) for _, at, name in self._values]
+        self._seen: list[Any] = [get(name, _MISSING) for get, name in self._getters]
+        self._contents: list[tuple[str, Any, list[tuple[str, Any]]]] = []
+        self._now: dict[str, str] = {}
+        inside: set[int] = set()
+        for (place, _, _), value in zip(self._values, self._seen, strict=True):
+            if value is _MISSING:
+                continue
+            if isinstance(value, (*LEAVES, *_CODE)):
+                self._now[place] = _text(value)
+            elif id(value) not in inside:
+                inside.add(id(value))
+                content = list(leaves(place, value))
+                self._contents.append((place, value, content))
+                self._now.update((where, _text(leaf)) for where, leaf in content)
+
+    def _compare(self) -> None:
+        before, now = self.initial, self._now
+        self._changed = tuple((place, text) for place, text in sorted(now.items()) if before.get(place) != text)
+        self._changed += tuple((place, "") for place in sorted(before.keys() - now.keys()))
+
+
+def leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The plain values in an object, by place, and what stands for its tensors; of a very large one its identity."""
+    found = []
+    for each in _inside(place, value, 0):
+        found.append(each)
+        if len(found) > MOSTLEAVES:
+            return iter([(place, id(value))])
+    return iter(found)
+
+
+def _inside(place: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (*LEAVES, *_CODE)):
+        yield place, value
+    elif isinstance(value, torch.Tensor):
+        yield place, _TensorValue(value)
+    elif depth >= _DEEPEST:
+        yield place, type(value).__qualname__
+    elif isinstance(value, dict):
+        yield place, len(value)
+        for key, each in value.items():
+            yield from _inside(f"{place}[{key!r}]", each, depth + 1)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield place, len(value)
+        for index, each in enumerate(value):
+            yield from _inside(f"{place}[{index}]", each, depth + 1)
+    else:
+        yield place, type(value).__qualname__
+        for name, each in getattr(value, "__dict__", {}).items():
+            yield from _inside(f"{place}.{name}", each, depth + 1)
+
+
+class _TensorValue:
+    """A tensor as it is now: equal to another of the same object that nobody has written into since."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.version = tensor, 0 if tensor.is_inference() else tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _TensorValue) and (self.tensor is other.tensor) and self.version == other.version
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def text(self) -> str:
+        tensor = self.tensor.detach()
+        words = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        if tensor.is_meta or type(tensor) is not torch.Tensor:
+            return words
+        data = tensor.cpu().contiguous().flatten().view(torch.uint8) if tensor.numel() else tensor
+        return f"{words} {_digest(bytes(data.tolist()) if tensor.numel() else b'')}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, _TensorValue):
+        return value.text()
+    if isinstance(value, nn.Module):
+        return class_name(value)
+    if isinstance(value, _CODE):
+        code = getattr(value, "__code__", None)
+        line = f" at line {code.co_firstlineno}" if code is not None else ""
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}{line}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:30]}... {_digest(text.encode())}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

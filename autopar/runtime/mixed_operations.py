@@ -1,0 +1,109 @@
+"""Operations that mix DTensors with ordinary tensors (`ema.lerp_(parameter, 0.1)`, `parameter.copy_(plain)`), which DTensor
+refuses: an ordinary tensor is the whole tensor, with one value on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map
+
+from .compat import in_backward, operations_of_shards, usual_operation
+from .errors import StateProblem
+from .random_draws import ranks_agree
+from .state.gradient import Gradient, place_of
+from .step.same_batch import checksum
+
+_MIXED = ("copy", "add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "maximum", "minimum")
+_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "equal", "rsub")
+_OF_LISTS = ("copy", "add", "sub", "mul", "div", "lerp")
+
+
+def mix_whole_tensors() -> None:
+    """Teaches DTensor the element-wise operations that averages, copies and comparisons of weights are written with."""
+    names = [*_COMPARED, *_MIXED, *(f"{name}_" for name in _MIXED)]
+    names += [f"_foreach_{name}{end}" for name in _OF_LISTS for end in ("", "_")]
+    handlers = operations_of_shards()
+    for name in names:
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            op = getattr(packet, overload)
+            if "out" not in overload and op not in handlers:
+                handlers[op] = _mixed_by(usual_operation)
+    handlers[torch.ops.aten._foreach_copy_.default] = _mixed_by(_copy_all)
+
+
+def _mixed_by(usual: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    def run(op: Any, args: Any, kwargs: Any) -> Any:
+        if not any(_is_whole(each) for each in _flat(args)) or in_backward():
+            return usual(op, args, kwargs)
+        return _mixed(usual, op, args, kwargs)
+
+    return run
+
+
+def _copy_all(op: Any, args: Any, kwargs: Any) -> None:
+    """2.13.0 has no rule for it."""
+    for target, source in zip(args[0], args[1], strict=True):
+        target.copy_(source, *args[2:], **kwargs)
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for each in values:
+        if isinstance(each, (list, tuple)):
+            yield from each
+        else:
+            yield each
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is an ordinary tensor of more than one number (DTensor takes numbers itself)."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() > 0
+
+
+def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: Any) -> Any:
+    every = list(_flat(args))
+    shards = [each for each in every if isinstance(each, DTensor)]
+    plain = [each for each in every if _is_whole(each)]
+    for each in shards:
+        _check_pair(each, plain)
+    targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+    if not isinstance(targets[0], DTensor) and op._schema.is_mutable:
+        return op(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+    mesh = shards[0].device_mesh
+    if op._schema.is_mutable and not ranks_agree(hash(tuple(map(checksum, plain))) >> 9, shards[0]):
+        raise StateProblem(
+            "ranks write different values into a parallel model's parameter or gradient: make the same tensor on every rank "
+            "(seed alike, load it on all), or call parallel.load_state_dict(state)"
+        )
+
+    def placed(x: Any) -> Any:
+        return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False) if _is_whole(x) else x
+
+    return usual(op, tree_map(placed, args), tree_map(placed, kwargs))
+
+
+def _gathered(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    detached: Any = value.detach()
+    return detached.full_tensor()
+
+
+def _check_pair(value: DTensor, plain: list[torch.Tensor]) -> None:
+    """StateProblem where scripts that pair parameters by their order pair wrong ones."""
+    stage, name = (value.stage, value.parameter_name) if isinstance(value, Gradient) else place_of(value)
+    theirs = any(isinstance(each, nn.Parameter) for each in plain)
+    if name and stage is not None and (theirs or any(each.shape == value.shape for each in plain)):
+        raise StateProblem(
+            f"an ordinary tensor with {name}, of which a stage of a pipeline may not be the pair in order: load values by "
+            "parallel.load_state_dict(state), read them from parallel.full_state(), average them by AveragedModel(parallel)"
+        )
+    if theirs and getattr(value, "autopar_unpaired", False):
+        raise StateProblem(
+            f"a plain model's parameter with {name}: the plain model has parameters that its program never uses, so that zip "
+            "pairs others: pair them by name, and pass plain.detach()"
+        )

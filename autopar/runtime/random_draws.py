@@ -1,0 +1,188 @@
+"""Random numbers for DTensors (`nn.init.normal_(parameter)`, `torch.randn_like(p.grad)`, `F.dropout(p)`): those of the whole
+tensor, of which each rank keeps its part. Shards differ, replicas agree, and the numbers are those that one process draws.
+
+DTensor itself draws each shard from the generator of its rank: on CPUs ranks that are seeded alike get equal shards. A stage of a
+pipeline draws for its own parameters only, so torch's generators would get out of step between stages: there each parameter has a
+stream of its own (`device.rng`), from the model's seed, and generators stay where they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map
+
+from .compat import has_data, local_of, operations_of_shards, own_part, random_operations
+from .device.rng import named_key, seed_stream
+from .errors import RuntimeProblem
+from .state.gradient import StageGradients
+
+_OF_WHOLE_MATRICES = ("orthogonal_", "sparse_", "trunc_normal_")
+"""Functions of `nn.init` with operations that DTensor lacks (a transposition in place, writes by index), or that draw into
+further tensors."""
+_STAGES: weakref.WeakSet[StageGradients] = weakref.WeakSet()
+
+
+def draw_for_stage(stage: StageGradients) -> None:
+    """Random numbers for the parameters of a stage come from streams of their own, as long as `stage` lives."""
+    _STAGES.add(stage)
+
+
+def stages_in_use() -> list[StageGradients]:
+    """The stages of pipelines of this process."""
+    return list(_STAGES)
+
+
+def draw_whole_tensors() -> None:
+    """Teaches DTensor all random operations, and `nn.init` those of whole matrices, once in a process."""
+    handlers = operations_of_shards()
+    operations = random_operations()
+    if operations[0] in handlers:
+        return
+    handlers.update({each: _draw for each in operations})
+    for name in _OF_WHOLE_MATRICES:
+        setattr(nn.init, name, _of_whole_matrix(getattr(nn.init, name)))
+
+
+def _draw(op: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a random operation on whole tensors, and takes this rank's part of what it gives and of what it writes."""
+    values = [*args, *kwargs.values()]
+    shards = [each for each in values if isinstance(each, DTensor)]
+    if not has_data(local_of(shards[0])):
+        raise RuntimeProblem(f"{op} of a tensor without data: draw the numbers on the devices of the run")
+    written = {id(value) for argument, value in _bound(op, args, kwargs) if argument.alias_info and argument.alias_info.is_write}
+    if any(placement.is_partial() for each in shards if id(each) in written for placement in each.placements):
+        raise RuntimeProblem("a sum that is not reduced yet cannot be overwritten with random numbers: call .full_tensor() first")
+    whole = {id(each): _whole(op, each, id(each) in written) for each in shards}
+
+    def full(value: Any) -> Any:
+        return whole[id(value)] if isinstance(value, DTensor) else value
+
+    generator = next((each for each in values if isinstance(each, torch.Generator)), None)
+    with _agreed(generator, shards[0]):
+        results = op(*tree_map(full, args), **tree_map(full, kwargs))
+    for each in shards:
+        if id(each) in written:
+            local_of(each).copy_(own_part(each, whole[id(each)]))
+    sources = {id(whole[id(each)]): each for each in shards}
+
+    def own(result: Any) -> Any:
+        if not isinstance(result, torch.Tensor):
+            return result
+        return sources[id(result)] if id(result) in sources else _sharded_like(result, shards)
+
+    return type(results)(map(own, results)) if isinstance(results, (list, tuple)) else own(results)
+
+
+def _bound(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """The arguments of the operation's schema with their values."""
+    for position, argument in enumerate(op._schema.arguments):
+        yield argument, args[position] if position < len(args) else kwargs.get(argument.name)
+
+
+def _whole(op: Any, value: DTensor, overwritten: bool) -> torch.Tensor:
+    """The whole tensor; without its values where the operation does not read them."""
+    name: str = op._schema.name
+    reads = "dropout" in name or "rrelu" in name
+    if (overwritten and not reads) or name.endswith("_like"):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=local_of(value).device)
+    detached: Any = value.detach()
+    full: torch.Tensor = detached.full_tensor()
+    return full.clone() if overwritten else full
+
+
+def _sharded_like(result: torch.Tensor, shards: list[DTensor]) -> DTensor:
+    """A result of the shape of an argument is placed as that is, another one is replicated."""
+    like = next((each for each in shards if each.shape == result.shape), None)
+    mesh = shards[0].device_mesh
+    if like is None or any(placement.is_partial() for placement in like.placements):
+        return DTensor.from_local(result, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return DTensor.from_local(
+        own_part(like, result), mesh, like.placements, run_check=False, shape=result.shape, stride=result.stride()
+    )
+
+
+@contextmanager
+def _agreed(generator: torch.Generator | None, value: DTensor) -> Iterator[None]:
+    """Inside, `generator` (None: torch's own of the device) has one state on all ranks that draw for `value`: that of the first
+    rank, as scripts that seed each rank differently mean it, or that of the parameter's stream. After it only a generator that
+    agreed before has moved on, and that of the first rank."""
+    device = local_of(value).device
+    if generator is None:
+        generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    own, key = generator.get_state(), _stream_key(value)
+    if key is not None:
+        generator.manual_seed(seed_stream(key).next_seed())
+        moves = False
+    else:
+        moves = _take_first_state(generator, own, value)
+    try:
+        yield
+    finally:
+        if not moves:
+            generator.set_state(own)
+
+
+def _take_first_state(generator: torch.Generator, own: torch.Tensor, value: DTensor) -> bool:
+    """Sets the generator to the state of the mesh's first rank, and returns whether this rank's moves on with the draw. All ranks
+    of the mesh compare a hash first, since a state takes 5 kB."""
+    if ranks_agree(int.from_bytes(hashlib.blake2b(bytes(own.tolist()), digest_size=7).digest(), "big"), value):
+        return True
+    state = own.to(local_of(value).device, copy=True)  # what a broadcast writes into
+    for group in _groups(value):
+        dist.broadcast(state, group=group, group_src=0)
+    generator.set_state(state.cpu())
+    return not any(value.device_mesh.get_coordinate() or ())
+
+
+def ranks_agree(number: int, value: DTensor) -> bool:
+    """Whether all ranks of the tensor's mesh have the same number. All of them must call."""
+    bounds = torch.tensor([number, -number], device=local_of(value).device)
+    for group in _groups(value):
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
+    return int(bounds[0]) == -int(bounds[1])
+
+
+def _groups(value: DTensor) -> list[dist.ProcessGroup]:
+    mesh = value.device_mesh
+    return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+
+
+def _stream_key(value: DTensor) -> int | None:
+    """The stream of a tensor on a stage of a pipeline; None of any other. RuntimeProblem where stages may need equal numbers."""
+    stages = [stage for stage in stages_in_use() if stage.mesh.state_mesh == value.device_mesh]
+    if not stages:
+        return None
+    stage = next((each for each in stages if each.name_of(value)), stages[0])
+    name = stage.name_of(value)
+    if not name and (shared := next(filter(None, (each.shared_like(value) for each in stages)), "")):
+        raise RuntimeProblem(
+            f"random numbers for a tensor like {shared}, which several stages of a pipeline have: draw them for the parameter "
+            "or its gradient itself (parameter.normal_(), torch.randn_like(parameter)), or plan without a pipeline (pp=1)"
+        )
+    return named_key(stage.mesh.base_seed, name or f"stage {stage.mesh.pp.coordinate}")
+
+
+def _of_whole_matrix(initialise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function of `nn.init` that computes a DTensor's values as those of a whole matrix."""
+
+    @wraps(initialise)
+    def initialised(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return initialise(tensor, *args, **kwargs)
+        local, generator = local_of(tensor), kwargs.get("generator")
+        whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=local.device)
+        with _agreed(generator, tensor), torch.no_grad():
+            local.copy_(own_part(tensor, initialise(whole, *args, **kwargs)))
+        return tensor
+
+    return initialised

@@ -1,0 +1,241 @@
+"""Habits of changing what a forward reads that is no argument: attributes, settings, globals, generators (docs/habits.md)."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from support.harness.habits import (
+    OTHER_PLANS,
+    ROWS,
+    check,
+    equals_one_process,
+    of,
+    one_step,
+    parallel_of,
+    refusal,
+    rows_of,
+    warning_of,
+)
+from support.harness.rank_pool import RankPool
+from support.models import habit_model
+from support.models.habit_model import Net, batch, net
+from torch import Tensor, nn
+
+import autopar
+
+
+def equal_at(path: str, change: Callable[[Any, float], None], values: tuple[float, ...] = (0.0, 2.0, 0.5)) -> Any:
+    """The parallel model, equal to one process at all values, the last of which is the one of the capture."""
+    parallel, reference = parallel_of(net("reads"), path), net("reads")
+    for value in values:
+        for model in (parallel, reference):
+            change(model, value)
+        equals_one_process(parallel, reference, steps=1)
+    return parallel
+
+
+def programs(parallel: Any) -> int:
+    return len(set(parallel.variants.known.values()))
+
+
+@of("reads")
+def change_an_attribute(plan: str) -> None:
+    """Of a module that the forward reads; a value that comes back finds its program, and what nobody reads makes none."""
+
+    def set_alpha(model: Any, value: float) -> None:
+        model.layers[0].alpha = value
+
+    parallel = equal_at(plan, set_alpha)
+    assert programs(parallel) == 3
+    parallel.layers[0].alpha, parallel.global_step = 2.0, 17
+    one_step(parallel)
+    assert programs(parallel) == 3 and (parallel.layers[0].alpha, parallel.global_step) == (2.0, 17)
+    parallel.eval()
+    reference = net("reads").eval()
+    reference.load_state_dict(parallel.full_state())
+    reference.layers[0].alpha = 2.0
+    torch.testing.assert_close(parallel(**batch()).detach(), reference(**batch()).detach())
+
+
+@of("reads")
+def change_the_settings(plan: str) -> None:
+    def set_gain(model: Any, value: float) -> None:
+        model.layers[1].settings.gains[1] = value
+
+    equal_at(plan, set_gain, (0.0, 1.5))
+
+
+@of("reads")
+def change_a_global(plan: str) -> None:
+    def set_factor(model: Any, value: float) -> None:
+        habit_model.SETTINGS["factor"] = value
+
+    try:
+        equal_at(plan, set_factor, (0.0, 1.25))
+    finally:
+        habit_model.SETTINGS["factor"] = 1.25
+
+
+@of("reads")
+def anneal_an_attribute(plan: str) -> str:
+    parallel = parallel_of(net("reads"), plan)
+
+    def anneal() -> None:
+        for step in range(6):
+            for layer in parallel.layers:
+                layer.alpha = 0.1 * step
+            one_step(parallel)
+
+    return warning_of(anneal)
+
+
+@of("dropout")
+def switch_dropout_off(plan: str) -> None:
+    parallel, reference = parallel_of(net("dropout"), plan), net("dropout")
+    one_step(parallel)
+    parallel.zero_grad()
+    for model in (parallel, reference):
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    equals_one_process(parallel, reference)
+
+
+@of("reads")
+def different_attributes(plan: str) -> str:
+    parallel = parallel_of(net("reads"), plan)
+    parallel.layers[0].alpha = 1.0 + dist.get_rank()
+    return refusal(lambda: parallel(**batch()))
+
+
+@of("reads")
+def change_an_attribute_of_a_copy(plan: str) -> None:
+    parallel, reference = parallel_of(net("reads"), plan), net("reads")
+    other = copy.deepcopy(parallel)
+    other.layers[0].alpha = 0.0
+    assert parallel.layers[0].alpha == 0.5
+    equals_one_process(parallel, reference, steps=1)
+    second = net("reads")
+    second.layers[0].alpha = 0.0
+    equals_one_process(other, second, steps=1)
+
+
+class Computing(Net):
+    """A model whose forward does `compute` first, and multiplies its loss by that."""
+
+    compute: Callable[[Any, Tensor], Any] = staticmethod(lambda model, x: 1.0)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return super().forward(x, ids) * self.compute(self, x)
+
+
+def computing(compute: Callable[[Any, Tensor], Any], **attributes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = type("Own", (Computing,), {"compute": staticmethod(compute)})().double()
+    vars(model).update(attributes)
+    return model
+
+
+def start(model: nn.Module) -> Any:
+    return autopar.parallelize(model, "local:4", batch(), force="tp=2", time_limit_seconds=5, cache=False)
+
+
+def said_at_start(model: nn.Module, row: str) -> str:
+    """The warning, which rank 0 says."""
+    said = warning_of(lambda: start(model))
+    return said if dist.get_rank() == 0 else ROWS[row][1]
+
+
+def draw_by_python(plan: str) -> str:
+    return refusal(lambda: start(computing(lambda model, x: random.uniform(0.5, 1.5))))
+
+
+def draw_by_numpy(plan: str) -> str:
+    own = computing(lambda model, x: float(model.draws.random()), draws=numpy.random.default_rng(0))
+    assert "Generator random generator" in refusal(lambda: start(own))
+    return refusal(lambda: start(computing(lambda model, x: float(numpy.random.rand()))))
+
+
+def _count(model: Any, x: Tensor) -> float:
+    model.calls += 1
+    return 1.0 / model.calls
+
+
+def count_calls(plan: str) -> str:
+    return refusal(lambda: start(computing(_count, calls=0)))
+
+
+CALLS = 0
+
+
+def _count_globally(model: Any, x: Tensor) -> float:
+    global CALLS
+    CALLS += 1
+    return 1.0 / CALLS
+
+
+def count_calls_in_a_global(plan: str) -> str:
+    if dist.get_rank():  # the forward runs where it is captured
+        with pytest.raises(autopar.AutoparError) as caught:
+            start(computing(_count_globally))
+        return str(caught.value)
+    return refusal(lambda: start(computing(_count_globally)))
+
+
+def _remember(model: Any, x: Tensor) -> float:
+    if model.longest < 16:  # a cache: it does not change again
+        model.longest = 16
+    model.last = x
+    return 1.0
+
+
+def read_what_the_forward_sets(plan: str) -> str:
+    parallel = start(computing(_remember, longest=0, last=None))
+    one_step(parallel)
+    assert not hasattr(parallel, "last")
+    return refusal(lambda: parallel.last)
+
+
+def change_a_closure(plan: str) -> None:
+    factor = 1.5
+
+    def compute(model: Any, x: Tensor) -> float:
+        return factor
+
+    parallel, reference = start(computing(compute)), computing(compute)
+    for value in (1.5, 0.5):
+        factor = value
+        equals_one_process(parallel, reference, steps=1)
+
+
+def read_the_environment(plan: str) -> str:
+    return said_at_start(computing(lambda model, x: 2.0 if os.environ.get("AUTOPAR_HABIT") else 1.0), "read_the_environment")
+
+
+def read_the_clock(plan: str) -> str:
+    return said_at_start(computing(lambda model, x: 1.0 + 0.0 * time.time()), "read_the_clock")
+
+
+# -- here
+
+
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", OTHER_PLANS)
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], force, ranks, tmp_path)

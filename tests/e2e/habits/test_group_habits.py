@@ -1,0 +1,109 @@
+"""Habits around optimizers of some of the parameters, and full states of torch itself (docs/habits.md), on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.harness.comparison import different_numbers
+from support.harness.habits import OTHER_PLANS, check, one_step, parallel_of, refusal, rows_of
+from support.harness.rank_pool import RankPool
+from support.models.habit_model import batch, net
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+Wanted = Callable[[str, nn.Parameter], bool]
+
+
+def some(model: nn.Module, wanted: Wanted) -> list[nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if wanted(name, parameter)]
+
+
+def losses_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for seed in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = model(**batch(seed))
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def first_layer(name: str, parameter: nn.Parameter) -> bool:
+    return name.startswith("layers.0")
+
+
+def filtered_parameters(plan: str) -> None:
+    """Of one layer, which one stage of a pipeline has: adapters, one part that trains. Its full state is that of one process."""
+    parallel, reference = parallel_of(net(), plan), net()
+    mine, theirs = (torch.optim.AdamW(some(model, first_layer), lr=1e-2) for model in (parallel, reference))
+    assert not (wrong := different_numbers("loss", losses_of(parallel, mine), losses_of(reference, theirs), 1e-9)), wrong
+    found, expected = parallel.full_optimizer_state(mine), theirs.state_dict()
+    assert found["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
+    for number, values in expected["state"].items():
+        torch.testing.assert_close(found["state"][number]["exp_avg"], values["exp_avg"], rtol=1e-9, atol=1e-11)
+    parallel.load_full_optimizer_state(mine, expected)
+    more = losses_of(parallel, mine), losses_of(reference, theirs)
+    assert not (wrong := different_numbers("loss", *more, 1e-9)), wrong
+
+
+def two_optimizers(plan: str) -> None:
+    """Matrices of the layers by one optimizer, the rest by another, as with Muon beside AdamW."""
+
+    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+        def hidden(name: str, parameter: nn.Parameter) -> bool:
+            return name.startswith("layers") and parameter.dim() == 2
+
+        rest = some(model, lambda name, parameter: not hidden(name, parameter))
+        return [torch.optim.SGD(some(model, hidden), lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=1e-2)]
+
+    parallel, reference = parallel_of(net(), plan), net()
+    found, expected = losses_of(parallel, *make(parallel)), losses_of(reference, *make(reference))
+    assert not (wrong := different_numbers("loss", found, expected, 1e-9)), wrong
+    muon = torch.optim.Muon(some(parallel, lambda name, parameter: first_layer(name, parameter) and parameter.dim() == 2))
+    one_step(parallel)
+    muon.step()
+
+
+def full_states_of_torch(plan: str) -> None:
+    """`get_optimizer_state_dict` of torch.distributed.checkpoint; on a pipeline refused, where it has one stage's only."""
+    parallel: Any = parallel_of(net(), plan)
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    one_step(parallel)
+    optimizer.step()
+    options = StateDictOptions(full_state_dict=True)
+    if parallel.program.mesh.pp.size > 1:
+        for get in (
+            lambda: get_optimizer_state_dict(parallel, optimizer, options=options),
+            lambda: get_model_state_dict(parallel, options=options),
+        ):
+            assert "parallel.full_optimizer_state(optimizer) on all ranks" in refusal(get)
+        assert get_optimizer_state_dict(parallel, optimizer)["state"]
+        return
+    found = get_optimizer_state_dict(parallel, optimizer, options=options)["state"]
+    expected = parallel.full_optimizer_state(optimizer)["state"]
+    names = [name for name, _ in net().named_parameters()]
+    assert sorted(found) == sorted(names[number] for number in expected)
+    for number, values in expected.items():
+        torch.testing.assert_close(found[names[number]]["exp_avg"], values["exp_avg"])
+
+
+# -- here
+
+
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", OTHER_PLANS)
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], force, ranks, tmp_path)

@@ -1,0 +1,225 @@
+"""Habits around the parameters and gradients as tensors: random numbers, copies, sums by hand (docs/habits.md), on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.harness.habits import OTHER_PLANS, ROWS, check, one_step, parallel_of, refusal, rows_of
+from support.harness.rank_pool import RankPool
+from support.models.habit_model import batch, net
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Draw = Callable[[nn.Parameter], Any]
+
+
+def whole(x: Tensor) -> Tensor:
+    """A copy."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def staged(parallel: Any) -> bool:
+    return bool(parallel.program.mesh.pp.size > 1)
+
+
+def copies_agree(parallel: Any) -> None:
+    """Each parameter has one value on all ranks that have it."""
+    mine = {name: whole(parameter.detach()) for name, parameter in parallel.named_parameters()}
+    every: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, mine)
+    for theirs in every:
+        for name in mine.keys() & theirs.keys():
+            assert torch.equal(mine[name], theirs[name]), name
+
+
+def draw_alike(parallel: Any, reference: nn.Module, *draws: Draw, seed: Callable[[], int] = lambda: 3) -> None:
+    """Each draw of each parameter (in the order of names) gives what one process gets; on a pipeline, where each parameter has a
+    stream of its own, numbers that are alike on the ranks that have them, and not alike from draw to draw."""
+    mine, theirs = dict(parallel.named_parameters()), dict(reference.named_parameters())
+    for draw in draws:
+        torch.manual_seed(seed())
+        found = {name: whole(draw(mine[name])) for name in theirs if name in mine}
+        again = {name: whole(draw(mine[name])) for name in theirs if name in mine}
+        torch.manual_seed(3)
+        for name in theirs if not staged(parallel) else ():
+            if name in mine:
+                torch.testing.assert_close(found[name], whole(draw(theirs[name])), rtol=1e-12, atol=1e-12, msg=name)
+        for name in again if staged(parallel) else ():
+            assert again[name].shape == theirs[name].shape and not torch.equal(again[name], found[name]), name
+            assert again[name].std() > 0.1 * draw(theirs[name]).std(), name
+    copies_agree(parallel)
+
+
+def both_models(path: str) -> tuple[Any, nn.Module]:
+    """Both without the unused parameter, which the parallel model has not, and with gradients."""
+    parallel, reference = parallel_of(net(), path), net()
+    reference.unused = None
+    one_step(parallel)
+    reference(**batch()).backward()
+    return parallel, reference
+
+
+def initialise_shards(plan: str) -> None:
+    def matrices(initialise: Draw) -> Draw:
+        return lambda p: initialise(p) if p.dim() > 1 else nn.init.normal_(p)
+
+    draw_alike(
+        *both_models(plan),
+        *map(matrices, (nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_, nn.init.kaiming_uniform_)),
+        matrices(nn.init.xavier_normal_),
+        matrices(nn.init.orthogonal_),
+        matrices(lambda p: nn.init.sparse_(p, 0.3)),
+        lambda p: p.data.normal_(),
+    )
+
+
+def initialise_with_a_seed_of_each_rank(plan: str) -> None:
+    """The numbers of rank 0; each rank's own generator stays its own."""
+    parallel, reference = both_models(plan)
+    draw_alike(parallel, reference, nn.init.normal_, seed=lambda: 3 + dist.get_rank())
+    torch.manual_seed(3 + dist.get_rank())
+    expected = torch.rand(3)
+    torch.manual_seed(3 + dist.get_rank())
+    for parameter in parallel.parameters():
+        nn.init.normal_(parameter)
+    if dist.get_rank():
+        torch.testing.assert_close(torch.rand(3), expected)
+
+
+def noise_on_gradients(plan: str) -> None:
+    parallel, reference = both_models(plan)
+    if not staged(parallel):
+        draw_alike(
+            parallel,
+            reference,
+            lambda p: nn.functional.dropout(p.detach() + 1, 0.4),
+            lambda p: torch.bernoulli(p.detach().sigmoid()),
+        )
+    draw_alike(
+        parallel,
+        reference,
+        lambda p: torch.randn_like(p.grad),
+        lambda p: torch.rand_like(p),
+        lambda p: p.grad.add_(torch.randn_like(p.grad), alpha=0.1),
+        lambda p: p.grad.data.uniform_(),
+    )
+    parallel, reference = both_models(plan)
+    if staged(parallel):
+        shared = dict(parallel.named_parameters())["words.weight"]
+        assert "words.weight, which several stages of a pipeline have" in refusal(lambda: nn.functional.dropout(shared * 2, 0.4))
+        return
+    losses = []
+    for model in (parallel, reference):
+        torch.manual_seed(5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(3):
+            optimizer.zero_grad()
+            loss = model(**batch(seed))
+            loss.backward()
+            for parameter in model.parameters():
+                parameter.grad += 0.1 * torch.randn_like(parameter.grad)
+            optimizer.step()
+            losses.append(loss.item())
+    torch.testing.assert_close(losses[:3], losses[3:], rtol=1e-9, atol=1e-9)
+
+
+def without_unused() -> nn.Module:
+    model = net()
+    model.unused = None  # type: ignore[assignment]
+    return model
+
+
+def average_by_hand(plan: str) -> None:
+    """A plain copy of the model that takes part of the weights after each step, paired by `zip`."""
+
+    def run(model: nn.Module) -> nn.Module:
+        average, optimizer = without_unused(), torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(3):
+            optimizer.zero_grad()
+            model(**batch(seed)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.mul_(0.9).add_(parameter, alpha=0.1)
+                torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.1)
+        return average
+
+    parallel = parallel_of(without_unused(), plan)
+    if staged(parallel):
+        with torch.no_grad():
+            said = refusal(lambda: next(iter(net().parameters())).add_(next(iter(parallel.parameters()))))
+        assert "average them by AveragedModel(parallel)" in said
+        return
+    expected = dict(run(without_unused()).named_parameters())
+    for name, mean in run(parallel).named_parameters():
+        torch.testing.assert_close(mean, expected[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def average_a_model_with_unused_parameters(plan: str) -> str:
+    """Its parallel model has fewer parameters, so that `zip` pairs wrong ones."""
+    parallel = parallel_of(net(), plan)
+    with torch.no_grad():
+        said = refusal(lambda: [mean.lerp_(p, 0.1) for mean, p in zip(net().parameters(), parallel.parameters(), strict=False)])
+    return ROWS["average_a_model_with_unused_parameters"][1] if staged(parallel) else said
+
+
+def copy_both_ways(plan: str) -> None:
+    parallel, reference = parallel_of(without_unused(), plan), without_unused()
+    pairs = [(p, reference.get_parameter(name)) for name, p in parallel.named_parameters()]
+    with torch.no_grad():
+        if staged(parallel):
+            assert "parallel.load_state_dict(state)" in refusal(lambda: pairs[0][0].copy_(pairs[0][1]))
+            return
+        for mine, theirs in pairs:
+            mine.copy_(theirs * 2)
+            mine.mul_(torch.full_like(theirs, 0.5)).add_(theirs)
+            expected = (theirs * 2).clone()
+            theirs.copy_(mine)
+            assert torch.equal(theirs, expected) and torch.equal(whole(mine), expected)
+        said = refusal(lambda: pairs[0][0].copy_(pairs[0][1] + dist.get_rank()))
+        assert "ranks write different values into a parallel model's parameter" in said
+    torch.testing.assert_close(parallel(**batch()), reference(**batch()))
+
+
+def gradients_by_grad(plan: str) -> None:
+    """`torch.autograd.grad`, by all parameters and an input; the gradients that are there stay as they are."""
+    parallel, reference = both_models(plan)
+    mine, theirs = dict(parallel.named_parameters()), dict(reference.named_parameters())
+    before = {name: whole(parameter.grad) for name, parameter in mine.items()}
+    found = torch.autograd.grad(parallel(**batch(1)), list(mine.values()))
+    expected = dict(zip(theirs, torch.autograd.grad(reference(**batch(1)), list(theirs.values())), strict=True))
+    for name, gradient in zip(mine, found, strict=True):
+        torch.testing.assert_close(whole(gradient), expected[name], rtol=1e-9, atol=1e-11, msg=name)
+        assert torch.equal(whole(mine[name].grad), before[name]), name
+    one = next(iter(mine))
+    (gradient,) = torch.autograd.grad(parallel(**batch(1)) * 2, [mine[one]])
+    torch.testing.assert_close(whole(gradient), expected[one] * 2, rtol=1e-9, atol=1e-11)
+
+
+def reduce_gradients_by_hand(plan: str) -> str:
+    parallel = parallel_of(net(), plan)
+    one_step(parallel)
+    parameter = next(iter(parallel.parameters()))
+    said = refusal(lambda: dist.broadcast(parameter.data, 0))
+    assert "broadcast of a DTensor" in said
+    return refusal(lambda: dist.all_reduce(parameter.grad))
+
+
+# -- here
+
+
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", OTHER_PLANS)
+@pytest.mark.parametrize("habit", rows_of(globals()))
+def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(globals()[habit], force, ranks, tmp_path)

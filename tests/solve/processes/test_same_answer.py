@@ -1,0 +1,78 @@
+"""The same question has the same answer: on one process or two, whatever the clock says, with any hash seed."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+from support.models.solver_graphs import llama_graph
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.ir.plan import Precision
+from autopar.solve.result import PlanResult
+from autopar.solve.search import search
+from autopar.solve.space.options import SearchOptions
+
+OPTIONS = SearchOptions(precision=Precision("bfloat16", "float32"), time_limit_seconds=inf)
+CLUSTERS = ["dgx-h100:1", pytest.param("dgx-h100:8", marks=pytest.mark.slow), pytest.param("dgx-a100:4", marks=pytest.mark.slow)]
+
+
+def answer(found: PlanResult) -> tuple[object, ...]:
+    points = tuple((str(each), each.status, each.bound_seconds, each.step_seconds) for each in found.solutions)
+    return found.candidate, found.evaluation, found.status, found.lower_bound_seconds, found.gap, found.cut_short, points
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_processes_and_clock_change_nothing(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The certificate and every point of the grid too; under a clock that jumps by minutes at each look."""
+    graph, devices = llama_graph(layers=32, batch=128), Cluster.parse(cluster)
+    one, two = (answer(search(graph, devices, replace(OPTIONS, processes=processes))) for processes in (1, 2))
+    assert one == two
+    draw, now = random.Random(7), [0.0]
+
+    def jumping() -> float:
+        now[0] += draw.uniform(0.0, 300.0)
+        return now[0]
+
+    clocks = [module for name, module in sys.modules.items() if name.startswith("autopar.") and hasattr(module, "monotonic")]
+    assert clocks
+    for module in clocks:
+        monkeypatch.setattr(module, "monotonic", jumping)
+    assert answer(search(graph, devices, OPTIONS)) == one
+    assert now[0] > 300.0, "the search did look at the clock"
+
+
+def test_a_time_limit_says_that_it_ended_the_search() -> None:
+    graph, cluster = llama_graph(layers=32, batch=128), Cluster.parse("dgx-h100:1")
+    assert not search(graph, cluster, OPTIONS).cut_short
+    found = search(graph, cluster, replace(OPTIONS, time_limit_seconds=0.3))
+    assert found.cut_short == "the time limit of 0.3 s"
+
+
+CASES = [
+    "gpt2-tiny --cluster dgx-h100:1 --batch 16",
+    pytest.param("llama3-8b --cluster dgx-h100:8 --batch 128 --seq 8192 --dtype bf16", marks=pytest.mark.slow),
+    pytest.param("mixtral-8x22b --cluster dgx-h100:32 --batch 256 --seq 4096 --dtype bf16", marks=pytest.mark.slow),
+    pytest.param("deepseek-v3 --cluster dgx-h100:32 --batch 256 --seq 4096 --dtype bf16", marks=pytest.mark.slow),
+    pytest.param("llama3-405b --cluster dgx-h100:2048 --batch 2048 --seq 8192 --dtype bf16", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_hash_seeds_change_no_byte_of_the_file(words: str, tmp_path: Path) -> None:
+    texts = []
+    for seed, processes in (("0", "1"), ("1", "2"), ("2", "2")):
+        path = tmp_path / f"{seed}.json"
+        command = [sys.executable, "-m", "autopar.cli", "plan", *words.split(), "--no-cache", "--processes", processes]
+        subprocess.run(
+            [*command, "--time-limit", "3000", "-o", str(path)], env={**os.environ, "PYTHONHASHSEED": seed}, check=True,
+            capture_output=True,
+        )  # fmt: skip
+        texts.append(path.read_bytes())
+    assert texts[0] == texts[1] == texts[2]

@@ -1,0 +1,17 @@
+"""Forty models that no zoo had, chosen before anybody looked at what becomes of them."""
+
+from __future__ import annotations
+
+NAMES = """
+BlipForConditionalGeneration SiglipModel ChineseCLIPModel CLIPSegForImageSegmentation GitForCausalLM ViltForQuestionAnswering
+InternVLForConditionalGeneration Idefics3ForConditionalGeneration VisionEncoderDecoderModel
+HubertForCTC ASTForAudioClassification Speech2TextForConditionalGeneration WavLMForSequenceClassification ClapModel
+TimeSeriesTransformerForPrediction PatchTSTForPrediction PatchTSMixerForPrediction AutoformerForPrediction InformerForPrediction
+DetrForObjectDetection
+YolosForObjectDetection UperNetForSemanticSegmentation DPTForDepthEstimation MobileViTForSemanticSegmentation
+LevitForImageClassification PoolFormerForImageClassification FocalNetForImageClassification VideoMAEForPreTraining
+TimesformerForVideoClassification ViTMAEForPreTraining PvtForImageClassification
+FNetForMaskedLM LongformerForMaskedLM FunnelForMaskedLM XLNetLMHeadModel LayoutLMForTokenClassification RwkvForCausalLM
+JambaForCausalLM SwitchTransformersForConditionalGeneration CanineForSequenceClassification
+"""
+"""Classes of transformers: vision with language, sound, time series, detection and segmentation, images and video, text."""
