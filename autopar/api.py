@@ -78,7 +78,7 @@ def parallelize(
     strict: bool = False,
     compile: bool | str = False,
     state: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None = None,
-    time_limit_seconds: float = 60.0,
+    time_limit_seconds: float = 300.0,
     cache: bool = True,
     outputs: Sequence[str] = (),
     batch_norm: str = "global",

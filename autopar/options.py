@@ -37,7 +37,7 @@ class PlanOptions:
     force: degrees that are fixed (``"tp=4,zero=3"``), or a whole configuration, which is priced as it is.
     optimizer: its name (``"adamw"``), for the bytes and seconds of its state.
     strict: an operation without a sharding rule is an error.
-    time_limit_seconds: of the search, in seconds.
+    time_limit_seconds: when a search ends that its own limits, which are counts, have not ended; the plan says so then.
     outputs: fields of the model's result that come back beside the loss.
     batch_norm: ``"global"``: statistics of the whole batch, or ``"local"``: of each data rank's examples.
     expert_load: load of the busiest expert-parallel rank over the mean, or the path of a JSON list of tokens per expert.
@@ -53,7 +53,7 @@ class PlanOptions:
     force: str | Mapping[str, int | str] | Force | None = ""
     optimizer: str = "adamw"
     strict: bool = False
-    time_limit_seconds: float = 60.0
+    time_limit_seconds: float = 300.0
     outputs: Sequence[str] = ()
     batch_norm: str = "global"
     expert_load: float | str = 1.0
@@ -141,7 +141,7 @@ def _check_counts(options: PlanOptions) -> None:
 def _check_seconds(options: PlanOptions) -> None:
     value = options.time_limit_seconds
     if not _is_number(value) or not 0 < value <= _LARGEST:
-        raise AutoparError(f"time_limit_seconds={_short(value)} is no number of seconds: write one above 0, such as 60")
+        raise AutoparError(f"time_limit_seconds={_short(value)} is no number of seconds: write one above 0, such as 300")
 
 
 def _check_outputs(options: PlanOptions) -> None:

@@ -54,7 +54,7 @@ def make_plan(
     force: str | Mapping[str, int | str] | None = "",
     optimizer: str = "adamw",
     strict: bool = False,
-    time_limit_seconds: float = 60.0,
+    time_limit_seconds: float = 300.0,
     batch: int | None = None,
     seq: int | None = None,
     name: str = "",

@@ -140,7 +140,7 @@ def _planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-cache", action="store_true", help="search without reading or writing the cache, ~/.cache/autopar/plans"
     )
-    parser.add_argument("--time-limit", type=seconds, default=60.0, metavar="SECONDS", help="of the search (default 60)")
+    parser.add_argument("--time-limit", type=seconds, default=300.0, metavar="SECONDS", help="of the search (default 300)")
     help_ = f"of the search (default: one per core, at most {_MOST_PROCESSES})"
     parser.add_argument("--processes", type=positive, default=_usable_processes(), metavar="N", help=help_)
 
@@ -188,7 +188,7 @@ def build_parser() -> argparse.ArgumentParser:
     changed = "plan again with fixed degrees, or with nodes=16, memory=160 (GiB) or batch=64, and show the difference"
     explain.add_argument("--what-if", metavar="tp=8", help=changed)
     explain.add_argument("--formulas", action="store_true", help="the formulas of what costs most, with their numbers")
-    explain.add_argument("--time-limit", type=seconds, default=60.0, metavar="SECONDS", help="of the new search (default 60)")
+    explain.add_argument("--time-limit", type=seconds, default=300.0, metavar="SECONDS", help="of the new search (default 300)")
 
     verify = add(
         "verify",

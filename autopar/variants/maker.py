@@ -136,7 +136,6 @@ class VariantMaker:
             self.frozen.add(reads)
         return self.known[training]
 
-
     def _compared(self, training: bool) -> tuple[bool, Reads]:
         with recorded_reads() as record:
             return self.modes.right_in(training), record.reads

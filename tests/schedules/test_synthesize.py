@@ -158,9 +158,7 @@ def test_uneven_stages_beat_one_forward_one_backward(stages: int) -> None:
     micro, transfers = 2 * stages, [0.05] * (2 * stages - 1)
     chunks = like_a_model(stages, 1)
     room = MemoryLimits((1.0,) * stages, (float(stages),) * stages)
-    found = synthesize(
-        chunks, range(stages), micro, transfers[: stages - 1], memory=room, split_backward=True, effort=3.0
-    )
+    found = synthesize(chunks, range(stages), micro, transfers[: stages - 1], memory=room, split_backward=True, effort=3.0)
     assert found.makespan_seconds < 0.99 * makespan("1f1b", 1, chunks, micro, transfers[: stages - 1])
     assert found.makespan_seconds <= makespan("zb-h1", 1, chunks, micro, transfers[: stages - 1]) + 1e-9
     fits(found.schedule, range(stages), room, True)

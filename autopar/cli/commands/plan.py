@@ -168,8 +168,7 @@ def _shown(every: Sequence[MeshResult]) -> list[MeshResult]:
 
 def _candidates(every: Sequence[MeshResult]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
-        (m.mesh, m.status, seconds(m.bound_seconds), seconds(m.step_seconds), size(m.peak_memory_bytes))
-        for m in _shown(every)
+        (m.mesh, m.status, seconds(m.bound_seconds), seconds(m.step_seconds), size(m.peak_memory_bytes)) for m in _shown(every)
     ]
     more = len(every) - len(rows)
     return [*rows, (f"{more} more", "", "", "", "")] if more else rows

@@ -215,9 +215,7 @@ class _Branching:
 
     def _dive(self, out: frozenset[int], values: Sequence[float]) -> None:
         """A solution with the relaxation's choice in every branching group, over all other binaries."""
-        self._solve_wholly(
-            {*out, *(column for group in self.model.branching_groups for column in group if values[column] < 0.5)}
-        )
+        self._solve_wholly({*out, *(column for group in self.model.branching_groups for column in group if values[column] < 0.5)})
 
     def _solve_fully(self, out: frozenset[int], bound: float) -> float:
         """Solves with all binaries, where those of the relaxation give no solution. Returns the bound of the node."""

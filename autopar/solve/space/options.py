@@ -28,7 +28,7 @@ class SearchOptions:
     force: Mapping[str, int] = field(default_factory=dict)
     schedule: str = ""
     strict: bool = False
-    time_limit_seconds: float = 60.0
+    time_limit_seconds: float = 300.0
     pins: Mapping[str, str] = field(default_factory=dict)
     stored: Mapping[str, Placements] = field(default_factory=dict)
     placed: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)

@@ -41,7 +41,7 @@ def test_a_search_that_is_done_says_nothing_of_limits(monkeypatch: pytest.Monkey
     assert result.cut_short == "" and not any("cut short" in line for line in lines)
 
 
-@pytest.mark.parametrize(("how", "words"), [("interrupt", "an interrupt"), ("slow", "the time limit of 60 s")])
+@pytest.mark.parametrize(("how", "words"), [("interrupt", "an interrupt"), ("slow", "the time limit of 300 s")])
 def test_a_search_that_time_ended_says_so(how: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     result, lines = searched(monkeypatch, **{how: True})
     assert result.cut_short == words
