@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -290,14 +290,23 @@ def own_part(like: DTensor, whole: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def whole_items() -> None:
+def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> None:
     """Teaches DTensor that ``.item()`` of a partial number (a norm, a sum) is that of the whole tensor: on 2.13.0 it is this
-    rank's part, without a word. All ranks of the mesh must ask."""
+    rank's part, without a word. All ranks of the mesh must ask, here and for ``.full_tensor()``: both run in a context of
+    `watching`, which is told what they are."""
+    usual: Any = DTensor.full_tensor
 
     def item(op: Any, args: Any, kwargs: Any) -> Any:
-        return op(whole(args[0]).to_local(), *args[1:], **kwargs)
+        with watching(".item() of a sharded tensor"):
+            return op(whole(args[0]).to_local(), *args[1:], **kwargs)
+
+    def full_tensor(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with watching(".full_tensor()"):
+            return usual(self, *args, **kwargs)
 
     operations_of_shards()[torch.ops.aten._local_scalar_dense.default] = item
+    if usual.__module__ != __name__:
+        DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
 
 
 def usual_operation(op: Any, args: Any, kwargs: Any) -> Any:

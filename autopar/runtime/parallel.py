@@ -304,7 +304,10 @@ class Parallel(ShardedModule):
                 given if isinstance(given, LocalBatch) else batch,
                 self.program.mesh.dp.size if local else 1,
             )
-            return self.variants.find(self.variants.agree(call, self.program.mesh.describe, backwards))
+            agreed = self.variants.agree(call, self.program.mesh.describe, backwards)
+            if self.heartbeat is not None:
+                self.heartbeat.agreed()
+            return self.variants.find(agreed)
 
     def _check_mode(self) -> None:
         """RuntimeProblem where this program does not compute what the model does in evaluation."""
@@ -372,6 +375,8 @@ class Parallel(ShardedModule):
             self.memory.step += 1
             if self.heartbeat is not None:
                 self.heartbeat.step += 1
+        if self.variants is None and self.heartbeat is not None:
+            self.heartbeat.agreed()
         with self._watched("forward" if torch.is_grad_enabled() else "evaluation"):
             return self.checks.run(variant.program, lambda: variant.run(inputs, training))
 

@@ -130,7 +130,7 @@ class ShardedModule(TreeNode):
     def _watched(self, doing: str) -> Iterator[None]:
         """A context around work that needs the other ranks, and memory."""
         heartbeat, detail = self.heartbeat, self.memory.detail
-        watching = contextlib.nullcontext() if heartbeat is None else heartbeat.watching(lambda: detail() or doing)
+        watching = contextlib.nullcontext() if heartbeat is None else heartbeat.watching(lambda: detail() or doing, doing)
         with watching, self.memory.catching(doing):
             yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -24,7 +25,8 @@ class KeyValueStore(Protocol):
 
 class Beat(NamedTuple):
     """What a rank writes to the store: `number` counts its beats, `entries` the watched sections that it entered,
-    `backwards` the backwards that it began."""
+    `backwards` the backwards that it began, `moves` both. `calls` counts the calls of the model that all ranks have agreed on,
+    `path` names the sections since then, and `section` the one that it is in."""
 
     number: int
     entries: int
@@ -32,14 +34,19 @@ class Beat(NamedTuple):
     host: str
     where: str
     backwards: int = 0
+    moves: int = 0
+    calls: int = 0
+    section: str = ""
+    path: tuple[str, ...] = ()
 
     def encoded(self) -> str:
-        return "\t".join(str(field).replace("\t", " ") for field in self)
+        return "\t".join(str(field).replace("\t", " ") for field in (*self[:-1], "|".join(self.path)))
 
     @staticmethod
     def parse(text: bytes) -> Beat:
-        number, entries, state, host, where, backwards = text.decode().split("\t")
-        return Beat(int(number), int(entries), state, host, where, int(backwards))
+        number, entries, state, host, where, backwards, moves, calls, section, path = text.decode().split("\t")
+        counts = int(backwards), int(moves), int(calls)
+        return Beat(int(number), int(entries), state, host, where, *counts, section, tuple(path.split("|") if path else ()))
 
 
 ALIVE, ENDED, ENDED_INSIDE = "alive", "ended", "ended inside"
@@ -56,8 +63,29 @@ class Seen:
 
     def next(self, beat: Beat, now: float) -> Seen:
         """With a newer beat."""
-        moved = (beat.entries, beat.backwards) != (self.beat.entries, self.beat.backwards)
-        return Seen(beat, now, now if moved else self.unmoved_since)
+        return Seen(beat, now, now if beat.moves != self.beat.moves else self.unmoved_since)
+
+
+LONGEST_PATH = 32
+"""Sections since the last call that are written to the store; longer paths are not compared."""
+CALL = ("the check of parameters", "choosing the program of this call")
+"""The sections with which a call of the model begins."""
+
+
+def why_crossed(first: Beat, second: Beat, describe: Callable[[Beat], str]) -> str:
+    """Why two ranks that both wait wait for each other: since the last call, they went through other sections. Empty where they
+    did not, or may only be apart in time."""
+    both = first.path, second.path
+    pairs = list(zip(*both, strict=False))
+    if not (first.section and second.section) or first.section == second.section or first.calls != second.calls:
+        return ""
+    if max(map(len, both)) > LONGEST_PATH or all(one == other for one, other in pairs):
+        return ""
+    odd, other = (first, second) if second.section in CALL else (second, first)
+    remedy = f"{odd.section} needs every rank"
+    if other.section not in CALL:
+        remedy += f", and so does {other.section}"
+    return f"{describe(odd)} is {odd.where}, and {describe(other)} {other.where}: {remedy}; take it out of `if rank == 0:`"
 
 
 def is_communication_error(error: BaseException) -> bool:

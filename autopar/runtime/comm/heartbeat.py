@@ -64,26 +64,44 @@ class Heartbeat(PeerWatch):
     # -- the main thread
 
     @contextlib.contextmanager
-    def watching(self, doing: Callable[[], str]) -> Iterator[None]:
-        """A context around work that needs the other ranks. PeerProblem where one of them failed."""
+    def watching(self, doing: Callable[[], str], section: str = "") -> Iterator[None]:
+        """A context around work that needs the other ranks, which all enter it (`section`: its name, where `doing` says more).
+        PeerProblem where one of them failed."""
         self._raise_problem(None)
-        outer = self.doing if in_backward() else None
+        outer = (self.doing, self.section) if in_backward() else (None, "")
         self.entries += 1
-        self._enter(doing)
+        self._enter(doing, section or doing())
+        self.path += (self.section,)
         try:
             yield
         except Exception as error:
             self._failed(error)
             raise
         finally:
-            self.doing = outer
+            self.doing, self.section = outer
+
+    def agreed(self) -> None:
+        """All ranks have come to one call of the model."""
+        self.calls, self.path = self.calls + 1, ()
+
+    @contextlib.contextmanager
+    def glancing(self, section: str) -> Iterator[None]:
+        """A context around what one rank may do alone, and waits in where it needs others."""
+        before = self.path
+        self._enter(lambda: section, section)
+        self.path += (section,)
+        try:
+            yield
+        finally:
+            self._leave()
+            self.path = before
 
     def watch_backward(self, loss: torch.Tensor) -> None:
         """The backward of `loss` is watched, from its first node until its gradients are delivered."""
 
         def begin(*_: Any) -> None:
             self.backwards += 1
-            self._enter(lambda: "backward")
+            self._enter(lambda: "backward", "")
             # Callbacks run in the order of their registration: one that is registered by another comes after FSDP2's and the
             # buckets', which wait for their collectives.
             at_end_of_backward(lambda: at_end_of_backward(self._leave))
@@ -114,12 +132,13 @@ class Heartbeat(PeerWatch):
                 self.told = True
                 print(f"{self.describe(self.rank)}: {self.problem}", file=sys.stderr, flush=True)
 
-    def _enter(self, doing: Callable[[], str]) -> None:
+    def _enter(self, doing: Callable[[], str], section: str) -> None:
         self.entered = time.monotonic()
-        self.doing = doing
+        self.moves += 1
+        self.doing, self.section = doing, section
 
     def _leave(self) -> None:
-        self.doing = None
+        self.doing, self.section = None, ""
 
     def _failed(self, error: Exception) -> None:
         """An error in a watched section."""
@@ -159,6 +178,17 @@ class Heartbeat(PeerWatch):
 
 
 _ALL: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def glancing(section: str) -> Iterator[None]:
+    """`Heartbeat.glancing` of each model that does nothing now, in the main thread: of a tensor that may be any model's."""
+    mine = threading.current_thread() is threading.main_thread() and not in_backward()
+    with contextlib.ExitStack() as stack:
+        for each in list(_ALL) if mine else ():
+            if each.doing is None and each.process == os.getpid():
+                stack.enter_context(each.glancing(section))
+        yield
 
 
 def _problem_by() -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ..errors import PeerProblem
-from .beats import ALIVE, ENDED, ENDED_INSIDE, Beat, KeyValueStore, Seen
+from .beats import ALIVE, CALL, ENDED, ENDED_INSIDE, LONGEST_PATH, Beat, KeyValueStore, Seen, why_crossed
 from .ending import NEVER, end_now, is_late
 
 PATIENCE_SECONDS = 30.0
@@ -38,7 +38,9 @@ class PeerWatch:
         self.watched_ranks = [(rank + step) % size for step in range(1, min(size - 1, WATCHED_RANKS) + 1)]
         self.seen: dict[int, Seen] = {}
         self.step = 0
-        self.entries = self.backwards = 0
+        self.entries = self.backwards = self.moves = self.calls = 0
+        self.section, self.path = "", tuple[str, ...]()
+        """The section that the main thread is in, and those since the last call that all ranks agreed on."""
         self.doing: Callable[[], str] | None = None
         """What the main thread does in a watched section; None between them."""
         self.entered = 0.0
@@ -85,6 +87,10 @@ class PeerWatch:
 
     # -- the thread that talks to the store
 
+    def _beat(self, number: int, state: str) -> Beat:
+        counts, path = (self.backwards, self.moves, self.calls), self.path[: LONGEST_PATH + 1]
+        return Beat(number, self.entries, state, self.host, self.where, *counts, self.section, path)
+
     def _run(self) -> None:
         count = 0
         beat_seconds = min(BEAT_SECONDS, self.patience_seconds / 30)
@@ -94,8 +100,7 @@ class PeerWatch:
             state = ALIVE if not stopped else ENDED if self.doing is None else ENDED_INSIDE
             self.asking_since = time.monotonic()
             try:
-                beat = Beat(count, self.entries, state, self.host, self.where, self.backwards)
-                self.store.set(f"{self.prefix}/beat/{self.rank}", beat.encoded())
+                self.store.set(f"{self.prefix}/beat/{self.rank}", self._beat(count, state).encoded())
                 if not stopped and self.problem is None:
                     self._read_peers()
                 self.lost_since = None
@@ -144,7 +149,7 @@ class PeerWatch:
         name = f"{self.describe(rank)} on {beat.host}"
         if beat.state == ALIVE:
             if now - seen.since <= self.silence_seconds:
-                return self._why_apart(name, seen, now)
+                return self._why_apart(rank, seen, now)
             return (
                 f"{name} has not answered for {now - seen.since:.0f} s, last seen {beat.where}: its process died or is "
                 f"stopped; {ADVICE}"
@@ -154,17 +159,23 @@ class PeerWatch:
             return ""
         return f"{name} ended its process {beat.where}, others wait for it {self.where}: {ADVICE}"
 
-    def _why_apart(self, name: str, seen: Seen, now: float) -> str:
+    def _why_apart(self, rank: int, seen: Seen, now: float) -> str:
         """Why a rank that lives and this one wait for each other; empty where they do not. All ranks go through the same sections
         and backwards in the same order: one that is further in sections and behind in backwards has left a backward out."""
-        beat, silence = seen.beat, self.silence_seconds
+        beat, silence, own = seen.beat, self.silence_seconds, self._beat(0, ALIVE)
         if self.doing is None or now - self.entered <= silence or now - seen.unmoved_since <= silence:
             return ""
+        names = {id(beat): f"{self.describe(rank)} on {beat.host}", id(own): f"{self.describe(self.rank)} on {self.host}"}
+        if crossed := why_crossed(own, beat, lambda each: names[id(each)]):
+            return crossed
         further, began = beat.entries - self.entries, beat.backwards - self.backwards
         if further * began >= 0:
             return ""
-        who, where = (name, beat.where) if further > 0 else (f"{self.describe(self.rank)} on {self.host}", self.where)
-        return f"{who} has left out a backward that other ranks run, and is {where}: call backward on all ranks, or on none"
+        ahead = beat if further > 0 else own
+        remedy = "call backward on all ranks, or on none"
+        if ahead.section not in CALL:
+            remedy = f"{ahead.section} and backward need every rank; take them out of `if rank == 0:`"
+        return f"{names[id(ahead)]} has left out a backward that other ranks run, and is {ahead.where}: {remedy}"
 
     def _set_problem(self, message: str, entry: int | None = None) -> None:
         with self.lock:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
+from ..comm.heartbeat import glancing
 from ..compat import has_data, local_of, operations_of_shards, own_part, random_operations
 from ..device.rng import named_key, seed_stream
 from ..errors import RuntimeProblem
@@ -68,7 +69,7 @@ def _draw(op: Any, args: Any, kwargs: Any) -> Any:
         return whole[id(value)] if isinstance(value, DTensor) else value
 
     generator = next((each for each in values if isinstance(each, torch.Generator)), None)
-    with _agreed(generator, shards[0]):
+    with glancing("a random draw for a sharded tensor"), _agreed(generator, shards[0]):
         results = op(*tree_map(full, args), **tree_map(full, kwargs))
     for each in shards:
         if id(each) in written:
@@ -181,7 +182,7 @@ def _of_whole_matrix(initialise: Callable[..., torch.Tensor]) -> Callable[..., t
             return initialise(tensor, *args, **kwargs)
         local, generator = local_of(tensor), kwargs.get("generator")
         whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=local.device)
-        with _agreed(generator, tensor), torch.no_grad():
+        with glancing("a random draw for a sharded tensor"), _agreed(generator, tensor), torch.no_grad():
             local.copy_(own_part(tensor, initialise(whole, *args, **kwargs)))
         return tensor
 

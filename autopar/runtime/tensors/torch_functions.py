@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..comm.heartbeat import glancing
 from ..compat import (
     before_full_states,
     collective_operations,
@@ -29,7 +30,7 @@ from .random_draws import draw_whole_tensors, stages_in_use
 def teach_torch() -> None:
     """Once in a process: random numbers, reductions and writes that DTensor has not, collectives by hand, full states of
     pipelines, and optimizers of parameters that a stage has none of."""
-    whole_items()
+    whole_items(glancing)
     data_by_values()
     further_operations()
     draw_whole_tensors()

@@ -117,6 +117,21 @@ def test_a_rank_that_leaves_a_backward_out_is_named(ranks: RankPool, plans: Call
             assert lines and "rank 2" in lines[-1], f"{fault}: {outcome.text}"
 
 
+def test_what_one_rank_does_alone_is_named(ranks: RankPool, plans: Callable[[str], str], tmp_path: Path) -> None:
+    """`if rank == 0: parallel.full_state()`: it waits for the others there, and they for it in the next call."""
+    faults = [
+        Fault("pp=2,dp=2", "alone", "full_state", 0),
+        Fault("dp=4,zero=3", "alone", ".full_tensor()", 1),
+        Fault("dp=2,tp=2", "alone", "a random draw for a sharded tensor", 2),
+    ]
+    for fault, outcomes in failing_runs(ranks, tmp_path, faults, plans, PATIENCE_SECONDS).items():
+        for outcome in outcomes.values():
+            assert outcome.status == 1 and outcome.seconds < PATIENCE_SECONDS + 1.5, f"{fault}: {outcome.text}"
+            lines = [line for line in outcome.text.splitlines() if "take it out of `if rank == 0:`" in line]
+            words = f"rank {fault.culprit} ", f"in step 1, {fault.moment}, and rank", f": {fault.moment} needs every rank; "
+            assert lines and all(each in lines[-1] for each in words), f"{fault}: {outcome.text}"
+
+
 def test_a_rank_that_never_comes_is_named(ranks: RankPool, plans: Callable[[str], str], tmp_path: Path) -> None:
     faults = [Fault("dp=4", "never comes", "before joining"), Fault("dp=4", "never comes", "before joining", 0, own_store=True)]
     found = failing_runs(ranks, tmp_path, faults, plans, 4.0, join_seconds=3.0)

@@ -31,6 +31,14 @@ PLANS = {
 }
 """What is forced of each plan."""
 SIGNALS = {"dies": signal.SIGKILL, "stops": signal.SIGSTOP, "terminated": signal.SIGTERM}
+ALONE: dict[str, Callable[[Any], object]] = {
+    "full_state": lambda parallel: parallel.full_state(),
+    "clip_grad_norm_": lambda parallel: parallel.clip_grad_norm_(1.0),
+    ".full_tensor()": lambda parallel: [each.full_tensor() for each in parallel.parameters()],
+    "a random draw for a sharded tensor": lambda parallel: [each.data.normal_() for each in parallel.parameters()],
+    "saving a checkpoint": lambda parallel: parallel.save("/nowhere", step=1),
+}
+"""What needs all ranks, by its name in messages; here the culprit does it alone."""
 DIFFERENCES = ("another batch", "another model", "another torch", "another autopar")
 
 
@@ -307,6 +315,9 @@ def _train(parallel: Any, batch: dict[str, Any], fault: Fault, strike: Callable[
         if mine and (step, fault.moment) == (2, "backward") and fault.how != "leaves out":
             for block in list(parallel.program.blocks())[:-1]:
                 block.register_forward_hook(lambda _, __, result: _when_backward(result, strike))
+        if mine and step == 2 and fault.how == "alone":
+            strike()
+            ALONE[fault.moment](parallel)
         loss = parallel(**given)
         if mine and step == 1 and fault.how == "leaves out":
             strike()
