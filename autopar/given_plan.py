@@ -79,9 +79,10 @@ def check_plan(
             f"the plan was made for {given.document.model.name} (fingerprint {given.graph.fingerprint[:12]}), this model and "
             f"batch are {graph.name} ({graph.fingerprint[:12]}): plan again with `autopar plan`"
         )
-    plan = given.with_graph(graph)
-    check_strategies(plan.graph, plan.candidate, registry())
-    check_schedule(plan.candidate)
+    with planfile.refuse_misfits("the plan"):
+        plan = given.with_graph(graph)
+        check_strategies(plan.graph, plan.candidate, registry())
+        check_schedule(plan.candidate)
     return plan
 
 

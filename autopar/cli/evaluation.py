@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from autopar.ir.plan_file.plan_file import Plan, check_graph, load_plan
+from autopar.ir.plan_file.plan_file import Plan, check_graph, load_plan, refuse_misfits
 
 if TYPE_CHECKING:
+    from autopar.cli.console import Console
     from autopar.cost_models.hardware.cluster import Cluster
     from autopar.cost_models.step.evaluate import Evaluation
 
@@ -18,6 +22,17 @@ def read_plan(path: str) -> Plan:
     plan = check_graph(load_plan(path), path)
     check_schedule(plan.candidate)
     return plan
+
+
+def with_plan(command: Callable[[Plan, argparse.Namespace, Console], int]) -> Callable[[argparse.Namespace, Console], int]:
+    """A command that is called with the plan of its file; what it then runs into is the file's fault, and one line."""
+
+    @functools.wraps(command)
+    def run(arguments: argparse.Namespace, console: Console) -> int:
+        with refuse_misfits(arguments.plan):
+            return command(read_plan(arguments.plan), arguments, console)
+
+    return run
 
 
 def cluster_of(plan: Plan) -> Cluster | None:

@@ -83,7 +83,7 @@ class ShardedModule(TreeNode):
         return ShardedStateDict(found)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """What `state_dict` gave, or the full state dict of the plain model."""
+        """What `state_dict` gave, or the full state dict of the plain model; a part of it where not `strict`."""
         if assign:
             raise StateProblem(
                 "load_state_dict(assign=True) puts other tensors in the place of the shards, which programs do not see: leave "
@@ -96,7 +96,7 @@ class ShardedModule(TreeNode):
         if strict and (missing or unexpected):
             problem = f"misses {missing[0]}" if missing else f"has {unexpected[0]}, which the model has not"
             raise StateProblem(f"the state dict {problem}: pass that of the plain model, or of parallel.full_state()")
-        self.load_full_state(state_dict)
+        self._load_full(state_dict, part=not strict)
         return _IncompatibleKeys(missing, unexpected)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -136,12 +136,16 @@ class ShardedModule(TreeNode):
 
     def load_full_state(self, source: WeightSource) -> None:
         """Copies a full state dict (or name -> full tensor) of the original model into the local shards."""
+        self._load_full(source)
+
+    def _load_full(self, source: WeightSource, part: bool = False) -> None:
+        """`part`: what a mapping lacks keeps its values."""
         if self.plain is not None and isinstance(source, Mapping):
             self.plain.load_unused(source)
             empty = {name: torch.empty(spec.shape, device="meta") for name, spec in self.state.index.specs.items() if spec.buffer}
             source = self.plain.canonical(source, empty | self.state.buffers)
         with self._watched("load_full_state"):
-            self.state.load_full(source)
+            self.state.load_full(source, source.keys() if part and isinstance(source, Mapping) else None)
 
     def full_state(self) -> dict[str, torch.Tensor]:
         """The state dict of the original model, which loads it strictly: full tensors on every rank (all ranks must call)."""

@@ -64,8 +64,9 @@ def with_synthesized_schedule(
         )
     if not better:
         return found
-    gap = max(0.0, 1 - found.lower_bound_seconds / priced.step_seconds)
-    return replace(found, candidate=changed, evaluation=priced, gap=gap)
+    bound = min(found.lower_bound_seconds, priced.step_seconds)  # it is of named schedules, and this one may beat them all
+    gap = 1 - bound / priced.step_seconds if priced.step_seconds else 0.0
+    return replace(found, candidate=changed, evaluation=priced, lower_bound_seconds=bound, gap=gap)
 
 
 def _synthesis(

@@ -26,8 +26,9 @@ PROVEN_GAP = 1e-3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
     """The plan that was chosen: `graph` is that of the candidate (pipeline stages may have blocks of their own), `evaluation` its
-    predicted step. `lower_bound_seconds` is below the step of every plan on every point of the grid, and `gap` is relative to the
-    step. `solutions` has every point that was looked at, `alternatives` all plans that fit. `fastest`: where that is another plan
+    predicted step. `lower_bound_seconds` is below the step of every plan on every point of the grid (whose schedules are the
+    named ones) and not above the plan's; `gap` is relative to the step. `solutions` has every point that was looked at,
+    `alternatives` all plans that fit. `fastest`: where that is another plan
     than the chosen one (`robust_choice`). `cut_short`: what ended the search before its own limits did, in words, empty where
     nothing did; then another machine may find another plan, or another bound. `warnings` would be bugs: an evaluator and an ILP
     that disagree."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from support.plans.mutations import resealed
 from support.plans.tiny_plans import tiny_document
 from torch import nn
 
@@ -19,9 +18,6 @@ import autopar
 from autopar.cli import main
 from autopar.cli.console import Console, TableConsole
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.ir.plan_file.codec import decode_graph
-from autopar.ir.plan_file.document import GraphDoc
-from autopar.ir.plan_file.fingerprint import checksum, graph_fingerprint
 
 
 class Net(nn.Module):
@@ -142,18 +138,6 @@ def test_the_command_line(words: list[str], capsys: pytest.CaptureFixture[str]) 
 # -- plan files
 
 
-def resealed(document: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> str:
-    """The file with a changed graph, and with checksums and fingerprints as if it had been written so."""
-    document = json.loads(json.dumps(document))
-    change(document)
-    graph = msgspec.convert(document["graph"], GraphDoc)
-    graph = msgspec.structs.replace(graph, fingerprint=graph_fingerprint(decode_graph(graph)))
-    graph = msgspec.structs.replace(graph, checksum=checksum(graph))
-    document["graph"] = msgspec.to_builtins(graph)
-    document["model"]["fingerprint"] = graph.fingerprint
-    return json.dumps(document)
-
-
 def nodes(document: dict[str, Any]) -> list[Any]:
     found: list[Any] = document["graph"]["blocks"][1]["nodes"]
     return found
@@ -180,6 +164,18 @@ def test_a_graph_that_is_none(mutant: str, command: list[str], tmp_path: Path, c
     assert main([command[0], str(path), *command[1:]]) == 2
     err = capsys.readouterr().err
     assert err.startswith("autopar: error: ") and err.count("\n") == 1, err
+
+
+def test_shapes_that_lost_an_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The graph is one, and lowering runs into it: one line, without an exception's name."""
+    path = tmp_path / "plan.json"
+    document = resealed(
+        tiny_document("dense"), lambda d: [node["outputs"][0]["shape"].pop() for node in nodes(d) if "slice" in node["op"]]
+    )
+    path.write_text(document)
+    assert main(["inspect", str(path), "--program"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "plan the model again" in err and "Error" not in err, err
 
 
 # -- narrow terminals

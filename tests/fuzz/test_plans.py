@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzing.attempts import attempt, examples
 from support.fuzzing.one_line import answer
-from support.plans.mutations import Place, mutated, part, places, replaced
+from support.plans.mutations import SHAPE_CHANGES, Place, mutated, part, places, replaced, resealed, shapes
 from support.plans.tiny_plans import CAPTURED, tiny_document
 
 from autopar.errors import PlanError
@@ -89,6 +89,47 @@ def test_ten_thousand_changed_plans(folder: Path) -> None:
     for number in range(10_000):
         try:
             check(random.Random(number), folder)
+        except BaseException as error:
+            raise AssertionError(f"number {number}") from error
+
+
+USES = (("inspect", "--program"), ("inspect", "--comm"), ("inspect", "--memory"), ("explain",), ("export",))
+
+
+def resealed_plan(draw: random.Random) -> str:
+    """A plan with one change of its graph, mostly of a shape, and with checksums as if it had been written so."""
+    kind = draw.choice(CAPTURED)
+    document: Any = tiny_document(kind)
+    if draw.random() < 0.6:
+        at = draw.choice(shapes(document))
+        document = replaced(document, at, draw.choice(tuple(SHAPE_CHANGES.values()))(part(document, at)))
+    else:
+        document = mutated(document, draw.choice([at for at in spots(kind)[0] if at[0] == "graph"]), draw)
+    try:
+        return resealed(document)
+    except Exception:  # it is no graph, so that it has no checksum either
+        return json.dumps(document)
+
+
+def check_resealed(draw: random.Random, folder: Path) -> None:
+    path, (command, *words) = folder / "plan.json", draw.choice(USES)
+    path.write_text(resealed_plan(draw))
+    said = answer(command, path, *(words if command != "export" else (folder / "program", "--overwrite")))
+    assert said.is_one_line, said
+
+
+@examples(25)
+@given(draw=st.randoms(use_true_random=False))
+def test_changed_graphs_with_checksums_made_anew(folder: Path, draw: random.Random) -> None:
+    """Whatever a use of the plan runs into is one line: a shape is not the captured one, and no checksum tells."""
+    check_resealed(draw, folder)
+
+
+@pytest.mark.slow
+def test_a_thousand_changed_graphs_with_checksums_made_anew(folder: Path) -> None:
+    for number in range(1_000):
+        try:
+            check_resealed(random.Random(number), folder)
         except BaseException as error:
             raise AssertionError(f"number {number}") from error
 

@@ -35,11 +35,20 @@ def test_it_is_taken_where_it_is_better() -> None:
         assert after is before and "stays" in said[0]
         return
     assert after.evaluation.step_seconds < before.evaluation.step_seconds and after.evaluation.fits
-    assert after.gap <= before.gap
+    assert after.gap <= before.gap and after.lower_bound_seconds <= after.evaluation.step_seconds
     schedule = schedule_of(pipeline, after.candidate.micro_batches)
     check(schedule)
     again = evaluate(before.graph, after.candidate, cluster)
     assert again.step_seconds == pytest.approx(after.evaluation.step_seconds, rel=1e-12)
+
+
+def test_no_bound_stands_above_the_plan() -> None:
+    """Bounds are of named schedules: where the synthesized one is faster than they allow, its step is the bound."""
+    before = found({"pp": 8})
+    tight = replace(before, lower_bound_seconds=before.evaluation.step_seconds, gap=0.0)
+    after = with_synthesized_schedule(Cluster.parse("dgx-h100:1"), tight, "adamw", asked=True)
+    assert after.candidate.pipeline.schedule == "synthesized" and after.evaluation.step_seconds < before.evaluation.step_seconds
+    assert after.lower_bound_seconds == after.evaluation.step_seconds and after.gap == 0
 
 
 def test_what_has_no_pipeline_stays() -> None:

@@ -6,16 +6,17 @@ import argparse
 from pathlib import Path
 
 from autopar.cli.console import Console
-from autopar.cli.evaluation import read_plan
+from autopar.cli.evaluation import with_plan
+from autopar.ir.plan_file.plan_file import Plan
 
 
-def run(arguments: argparse.Namespace, console: Console) -> int:
+@with_plan
+def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
     """Reads the two files, and says where they differ."""
     from autopar.explain.measured_file import read_measured
     from autopar.explain.predicted_step import predicted_step
     from autopar.runtime.report.compare import comparison
 
-    plan = read_plan(arguments.plan)
     path = Path(arguments.plan).with_name("measured.json") if arguments.measured is None else arguments.measured
     measured, predicted = read_measured(path, plan), predicted_step(plan)
     found = comparison(measured, predicted)

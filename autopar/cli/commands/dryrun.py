@@ -10,18 +10,18 @@ import os
 import warnings
 
 from autopar.cli.console import Console, percent, size
-from autopar.cli.evaluation import read_plan
+from autopar.cli.evaluation import with_plan
 from autopar.cli.tables.memory import stage_peaks
 from autopar.ir.plan_file.plan_file import Plan
 
 SHOWN = 15
 
 
-def run(arguments: argparse.Namespace, console: Console) -> int:
+@with_plan
+def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
     """Needs neither the cluster nor a GPU nor the model's weights."""
     from autopar.dryrun.run import dry_run
 
-    plan = read_plan(arguments.plan)
     if arguments.measure:
         return _measure(plan, arguments.rank, console)
     console.progress(f"running rank {arguments.rank} of {plan.candidate.devices} on fake tensors, three steps")

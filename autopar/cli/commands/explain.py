@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from autopar.cli.console import Console, percent, seconds, size
-from autopar.cli.evaluation import read_plan
+from autopar.cli.evaluation import with_plan
 from autopar.cli.tables.baselines import baseline_table
 from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
 from autopar.cost_models.hardware.cluster import Cluster
@@ -35,9 +35,9 @@ _SHOWN = 10
 _HEADER = ("what", "where", "source", "axis", "times", "a step", "share")
 
 
-def run(arguments: argparse.Namespace, console: Console) -> int:
+@with_plan
+def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
     """Explains the plan; with ``--what-if``, plans again under a constraint and shows the difference."""
-    plan = read_plan(arguments.plan)
     cluster = Cluster.from_dict(plan.document.cluster.description)
     evaluation = evaluate(plan.graph, plan.candidate, cluster, plan.document.optimizer)
     if arguments.formulas:

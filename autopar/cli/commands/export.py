@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.cli.console import Console
-from autopar.cli.evaluation import read_plan
+from autopar.cli.evaluation import with_plan
 from autopar.ir.plan_file.plan_file import Plan
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ def is_code(source: str) -> bool:
     return ".py" in source
 
 
-def run(arguments: argparse.Namespace, console: Console) -> int:
+@with_plan
+def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
     """Writes the folder and says how to start it."""
     from autopar.passes.lower import lower
     from autopar.program.export import export_program
     from autopar.rules.check import check_strategies
     from autopar.rules.registry import default_registry
 
-    plan = read_plan(arguments.plan)
     check_strategies(plan.graph, plan.candidate, default_registry())
     folder = Path(arguments.folder)
     weights = initial_weights(plan, arguments.trust)

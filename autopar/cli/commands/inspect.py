@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autopar.cli.console import Console, size
-from autopar.cli.evaluation import read_plan
+from autopar.cli.evaluation import with_plan
 from autopar.cli.tables.gradients import gradient_table
 from autopar.cli.tables.memory import memory_table
 from autopar.cli.tables.timeline import timeline
@@ -18,9 +18,9 @@ from autopar.ir.plan_file.plan_file import Plan
 from autopar.rules.conversions import COLLECTIVES, axis_conversion, changed_axis
 
 
-def run(arguments: argparse.Namespace, console: Console) -> int:
+@with_plan
+def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
     """Shows the summary, or the one view that was asked for."""
-    plan = read_plan(arguments.plan)
     views = {"ops": _ops, "memory": memory_table, "comm": _comm, "timeline": timeline, "program": _program}
     if arguments.view:
         views[arguments.view](plan, console)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import msgspec
 
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.files import read_bytes, write_whole
 from autopar.ir.describe import describe
 from autopar.ir.graph import Graph
@@ -170,16 +172,37 @@ def decode_plan(text: str | bytes, name: str = "plan") -> Plan:
 def _verify(document: PlanDocument, graph: Graph, candidate: Candidate, name: str) -> None:
     batch = document.batch
     try:
-        verify_graph(graph)
-        verify_candidate(graph, candidate, document.cluster.devices)
+        with refuse_misfits(name):
+            verify_graph(graph)
+            verify_candidate(graph, candidate, document.cluster.devices)
     except PlanError as error:
         raise PlanError(f"{name} does not fit together: {error}") from None
-    except (ValueError, KeyError, StopIteration, IndexError, TypeError, RuntimeError) as error:
-        raise PlanError(f"{name} holds a graph that does not fit together ({error}): {PLAN_AGAIN}") from None
     if batch.micro * batch.num_microbatches * candidate.mesh.size_of("dp") != batch.global_:
         raise PlanError(f"{name}: batch.global is not batch.micro x batch.num_microbatches x dp")
     if document.model.fingerprint != graph.fingerprint:
         raise PlanError(f"{name}: model.fingerprint is not that of the graph; the file was put together from two plans")
+
+
+_MISFITS = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, StopIteration, TypeError, ValueError
+)  # fmt: skip
+
+
+@contextmanager
+def refuse_misfits(name: str) -> Iterator[None]:
+    """PlanError, one line, for whatever the use of a plan's file runs into. Rules, cost models and lowering rely on shapes and
+    arguments that fit, as those of a captured graph do; a file with checksums made anew may hold any."""
+    try:
+        yield
+    except AutoparError:
+        raise
+    except _MISFITS as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        said = "".join(f"{line[:200]}, " for line in str(error).splitlines()[:1])
+        raise PlanError(
+            f"{name} holds a graph that does not fit together ({said}at {'/'.join(Path(frame.filename).parts[-2:])}:"
+            f"{frame.lineno}): {PLAN_AGAIN}; if that one ends so too, report this line"
+        ) from error
 
 
 def check_graph(plan: Plan, name: str) -> Plan:

@@ -85,15 +85,20 @@ class State:
             dist.all_reduce(found, dist.ReduceOp.MAX, self.mesh.group(self.mesh.pp.name))
         return [name for name, flag in zip(names, found.tolist(), strict=True) if flag]
 
-    def load_full(self, source: WeightSource) -> None:
-        """Copies full tensors into the local shards, in place."""
+    def load_full(self, source: WeightSource, names: Collection[str] | None = None) -> None:
+        """Copies full tensors into the local shards, in place: all, or those of `names` (the same on every rank)."""
         if self.mesh.pp.size > 1:
-            source = OrderedSource(source, self.index.loading_order(), self.specs)
+            order = [name for name in self.index.loading_order() if names is None or name in names]
+            source = OrderedSource(source, order, self.specs)
         with torch.no_grad(), _refused_together(self.mesh, source):
-            for name, buffer in self.buffers.items():
-                buffer.copy_(_checked_weight(source, name, self.specs[name]))
-            for name, parameter in self.parameters.items():
-                _local(parameter).copy_(self.local_part(name, _checked_weight(source, name, self.specs[name])))
+            for name, held in (*self.buffers.items(), *self.parameters.items()):
+                if names is not None and name not in names:
+                    continue
+                full = _checked_weight(source, name, self.specs[name])
+                if name in self.buffers:
+                    held.copy_(full)
+                else:
+                    _local(held).copy_(self.local_part(name, full))
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a full tensor that is placed like the parameter."""

@@ -186,8 +186,9 @@ class _OnlyTheLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         raise RuntimeProblem(
-            f"a gradient into the output {ctx.path}, which comes without its graph: only the loss takes gradients; detach() it, "
-            f'ask for it with outputs=("{ctx.path}:gradient",), or make it part of the loss'
+            f"a gradient into the output {ctx.path}, which comes without its graph: only the loss takes gradients; detach() it "
+            "(where the model itself detaches it, one process gives it none either), ask for it with "
+            f'outputs=("{ctx.path}:gradient",), or make it part of the loss'
         )
 
 

@@ -62,6 +62,18 @@ def load_plain_state_dict(plan: str) -> None:
     assert "misses unused" in refusal(lambda: parallel.load_state_dict({"head.weight": model.head.weight}))
 
 
+def load_part_of_a_state_dict(plan: str) -> None:
+    """What is there is loaded, tied weights by either name; the rest keeps its values, and both say which keys did not fit."""
+    model, parallel = net(), parallel_of(net(), plan)
+    part = {name: value * 0.5 for name, value in model.state_dict().items() if name in ("head.weight", "unused") or "up" in name}
+    part["further"] = torch.ones(1)
+    found, expected = parallel.load_state_dict(part, strict=False), model.load_state_dict(part, strict=False)
+    assert sorted(found.missing_keys) == sorted(expected.missing_keys) and found.unexpected_keys == ["further"]
+    for name, value in parallel.full_state().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    equals_one_process(parallel, model)
+
+
 def save_optimizer_state(plan: str) -> None:
     parallel, reference = parallel_of(net(), plan), net()
     mine = adamw()(parallel)

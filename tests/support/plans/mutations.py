@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import msgspec
+
+from autopar.ir.plan_file.codec import decode_graph
+from autopar.ir.plan_file.document import GraphDoc
+from autopar.ir.plan_file.fingerprint import checksum, graph_fingerprint
 
 Place = tuple[str | int, ...]
 
@@ -87,3 +94,35 @@ def mutated(data: Any, at: Place, draw: random.Random, pool: tuple[Any, ...] = O
             replace(parent, key)
 
     return changed(data, at, draw.choice((remove, double, exchange, replace, replace, nearly, nearly)))
+
+
+# -- with checksums made anew
+
+
+def resealed(document: dict[str, Any], change: Callable[[dict[str, Any]], object] = lambda document: None) -> str:
+    """The file with a changed graph, and with checksums and fingerprints as if it had been written so."""
+    document = json.loads(json.dumps(document))
+    change(document)
+    graph = msgspec.convert(document["graph"], GraphDoc)
+    graph = msgspec.structs.replace(graph, fingerprint=graph_fingerprint(decode_graph(graph)))
+    graph = msgspec.structs.replace(graph, checksum=checksum(graph))
+    document["graph"] = msgspec.to_builtins(graph)
+    document["model"]["fingerprint"] = graph.fingerprint
+    return json.dumps(document)
+
+
+def shapes(document: Any) -> list[Place]:
+    """The shape of every value of the graph."""
+    return [at for at in places(document) if at[0] == "graph" and at[-1] == "shape"]
+
+
+SHAPE_CHANGES: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "one entry less": lambda shape: shape[:-1],
+    "the first gone": lambda shape: shape[1:],
+    "none": lambda shape: [],
+    "one more": lambda shape: [*shape, 2],
+    "reversed": lambda shape: shape[::-1],
+    "odd": lambda shape: [7] * len(shape),
+    "huge": lambda shape: [2**40] * len(shape),
+    "zero": lambda shape: [0] * len(shape),
+}
