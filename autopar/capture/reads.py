@@ -126,8 +126,8 @@ class _Reading:
     def __init__(self, record: ReadRecord, usual: frozenset[str]) -> None:
         self.record, self.usual = record, usual
 
-    def __get__(self, module: Any, kind: Any) -> Callable[[str], Any]:
-        return partial(self.read, module)
+    def __get__(self, module: Any, kind: Any) -> Callable[..., Any]:
+        return self.read if module is None else partial(self.read, module)  # dynamo asks the class for it
 
     def read(self, module: nn.Module, name: str) -> Any:
         if name in self.usual or name.startswith("__"):

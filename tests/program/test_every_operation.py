@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.harness.rank_pool import RankPool
 from support.harness.training_loop import parallel_model
-from support.models.mesh import mesh_of
 from support.oracles.operation_samples import BATCH, core_operations, samples
 from support.plans.drawn_candidates import drawn_candidate
+from support.plans.mesh import mesh_of
 from torch import Tensor, nn
 
 from autopar.capture import capture

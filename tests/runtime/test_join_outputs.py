@@ -43,7 +43,7 @@ def put_together(where: dict[str, str], parts: int) -> bool:
     nested = where["dp"].startswith("S") and where.get("ep", "R")[:3] == where["dp"][:3]
     outer = 2 if nested and where["ep"] != where["dp"] else 1
     local = [part(each, where.get("ep", "R"), 2, mesh.ep.coordinate, outer) for each in micro]
-    program: Any = SimpleNamespace(outputs={"y": where}, output_kinds={}, micro_batches=parts, mesh=mesh)
+    program: Any = SimpleNamespace(outputs={"y": where}, output_kinds={}, micro_batches=parts, mesh=mesh, forward_only=False)
     (found,) = returned_outputs(program, join_micro_batches(program, [[each] for each in local])).values()
     assert found is not None
     return torch.equal(found.full_tensor(), full)

@@ -226,7 +226,7 @@ def test_who_waits_for_whom() -> None:
     search = _pipelines(batch=16)
     known = search._roughly.__contains__
     how = Sharpening(search._with_memory, known, lambda task: Sharpened({}, None), search._family, search._relaxed)
-    tightening = BoundTightening(search.points, how, float("inf"), 1.0)
+    tightening = BoundTightening(search.points, how, float("inf"))
     order = tightening._order()
     for point in order:
         search._with_memory(point)

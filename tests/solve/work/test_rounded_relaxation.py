@@ -34,7 +34,6 @@ def two_equal_axes(blocks: int) -> LinearModel:
 
 def test_a_relaxation_of_halves_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solver, "_LARGE_MODEL", 0)
-    monkeypatch.setattr(solver, "_FULL_SOLVE_SECONDS", 0.5)
     model = two_equal_axes(blocks=5)
     assert solve(model, relaxed=True).objective == pytest.approx(0.0)
     asked: list[int] = []

@@ -78,7 +78,7 @@ def test_a_solver_that_gives_up_is_followed_by_another(monkeypatch: pytest.Monke
     """OR-tools says so by `StatusNotOk`, as it does of a model with a bound that is no number."""
     broken = _model(0)
     broken.lower[0] = float("nan")
-    assert solver_call.call_solver(broken, "highs", True, None, 1e-6) is None
+    assert solver_call.call_solver(broken, "highs", True, solver_call.Limits(), 1e-6) is None
     original, names = solver_call.call_solver, list[str]()
 
     def call(model: LinearModel, name: solver_call.SolverName, *rest: object) -> solver_call.SolverResult | None:
