@@ -101,18 +101,11 @@ class FrozenReads:
         return (class_name(module), name) in self.reads.writes
 
     def _attributes(self) -> Iterator[NamedValue]:
-        by_class: dict[str, list[str]] = {}
-        for kind, name in sorted(self.reads.attributes):
-            by_class.setdefault(kind, []).append(name)
-        for path, module in self.model.named_modules():
-            tensors = (module._parameters, module._buffers, module._modules)
-            for name in by_class.get(class_name(module), ()):
-                if name not in vars(nn.Module) and not any(name in each for each in tensors):
-                    place = f"{path}.{name}" if path else name
-                    yield NamedValue(place, vars(module), name)
-                    owner = next((each for each in type(module).__mro__ if name in vars(each)), None)
-                    if owner is not None and isinstance(vars(owner)[name], (*LEAVES, list, tuple, dict)):
-                        yield NamedValue(f"{owner.__qualname__}.{name}", vars(owner), name)
+        for place, module, name in read_attributes(self.model.named_modules(), self.reads):
+            yield NamedValue(place, vars(module), name)
+            owner = next((each for each in type(module).__mro__ if name in vars(each)), None)
+            if owner is not None and isinstance(vars(owner)[name], (*LEAVES, list, tuple, dict)):
+                yield NamedValue(f"{owner.__qualname__}.{name}", vars(owner), name)
 
     def _look(self) -> None:
         """Takes down all values; objects that several modules have, once."""
@@ -136,6 +129,18 @@ class FrozenReads:
         before, now = self.initial, self._now
         self._changed = tuple((place, text) for place, text in sorted(now.items()) if before.get(place) != text)
         self._changed += tuple((place, "") for place in sorted(before.keys() - now.keys()))
+
+
+def read_attributes(modules: Iterable[tuple[str, nn.Module]], reads: Reads) -> Iterator[tuple[str, nn.Module, str]]:
+    """The attributes of modules (by path) that were read, and are no tensors or modules: place, module and name."""
+    by_class: dict[str, list[str]] = {}
+    for kind, name in sorted(reads.attributes):
+        by_class.setdefault(kind, []).append(name)
+    for path, module in modules:
+        tensors = (module._parameters, module._buffers, module._modules)
+        for name in by_class.get(class_name(module), ()):
+            if name not in vars(nn.Module) and not any(name in each for each in tensors):
+                yield f"{path}.{name}" if path else name, module, name
 
 
 def leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:

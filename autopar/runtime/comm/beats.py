@@ -25,8 +25,8 @@ class KeyValueStore(Protocol):
 
 class Beat(NamedTuple):
     """What a rank writes to the store: `number` counts its beats, `entries` the watched sections that it entered,
-    `backwards` the backwards that it began, `moves` both. `calls` counts the calls of the model that all ranks have agreed on,
-    `path` names the sections since then, and `section` the one that it is in."""
+    `backwards` the backwards that it began, `transitions` both. `calls` counts the calls of the model that all ranks have agreed
+    on, `path` names the sections since then, and `section` the one that it is in."""
 
     number: int
     entries: int
@@ -34,7 +34,7 @@ class Beat(NamedTuple):
     host: str
     where: str
     backwards: int = 0
-    moves: int = 0
+    transitions: int = 0
     calls: int = 0
     section: str = ""
     path: tuple[str, ...] = ()
@@ -44,8 +44,8 @@ class Beat(NamedTuple):
 
     @staticmethod
     def parse(text: bytes) -> Beat:
-        number, entries, state, host, where, backwards, moves, calls, section, path = text.decode().split("\t")
-        counts = int(backwards), int(moves), int(calls)
+        number, entries, state, host, where, backwards, transitions, calls, section, path = text.decode().split("\t")
+        counts = int(backwards), int(transitions), int(calls)
         return Beat(int(number), int(entries), state, host, where, *counts, section, tuple(path.split("|") if path else ()))
 
 
@@ -63,7 +63,7 @@ class Seen:
 
     def next(self, beat: Beat, now: float) -> Seen:
         """With a newer beat."""
-        return Seen(beat, now, now if beat.moves != self.beat.moves else self.unmoved_since)
+        return Seen(beat, now, now if beat.transitions != self.beat.transitions else self.unmoved_since)
 
 
 LONGEST_PATH = 32

@@ -134,7 +134,7 @@ class Heartbeat(PeerWatch):
 
     def _enter(self, doing: Callable[[], str], section: str) -> None:
         self.entered = time.monotonic()
-        self.moves += 1
+        self.transitions += 1
         self.doing, self.section = doing, section
 
     def _leave(self) -> None:

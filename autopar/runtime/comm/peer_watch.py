@@ -38,7 +38,7 @@ class PeerWatch:
         self.watched_ranks = [(rank + step) % size for step in range(1, min(size - 1, WATCHED_RANKS) + 1)]
         self.seen: dict[int, Seen] = {}
         self.step = 0
-        self.entries = self.backwards = self.moves = self.calls = 0
+        self.entries = self.backwards = self.transitions = self.calls = 0
         self.section, self.path = "", tuple[str, ...]()
         """The section that the main thread is in, and those since the last call that all ranks agreed on."""
         self.doing: Callable[[], str] | None = None
@@ -88,7 +88,7 @@ class PeerWatch:
     # -- the thread that talks to the store
 
     def _beat(self, number: int, state: str) -> Beat:
-        counts, path = (self.backwards, self.moves, self.calls), self.path[: LONGEST_PATH + 1]
+        counts, path = (self.backwards, self.transitions, self.calls), self.path[: LONGEST_PATH + 1]
         return Beat(number, self.entries, state, self.host, self.where, *counts, self.section, path)
 
     def _run(self) -> None:

@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 
 from ..errors import AttributeProblem, RuntimeProblem, StateProblem
 from ..frozen_reads import FrozenReads
+from ..plain_changes import PlainAttributes, ValueSample
 from .gradient import hooked
 
 _LIBRARIES = ("torch", "transformers", "diffusers")
@@ -60,6 +61,8 @@ class PlainModel:
         self._tensors = {
             name: (weakref.ref(each), each.requires_grad, _version(each)) for name, each in (*model.named_parameters(), *buffers)
         }
+        self._samples = {name: ValueSample(each) for name, each in (*model.named_parameters(), *buffers)}
+        self._attributes = PlainAttributes(model)
         self._kinds = {name: (each.device, each.dtype) for name, each in (*model.named_parameters(), *buffers)}
         self.parameter_names = [name for name, _ in model.named_parameters()]
         self._ids = {id(p): (name, weakref.ref(p)) for name, p in model.named_parameters()}
@@ -107,16 +110,22 @@ class PlainModel:
             for name in (self._ids[id(each)][0] for each in group["params"] if id(each) in self._ids and each.grad is not None):
                 reference, before, _ = self._tensors[name]
                 if (tensor := reference()) is not None:
-                    self._tensors[name] = (reference, before, _version(tensor))
+                    self._tensors[name], self._samples[name] = (reference, before, _version(tensor)), ValueSample(tensor)
 
     def check_unchanged(self, equal: Callable[[str, torch.Tensor], bool]) -> None:
         """RuntimeProblem where `requires_grad` or the values of the plain model's tensors have changed since, unless they are
-        `equal` to those of the parallel model (loaded from its full state)."""
+        `equal` to those of the parallel model (loaded from its full state), or attributes that programs read."""
+        if place := self._attributes.changed(self.frozen):
+            raise RuntimeProblem(
+                f"{place} of the plain model was changed after autopar.parallelize, which the parallel model does not see: set "
+                "it on the parallel model (too); for another value in the plain model take a copy (copy.deepcopy) of it"
+            )
         for name, (reference, before, version) in self._tensors.items():
             now = reference()
             if now is None:
                 continue
-            if (new := _version(now)) != version:
+            sample = self._samples[name]
+            if (new := _version(now)) != version or sample.now() != sample.taken:
                 moved = self._kinds[name] != (now.device, now.dtype)
                 if not moved and not equal(name, now.detach()):
                     raise RuntimeProblem(
@@ -125,6 +134,7 @@ class PlainModel:
                         "take a copy (copy.deepcopy) of the model"
                     )
                 self._tensors[name], self._kinds[name] = (reference, before, new), (now.device, now.dtype)
+                self._samples[name] = ValueSample(now)
             if now.requires_grad != before:
                 raise RuntimeProblem(
                     f"{name}.requires_grad of the plain model was changed after autopar.parallelize, which the parallel model "

@@ -131,6 +131,15 @@ def edit_the_plain_model(plan: str) -> str:
     return refusal(lambda: parallel(**batch()))
 
 
+def edit_data_of_the_plain_model(plan: str) -> str:
+    """No version counts it."""
+    model = net()
+    parallel = parallel_of(model, plan)
+    equals_one_process(parallel, net(), steps=1)
+    model.layers[0].up.weight.data.mul_(0.5)
+    return refusal(lambda: parallel(**batch()))
+
+
 def load_into_the_plain_model(plan: str) -> str:
     model = net()
     parallel = parallel_of(model, plan)

@@ -68,6 +68,19 @@ def change_an_attribute(plan: str) -> None:
 
 
 @of("reads")
+def set_an_attribute_of_the_plain_model(plan: str) -> str:
+    """Refused where the parallel model has another value."""
+    model, reference = net("reads"), net("reads")
+    parallel = parallel_of(model, plan)
+    model.remark = "read by no forward"
+    for each in (model, parallel, reference):
+        each.layers[0].alpha = 0.5
+    equals_one_process(parallel, reference, steps=1)
+    model.layers[0].alpha = 0.25
+    return refusal(lambda: parallel(**batch()))
+
+
+@of("reads")
 def change_the_settings(plan: str) -> None:
     def set_gain(model: Any, value: float) -> None:
         model.layers[1].settings.gains[1] = value
