@@ -128,14 +128,14 @@ def test_strided_shard_cuts_the_minor_part() -> None:
 
 
 def test_every_public_function_of_compat_is_used() -> None:
-    folder = Path(inspect.getfile(autopar.runtime)).parent
+    folder = Path(inspect.getfile(autopar.runtime)).parents[1]
     text = "".join(path.read_text() for path in folder.rglob("*.py"))
     names = [name for name, value in vars(compat).items() if inspect.isfunction(value) and value.__module__ == compat.__name__]
     assert all(text.count(name) > 1 for name in names)
 
 
 def test_the_runtime_imports_torch_and_itself_only() -> None:
-    folder = Path(inspect.getfile(autopar.runtime)).parent
+    folder = Path(inspect.getfile(autopar.runtime)).parents[1]
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
