@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autopar.errors import CaptureError
-from autopar.runtime.frozen_reads import NamedValue, Reads, class_name
+from autopar.runtime.frozen_reads import EVERY_FIELD, LEAVES, NamedValue, Reads, class_name
 
 _NUMBERS = (bool, int, float, str)
 _LIBRARY = (torch.__file__.rsplit("/", 1)[0], random.__file__, "/numpy/", "/autopar/capture/", "/contextlib.py")
@@ -28,12 +28,13 @@ _LIBRARY = (torch.__file__.rsplit("/", 1)[0], random.__file__, "/numpy/", "/auto
 
 @dataclass(eq=False)
 class ReadRecord:
-    """`read` and `written`: (class, attribute). `numbers`: the value that was read first. `counters`: by (path, attribute),
-    numbers that the forward read and then replaced, with the last one and the line. `generators`: those of modules, with their
-    state. `seeded`: generators that the forward itself seeds before it draws."""
+    """`read` and `written`: (class, attribute) of modules; `fields`: of plain objects in them. `numbers`: the value that was read
+    first. `counters`: by (path, attribute), numbers that the forward read and then replaced, with the last one and the line.
+    `generators`: those of modules, with their state. `seeded`: generators that the forward itself seeds before it draws."""
 
     read: set[tuple[str, str]] = field(default_factory=set)
     written: set[tuple[str, str]] = field(default_factory=set)
+    fields: set[tuple[str, str]] = field(default_factory=set)
     numbers: dict[tuple[int, str], Any] = field(default_factory=dict)
     counters: dict[tuple[str, str], tuple[Any, str]] = field(default_factory=dict)
     generators: dict[int, tuple[Any, Any]] = field(default_factory=dict)
@@ -41,11 +42,12 @@ class ReadRecord:
 
     @property
     def reads(self) -> Reads:
-        return Reads(frozenset(self.read), frozenset(self.written))
+        return Reads(frozenset(self.read), frozenset(self.written), frozenset(self.fields))
 
     def add(self, reads: Reads) -> None:
         self.read |= reads.attributes
         self.written |= reads.writes
+        self.fields |= reads.fields
 
 
 _recorded: ContextVar[tuple[ReadRecord, ...]] = ContextVar("records of what captures read", default=())
@@ -111,20 +113,21 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
                 record.counters[paths.get(id(module), ""), name] = (value, _user_line(sys._getframe(1)))
         put(module, name, value)
 
-    kind.__getattribute__ = _Reading(record, frozenset(usual))
-    kind.__setattr__ = write
-    try:
-        yield
-    finally:
-        kind.__setattr__ = put
-        del kind.__getattribute__
+    with ExitStack() as stack:
+        kind.__getattribute__ = _Reading(record, frozenset(usual), _FieldReads(record, stack))
+        kind.__setattr__ = write
+        try:
+            yield
+        finally:
+            kind.__setattr__ = put
+            del kind.__getattribute__
 
 
 class _Reading:
     """``__getattribute__`` of modules. It is no function, since dynamo (the branches of torch.cond) refuses classes with one."""
 
-    def __init__(self, record: ReadRecord, usual: frozenset[str]) -> None:
-        self.record, self.usual = record, usual
+    def __init__(self, record: ReadRecord, usual: frozenset[str], fields: _FieldReads) -> None:
+        self.record, self.usual, self.fields = record, usual, fields
 
     def __get__(self, module: Any, kind: Any) -> Callable[..., Any]:
         return self.read if module is None else partial(self.read, module)  # dynamo asks the class for it
@@ -138,7 +141,71 @@ class _Reading:
             self.record.numbers.setdefault((id(module), name), value)
         elif (state := _state_of(value)) is not None:
             self.record.generators.setdefault(id(value), (value, state))
+        else:
+            self.fields.watch(value)
         return value
+
+
+class _FieldReads:
+    """Records which fields of plain objects are read, once they were read of a module: transformers writes others into its
+    settings when it saves, on one rank. The classes are as they were when `stack` ends."""
+
+    def __init__(self, record: ReadRecord, stack: ExitStack) -> None:
+        self.record, self.stack = record, stack
+        self.classes: set[type] = set()
+
+    def watch(self, value: Any) -> None:
+        """Records reads of the class of an object, or of those in a list or dictionary."""
+        if isinstance(value, (list, tuple, dict)):
+            for each in value.values() if isinstance(value, dict) else value:
+                if not isinstance(each, (*LEAVES, list, tuple, dict)):
+                    self.watch(each)
+            return
+        kind: Any = type(value)
+        if kind in self.classes or not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module, torch.Tensor)):
+            return
+        before, usual = vars(kind).get("__getattribute__"), kind.__getattribute__
+        with suppress(TypeError):  # a built-in class: all of its fields count
+            kind.__getattribute__ = _FieldReading(self, usual)
+            self.classes.add(kind)
+            self.record.fields.add((class_name(value), ""))
+            self.stack.callback(partial(_put_back, kind, before))
+
+    def note(self, value: Any, name: str, found: Any) -> None:
+        """A field was read, under its name or another one (a property, `attribute_map` of transformers)."""
+        own = object.__getattribute__(value, "__dict__")
+        names = {EVERY_FIELD} if name == "__dict__" else {name} if not name.startswith("__") else set[str]()
+        if name not in own and isinstance(found, LEAVES):
+            names |= {each for each, held in own.items() if held is found}
+        self.record.fields |= {(class_name(value), each) for each in names}
+
+
+class _FieldReading:
+    """``__getattribute__`` of a class of plain objects; no function, as `_Reading`."""
+
+    def __init__(self, reads: _FieldReads, usual: Callable[[Any, str], Any]) -> None:
+        self.reads, self.usual = reads, usual
+
+    def __get__(self, value: Any, kind: Any) -> Callable[..., Any]:
+        return self.read if value is None else partial(self.read, value)
+
+    def read(self, value: Any, name: str) -> Any:
+        try:
+            found = self.usual(value, name)
+        except AttributeError:
+            self.reads.note(value, name, _FieldReading)  # of which no field has the value
+            raise
+        self.reads.note(value, name, found)
+        if not isinstance(found, LEAVES):
+            self.reads.watch(found)
+        return found
+
+
+def _put_back(kind: Any, before: Any) -> None:
+    if before is None:
+        del kind.__getattribute__
+    else:
+        kind.__getattribute__ = before
 
 
 @contextmanager

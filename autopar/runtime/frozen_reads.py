@@ -12,28 +12,40 @@ import hashlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-MOSTLEAVES = 2000
+MOST_LEAVES = 2000
 """An object with more values than this in it is compared by its identity."""
 _DEEPEST = 5
 LEAVES = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module)
 _MISSING = object()
 
+EVERY_FIELD = "*"
+Fields = Mapping[str, set[str]]
+
 Change = tuple[str, str]
 """Where a value is (``layers.0.alpha``), and what it is, in words."""
 
 
 class Reads(NamedTuple):
-    """What one capture read of modules, and what it wrote: (class, attribute), since of equal layers only one is traced."""
+    """What one capture read of modules, and what it wrote: (class, attribute), since of equal layers only one is traced.
+    `fields`: what it read of the plain objects that are their attributes (settings); of other classes everything counts."""
 
     attributes: frozenset[tuple[str, str]] = frozenset()
     writes: frozenset[tuple[str, str]] = frozenset()
+    fields: frozenset[tuple[str, str]] = frozenset()
+
+    def fields_by_class(self) -> dict[str, set[str]]:
+        """The fields that were read, by the full name of their class."""
+        out: dict[str, set[str]] = {}
+        for kind, name in self.fields:
+            out.setdefault(kind, set()).add(name)
+        return out
 
 
 class Values(Protocol):
@@ -50,9 +62,9 @@ class NamedValue(NamedTuple):
     name: str
 
 
-def class_name(module: nn.Module) -> str:
-    """The full name of a module's class."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+def class_name(value: Any) -> str:
+    """The full name of the class of a module or object."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 class FrozenReads:
@@ -69,7 +81,7 @@ class FrozenReads:
 
     def add(self, reads: Reads) -> None:
         """What a further program reads, with the values of now, at which it was captured."""
-        both = Reads(self.reads.attributes | reads.attributes, self.reads.writes | reads.writes)
+        both = Reads(*(before | more for before, more in zip(self.reads, reads, strict=True)))
         for each in self._family if both != self.reads else ():
             each._take(both)
 
@@ -91,7 +103,7 @@ class FrozenReads:
         """The values that are not those of the first programs."""
         now = [get(name, _MISSING) for get, name in self._getters]
         same = all(map(is_, now, self._seen))
-        if not same or any(list(leaves(place, value)) != before for place, value, before in self._contents):
+        if not same or any(list(leaves(place, value, fields)) != before for place, value, fields, before in self._contents):
             self._look()
             self._compare()
         return self._changed
@@ -111,18 +123,20 @@ class FrozenReads:
         """Takes down all values; objects that several modules have, once."""
         self._getters = [(at.get, name) for _, at, name in self._values]
         self._seen: list[Any] = [get(name, _MISSING) for get, name in self._getters]
-        self._contents: list[tuple[str, Any, list[tuple[str, Any]]]] = []
+        self._contents: list[tuple[str, Any, Fields, list[tuple[str, Any]]]] = []
         self._now: dict[str, str] = {}
-        inside: set[int] = set()
-        for (place, _, _), value in zip(self._values, self._seen, strict=True):
+        inside: set[tuple[int, bool]] = set()
+        own, first_name = self.reads.fields_by_class(), len(self._values) - len(self.names)
+        for index, ((place, _, _), value) in enumerate(zip(self._values, self._seen, strict=True)):
+            fields = own if index < first_name else {}  # of globals and closures no field is known to be unread
             if value is _MISSING:
                 continue
             if isinstance(value, (*LEAVES, *_CODE)):
                 self._now[place] = _text(value)
-            elif id(value) not in inside:
-                inside.add(id(value))
-                content = list(leaves(place, value))
-                self._contents.append((place, value, content))
+            elif (id(value), not fields) not in inside:
+                inside.add((id(value), not fields))
+                content = list(leaves(place, value, fields))
+                self._contents.append((place, value, fields, content))
                 self._now.update((where, _text(leaf)) for where, leaf in content)
 
     def _compare(self) -> None:
@@ -143,17 +157,18 @@ def read_attributes(modules: Iterable[tuple[str, nn.Module]], reads: Reads) -> I
                 yield f"{path}.{name}" if path else name, module, name
 
 
-def leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The plain values in an object, by place, and what stands for its tensors; of a very large one its identity."""
+def leaves(place: str, value: Any, fields: Fields = MappingProxyType({})) -> Iterator[tuple[str, Any]]:
+    """The plain values in an object, by place, and what stands for its tensors; of a very large one its identity. Of the classes
+    in `fields` only these fields."""
     found = []
-    for each in _inside(place, value, 0):
+    for each in _inside(place, value, 0, fields):
         found.append(each)
-        if len(found) > MOSTLEAVES:
+        if len(found) > MOST_LEAVES:
             return iter([(place, id(value))])
     return iter(found)
 
 
-def _inside(place: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+def _inside(place: str, value: Any, depth: int, fields: Fields) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (*LEAVES, *_CODE)):
         yield place, value
     elif isinstance(value, torch.Tensor):
@@ -163,15 +178,17 @@ def _inside(place: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict):
         yield place, len(value)
         for key, each in value.items():
-            yield from _inside(f"{place}[{key!r}]", each, depth + 1)
+            yield from _inside(f"{place}[{key!r}]", each, depth + 1, fields)
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield place, len(value)
         for index, each in enumerate(value):
-            yield from _inside(f"{place}[{index}]", each, depth + 1)
+            yield from _inside(f"{place}[{index}]", each, depth + 1, fields)
     else:
         yield place, type(value).__qualname__
+        names = fields.get(class_name(value), {EVERY_FIELD})
         for name, each in getattr(value, "__dict__", {}).items():
-            yield from _inside(f"{place}.{name}", each, depth + 1)
+            if name in names or EVERY_FIELD in names:
+                yield from _inside(f"{place}.{name}", each, depth + 1, fields)
 
 
 class _TensorValue:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .frozen_reads import LEAVES, FrozenReads, Reads, leaves, read_attributes
+from .frozen_reads import LEAVES, Fields, FrozenReads, Reads, leaves, read_attributes
 
 _WINDOW_BYTES = 256
 _MISSING = object()
@@ -39,6 +39,7 @@ class PlainAttributes:
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(path, weakref.ref(module)) for path, module in model.named_modules()]
         self._reads: Reads | None = None
+        self._fields: Fields = {}
         self._before: dict[str, tuple[weakref.ref[nn.Module], str, Any]] = {}
 
     def changed(self, frozen: FrozenReads) -> str:
@@ -49,30 +50,35 @@ class PlainAttributes:
             if (module := reference()) is None:
                 continue
             value = vars(module).get(name, _MISSING)
-            if value is before or (now := _content(place, value)) == _content(place, before):
+            if value is before:
+                continue
+            fields, known = self._fields, dict(_content(place, before, {}))
+            now = _content(place, value, fields)
+            if all(known.get(where, _MISSING) == each for where, each in now):
                 continue
             path = place.removesuffix(name).removesuffix(".")
-            if now != _content(place, vars(frozen.model.get_submodule(path)).get(name, _MISSING)):
+            if now != _content(place, vars(frozen.model.get_submodule(path)).get(name, _MISSING), fields):
                 return place
         return ""
 
     def _take(self, frozen: FrozenReads) -> None:
         """Takes down the values of attributes that are read for the first time."""
-        self._reads = frozen.reads
+        self._reads, self._fields = frozen.reads, frozen.reads.fields_by_class()
         modules = [(path, module) for path, each in self._modules if (module := each()) is not None]
         for place, module, name in read_attributes(modules, frozen.reads):
             value = vars(module).get(name, _MISSING)
             if place not in self._before and name != "training" and not frozen.is_written(module, name):
-                self._before[place] = weakref.ref(module), name, value if isinstance(value, LEAVES) else _Content(place, value)
+                content = value if isinstance(value, LEAVES) else _Content(place, value, {})
+                self._before[place] = weakref.ref(module), name, content
 
 
 class _Content(list[tuple[str, Any]]):
     """The plain values in an object, which is not kept. None of code and tensors, which would be."""
 
-    def __init__(self, place: str, value: Any) -> None:
-        found = leaves(place, value) if value is not _MISSING else ()
+    def __init__(self, place: str, value: Any, fields: Fields) -> None:
+        found = leaves(place, value, fields) if value is not _MISSING else ()
         super().__init__((where, each if isinstance(each, LEAVES) else type(each).__qualname__) for where, each in found)
 
 
-def _content(place: str, value: Any) -> _Content:
-    return value if isinstance(value, _Content) else _Content(place, value)
+def _content(place: str, value: Any, fields: Fields) -> _Content:
+    return value if isinstance(value, _Content) else _Content(place, value, fields)

@@ -135,7 +135,7 @@ def test_every_public_function_of_compat_is_used() -> None:
 
 
 def test_the_runtime_imports_torch_and_itself_only() -> None:
-    folder = Path(inspect.getfile(autopar.runtime)).parents[1]
+    folder = Path(inspect.getfile(autopar.runtime)).parent
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
