@@ -23,6 +23,8 @@ from autopar.errors import CaptureError
 from autopar.runtime.frozen_reads import EVERY_FIELD, LEAVES, NamedValue, Reads, class_name
 
 _NUMBERS = (bool, int, float, str)
+_NO_SETTINGS = frozenset(("torch", "sympy", "numpy", "autopar", "builtins", "functools", "collections", "types"))
+"""Packages whose objects are no settings; dynamo's own, which reads of it would change, are among them."""
 _LIBRARY = (torch.__file__.rsplit("/", 1)[0], random.__file__, "/numpy/", "/autopar/capture/", "/contextlib.py")
 
 
@@ -162,7 +164,9 @@ class _FieldReads:
                     self.watch(each)
             return
         kind: Any = type(value)
-        if kind in self.classes or not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module, torch.Tensor)):
+        if kind in self.classes or isinstance(value, (type, nn.Module)) or kind.__module__.partition(".")[0] in _NO_SETTINGS:
+            return
+        if not hasattr(value, "__dict__"):
             return
         before, usual = vars(kind).get("__getattribute__"), kind.__getattribute__
         with suppress(TypeError):  # a built-in class: all of its fields count

@@ -6,6 +6,7 @@ open, since one that autograd makes has no values. Where it loses track all the 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._functorch import apis
 
-from autopar.capture.tracing.explain import user_line
+from autopar.capture.tracing.explain import TORCH_ROOT, user_line
 from autopar.errors import CaptureError
 
 torch_grad = FunctionType(torch.autograd.grad.__code__, torch.autograd.grad.__globals__, "grad", torch.autograd.grad.__defaults__)
@@ -63,6 +64,8 @@ def _grad_of_function_instead(func, argnums=0, has_aux=False):  # type: ignore[n
 
 def gradients(outputs: Any, inputs: Any, grad_outputs: Any, *options: Any, **named: Any) -> Any:
     """``torch.autograd.grad`` whose gradients of the outputs are given."""
+    if sys._getframe(2).f_code.co_filename.startswith(TORCH_ROOT):  # the backward of a scan, which is no derivative of the user's
+        return torch_grad(outputs, inputs, grad_outputs, *options, **named)
     torch.autograd.grad.lines.append(user_line())  # type: ignore[attr-defined]
     every = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     given = [None] * len(every) if grad_outputs is None else [grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs

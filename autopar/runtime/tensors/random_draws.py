@@ -27,8 +27,8 @@ from ..device.rng import named_key, seed_stream
 from ..errors import RuntimeProblem
 from ..state.gradient import StageGradients
 
-_OF_WHOLE_MATRICES = ("orthogonal_", "sparse_", "trunc_normal_")
-"""Functions of `nn.init` with operations that DTensor lacks (a transposition in place, writes by index), or that draw into
+_OF_WHOLE_MATRICES = ("orthogonal_", "sparse_", "trunc_normal_", "eye_", "dirac_")
+"""Functions of `nn.init` with operations that DTensor lacks (in-place transposition, writes by index, `out=`), or that draw into
 further tensors."""
 _STAGES: weakref.WeakSet[StageGradients] = weakref.WeakSet()
 

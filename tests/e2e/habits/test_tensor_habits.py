@@ -73,6 +73,7 @@ def initialise_shards(plan: str) -> None:
         *map(matrices, (nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_, nn.init.kaiming_uniform_)),
         matrices(nn.init.xavier_normal_),
         matrices(nn.init.orthogonal_),
+        matrices(nn.init.eye_),
         matrices(lambda p: nn.init.sparse_(p, 0.3)),
         lambda p: p.data.normal_(),
     )
