@@ -117,7 +117,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.worker:
         return worker(arguments.worker[0], int(arguments.worker[1]), arguments.worker[2])
-    steps = 6 if arguments.short else 40
+    steps = 6 if arguments.short else 25
 
     print(f"1. planning for {PROCESSES} processes on this machine", flush=True)
     example = next(batches(1))

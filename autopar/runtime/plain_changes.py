@@ -46,18 +46,19 @@ class PlainAttributes:
         """The place of one that is another now, and not the same on the parallel model; empty where none is."""
         if self._reads != frozen.reads:
             self._take(frozen)
+        unchanged: set[tuple[int, int]] = set()  # settings that many modules share are looked into once
         for place, (reference, name, before) in self._before.items():
             if (module := reference()) is None:
                 continue
             value = vars(module).get(name, _MISSING)
-            if value is before:
+            if value is before or (id(value), id(before)) in unchanged:
                 continue
-            fields, known = self._fields, dict(_content(place, before, {}))
-            now = _content(place, value, fields)
-            if all(known.get(where, _MISSING) == each for where, each in now):
+            now = _content(value, self._fields)
+            if all(map(dict(_content(before, {})).items().__contains__, now)):
+                unchanged.add((id(value), id(before)))
                 continue
             path = place.removesuffix(name).removesuffix(".")
-            if now != _content(place, vars(frozen.model.get_submodule(path)).get(name, _MISSING), fields):
+            if now != _content(vars(frozen.model.get_submodule(path)).get(name, _MISSING), self._fields):
                 return place
         return ""
 
@@ -65,20 +66,22 @@ class PlainAttributes:
         """Takes down the values of attributes that are read for the first time."""
         self._reads, self._fields = frozen.reads, frozen.reads.fields_by_class()
         modules = [(path, module) for path, each in self._modules if (module := each()) is not None]
+        contents: dict[int, _Content] = {}
         for place, module, name in read_attributes(modules, frozen.reads):
             value = vars(module).get(name, _MISSING)
             if place not in self._before and name != "training" and not frozen.is_written(module, name):
-                content = value if isinstance(value, LEAVES) else _Content(place, value, {})
-                self._before[place] = weakref.ref(module), name, content
+                if not isinstance(value, LEAVES):
+                    value = contents.setdefault(id(value), _Content(value, {}))
+                self._before[place] = weakref.ref(module), name, value
 
 
 class _Content(list[tuple[str, Any]]):
     """The plain values in an object, which is not kept. None of code and tensors, which would be."""
 
-    def __init__(self, place: str, value: Any, fields: Fields) -> None:
-        found = leaves(place, value, fields) if value is not _MISSING else ()
+    def __init__(self, value: Any, fields: Fields) -> None:
+        found = leaves("", value, fields) if value is not _MISSING else ()
         super().__init__((where, each if isinstance(each, LEAVES) else type(each).__qualname__) for where, each in found)
 
 
-def _content(place: str, value: Any, fields: Fields) -> _Content:
-    return value if isinstance(value, _Content) else _Content(place, value, fields)
+def _content(value: Any, fields: Fields) -> _Content:
+    return value if isinstance(value, _Content) else _Content(value, fields)

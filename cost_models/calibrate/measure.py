@@ -16,11 +16,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -149,62 +151,44 @@ def measure_ranks(processes: int, effort: Effort, progress: Progress) -> Calibra
     """Starts `processes` processes and merges their timings. ClusterError where one fails or all take too long."""
     with tempfile.TemporaryDirectory() as folder:
         job = json.dumps({"size": processes, "folder": folder, "began": time.time(), **asdict(effort)})
-        # os._exit: a thread of gloo that lets go of its last tensors while the interpreter ends aborts now and then.
-        code = (
-            "import os, sys; from autopar.cost_models.calibrate.measure_rank import measure_as_rank; "
-            "measure_as_rank(int(sys.argv[1]), sys.argv[2]); "
-            "sys.stdout.flush(); os._exit(0)"
+        code = "import sys; from autopar.cost_models.calibrate.measure_rank import fork_ranks; fork_ranks(sys.argv[1])"
+        parent = subprocess.Popen(
+            [sys.executable, "-c", code, job],
+            stdout=subprocess.PIPE,
+            stderr=(Path(folder) / "parent.err").open("wb"),
+            text=True,
+            start_new_session=True,
         )
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", code, str(rank), job],
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                stderr=(Path(folder) / f"{rank}.err").open("wb"),
-                text=True,
-            )
-            for rank in range(processes)
-        ]
         late: list[bool] = []
-        timer = Timer(TIME_LIMIT_SECONDS, _kill, (ranks, late))
+        timer = Timer(TIME_LIMIT_SECONDS, _kill, (parent, late))
         timer.start()
         try:
-            for line in ranks[0].stdout or ():
+            for line in parent.stdout or ():
                 share, _, what = line.rstrip().partition(" ")
                 progress(what, float(share))
-            _join(ranks, Path(folder), late)
+            parent.wait()
         finally:
             timer.cancel()
-            _kill(ranks, [])
+            _kill(parent, [])
+        if late:
+            took = f"measuring {processes} processes took over {TIME_LIMIT_SECONDS:.0f} s"
+            raise ClusterError(f"{took}: end what else runs on this machine, or take fewer processes")
+        if parent.returncode:
+            failed = next((f"{rank}" for rank in range(processes) if (Path(folder) / f"{rank}.failed").exists()), "parent")
+            text = (Path(folder) / f"{failed}.err").read_text(errors="replace").strip()
+            why = (text.splitlines() or ["no message"])[-1]
+            raise ClusterError(f"measuring {processes} processes failed ({why}): describe the machine in a .yaml file instead")
         each = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
     return merge_ranks(each)
 
 
-def _kill(ranks: list[subprocess.Popen[str]], late: list[bool]) -> None:
-    for rank in ranks:
-        if rank.poll() is None:
-            late.append(True)
-            rank.kill()
-            rank.wait()
-
-
-def _join(ranks: list[subprocess.Popen[str]], folder: Path, late: list[bool]) -> None:
-    """Waits for all processes; a failure of one ends the others, which would wait for it."""
-    failed: int | None = None
-    while failed is None and any(rank.poll() is None for rank in ranks):
-        failed = next((index for index, rank in enumerate(ranks) if rank.poll()), None)
-        if failed is None:
-            try:
-                next(rank for rank in ranks if rank.poll() is None).wait(timeout=0.2)
-            except (subprocess.TimeoutExpired, StopIteration):
-                continue
-    failed = next((index for index, rank in enumerate(ranks) if rank.poll()), None) if failed is None else failed
-    size = len(ranks)
-    if late:
-        limit = f"took over {TIME_LIMIT_SECONDS:.0f} s"
-        raise ClusterError(f"measuring {size} processes {limit}: end what else runs on this machine, or take fewer processes")
-    if failed is not None:
-        lines = (folder / f"{failed}.err").read_text(errors="replace").strip().splitlines() or ["no message"]
-        raise ClusterError(f"measuring {size} processes failed ({lines[-1]}): describe the machine in a .yaml file instead")
+def _kill(parent: subprocess.Popen[str], late: list[bool]) -> None:
+    """Ends the parent and the ranks that it forked, which are its session, where it still runs."""
+    if parent.poll() is None:
+        late.append(True)
+        with suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
 
 
 def merge_ranks(each: list[dict[str, Any]], wire: bool = False) -> CalibrationRun:
