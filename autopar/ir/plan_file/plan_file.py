@@ -16,7 +16,7 @@ from autopar.ir.describe import describe
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.split_blocks import split_like
-from autopar.ir.pipeline.stage_variants import with_variants_like, without_stage_variants
+from autopar.ir.pipeline.stage_variants import with_variants_like
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.plan_file.codec import decode_candidate, decode_graph, encode_blocks, encode_graph, encode_mesh, encode_pipeline
 from autopar.ir.plan_file.document import (
@@ -64,7 +64,7 @@ class Plan:
     def with_graph(self, graph: Graph) -> Plan:
         """The decisions of this plan, among them where blocks are split or have a plan for each stage, on a graph of the same
         fingerprint that was captured here: what the file says of the graph is not used. PlanError where they do not fit."""
-        split = split_like(replace(graph, batch=self.graph.batch), without_stage_variants(self.graph))
+        split = split_like(replace(graph, batch=self.graph.batch), self.graph)
         graph = with_variants_like(split, self.graph)
         if graph == self.graph:
             return self
