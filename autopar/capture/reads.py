@@ -31,8 +31,8 @@ _LIBRARY = (torch.__file__.rsplit("/", 1)[0], random.__file__, "/numpy/", "/auto
 @dataclass(eq=False)
 class ReadRecord:
     """`read` and `written`: (class, attribute) of modules; `fields`: of plain objects in them. `numbers`: the value that was read
-    first; `seen`: each (module, attribute) that was read, `reset`: those that the forward wrote before it read them. `counters`: by
-    (path, attribute), numbers that the forward read and then replaced, with the last one and the line. `generators`: those of
+    first; `seen`: each (module, attribute) that was read, `reset`: those that the forward wrote before it read them. `counters`:
+    by (path, attribute), numbers that the forward read and then replaced, with the last one and the line. `generators`: those of
     modules, with their state. `seeded`: generators that the forward itself seeds before it draws."""
 
     read: set[tuple[str, str]] = field(default_factory=set)
