@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autopar.errors import CaptureError
-from autopar.runtime.frozen_reads import EVERY_FIELD, LEAVES, NamedValue, Reads, class_name
+from autopar.runtime.plain.frozen_reads import EVERY_FIELD, LEAVES, NamedValue, Reads, class_name
 
 _NUMBERS = (bool, int, float, str)
 _NO_SETTINGS = frozenset(("torch", "sympy", "numpy", "autopar", "builtins", "functools", "collections", "types"))

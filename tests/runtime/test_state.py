@@ -233,9 +233,9 @@ def layouts(axes: dict[str, int], zero: bool) -> list[str]:
     """Stored pieces that do not come back as the whole through DTensor, or through a checkpoint's chunks."""
     from torch.distributed.tensor import DTensor
 
-    from autopar.runtime.compat import save_strided_shards
+    from autopar.runtime.patches import apply_patches
 
-    save_strided_shards()
+    apply_patches()
     mesh, bad = MeshHandle(axes), []
     whole = torch.arange(24.0 * 12).view(24, 12)
     for stored in STORED:

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from ..device.mesh import MeshHandle
 from ..errors import StateProblem
+from ..plain.plain_model import PlainModel
 from ..state.materialize import State
-from ..state.plain_model import PlainModel
 
 
 @dataclass

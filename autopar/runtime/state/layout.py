@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..comm.conversions import local_shard
 from ..comm.convert import convert
-from ..compat import strided_shard
+from ..compat.dtensor import strided_shard
 from ..device.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, MeshHandle
 from ..errors import StateProblem
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path
 
 from ..comm.convert import convert
-from ..compat import apply
+from ..compat.autograd import apply
 from ..device.mesh import DATA_AXIS
 from ..errors import BatchProblem
 from ..module import Program
@@ -54,6 +54,15 @@ def _batch_first(program: Program, name: str, path: str, tensor: torch.Tensor) -
     if dim and isinstance(tensor, DTensor):
         raise BatchProblem(f"input {path} is a DTensor, and has its batch at dimension {dim}: pass its full_tensor()")
     return tensor.movedim(dim, 0) if dim else tensor
+
+
+class LocalBatch(dict[str, Any]):
+    """A batch of which each data-parallel rank passes its own part, made by `Parallel.local_batch`. `times`: as many of them make
+    the global batch."""
+
+    def __init__(self, batch: Mapping[str, Any], times: int) -> None:
+        super().__init__(batch)
+        self.times = times
 
 
 class NamedBatch(dict[str, torch.Tensor]):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import apply
+from ..compat.autograd import apply
 from ..device.mesh import DATA_AXIS
 from ..errors import BatchProblem, RuntimeProblem
 from ..module import Program

@@ -4,6 +4,7 @@ refuses: an ordinary tensor is the whole tensor, with one value on all ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
-from ..compat import in_backward, operations_of_shards, usual_operation
+from ..compat.autograd import in_backward
+from ..compat.dtensor import operations_of_shards, usual_operation
+from ..compat.hooks import shard_operations
 from ..errors import StateProblem
 from ..state.gradient import Gradient, place_of
 from ..step.same_batch import checksum
@@ -22,18 +25,19 @@ _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "equal", "rsub")
 _OF_LISTS = ("copy", "add", "sub", "mul", "div", "lerp")
 
 
-def mix_whole_tensors() -> None:
-    """Teaches DTensor the element-wise operations that averages, copies and comparisons of weights are written with."""
+def mix_whole_tensors() -> AbstractContextManager[None]:
+    """Teach DTensor the element-wise operations that averages, copies and comparisons of weights are written with."""
     names = [*_COMPARED, *_MIXED, *(f"{name}_" for name in _MIXED)]
     names += [f"_foreach_{name}{end}" for name in _OF_LISTS for end in ("", "_")]
-    handlers = operations_of_shards()
+    handlers = {torch.ops.aten._foreach_copy_.default: _mixed_by(_copy_all)}
+    known = operations_of_shards()
     for name in names:
         packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             op = getattr(packet, overload)
-            if "out" not in overload and op not in handlers:
+            if "out" not in overload and op not in known and op not in handlers:
                 handlers[op] = _mixed_by(usual_operation)
-    handlers[torch.ops.aten._foreach_copy_.default] = _mixed_by(_copy_all)
+    return shard_operations(handlers)
 
 
 def _mixed_by(usual: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:

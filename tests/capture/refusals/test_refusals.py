@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.capture.reads import recorded_reads
 from autopar.errors import CaptureError
-from autopar.runtime.code_reads import code_of
-from autopar.runtime.frozen_reads import FrozenReads
+from autopar.runtime.plain.code_reads import code_of
+from autopar.runtime.plain.frozen_reads import FrozenReads
 
 
 class Net(nn.Module):

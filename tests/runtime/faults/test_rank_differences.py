@@ -34,7 +34,7 @@ def refusals(kind: str) -> str:
     if odd and kind == "refused":
         batch = {"ids": good["ids"]}
     if odd and kind == "program":
-        parallel.__dict__["program_digest"] = "another"
+        parallel.calls.program_digest = "another"
     if odd and kind == "version":
         agreement.metadata.version = lambda name: "0.0.1"
     if kind == "local":
@@ -42,7 +42,7 @@ def refusals(kind: str) -> str:
     try:
         parallel(**batch) if kind != "local" else parallel(batch)
     except RuntimeProblem as problem:
-        parallel.__dict__["program_digest"] = "the same"
+        parallel.calls.program_digest = "the same"
         agreement.metadata.version = versions
         assert torch.isfinite(parallel(**good))
         return f"{type(problem).__name__}: {problem}"

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .errors import StateProblem
-from .state.materialize import State
-from .state.plain_model import Container, PlainModel
+from ..errors import StateProblem
+from ..state.materialize import State
+from .module_tree import Container
+from .plain_model import PlainModel
 
 _BEFORE = "do it before autopar.parallelize"
 
