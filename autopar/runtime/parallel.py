@@ -20,7 +20,7 @@ from .compat import in_backward, save_strided_shards
 from .copies import copied
 from .device.autocast import autocast_of, under_autocast
 from .device.mesh import MeshHandle
-from .errors import BatchProblem, RuntimeProblem, StateProblem
+from .errors import BatchError, RuntimeProblem, StateError
 from .generate import generate
 from .module import Program
 from .ops.expert_load import MeasuredExpertLoad, gather_expert_load, recording_copies
@@ -330,7 +330,7 @@ class Parallel(ShardedModule):
             )
 
     def _inputs(self, program: Program, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """This rank's part of the batch. BatchProblem where it does not fit, or where ranks passed different ones; before the
+        """This rank's part of the batch. BatchError where it does not fit, or where ranks passed different ones; before the
         first step all ranks compare the structure of their batches, programs and versions too."""
         first = args[0] if len(args) == 1 else None
         local, checked = isinstance(first, LocalBatch), is_checked(self.call_count, self.__dict__["check_batch_every"])
@@ -359,7 +359,7 @@ class Parallel(ShardedModule):
         else:
             try:
                 inputs = bind()
-            except BatchProblem:
+            except BatchError:
                 if checked:
                     with self._watched("the comparison of batches"):
                         check_same_batch(self.program.mesh, None, tuple(program.input_placements), local)
@@ -425,7 +425,7 @@ class Parallel(ShardedModule):
         """Whether an attribute is this object's own, and not the model's."""
         own = hasattr(Parallel, name) or name in (Parallel.__annotations__ | ShardedModule.__annotations__)
         if own and self.plain is not None and name in vars(self.plain.skeleton).keys() - vars(nn.Module()).keys():
-            raise StateProblem(
+            raise StateError(
                 f"{name} is an attribute of the model, and of the parallel model another one: set it before autopar.parallelize"
             )
         return own or name == "training"

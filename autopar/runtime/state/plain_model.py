@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..errors import AttributeProblem, RuntimeProblem, StateProblem
+from ..errors import AttributeProblem, RuntimeProblem, StateError
 from ..frozen_reads import FrozenReads
 from ..plain_changes import PlainAttributes, ValueSample
 from .gradient import hooked
@@ -399,12 +399,12 @@ def _own_hooks(module: nn.Module) -> Iterator[bool]:
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter], may_train: Callable[[str], bool]) -> None:
-    """Before a call: StateProblem where a parameter trains that may not, or one has a hook that would never run."""
+    """Before a call: StateError where a parameter trains that may not, or one has a hook that would never run."""
     for name, parameter in parameters.items():
         if parameter.requires_grad and not may_train(name):
-            raise StateProblem(
+            raise StateError(
                 f"{name} was frozen when the plan was made and requires a gradient now, which the program does not compute: call "
                 "requires_grad_(True) before autopar.parallelize"
             )
         if hooked(parameter):
-            raise StateProblem(f"{name} has a gradient hook, which would never run: change .grad after the backward instead")
+            raise StateError(f"{name} has a gradient hook, which would never run: change .grad after the backward instead")

@@ -20,7 +20,7 @@ from ..compat import (
     operations_of_shards,
     whole_items,
 )
-from ..errors import RuntimeProblem, StateProblem
+from ..errors import RuntimeProblem, StateError
 from ..state.gradient import place_of, stand_in
 from ..state.materialize import State
 from .mixed_operations import mix_whole_tensors
@@ -87,7 +87,7 @@ def _gradients(
 
 def _refuse_collective(op: Any, args: Any, kwargs: Any) -> Any:
     word = str(op).removeprefix("c10d.").partition(".")[0].strip("_")
-    raise StateProblem(
+    raise StateError(
         f"{word} of a DTensor, which has one value on all ranks: leave it out, with a division by the number of ranks (gradients "
         "are reduced in the backward), or pass x.full_tensor()"
     )
@@ -95,7 +95,7 @@ def _refuse_collective(op: Any, args: Any, kwargs: Any) -> Any:
 
 def _refuse_one_stage(parameters: Iterable[torch.Tensor]) -> None:
     if any(place_of(each)[0] is not None for each in parameters):
-        raise StateProblem(
+        raise StateError(
             "a full state dict of torch.distributed.checkpoint has the parameters of one stage of a pipeline only: call "
             "parallel.full_state() and parallel.full_optimizer_state(optimizer) on all ranks, or leave full_state_dict out"
         )
