@@ -13,7 +13,7 @@ from torch import nn
 from .comm.agreement import Stated, agree_on_batch, refused_together, require_agreement, stated_step
 from .compat.autograd import in_backward
 from .device.autocast import autocast_of, under_autocast
-from .errors import BatchProblem, RuntimeProblem
+from .errors import BatchError, RuntimeProblem
 from .module import Program
 from .pipeline.weight_versions import PipeDreamStep
 from .plain.assignments import Assignments
@@ -160,7 +160,7 @@ class Calls:
             )
 
     def _inputs(self, program: Program, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return this rank's part of the batch. BatchProblem where it does not fit, or where ranks passed different ones; before
+        """Return this rank's part of the batch. BatchError where it does not fit, or where ranks passed different ones; before
         the first step all ranks compare the structure of their batches, programs and versions too."""
         first = args[0] if len(args) == 1 else None
         local, checked = isinstance(first, LocalBatch), is_checked(self.number, self.check_batch_every)
@@ -189,7 +189,7 @@ class Calls:
         else:
             try:
                 inputs = bind()
-            except BatchProblem:
+            except BatchError:
                 if checked:
                     with self.watch("the comparison of batches"):
                         check_same_batch(self.program.mesh, None, tuple(program.input_placements), local)

@@ -16,7 +16,7 @@ from .comm.agreement import program_digest
 from .comm.heartbeat import Heartbeat, start_heartbeat
 from .comm.peer_watch import PATIENCE_SECONDS
 from .copies import copied
-from .errors import RuntimeProblem, StateProblem
+from .errors import RuntimeProblem, StateError
 from .generate import generate
 from .module import Program
 from .ops.expert_load import MeasuredExpertLoad, expert_load
@@ -186,7 +186,7 @@ class Parallel(ShardedModule):
         """Whether an attribute is this object's own, and not the model's."""
         own = hasattr(Parallel, name) or name in (Parallel.__annotations__ | ShardedModule.__annotations__)
         if own and self.plain is not None and name in vars(self.plain.skeleton).keys() - vars(nn.Module()).keys():
-            raise StateProblem(
+            raise StateError(
                 f"{name} is an attribute of the model, and of the parallel model another one: set it before autopar.parallelize"
             )
         return own or name == "training"

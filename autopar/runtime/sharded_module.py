@@ -19,7 +19,7 @@ from .checkpoint.entry import Checkpoints, load_parallel, save_parallel
 from .checkpoint.loading import LoadedCheckpoint
 from .checkpoint.saving import PendingSave
 from .comm.heartbeat import Heartbeat
-from .errors import StateProblem
+from .errors import StateError
 from .module import Program
 from .plain.assignments import Assignments
 from .plain.module_tree import TreeNode
@@ -84,7 +84,7 @@ class ShardedModule(TreeNode):
         for tensor in (*self.state.parameters.values(), *self.state.buffers.values()):
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             if (after := fn(probe)).dtype != probe.dtype or after.device.type != probe.device.type:
-                raise StateProblem("a parallel model keeps its device and dtypes; choose them when planning (device, dtype=)")
+                raise StateError("a parallel model keeps its device and dtypes; choose them when planning (device, dtype=)")
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -110,7 +110,7 @@ class ShardedModule(TreeNode):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """What `state_dict` gave, or the full state dict of the plain model; a part of it where not `strict`."""
         if assign:
-            raise StateProblem(
+            raise StateError(
                 "load_state_dict(assign=True) puts other tensors in the place of the shards, which programs do not see: leave "
                 "assign out, and the values are copied into them"
             )
@@ -120,20 +120,20 @@ class ShardedModule(TreeNode):
         missing, unexpected = self.plain.unfit_keys(state_dict)
         if strict and (missing or unexpected):
             problem = f"misses {missing[0]}" if missing else f"has {unexpected[0]}, which the model has not"
-            raise StateProblem(f"the state dict {problem}: pass that of the plain model, or of parallel.full_state()")
+            raise StateError(f"the state dict {problem}: pass that of the plain model, or of parallel.full_state()")
         self._load_full(state_dict, part=not strict)
         return _IncompatibleKeys(missing, unexpected)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What torch.save, pickle and copy.copy ask for."""
-        raise StateProblem(
+        raise StateError(
             "a parallel model cannot be pickled, since a rank has only its part: torch.save(parallel.full_state(), path), with "
             "full_state called on every rank, or parallel.save(folder, optimizer, step=...); copy.deepcopy copies it"
         )
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:  # what DistributedDataParallel asks for first
-        raise StateProblem(
+        raise StateError(
             "a parallel model reduces its own gradients: do not wrap it in DistributedDataParallel; with accelerate, take "
             "autopar.integrations.accelerate.Accelerator"
         )

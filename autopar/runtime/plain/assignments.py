@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import StateProblem
+from ..errors import StateError
 from ..state.materialize import State
 from .module_tree import Container
 from .plain_model import PlainModel
@@ -44,7 +44,7 @@ class Assignments:
                 node.__dict__["assignments"] = self
 
     def check_tree(self) -> None:
-        """StateProblem where a parameter, buffer or module was replaced, added or deleted past ``setattr``."""
+        """StateError where a parameter, buffer or module was replaced, added or deleted past ``setattr``."""
         now = [get(name) for get, name in self._getters]
         if all(map(is_, now, self._seen)) and list(map(len, self._entries)) == self._sizes:
             return
@@ -72,8 +72,8 @@ class Assignments:
         """For methods of modules that would change their parameters, buffers and modules."""
         raise self._refused(_join(self.paths.get(id(node), ""), name).removesuffix(".") or "the model")
 
-    def _refused(self, where: str) -> StateProblem:
-        return StateProblem(
+    def _refused(self, where: str) -> StateError:
+        return StateError(
             f"{where} of the parallel model was replaced, added or deleted, which its programs do not see: {_BEFORE}, or fill "
             "the parameter that is there (parameter.data = values, load_full_state)"
         )
@@ -92,10 +92,10 @@ class Assignments:
         shape = tuple(own[name].shape) if name in own else tuple(spec.shape) if spec is not None else ()
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
             kind = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise StateProblem(f"the buffer {where} has shape {shape}, and {kind} was assigned: {_BEFORE}")
+            raise StateError(f"the buffer {where} has shape {shape}, and {kind} was assigned: {_BEFORE}")
         if name in own:
             if value.dtype != own[name].dtype:
-                raise StateProblem(f"the buffer {where} is {own[name].dtype}, and {value.dtype} was assigned: {_BEFORE}")
+                raise StateError(f"the buffer {where} is {own[name].dtype}, and {value.dtype} was assigned: {_BEFORE}")
             with torch.no_grad():
                 own[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
 
@@ -116,7 +116,7 @@ class Assignments:
             known.fset(node, value)
             return
         if isinstance(value, DTensor) and any(name == each for _, each in self._reads()):
-            raise StateProblem(f"{where} is read by the forward, and a DTensor was assigned: assign value.full_tensor()")
+            raise StateError(f"{where} is read by the forward, and a DTensor was assigned: assign value.full_tensor()")
         model.__dict__[name] = value
         if name.startswith("_") or isinstance(value, torch.Tensor):  # which are not read from there
             node.__dict__[name] = value
@@ -146,7 +146,7 @@ class _Values:
         assert state is not None, "it has the parameter"
         parameter: Any = state.parameters[self.name]
         if tuple(value.shape) != tuple(parameter.shape) or value.dtype != parameter.dtype:
-            raise StateProblem(
+            raise StateError(
                 f"{self.name} is {parameter.dtype} {tuple(parameter.shape)}, and its .data was set to {value.dtype} "
                 f"{tuple(value.shape)}: choose shapes and dtypes before autopar.parallelize"
             )

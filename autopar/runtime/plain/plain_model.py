@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import StateProblem
+from ..errors import StateError
 from ..state.gradient import hooked
 from .frozen_reads import FrozenReads
 from .plain_attributes import PlainAttributes
@@ -98,12 +98,12 @@ def _own_hooks(module: nn.Module) -> Iterator[bool]:
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter], may_train: Callable[[str], bool]) -> None:
-    """Before a call: StateProblem where a parameter trains that may not, or one has a hook that would never run."""
+    """Before a call: StateError where a parameter trains that may not, or one has a hook that would never run."""
     for name, parameter in parameters.items():
         if parameter.requires_grad and not may_train(name):
-            raise StateProblem(
+            raise StateError(
                 f"{name} was frozen when the plan was made and requires a gradient now, which the program does not compute: call "
                 "requires_grad_(True) before autopar.parallelize"
             )
         if hooked(parameter):
-            raise StateProblem(f"{name} has a gradient hook, which would never run: change .grad after the backward instead")
+            raise StateError(f"{name} has a gradient hook, which would never run: change .grad after the backward instead")

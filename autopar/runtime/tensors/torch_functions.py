@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..compat.autograd import graph_of
 from ..compat.dtensor import collective_operations
 from ..compat.hooks import replaced, shard_operations
-from ..errors import RuntimeProblem, StateProblem
+from ..errors import RuntimeProblem, StateError
 from ..state.gradient import place_of, stand_in
 from ..state.materialize import State
 from .random_draws import stages_in_use
@@ -70,16 +70,16 @@ def refuse_collectives() -> AbstractContextManager[None]:
 
 def _refuse_collective(op: Any, args: Any, kwargs: Any) -> Any:
     word = str(op).removeprefix("c10d.").partition(".")[0].strip("_")
-    raise StateProblem(
+    raise StateError(
         f"{word} of a DTensor, which has one value on all ranks: leave it out, with a division by the number of ranks (gradients "
         "are reduced in the backward), or pass x.full_tensor()"
     )
 
 
 def refuse_one_stage(parameters: Iterable[torch.Tensor]) -> None:
-    """StateProblem for a full state dict of parameters that are on one stage of a pipeline."""
+    """StateError for a full state dict of parameters that are on one stage of a pipeline."""
     if any(place_of(each)[0] is not None for each in parameters):
-        raise StateProblem(
+        raise StateError(
             "a full state dict of torch.distributed.checkpoint has the parameters of one stage of a pipeline only: call "
             "parallel.full_state() and parallel.full_optimizer_state(optimizer) on all ranks, or leave full_state_dict out"
         )

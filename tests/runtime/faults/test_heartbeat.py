@@ -13,7 +13,7 @@ from support.key_value_store import Store
 
 from autopar.runtime.comm import ending
 from autopar.runtime.comm.heartbeat import Heartbeat
-from autopar.runtime.errors import BatchProblem, PeerProblem
+from autopar.runtime.errors import BatchError, PeerProblem
 from autopar.runtime.patches import apply_patches
 
 
@@ -173,8 +173,8 @@ def test_the_first_failure_is_told() -> None:
 
 def test_a_refused_batch_is_no_failure() -> None:
     heart = beating(Store(), 0)
-    with pytest.raises(BatchProblem), heart.watching(lambda: "a step"):
-        raise BatchProblem("too small")
+    with pytest.raises(BatchError), heart.watching(lambda: "a step"):
+        raise BatchError("too small")
     assert heart.problem is None
     heart.close()
 
