@@ -11,12 +11,12 @@ from autopar.cost_models.hardware.allocator import communicator_count, device_me
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.dryrun.compat import FakeMode, LiveStorage, MemoryWatch, fake_group
-from autopar.dryrun.host_memory import FakeHostMemory
 from autopar.errors import AutoparError
 from autopar.ir import dims
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.program.build import build_program
 from autopar.runtime.device.mesh import MeshHandle
+from autopar.runtime.device.offload import HostMemory
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.step.inputs import NamedBatch
 
@@ -97,6 +97,25 @@ def _on_device(plan: Plan, found: DryRun) -> DryRun:
     communicators = communicator_count(candidate.mesh, candidate.zero_group, candidate.pipeline.stages)
     taken = device_memory(found.memory, cluster.device, communicators)
     return replace(found, reserved_bytes=round(taken.reserved), shown_bytes=round(taken.shown))
+
+
+class FakeHostMemory(HostMemory):
+    """Host memory without data, so that offloaded tensors do not count as device memory. `bytes` are offloaded now, `peak_bytes`
+    were the most. The program frees a tensor at once when it is offloaded, and allocates it when it is needed, as on a CPU; a
+    GPU holds it until the copy has ended, and prefetches the one before."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.bytes = self.peak_bytes = 0
+
+    def copy_to_host(self, x: torch.Tensor) -> torch.Tensor:
+        self.bytes += x.numel() * x.element_size()
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return torch.empty(1, dtype=x.dtype).expand(x.shape)
+
+    def copy_to_device(self, on_host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, None]:
+        self.bytes -= on_host.numel() * on_host.element_size()
+        return torch.empty(on_host.shape, dtype=on_host.dtype, device=device), None
 
 
 def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, rank: int) -> DryRun:

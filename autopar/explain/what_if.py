@@ -11,7 +11,7 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.solve.infeasible import enlarged
-from autopar.solve.offload_state import with_forced_offload
+from autopar.solve.offload_optimizer import with_forced_offload
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.force import Force, parse_force

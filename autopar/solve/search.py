@@ -15,12 +15,12 @@ from autopar.ir.mesh import Mesh
 from autopar.rules.expand import missing_rules
 from autopar.solve.bounds.memory_bound import memory_bound
 from autopar.solve.bounds.warm_start import WarmStart
+from autopar.solve.fallback_plans import least_memory_solution, warm_start_solution
 from autopar.solve.forked import Lookahead
 from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
-from autopar.solve.last_resorts import least_memory_solution, warm_start_solution
-from autopar.solve.offload_state import with_offloaded_optimizer
+from autopar.solve.offload_optimizer import with_offloaded_optimizer
 from autopar.solve.result import PlanResult
 from autopar.solve.search_bounds import SearchBounds
 from autopar.solve.search_report import raise_infeasible, report_grid, report_solution, result_of

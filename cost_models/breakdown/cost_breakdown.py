@@ -11,7 +11,7 @@ from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import AxisLink
 from autopar.cost_models.hardware.mesh_links import links_of_axis
-from autopar.cost_models.hardware.offload_target import offload_target
+from autopar.cost_models.state.offload_cost import offload_target
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_cost import StateCost
 from autopar.cost_models.step.block_costs import BlockCosts

@@ -15,7 +15,7 @@ from autopar.cost_models.compute.fusion import FusableValues, fusable_values, fu
 from autopar.cost_models.compute.operations import NodeCost, Profile, expert_imbalance, node_cost, profile, token_copy_share
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
-from autopar.cost_models.hardware.offload_target import offload_target
+from autopar.cost_models.state.offload_cost import offload_target
 from autopar.cost_models.state.optimizers import Optimizer
 from autopar.cost_models.state.state_communication import accumulate_seconds
 from autopar.cost_models.state.state_cost import StateCost, state_cost, state_price_bends

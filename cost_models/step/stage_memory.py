@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models.hardware.allocator import NOT_TENSORS, communicator_count, fragmentation, process_bytes
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.offload_target import offload_target
-from autopar.cost_models.state.offload_cost import update_temporaries
+from autopar.cost_models.state.offload_cost import offload_target, update_temporaries
 from autopar.cost_models.state.state_memory import StateMemory
 from autopar.cost_models.step.block_memory import call_saved_bytes
 from autopar.cost_models.step.call_trace import CallTrace

@@ -17,7 +17,7 @@ from autopar.solve.ilp.formulate import add_redundancy_limits, formulate_flows
 from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.linear_model import add, total
 from autopar.solve.ilp.partition import may_partition, partition_terms
-from autopar.solve.ilp.recompute import add_storages
+from autopar.solve.ilp.recompute_offload import add_storages
 from autopar.solve.ilp.solver import most_nodes, solve, solve_large
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable, NodeStrategy, PricedConversions, Problem

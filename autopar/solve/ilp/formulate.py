@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from autopar.ir.placement import Placements, Replicate
 from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import INFINITY, add, total
-from autopar.solve.ilp.recompute import add_storages
+from autopar.solve.ilp.recompute_offload import add_storages
 from autopar.solve.ilp.state_sharding import add_state_terms, add_zero_stages
 from autopar.solve.ilp.step_time import add_block_seconds, add_step_seconds
 from autopar.solve.problem.boundary import Slot

@@ -28,7 +28,7 @@ from autopar.solve.pipeline.pipeline_bound import (
     operation_calls,
     relaxed_calls,
 )
-from autopar.solve.pipeline.promising import promising
+from autopar.solve.pipeline.pipeline_ranking import rank_pipelines
 from autopar.solve.pipeline.split_blocks import with_split_blocks
 from autopar.solve.pipeline.stage_search import StageSearch
 from autopar.solve.pipeline.tighten import BoundTightening, Sharpened, Sharpening, Task, raise_bound
@@ -104,7 +104,7 @@ class PipelineSearch:
             self._bound_family(axes, members, best_seconds)
         bounds = {point: each.bound_seconds for point, each in self.points.items() if self._is_open(point, best_seconds())}
         bounds = dict(sorted(bounds.items(), key=lambda each: each[1]))
-        order = promising(self.stage_search, bounds, best_seconds() * (1 - self.options.min_improvement), self._with_memory)
+        order = rank_pipelines(self.stage_search, bounds, best_seconds() * (1 - self.options.min_improvement), self._with_memory)
         self._estimated = {point: seconds for seconds, point, _ in reversed(order)}
         for result in self.stage_search.solutions(order, best_seconds()):
             result.bound_seconds = self.points[self._point_of(result)].bound_seconds

@@ -24,17 +24,10 @@ from autopar.ir.verify import verify_candidate
 from autopar.schedules.placement import stage_of_chunks
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
-from autopar.solve.pipeline.cut_points import allowed_ranges
 from autopar.solve.pipeline.repeated_values import values_worth_repeating
-from autopar.solve.pipeline.spare_bytes import spare_bytes
-from autopar.solve.pipeline.stage_partition import Matrix, best_partition
+from autopar.solve.pipeline.stage_partition import Matrix, allowed_ranges, best_partition
 from autopar.solve.pipeline.stage_placement import PlacedPoint, StagePlacement
-from autopar.solve.pipeline.stage_tables import (
-    BestRanges,
-    RangeOptions,
-    best_ranges,
-    with_sends,
-)
+from autopar.solve.pipeline.stage_tables import BestRanges, RangeOptions, best_ranges, spare_bytes, with_sends
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options

@@ -20,8 +20,7 @@ from autopar.ir.plan import NodePlan, Precision
 from autopar.rules.registry import Registry
 from autopar.solve.problem.boundary import BlockBoundaries
 from autopar.solve.problem.conversion_graph import ConversionGraph
-from autopar.solve.problem.lazy import LazyTable
-from autopar.solve.problem.structure import BlockStructure, Pins, Structure, structure_of
+from autopar.solve.problem.structure import BlockStructure, LazyTable, Pins, Structure, structure_of
 
 
 @dataclass(frozen=True, slots=True)

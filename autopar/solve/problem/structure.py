@@ -4,10 +4,10 @@ A structure is made once per mesh and priced for every micro-batch size (`proble
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from autopar.ir.graph import Block, Graph, Node
 from autopar.ir.mesh import DATA_AXIS, Mesh
@@ -18,7 +18,6 @@ from autopar.rules.registry import Registry
 from autopar.solve.problem.boundary import BlockBoundaries, Slot
 from autopar.solve.problem.conversion_graph import ConversionGraph, conversion_graph
 from autopar.solve.problem.data_axis import AxisStrategies, DataAxisPlacements, propagate_data_axis
-from autopar.solve.problem.lazy import LazyTable
 
 Pins = Mapping[str, str]
 """Value name -> forced placements on the model axes, as text (``I``, ``S(1) R``), where it is produced and between blocks."""
@@ -30,6 +29,31 @@ Placed = Mapping[str, Mapping[str, Placement]]
 """Name of an input or a result of the graph -> by mesh axis the placement that it is given; replicated on other model axes."""
 
 Consumers = tuple[tuple[str, int], ...]
+V = TypeVar("V")
+
+
+class LazyTable(Mapping[str, V]):
+    """`keys` in order; `compute` is called once for each key that is read."""
+
+    def __init__(self, keys: Iterable[str], compute: Callable[[str], V]) -> None:
+        self._keys, self._compute = dict.fromkeys(keys), compute
+        self._known: dict[str, V] = {}
+
+    def __getitem__(self, key: str) -> V:
+        if key not in self._known:
+            if key not in self._keys:
+                raise KeyError(key)
+            self._known[key] = self._compute(key)
+        return self._known[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 @dataclass(frozen=True, slots=True)

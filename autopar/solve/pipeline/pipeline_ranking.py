@@ -20,17 +20,17 @@ _MOST_PLACED = 40
 """Families of points that are placed: a third of a second each where their blocks are large."""
 
 
-def promising(
+def rank_pipelines(
     search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float, with_memory: Callable[[GridPoint], float]
 ) -> Estimates:
     """The estimated step of each point (with its lower bound) with each of its schedules, the shortest first, where it is below
     `best_seconds`. `with_memory` gives a sharper bound. At most `_MOST_PLACED` families of points are placed, those with the
     least bounds first. AutoparError where a forced schedule fits none of the points."""
-    found = _Promising(search, points, best_seconds, with_memory).run()
+    found = _Ranking(search, points, best_seconds, with_memory).run()
     return sorted(found, key=lambda each: (each[0], each[1].stages, each[2].virtual))
 
 
-class _Promising:
+class _Ranking:
     """`ratios`: what larger micro-batches showed of smaller ones, where these are never faster. `beyond`: what memory and the
     communication of state add to the bound of a point, which no bubble makes longer."""
 
