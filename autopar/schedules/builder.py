@@ -77,9 +77,9 @@ def interleaved_passes(stages: int, virtual: int, micro_batches: int, rank: int)
     afterwards. That keeps the order free of deadlocks, since micro-batches do not depend on each other."""
     group = group_of(stages, micro_batches) if virtual > 1 else micro_batches
     starts = range(0, micro_batches, group)
-    mine = range(rank, stages * virtual, stages)
-    forward = [(chunk, micro) for at in starts for chunk in mine for micro in range(at, at + group)]
-    backward = [(chunk, micro) for at in starts for chunk in reversed(mine) for micro in range(at, at + group)]
+    chunks = range(rank, stages * virtual, stages)
+    forward = [(chunk, micro) for at in starts for chunk in chunks for micro in range(at, at + group)]
+    backward = [(chunk, micro) for at in starts for chunk in reversed(chunks) for micro in range(at, at + group)]
     return forward, backward
 
 

@@ -122,8 +122,8 @@ class PricedRecipe:
     @property
     def short_bytes(self) -> int:
         """What a device lacks; 0 where it fits."""
-        found = self.evaluation
-        return max(0, found.peak_memory_bytes - found.memory_budget_bytes) if found is not None else 0
+        evaluation = self.evaluation
+        return max(0, evaluation.peak_memory_bytes - evaluation.memory_budget_bytes) if evaluation is not None else 0
 
     @property
     def description(self) -> str:
@@ -192,10 +192,10 @@ class _Pricer:
         fitting: set[int] = set()
         for each in variants:
             if each.micro_batches not in fitting:
-                found = self._one(recipe, each)
-                if found.fits:
+                priced = self._one(recipe, each)
+                if priced.fits:
                     fitting.add(each.micro_batches)
-                yield found
+                yield priced
 
     def _variants(self, recipe: Recipe, tensor: int, stages: int) -> Iterator[FixedConfiguration]:
         """The one that takes least memory last: everything recomputed, the smallest micro-batches."""

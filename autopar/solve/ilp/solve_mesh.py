@@ -206,8 +206,8 @@ class MeshSolver:
             result.status = Status.INFEASIBLE
         # A solution within the gap may pay for conversions that decoding leaves out, but for no more than its gap.
         least = self._seconds(form, outcome, outcome.bound) * (1 - 1e-6)
-        found = self._seconds(form, outcome, outcome.objective)
-        result.objective_seconds = min(found, max(least, result.evaluation.step_seconds))
+        seconds = self._seconds(form, outcome, outcome.objective)
+        result.objective_seconds = min(seconds, max(least, result.evaluation.step_seconds))
         ratio = result.evaluation.step_seconds / max(result.objective_seconds, 1e-30)
         if not 1 - 1e-6 <= ratio <= RATIO:
             result.warnings.append(f"{result.mesh}: the evaluator says {ratio:.6f} times what the ILP says")

@@ -48,12 +48,12 @@ def best_partition(
     least = float(best[calls])
     if not numpy.isfinite(least):
         return None
-    found: StagePartition | None = None
+    best_cut: StagePartition | None = None
     for limit in _bounds(load_seconds, least, limits):
-        one = _least_sum(load_seconds, pass_seconds, limit, bubble_passes)
-        if one is not None and (found is None or one.seconds < found.seconds):
-            found = one
-    return found
+        cut = _least_sum(load_seconds, pass_seconds, limit, bubble_passes)
+        if cut is not None and (best_cut is None or cut.seconds < best_cut.seconds):
+            best_cut = cut
+    return best_cut
 
 
 def _bounds(loads: Sequence[Matrix], least: float, count: int) -> Sequence[float]:

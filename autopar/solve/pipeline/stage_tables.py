@@ -97,8 +97,8 @@ class TracedOptions:
     def of(graph: Graph, options: BlockOptions, costs: Mapping[str, BlockCosts]) -> TracedOptions:
         traced = tuple({name: CallTrace.of(costs[name], plan) for name, plan in option.items()} for option in options)
         saved = tuple(call_saved_bytes(graph, {name: trace.memory for name, trace in each.items()}) for each in traced)
-        able = repeatable_values(graph)
-        return TracedOptions(traced, saved, tuple(cut_bytes(graph, traced[0], cut, able) for cut in range(len(graph.calls))))
+        repeated = repeatable_values(graph)
+        return TracedOptions(traced, saved, tuple(cut_bytes(graph, traced[0], cut, repeated) for cut in range(len(graph.calls))))
 
 
 class StageTables:
@@ -249,13 +249,13 @@ def spare_bytes(ranges: Sequence[tuple[RangeOptions, float, float]], allowed: Ma
     """What the fullest stage leaves free at most, by estimate; negative where no partition fits. `ranges` has for each chunk its
     options, the micro-batches in flight and the usable bytes of its device. None where the calls cannot be cut so often."""
     most = max(usable for _, _, usable in ranges)
-    known: dict[tuple[int, float, float], Matrix] = {}
+    loads_by_key: dict[tuple[int, float, float], Matrix] = {}
     for options, count, usable in ranges:
         key = id(options), count, usable
-        if key not in known:
+        if key not in loads_by_key:
             held = virtual * (options.state_bytes + count * options.saved_bytes) + options.running_bytes
-            known[key] = numpy.where(allowed, held.min(axis=0) + (most - usable), numpy.inf)
-    loads = [known[id(options), count, usable] for options, count, usable in ranges]
+            loads_by_key[key] = numpy.where(allowed, held.min(axis=0) + (most - usable), numpy.inf)
+    loads = [loads_by_key[id(options), count, usable] for options, count, usable in ranges]
     cut = best_partition(loads, [numpy.zeros_like(load) for load in loads], 0.0, limits=1)
     if cut is None:
         return None

@@ -50,8 +50,8 @@ def grid_points(graph: Graph, size: int, node_size: int, force: Mapping[str, int
 
     BatchError or ClusterError where what is forced leaves nothing.
     """
-    if (found := indivisible_experts(graph, force.get(EXPERT_AXIS, 1))) is not None:
-        node, number = found
+    if (indivisible := indivisible_experts(graph, force.get(EXPERT_AXIS, 1))) is not None:
+        node, number = indivisible
         raise ClusterError(
             f"ep={force[EXPERT_AXIS]} does not divide the {number} experts of {node.module or node.name} ({node.source}): "
             f"force a divisor of {number}"

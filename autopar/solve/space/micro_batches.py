@@ -23,18 +23,18 @@ def why_one_micro_batch(graph: Graph, registry: Registry) -> str:
     if not graph.batch_is_symbolic:
         return why_fixed(graph)
     boundary = BlockBoundaries(graph)
-    found = propagate_data_axis(graph, boundary, 2, registry)
+    data_axis = propagate_data_axis(graph, boundary, 2, registry)
 
     def along(block: Block) -> BatchAxisPlacements:
-        chosen = {node.name: found.strategies[block.name, node.name] for node in block.nodes}
+        chosen = {node.name: data_axis.strategies[block.name, node.name] for node in block.nodes}
         produced = {
-            value.name: found.classes[boundary.classes[Slot(block.name, side, index)]]  # type: ignore[arg-type]
+            value.name: data_axis.classes[boundary.classes[Slot(block.name, side, index)]]  # type: ignore[arg-type]
             for side, values in (("in", block.inputs), ("param", tuple(p.value for p in block.parameters)))
             for index, value in enumerate(values)
         }
         for node in block.nodes:
             produced |= {value.name: at for value, at in zip(node.outputs, chosen[node.name].results, strict=True)}
-        ends = tuple(found.classes[boundary.classes[Slot(block.name, "out", index)]] for index in range(len(block.outputs)))
+        ends = tuple(data_axis.classes[boundary.classes[Slot(block.name, "out", index)]] for index in range(len(block.outputs)))
         return BatchAxisPlacements(produced, {name: strategy.operands for name, strategy in chosen.items()}, ends)
 
     try:
