@@ -34,10 +34,10 @@ def check_options(
     """PlanMismatch where the options ask for something else than the given plan has."""
     has = plan.candidate.precision
     if precision is not None:
-        asked = precision_of(precision, model)
-        if replace(asked, offload_optimizer=has.offload_optimizer) != has:
+        wanted = precision_of(precision, model)
+        if replace(wanted, offload_optimizer=has.offload_optimizer) != has:
             raise PlanMismatch(
-                f"the plan has {precision_text(has)}, precision= asks for {precision_text(asked)}: plan again, or leave it out"
+                f"the plan has {precision_text(has)}, precision= asks for {precision_text(wanted)}: plan again, or leave it out"
             )
     if force:
         raise PlanMismatch(f"force={force!r} says nothing about a given plan, which is {plan}: leave out force= or plan=")
@@ -52,35 +52,35 @@ def check_plan(
     loss_fn: LossFunction | None = None,
 ) -> Plan:
     """The given plan. PlanMismatch where it was made for another model, batch shape, number of devices or without outputs."""
-    given = plan if isinstance(plan, Plan) else planfile.load_plan(plan)
-    if given.candidate.devices != cluster.size:
+    loaded = plan if isinstance(plan, Plan) else planfile.load_plan(plan)
+    if loaded.candidate.devices != cluster.size:
         raise PlanMismatch(
-            f"the plan is for {given.candidate.devices} devices ({given.candidate.mesh}), the cluster {cluster.name} has "
-            f"{cluster.size}: plan again, or launch {given.candidate.devices} processes"
+            f"the plan is for {loaded.candidate.devices} devices ({loaded.candidate.mesh}), the cluster {cluster.name} has "
+            f"{cluster.size}: plan again, or launch {loaded.candidate.devices} processes"
         )
     args, kwargs = split_inputs(example_inputs)
-    planned = {output.path: output for output in given.graph.outputs}
+    planned = {output.path: output for output in loaded.graph.outputs}
     for path, kind in parse_asked(outputs).items():
         if kind == LOSS:
             continue
-        found = [output for each, output in planned.items() if within(each, path)]
-        if not found or any(kind and output.kind != kind for output in found):
-            how = " like that" if found else ""
+        matching = [output for each, output in planned.items() if within(each, path)]
+        if not matching or any(kind and output.kind != kind for output in matching):
+            how = " like that" if matching else ""
             raise PlanMismatch(f"the plan returns no {path} beside the loss{how}: plan again with outputs={tuple(outputs)}")
-    statistics = "local" if LOCAL in given.graph.notes else "global"
-    asked = (*(output.asked for output in planned.values()), *asked_loss(given.graph))
+    statistics = "local" if LOCAL in loaded.graph.notes else "global"
+    asked = (*(output.asked for output in planned.values()), *asked_loss(loaded.graph))
     graph = capture(
-        model, args, kwargs, compute_dtype=compute_dtype_of(given.candidate.precision, model), batch_norm=statistics,
-        loss_fn=loss_fn, outputs=asked, batch_dim=batch_dims(given),
-        float8=given.candidate.precision.float8,
+        model, args, kwargs, compute_dtype=compute_dtype_of(loaded.candidate.precision, model), batch_norm=statistics,
+        loss_fn=loss_fn, outputs=asked, batch_dim=batch_dims(loaded),
+        float8=loaded.candidate.precision.float8,
     )  # fmt: skip
-    if graph.fingerprint != given.graph.fingerprint:
+    if graph.fingerprint != loaded.graph.fingerprint:
         raise PlanMismatch(
-            f"the plan was made for {given.document.model.name} (fingerprint {given.graph.fingerprint[:12]}), this model and "
+            f"the plan was made for {loaded.document.model.name} (fingerprint {loaded.graph.fingerprint[:12]}), this model and "
             f"batch are {graph.name} ({graph.fingerprint[:12]}): plan again with `autopar plan`"
         )
     with planfile.refuse_misfits("the plan"):
-        plan = given.with_graph(graph)
+        plan = loaded.with_graph(graph)
         check_strategies(plan.graph, plan.candidate, registry())
         check_schedule(plan.candidate)
     return plan

@@ -105,11 +105,11 @@ class RuntimeOptions:
         for what in ("patience_seconds", "join_seconds"):
             value = getattr(self, what)
             if not _is_number(value) or not 0 < value <= _LARGEST:
-                raise AutoparError(f"{what}={_short(value)} is no number of seconds: write one above 0, such as 30")
+                raise AutoparError(f"{what}={_shorten(value)} is no number of seconds: write one above 0, such as 30")
         for what in ("check_batch_every", "check_every"):
             value = getattr(self, what)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
-                raise AutoparError(f"{what}={_short(value)} is no number of calls: write 0 (never) or more")
+                raise AutoparError(f"{what}={_shorten(value)} is no number of calls: write 0 (never) or more")
 
 
 # -- checks, each of one or a few fields
@@ -135,51 +135,51 @@ def _check_counts(options: PlanOptions) -> None:
         value = getattr(options, what)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not (whole and 1 <= value <= _LARGEST):
-            raise AutoparError(f"{what}={_short(value)} is no count: write a whole number of 1 to {_LARGEST}")
+            raise AutoparError(f"{what}={_shorten(value)} is no count: write a whole number of 1 to {_LARGEST}")
 
 
 def _check_seconds(options: PlanOptions) -> None:
     value = options.time_limit_seconds
     if not _is_number(value) or not 0 < value <= _LARGEST:
-        raise AutoparError(f"time_limit_seconds={_short(value)} is no number of seconds: write one above 0, such as 300")
+        raise AutoparError(f"time_limit_seconds={_shorten(value)} is no number of seconds: write one above 0, such as 300")
 
 
 def _check_outputs(options: PlanOptions) -> None:
     value = options.outputs
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
         example = f'outputs=("{value}",)' if isinstance(value, str) and value.isidentifier() else 'outputs=("logits",)'
-        raise AutoparError(f"outputs={_short(value)} is no list of names: write {example}, or () for the loss alone")
+        raise AutoparError(f"outputs={_shorten(value)} is no list of names: write {example}, or () for the loss alone")
 
 
 def _check_load(options: PlanOptions) -> None:
     value = options.expert_load
     if not isinstance(value, str) and not (_is_number(value) and 1 <= value <= _LARGEST):
-        raise AutoparError(f"expert_load={_short(value)} is no load of the busiest rank over the mean: write 1.0 or more")
+        raise AutoparError(f"expert_load={_shorten(value)} is no load of the busiest rank over the mean: write 1.0 or more")
 
 
 def _check_margin(options: PlanOptions) -> None:
     value = options.memory_margin
     if value is not None and not (_is_number(value) and 0 <= value < 1):
-        raise AutoparError(f"memory_margin={_short(value)} is no share of memory: write 0 (none) or more, below 1, such as 0.1")
+        raise AutoparError(f"memory_margin={_shorten(value)} is no share of memory: write 0 (none) or more, below 1, such as 0.1")
 
 
 def _check_batch_dim(options: PlanOptions) -> None:
     value = options.batch_dim
     every = list(value.values()) if isinstance(value, Mapping) else [] if value is None else [value]
     if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < _MOST_DIMS for each in every):
-        raise AutoparError(f'batch_dim={_short(value)} is no dimension: write 1, or {{"src": 1}} by argument of the forward')
+        raise AutoparError(f'batch_dim={_shorten(value)} is no dimension: write 1, or {{"src": 1}} by argument of the forward')
 
 
 def _check_loss(options: PlanOptions) -> None:
     if options.loss_fn is not None and not callable(options.loss_fn):
-        raise AutoparError(f"loss_fn={_short(options.loss_fn)} is no function: pass one of the model's result and a target")
+        raise AutoparError(f"loss_fn={_shorten(options.loss_fn)} is no function: pass one of the model's result and a target")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and (isinstance(value, int) or math.isfinite(value))
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     """The value in a message: integers of thousands of digits have no text."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a number of {value.bit_length()} bits"

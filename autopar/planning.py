@@ -30,7 +30,7 @@ from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
 from autopar.solve.fixed.seeds import may_seed, with_seeds
 from autopar.solve.forked import Meanwhile
-from autopar.solve.offload_state import with_forced_offload
+from autopar.solve.offload_optimizer import with_forced_offload
 from autopar.solve.plan_cache import PlanCache, question_of
 from autopar.solve.refine_schedule import with_synthesized_schedule
 from autopar.solve.report import plan_of_result
@@ -106,44 +106,44 @@ def plan_with(
     forced = options.forced
     chosen = precision_of(options.precision, model)
     cluster = _cluster_for(cluster, options, chosen, progress)
-    graph = graph or _captured(model, example_inputs, options, chosen)
+    graph = graph or _capture(model, example_inputs, options, chosen)
     if options.batch not in (None, graph.batch) and not graph.batch_is_symbolic:
         raise BatchError(
             f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {options.batch}"
         )
     rules = registry()
-    unruled = _unruled(graph, rules, options.strict)
-    asked = with_forced_offload(_search_options(options, forced, chosen, graph, rules), forced)
-    batched = replace(graph, batch=asked.batch)
+    rule_notes = _warn_of_missing_rules(graph, rules, options.strict)
+    search_options = with_forced_offload(_search_options(options, forced, chosen, graph, rules), forced)
+    batched = replace(graph, batch=search_options.batch)
 
     def by_hand() -> Sequence[PricedRecipe]:
-        on_device = replace(asked, precision=chosen)
+        on_device = replace(search_options, precision=chosen)
         return with_expert_prices(baselines(graph, cluster, on_device), graph, cluster, on_device)
 
     def described(result: PlanResult, recipes: Sequence[PricedRecipe]) -> Plan:
         recipes = with_reasons(recipes, result.evaluation.step_seconds)
         return plan_of_result(
-            graph, cluster, result, recipes, optimizer=options.optimizer, replicated_ops=unruled,
+            graph, cluster, result, recipes, optimizer=options.optimizer, replicated_ops=rule_notes,
             name=options.name, source=options.source, seq=options.seq,
         )  # fmt: skip
 
     if forced.is_configuration:
-        fixed = configuration_of(forced, asked.precision, options.optimizer)
+        fixed = configuration_of(forced, search_options.precision, options.optimizer)
         return described(price_configuration(batched, cluster, fixed, rules), by_hand())
     plans = PlanCache(cache) if cache is not None else None
-    question = question_of(graph, cluster, options.resolved(chosen), asked) if plans else None
-    if plans and question and (stored := plans.load(question, graph, cluster, asked)) is not None:
+    question = question_of(graph, cluster, options.resolved(chosen), search_options) if plans else None
+    if plans and question and (stored := plans.load(question, graph, cluster, search_options)) is not None:
         if progress is not None:
             progress(f"the search was done before: plan from {cache}")
         return stored
     with Meanwhile(by_hand, options.processes) as priced:
-        result = search(graph, cluster, asked, progress)
+        result = search(graph, cluster, search_options, progress)
         recipes = priced.result()
-    if may_seed(asked):
-        recipes = with_stage_seeds(recipes, graph, cluster, asked, result.evaluation.step_seconds)
-    result = with_seeds(asked, result, seeds_of(recipes))
-    result = robust_choice(batched, cluster, asked, result, recipes)
-    plan = described(_scheduled(cluster, asked, forced, result, progress), recipes)
+    if may_seed(search_options):
+        recipes = with_stage_seeds(recipes, graph, cluster, search_options, result.evaluation.step_seconds)
+    result = with_seeds(search_options, result, seeds_of(recipes))
+    result = robust_choice(batched, cluster, search_options, result, recipes)
+    plan = described(_with_schedule(cluster, search_options, forced, result, progress), recipes)
     if plans and question:
         plans.store(question, plan)
     return plan
@@ -157,7 +157,7 @@ def _cluster_for(cluster: str | Cluster, options: PlanOptions, precision: Precis
     return with_float8(precision, with_memory_margin(cluster, options.memory_margin))
 
 
-def _captured(model: nn.Module, example_inputs: ExampleInputs, options: PlanOptions, precision: Precision) -> Graph:
+def _capture(model: nn.Module, example_inputs: ExampleInputs, options: PlanOptions, precision: Precision) -> Graph:
     args, kwargs = split_inputs(example_inputs)
     compute = compute_dtype_of(precision, model)
     _warn_of_narrowing((args, kwargs), compute)
@@ -169,10 +169,10 @@ def _captured(model: nn.Module, example_inputs: ExampleInputs, options: PlanOpti
 
 def _warn_of_narrowing(inputs: object, compute: str | None) -> None:
     """One process would refuse float64 inputs, or compute in float64, where the program casts them as any other input."""
-    found = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.dtype == torch.float64]
-    if found and compute not in (None, "float64"):
+    tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.dtype == torch.float64]
+    if tensors and compute not in (None, "float64"):
         warnings.warn(
-            f"{len(found)} of the example inputs are float64, and are cast to {compute}, in which the step computes: pass "
+            f"{len(tensors)} of the example inputs are float64, and are cast to {compute}, in which the step computes: pass "
             'x.float(), or precision="float64"', stacklevel=4,
         )  # fmt: skip
 
@@ -191,15 +191,15 @@ def _search_options(options: PlanOptions, forced: Force, precision: Precision, g
     )
 
 
-def _scheduled(
-    cluster: Cluster, options: SearchOptions, forced: Force, found: PlanResult, progress: Progress | None
+def _with_schedule(
+    cluster: Cluster, options: SearchOptions, forced: Force, result: PlanResult, progress: Progress | None
 ) -> PlanResult:
     """With a schedule of its own where that is faster and no named one is forced."""
     if options.schedule:
-        return found
+        return result
     least = 0.0 if forced.synthesize else options.indifference
     return with_synthesized_schedule(
-        cluster, found, options.optimizer, asked=forced.synthesize, min_improvement=least, progress=progress
+        cluster, result, options.optimizer, forced=forced.synthesize, min_improvement=least, progress=progress
     )
 
 
@@ -219,18 +219,18 @@ def register_rule(op: str, line: str) -> None:
 
 def registry() -> Registry:
     """The rules of autopar and of the user."""
-    found = default_registry()
+    rules = default_registry()
     for op, line in _USER_RULES.items():
-        found = found.register(op, line)
-    return found
+        rules = rules.register(op, line)
+    return rules
 
 
 def cache_folder() -> Path | None:
     """Where measurements of this machine are kept: in ``$XDG_CACHE_HOME/autopar`` or ``~/.cache/autopar``; None where the user
     has no home."""
-    told = os.path.expandvars("$XDG_CACHE_HOME")  # as it is where the variable is not set
-    if os.path.isabs(told):
-        return Path(told) / "autopar"
+    folder = os.path.expandvars("$XDG_CACHE_HOME")  # as it is where the variable is not set
+    if os.path.isabs(folder):
+        return Path(folder) / "autopar"
     try:
         return Path.home() / ".cache" / "autopar"
     except RuntimeError:
@@ -281,14 +281,14 @@ def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[s
     raise BatchError(f"example_inputs is a {type(example_inputs).__name__}: pass a dict of keyword arguments or a tuple")
 
 
-def _unruled(graph: Graph, registry: Registry, strict: bool) -> tuple[str, ...]:
+def _warn_of_missing_rules(graph: Graph, registry: Registry, strict: bool) -> tuple[str, ...]:
     """Operations without a sharding rule, which are computed on every rank: a warning, or UnsupportedOp when `strict`."""
     nodes = {node.op: node for block in graph.blocks for node in missing_rules(block, registry) if node.op != "ap.opaque"}
     if not nodes:
         return ()
-    said = ", ".join(f"{op} ({node.source or node.module or 'no source'})" for op, node in sorted(nodes.items()))
+    ops = ", ".join(f"{op} ({node.source or node.module or 'no source'})" for op, node in sorted(nodes.items()))
     remedy = 'add one with autopar.register_rule("ns::op", "...")'
     if strict:
-        raise UnsupportedOp(f"no sharding rule for {said}: {remedy}, or leave strict off to compute them on every rank")
-    warnings.warn(f"no sharding rule for {said}: computed on every rank; {remedy}", stacklevel=3)
+        raise UnsupportedOp(f"no sharding rule for {ops}: {remedy}, or leave strict off to compute them on every rank")
+    warnings.warn(f"no sharding rule for {ops}: computed on every rank; {remedy}", stacklevel=3)
     return tuple(sorted(nodes))

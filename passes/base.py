@@ -97,9 +97,9 @@ def conversion_of(node: Node, state: BlockState, context: Context) -> AxisConver
     """The collectives of a conversion node, or of the start that it became, forward and backward."""
     axis = context.mesh.index(text_kwarg(node, "axis"))
     source, target = state.placements[node.operands()[0]], state.placements[node.outputs[0].name]
-    found = axis_conversion(source[axis], target[axis], node.outputs[0].differentiable)
-    assert found is not None, f"{node.name}: no conversion {source[axis]} -> {target[axis]}"
-    return found
+    conversion = axis_conversion(source[axis], target[axis], node.outputs[0].differentiable)
+    assert conversion is not None, f"{node.name}: no conversion {source[axis]} -> {target[axis]}"
+    return conversion
 
 
 def first_use_indices(block: Block) -> dict[str, int]:
@@ -125,12 +125,12 @@ def only_gradient_changes(a: Placement, b: Placement) -> bool:
     return str(a) in ("R", "I") and str(b) in ("R", "I")
 
 
-def fresh_name(name: str, taken: set[str]) -> str:
-    """`name`, or the first of ``name_2, name_3, ...`` that is not in `taken`, which gets it."""
+def fresh_name(name: str, names: set[str]) -> str:
+    """`name`, or the first of ``name_2, name_3, ...`` that is not in `names`, which gets it."""
     chosen, number = name, 2
-    while chosen in taken:
+    while chosen in names:
         chosen, number = f"{name.rstrip('_')}_{number}", number + 1
-    taken.add(chosen)
+    names.add(chosen)
     return chosen
 
 

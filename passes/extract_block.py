@@ -45,7 +45,7 @@ def extract_block(
     inputs = tuple(index for index, value in enumerate(block.inputs) if value.name in read)
     parameters = tuple(index for index, parameter in enumerate(block.parameters) if parameter.value.name in read)
     produced = {value.name for node in extracted for value in node.outputs}
-    known = (
+    values = (
         produced | {block.inputs[index].name for index in inputs} | {block.parameters[index].value.name for index in parameters}
     )
     return SubBlock(
@@ -62,7 +62,7 @@ def extract_block(
             parameters=tuple(plan.parameters[index] for index in parameters),
             outputs=tuple(placements),
             nodes=tuple(node for node in plan.nodes if node.node in chosen),
-            conversions=tuple(each for each in plan.conversions if each.value in known),
+            conversions=tuple(each for each in plan.conversions if each.value in values),
             zero=plan.zero,
         ),
         inputs,

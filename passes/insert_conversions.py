@@ -38,8 +38,8 @@ def conversion_text(source: Placements, target: Placements, mesh: Mesh, axis: in
     """``S(1) -> R`` on one axis, as local tensors see it: `parts` counts only what the other axes left."""
 
     def local(placements: Placements) -> str:
-        mine = placements[axis]
-        return str(replace(mine, parts=local_parts(placements, mesh.sizes, axis)) if isinstance(mine, Shard) else mine)
+        place = placements[axis]
+        return str(replace(place, parts=local_parts(placements, mesh.sizes, axis)) if isinstance(place, Shard) else place)
 
     return f"{local(source)} -> {local(target)}"
 
@@ -65,29 +65,29 @@ class _ConversionInserter:
 
     def need(self, name: str, placements: Placements, like: Node | None) -> str:
         """The name of the value in this placement; the conversions that lead there are inserted now unless they exist."""
-        found = self.known.get((name, placements))
-        if found is None:
+        value = self.known.get((name, placements))
+        if value is None:
             source = self.sources.get((name, placements))
             if source is None:
                 raise PlanError(f"the plan has no conversion of {name} to {format_placements(placements)}; plan the model again")
             before = self.roots[name]
             before = replace(before, name=self.need(name, source, like))
-            found = self._convert(name, before, source, placements, like)
-            self.known[name, placements] = found
-        return found.name
+            value = self._convert(name, before, source, placements, like)
+            self.known[name, placements] = value
+        return value.name
 
     def _convert(self, root: str, before: Value, source: Placements, target: Placements, like: Node | None) -> Value:
         axis = changed_axis(source, target)
         if self.mesh.sizes[axis] == 1:
             return before
-        found = axis_conversion(source[axis], target[axis], before.differentiable)
-        if found is None:
+        conversion = axis_conversion(source[axis], target[axis], before.differentiable)
+        if conversion is None:
             if before.differentiable or not only_gradient_changes(source[axis], target[axis]):
                 raise PlanError(
                     f"{root} cannot be converted from {source[axis]} to {target[axis]} in one step; plan the model again"
                 )
             return before
-        name = fresh_name(f"{root}_{NAME_SUFFIXES.get(found.forward, found.forward)}", self.taken)
+        name = fresh_name(f"{root}_{NAME_SUFFIXES.get(conversion.forward, conversion.forward)}", self.taken)
         node = convert_node(before, name, self.mesh.names[axis], conversion_text(source, target, self.mesh, axis), like)
         self.nodes.append(node)
         self.placements[name] = target

@@ -40,8 +40,8 @@ def localize_value(value: Value, placements: Placements, context: Context) -> Va
 def _embedding(node: Node, axis: str) -> Node:
     weight, ids, *rest = node.args
     padding = rest[0] if rest else dict(node.kwargs).get("padding_idx", -1)
-    found = padding if isinstance(padding, int) and padding >= 0 else None
-    kwargs: tuple[tuple[str, Arg], ...] = (("axis", axis), ("padding_idx", found))
+    index = padding if isinstance(padding, int) and padding >= 0 else None
+    kwargs: tuple[tuple[str, Arg], ...] = (("axis", axis), ("padding_idx", index))
     return replace(node, op="ap.embedding_sharded", args=(ids, weight), kwargs=kwargs)
 
 

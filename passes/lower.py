@@ -135,8 +135,8 @@ def _zero_of_chunks(staged: ChunkedGraph) -> tuple[int, ...] | None:
     plans = {plan.block: plan for plan in staged.candidate.blocks}
     out = []
     for chunk in staged.chunks:
-        found = {plans[call.block].zero for call in chunk.calls if call.parameters}
-        out.append(max(found & {1, 2}, default=max(found, default=0)))
+        stages = {plans[call.block].zero for call in chunk.calls if call.parameters}
+        out.append(max(stages & {1, 2}, default=max(stages, default=0)))
     return tuple(out)
 
 
@@ -144,10 +144,10 @@ def _chunks(staged: ChunkedGraph, context: Context) -> tuple[LoweredChunk, ...]:
     """The model chunks, with the local shapes of what is sent between them."""
     graph, candidate = staged.graph, staged.candidate
     values: dict[str, Value] = {}
-    wanted = {name for chunk in staged.chunks for name in (*chunk.receives, *chunk.sends)}
+    sent_names = {name for chunk in staged.chunks for name in (*chunk.receives, *chunk.sends)}
     for call in graph.calls:
         for slot, name in enumerate(call.outputs):
-            if name in wanted:
+            if name in sent_names:
                 block, plan = graph.block(call.block), candidate.block(call.block)
                 value = replace(block.values()[block.outputs[slot]], name=name)
                 values[name] = localize_value(value, plan.outputs[slot], context)

@@ -43,7 +43,7 @@ class MarkRecompute:
         targets = [(each.value, each.target) for each in plan.recompute_conversions]
         recomputed = {value.name for name in plan.recompute_nodes for value in _planned_node(nodes, name).outputs}
         recomputed |= {converted[target] for target in targets if target in converted}
-        offloaded = {_name_of(wanted, placed, context) for wanted in plan.offload}
+        offloaded = {_name_of(placed_value, placed, context) for placed_value in plan.offload}
         partitioned = {(_name_of((value, at), placed, context), axis) for value, at, axis in plan.partition_saved}
         return replace(
             state,
@@ -68,18 +68,18 @@ def _placed_values(state: BlockState) -> Iterator[tuple[str, PlacedValue]]:
     return ((name, (root, state.placements[name])) for name, root in roots.items())
 
 
-def _name_of(wanted: PlacedValue, placed: dict[str, PlacedValue], context: Context) -> str:
+def _name_of(value: PlacedValue, placed: dict[str, PlacedValue], context: Context) -> str:
     """The name that a placed value has in the rewritten block. Axes of size 1, and conversions that change no value, have no
     node of their own."""
 
-    def matches(found: PlacedValue, ignore_gradient: bool) -> bool:
-        axes = zip(found[1], wanted[1], context.mesh.sizes, strict=True)
-        return found[0] == wanted[0] and all(
+    def matches(names: PlacedValue, ignore_gradient: bool) -> bool:
+        axes = zip(names[1], value[1], context.mesh.sizes, strict=True)
+        return names[0] == value[0] and all(
             a == b or size == 1 or (ignore_gradient and only_gradient_changes(a, b)) for a, b, size in axes
         )
 
-    exact = [name for name, found in placed.items() if matches(found, ignore_gradient=False)]
-    found = exact or [name for name, found in placed.items() if matches(found, ignore_gradient=True)]
-    if not found:
-        raise PlanError(f"the plan offloads or partitions {wanted[0]} in a placement that it never has; plan the model again")
-    return found[0]
+    exact = [name for name, names in placed.items() if matches(names, ignore_gradient=False)]
+    names = exact or [name for name, names in placed.items() if matches(names, ignore_gradient=True)]
+    if not names:
+        raise PlanError(f"the plan offloads or partitions {value[0]} in a placement that it never has; plan the model again")
+    return names[0]

@@ -73,19 +73,19 @@ class ReadableNames:
     name: str = "readable_names"
 
     def run(self, state: BlockState, context: Context) -> BlockState:
-        block, taken = state.block, {*context.mesh.names}
+        block, names = state.block, {*context.mesh.names}
         renamed: dict[str, str] = {}
         roots: dict[str, str] = {}
         for value in block.inputs:
-            renamed[value.name] = fresh_name(identifier(value.name), taken)
+            renamed[value.name] = fresh_name(identifier(value.name), names)
         for parameter in block.parameters:
-            renamed[parameter.value.name] = fresh_name(identifier(parameter.path), taken)
+            renamed[parameter.value.name] = fresh_name(identifier(parameter.path), names)
         for node in block.nodes:
             for index, value in enumerate(node.outputs):
                 if node.op in (CONVERT, CONVERT_MANY, START, WAIT):
                     source = node.operands()[index]
                     roots[value.name] = roots.get(source, source)
-                renamed[value.name] = fresh_name(self._name(node, index, renamed, roots), taken)
+                renamed[value.name] = fresh_name(self._name(node, index, renamed, roots), names)
         placements = {renamed[name]: where for name, where in state.placements.items() if name in renamed}
         recomputed = frozenset(renamed[name] for name in state.recomputed & renamed.keys())
         offloaded = frozenset(renamed[name] for name in state.offloaded & renamed.keys())

@@ -50,8 +50,8 @@ def split_stages(graph: Graph, candidate: Candidate) -> ChunkedGraph:
         return ChunkedGraph(graph, candidate, (ChunkCalls(graph.calls, (), graph.results),))
     chunks = chunk_calls(graph, pipeline)
     check_chunk_borders(graph, chunks)
-    known = repeatable_values(graph)
-    wrong = next((name for name in pipeline.repeated if name not in known), None)
+    repeatable = repeatable_values(graph)
+    wrong = next((name for name in pipeline.repeated if name not in repeatable), None)
     if wrong is not None:
         raise PlanError(
             f"{wrong} cannot be repeated by every stage (it depends on more than the inputs of the batch): plan again"
@@ -65,7 +65,7 @@ def split_stages(graph: Graph, candidate: Candidate) -> ChunkedGraph:
         read = {name for call in calls for name in call.inputs} | (set(graph.results) if chunk is chunks[-1] else set())
         missing = read & set(pipeline.repeated) - own
         chunk_values.append(
-            ChunkCalls((*repeats.repeat(missing, [known[name] for name in sorted(missing)]), *calls), receives, sends)
+            ChunkCalls((*repeats.repeat(missing, [repeatable[name] for name in sorted(missing)]), *calls), receives, sends)
         )
     blocks, plans = (*graph.blocks, *repeats.blocks), (*candidate.blocks, *repeats.plans)
     return ChunkedGraph(replace(graph, blocks=blocks), replace(candidate, blocks=plans), tuple(chunk_values))
@@ -81,11 +81,11 @@ class _RepeatedBlocks:
     plans: list[BlockPlan] = field(default_factory=list)
     known: dict[tuple[str, tuple[str, ...], tuple[str, ...]], str] = field(default_factory=dict)
 
-    def repeat(self, wanted: set[str], several: Sequence[Sequence[BlockSlice]]) -> list[Call]:
-        """Calls that compute the `wanted` values."""
-        found = joined_slices(self.graph, several)
-        needed, out = set(wanted), list[Call]()
-        for block_slice in reversed(found):
+    def repeat(self, names: set[str], several: Sequence[Sequence[BlockSlice]]) -> list[Call]:
+        """Calls that compute the `names` values."""
+        slices = joined_slices(self.graph, several)
+        needed, out = set(names), list[Call]()
+        for block_slice in reversed(slices):
             call = self._call(block_slice, needed)
             needed |= set(call.inputs)
             out.append(call)
@@ -97,8 +97,8 @@ class _RepeatedBlocks:
         slots = [slot for slot, name in enumerate(call.outputs) if name in needed]
         results = tuple(block.outputs[slot] for slot in slots)
         key = call.block, block_slice.nodes, results
-        taken = {each.name for each in (*self.graph.blocks, *self.blocks)}
-        name = self.known.get(key) or fresh_name(f"{call.block}Repeated", taken)
+        names = {each.name for each in (*self.graph.blocks, *self.blocks)}
+        name = self.known.get(key) or fresh_name(f"{call.block}Repeated", names)
         extracted = extract_block(name, block, plan, block_slice.nodes, results, [plan.outputs[slot] for slot in slots])
         if key not in self.known:
             self.known[key] = name

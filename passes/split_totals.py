@@ -35,31 +35,31 @@ class GraphAndTotals:
 
 def split_totals(graph: Graph, candidate: Candidate) -> GraphAndTotals:
     """Nothing changes for one micro-batch. PlanError where the batch cannot be split in micro-batches."""
-    found = candidate_totals(graph, candidate) if candidate.micro_batches > 1 else ()
+    totals = candidate_totals(graph, candidate) if candidate.micro_batches > 1 else ()
     split = GraphAndTotals(graph, candidate)
-    for name in dict.fromkeys(total.block for total in found):
-        split = _split_block(split, name, [total for total in found if total.block == name])
+    for name in dict.fromkeys(total.block for total in totals):
+        split = _split_block(split, name, [total for total in totals if total.block == name])
     return split
 
 
-def _split_block(split: GraphAndTotals, name: str, found: Sequence[BatchTotal]) -> GraphAndTotals:
+def _split_block(split: GraphAndTotals, name: str, block_totals: Sequence[BatchTotal]) -> GraphAndTotals:
     graph, plan = split.graph, split.candidate.block(name)
     block = graph.block(name)
-    totals = {total.value for total in found}
+    totals = {total.value for total in block_totals}
     produced_at = produced_placements(block, plan)
     values = block.values()
-    placements = tuple(produced_at[total.value] for total in found)
+    placements = tuple(produced_at[total.value] for total in block_totals)
     extracted = extract_block(
         fresh_name(f"{name}Totals", {each.name for each in graph.blocks}),
         block,
         plan,
         [node.name for node in ancestors(block, totals)],
-        [total.value for total in found],
+        [total.value for total in block_totals],
         placements,
     )
     remaining = replace(
         block,
-        inputs=(*block.inputs, *(values[total.value] for total in found)),
+        inputs=(*block.inputs, *(values[total.value] for total in block_totals)),
         nodes=tuple(node for node in block.nodes if not any(value.name in totals for value in node.outputs)),
     )
     remaining_nodes = {node.name for node in remaining.nodes}
@@ -69,9 +69,9 @@ def _split_block(split: GraphAndTotals, name: str, found: Sequence[BatchTotal]) 
         nodes=tuple(node for node in plan.nodes if node.node in remaining_nodes),
         recompute_nodes=tuple(node for node in plan.recompute_nodes if node in remaining_nodes),
     )
-    taken = {value.name for value in graph.inputs} | {value for call in graph.calls for value in call.outputs}
+    used_names = {value.name for value in graph.inputs} | {value for call in graph.calls for value in call.outputs}
     call = next(each for each in graph.calls if each.block == name)
-    names = tuple(fresh_name(total.value, taken) for total in found)
+    names = tuple(fresh_name(total.value, used_names) for total in block_totals)
     first = extracted.call(call, names)
     after = replace(call, inputs=(*call.inputs, *names))
     return GraphAndTotals(
@@ -85,5 +85,5 @@ def _split_block(split: GraphAndTotals, name: str, found: Sequence[BatchTotal]) 
             blocks=(*(remaining_plan if each.block == name else each for each in split.candidate.blocks), extracted.plan),
         ),
         (*split.calls, first),
-        (*split.ops, *(total.op for total in found)),
+        (*split.ops, *(total.op for total in block_totals)),
     )

@@ -20,30 +20,30 @@ def verify(state: BlockState, context: Context, culprit: str) -> None:
 def problems(state: BlockState, context: Context) -> Iterator[str]:
     """Every violation of the invariants in `state`."""
     block = state.block
-    seen: dict[str, Value] = {}
+    values: dict[str, Value] = {}
     for value in (*block.inputs, *(parameter.value for parameter in block.parameters)):
-        yield from _defined(value, seen, state, context)
+        yield from _defined(value, values, state, context)
     for node in block.nodes:
-        yield from (f"{node.name} reads %{name} before it is produced" for name in node.operands() if name not in seen)
+        yield from (f"{node.name} reads %{name} before it is produced" for name in node.operands() if name not in values)
         if not node.outputs:
             yield f"{node.op} has no output"
         for value in node.outputs:
-            yield from _defined(value, seen, state, context)
+            yield from _defined(value, values, state, context)
         if state.local and node.op in (CONVERT, CONVERT_MANY):
-            yield from _conversion(node, seen, state, context)
-    yield from (f"output %{name} is never produced" for name in block.outputs if name not in seen)
+            yield from _conversion(node, values, state, context)
+    yield from (f"output %{name} is never produced" for name in block.outputs if name not in values)
     buffers = {parameter.value.name for parameter in block.parameters}
     for buffer, name in block.updates:
         if buffer not in buffers:
             yield f"update of %{buffer}, which is not a buffer of the block"
-        if name not in seen:
+        if name not in values:
             yield f"update with %{name}, which is never produced"
 
 
-def _defined(value: Value, seen: dict[str, Value], state: BlockState, context: Context) -> Iterator[str]:
-    if value.name in seen:
+def _defined(value: Value, values: dict[str, Value], state: BlockState, context: Context) -> Iterator[str]:
+    if value.name in values:
         yield f"%{value.name} is assigned twice"
-    seen[value.name] = value
+    values[value.name] = value
     placements = state.placements.get(value.name)
     if placements is None or len(placements) != len(context.mesh.axes):
         yield f"%{value.name} has no placement"
@@ -57,20 +57,20 @@ def _defined(value: Value, seen: dict[str, Value], state: BlockState, context: C
                 yield f"%{value.name} has a negative size {dim}"
 
 
-def _conversion(node: Node, seen: dict[str, Value], state: BlockState, context: Context) -> Iterator[str]:
+def _conversion(node: Node, values: dict[str, Value], state: BlockState, context: Context) -> Iterator[str]:
     """The local shape of a conversion's result follows from its placements."""
     axis = text_kwarg(node, "axis")
     index, size = context.mesh.index(axis), context.mesh.size_of(axis)
     for source, result in zip(node.operands(), node.outputs, strict=True):
-        expected: Shape = seen[source].shape
+        expected: Shape = values[source].shape
         before, after = state.placements[source][index], state.placements[result.name][index]
         if isinstance(before, Shard):
             expected = _scaled(expected, before.dim, size, 1)
         if isinstance(after, Shard):
             expected = _scaled(expected, after.dim, 1, size)
         if dims.shape_at(expected, context.batch) != dims.shape_at(result.shape, context.batch):
-            had, found = list(seen[source].shape), list(result.shape)
-            yield f"%{result.name} is {found} but {before} -> {after} of {had} is {list(expected)}"
+            source_shape, local = list(values[source].shape), list(result.shape)
+            yield f"%{result.name} is {local} but {before} -> {after} of {source_shape} is {list(expected)}"
 
 
 def _scaled(shape: Shape, dim: int, times: int, by: int) -> Shape:

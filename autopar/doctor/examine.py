@@ -43,66 +43,67 @@ def examine(
 ) -> Examination:
     """Every finding, the worst first. The model may be on the meta device; it is not changed."""
     args, kwargs = split_inputs(example)
-    found: list[Finding] = []
+    results: list[Finding] = []
     for check in (refuse_hooks, refuse_complex):
-        found += _refusal(check, model)
+        results += _refusal(check, model)
     dims = tuple(batch_dim.items()) if isinstance(batch_dim, Mapping) else batch_dim
     options = CaptureOptions(compute, batch_dim=dims)
     began = monotonic()
-    export, refusals = _captured(model, args, kwargs, options)
-    found = list(dict.fromkeys((*found, *refusals)))
+    export, refusals = _capture(model, args, kwargs, options)
+    results = list(dict.fromkeys((*results, *refusals)))
     if export is None:
-        return Examination(None, _sorted(found), False)
-    quick = monotonic() - began < _SECONDS and not found
+        return Examination(None, _worst_first(results), False)
+    quick = monotonic() - began < _SECONDS and not results
     closed: dict[str, tuple[int, ...]] = {}
     if quick:
-        closed = _closed(model, args, kwargs, options)
+        closed = _fixed_lengths(model, args, kwargs, options)
     graph = export.graph
-    left_whole = bool(found)  # here, so that the rest could be captured
-    found += [each for each in findings.replicated(graph, registry()) if not (left_whole and " is opaque" in each.what)]
-    found += findings.fixed(graph, closed)
-    found += findings.constants(graph)
-    found += findings.slow(graph, compute)
-    found += findings.unfolded(graph, model)
-    return Examination(graph, _sorted(found), quick)
+    left_whole = bool(results)  # here, so that the rest could be captured
+    replicated = findings.replicated_operations(graph, registry())
+    results += [each for each in replicated if not (left_whole and " is opaque" in each.what)]
+    results += findings.fixed_sizes(graph, closed)
+    results += findings.constant_tensors(graph)
+    results += findings.slow_products(graph, compute)
+    results += findings.unfolded_layers(graph, model)
+    return Examination(graph, _worst_first(results), quick)
 
 
 def _refusal(check: Callable[[nn.Module], None], model: nn.Module) -> list[Finding]:
     try:
         check(model)
     except CaptureError as problem:
-        return [_refused(problem)]
+        return [_as_finding(problem)]
     return []
 
 
-def _refused(problem: AutoparError) -> Finding:
+def _as_finding(problem: AutoparError) -> Finding:
     """``where: what; remedy`` of a message."""
     text = str(problem)
     where, what = "the model", text
     if match := re.match(r"(\S+\.py:\d+(?: \(module [^)]*\))?): (.*)", text, re.S):
         where, what = match[1].rsplit("/", 1)[-1], match[2]
-    said, _, remedy = what.partition("; ")
-    return Finding("refused", said, where, remedy or "see the line")
+    cause, _, remedy = what.partition("; ")
+    return Finding("refused", cause, where, remedy or "see the line")
 
 
-def _captured(
+def _capture(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: CaptureOptions
 ) -> tuple[Export | None, list[Finding]]:
     """The export, and all that is refused: a refused submodule is left whole, and the rest is captured."""
-    found: list[Finding] = []
+    refusals: list[Finding] = []
     whole: list[nn.Module] = []
     try:
         for _ in range(_MOST_ATTEMPTS):
             try:
-                return Export(model, args, kwargs, options), found
+                return Export(model, args, kwargs, options), refusals
             except CaptureError as problem:
-                found.append(_refused(problem))
+                refusals.append(_as_finding(problem))
                 path = re.search(r"\(module ([^)\s]+)\)", str(problem))
                 replaced = _leave_whole(model, path[1] if path else "")
                 if replaced is None:
-                    return None, found
+                    return None, refusals
                 whole.append(replaced)
-        return None, found
+        return None, refusals
     finally:
         for module in whole:
             module.__dict__.pop("forward", None)
@@ -117,21 +118,21 @@ def _leave_whole(model: nn.Module, path: str) -> nn.Module | None:
     return None if not path or "forward" in module.__dict__ else opaque(module)
 
 
-def _closed(
+def _fixed_lengths(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: CaptureOptions
 ) -> dict[str, tuple[int, ...]]:
     """Dimensions of inputs that are fixed although they were left open."""
     tensors = bind_inputs(model, args, kwargs).tensors
-    wanted = findings.lengths_of(tensors, batch_of(tensors))
-    if not wanted:
+    lengths = findings.lengths_of(tensors, batch_of(tensors))
+    if not lengths:
         return {}
     try:
-        shapes = input_shapes(Export(model, args, kwargs, options, wanted).traced)
+        shapes = input_shapes(Export(model, args, kwargs, options, lengths).traced)
     except AutoparError:
-        return wanted
-    fixed = {name: tuple(dim for dim in dims if shapes[name][dim].is_Integer) for name, dims in wanted.items()}
+        return lengths
+    fixed = {name: tuple(dim for dim in dims if shapes[name][dim].is_Integer) for name, dims in lengths.items()}
     return {name: dims for name, dims in fixed.items() if dims}
 
 
-def _sorted(found: list[Finding]) -> tuple[Finding, ...]:
-    return tuple(sorted(found, key=lambda each: KINDS.index(each.kind)))
+def _worst_first(unsorted: list[Finding]) -> tuple[Finding, ...]:
+    return tuple(sorted(unsorted, key=lambda each: KINDS.index(each.kind)))

@@ -42,7 +42,7 @@ def place(graph: Graph, block: str, node: Node) -> str:
     return f"{node.source} ({module})" if node.source and module else node.source or module or "the model"
 
 
-def replicated(graph: Graph, registry: Registry) -> Iterator[Finding]:
+def replicated_operations(graph: Graph, registry: Registry) -> Iterator[Finding]:
     """Operations without a sharding rule: every rank computes them whole."""
     for block in graph.blocks:
         for node in missing_rules(block, registry):
@@ -59,7 +59,7 @@ def replicated(graph: Graph, registry: Registry) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def fixed(graph: Graph, closed: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
+def fixed_sizes(graph: Graph, closed: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
     """Sizes that hold for the example only. `closed` are the dimensions of inputs, by name, that could not stay open."""
     if not graph.batch_is_symbolic:
         yield Finding(
@@ -80,11 +80,11 @@ def fixed(graph: Graph, closed: Mapping[str, tuple[int, ...]]) -> Iterator[Findi
 
 def _fixed_at(graph: Graph) -> str:
     """The line that makes a number of the batch."""
-    found = next((note.removeprefix(FIXED_AT).strip() for note in graph.notes if note.startswith(FIXED_AT)), "")
-    return found.rsplit("/", 1)[-1] or "the model's forward"
+    place = next((note.removeprefix(FIXED_AT).strip() for note in graph.notes if note.startswith(FIXED_AT)), "")
+    return place.rsplit("/", 1)[-1] or "the model's forward"
 
 
-def constants(graph: Graph) -> Iterator[Finding]:
+def constant_tensors(graph: Graph) -> Iterator[Finding]:
     """Tensors with values that are neither parameter nor buffer: they stand in the program, and train and move with nothing."""
     for block in graph.blocks:
         for node in block.nodes:
@@ -97,7 +97,7 @@ def constants(graph: Graph) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
-def slow(graph: Graph, compute: str) -> Iterator[Finding]:
+def slow_products(graph: Graph, compute: str) -> Iterator[Finding]:
     """Matrix products that do not run in the compute dtype."""
     if compute != "bfloat16":
         return
@@ -111,7 +111,7 @@ def slow(graph: Graph, compute: str) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
-def unfolded(graph: Graph, model: nn.Module) -> Iterator[Finding]:
+def unfolded_layers(graph: Graph, model: nn.Module) -> Iterator[Finding]:
     """Equal layers that are no calls of one block: capture, search and program grow with their number."""
     blocks = {call.prefix: call.block for call in graph.calls if call.prefix}
     counts = Counter(call.block for call in graph.calls)

@@ -205,7 +205,7 @@ def _group(arguments: Any) -> str:
 def _line() -> str:
     """The line of the program that runs, or which part of torch or of the runtime does; empty in a plain backward."""
     frame: FrameType | None = sys._getframe(2)
-    found = ""
+    place = ""
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
@@ -216,6 +216,6 @@ def _line() -> str:
             if part in name:
                 return f"{part} {code.co_name}"
         if "autopar/runtime" in name:
-            found = f"autopar/runtime {code.co_name}"
+            place = f"autopar/runtime {code.co_name}"
         frame = frame.f_back
-    return found
+    return place

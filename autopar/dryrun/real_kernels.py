@@ -55,7 +55,7 @@ def measure_rank(plan: Plan, rank: int = 0, steps: int = 5, threads: int = 1) ->
             device = parallel.program.mesh.device
             batch = {name: tensor.to(device) for name, tensor in random_batch(lower(plan.graph, candidate)).items()}
             optimizer = make_optimizer(plan.document.optimizer, parallel, device.type != "cpu")
-            measured = _measured(parallel, batch, optimizer, steps)
+            measured = _measure(parallel, batch, optimizer, steps)
             peak = measured["memory"][0]["peak_bytes"] if measured["memory"] else 0
             return RealRun(rank, parallel.program.mesh.pp.coordinate, str(device), measured, peak)
     finally:
@@ -103,7 +103,7 @@ class _OtherStages(PointToPoint):
         return few.expand(times, -1).reshape(-1)[: like.numel()].view(like.shape)
 
 
-def _measured(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, steps: int) -> dict[str, Any]:
+def _measure(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, steps: int) -> dict[str, Any]:
     """After one step that is not counted, which makes the optimizer's state."""
 
     def train(count: int) -> None:
@@ -116,17 +116,17 @@ def _measured(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: tor
     train(1)
     measurement = parallel.measure(steps)
     train(steps + 1)
-    found = measurement.report().measured
+    measured = measurement.report().measured
     measurement.stop()
-    return found
+    return measured
 
 
-def compared(plan: Plan, found: RealRun) -> dict[str, Any]:
+def compare_with_plan(plan: Plan, run: RealRun) -> dict[str, Any]:
     """`tables` of text and `compute` (seconds): computing time and memory beside the prediction, where the plan has one."""
     predicted = predicted_step(plan) if plan.document.cluster.description else None
-    told = {name: [r for r in predicted[name] if r["stage"] == found.stage] for name in _TOLD} if predicted else {}
-    (row,) = found.measured["stages"]
-    (other,) = told.get("stages") or [{}]
+    predicted_tables = {name: [r for r in predicted[name] if r["stage"] == run.stage] for name in _TOLD} if predicted else {}
+    (row,) = run.measured["stages"]
+    (other,) = predicted_tables.get("stages") or [{}]
     parts = (("compute", "compute_seconds"), ("optimizer", "optimizer_seconds"))
     rows = [[name, row[key], other.get(key)] for name, key in parts]
     rows.append(["both", rows[0][1] + rows[1][1], rows[0][2] + rows[1][2] if other else None])
@@ -135,8 +135,8 @@ def compared(plan: Plan, found: RealRun) -> dict[str, Any]:
     if not row["least_processor_seconds"]:
         rows.pop()
     lines = [[name, seconds_words(m), seconds_words(p), ratio_words(m, p)] for name, m, p in rows]
-    measured = found.measured | {"collectives": [], "stages": []}
-    rest = tables(measured, told | {"stages": [], "collectives": []})
+    measured = run.measured | {"collectives": [], "stages": []}
+    rest = tables(measured, predicted_tables | {"stages": [], "collectives": []})
     return {
         "compute": {name: {"measured": m, "predicted": p} for name, m, p in rows},
         "tables": [("Computing time of a step", ("part", "measured", "predicted", "ratio"), lines), *rest],

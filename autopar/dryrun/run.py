@@ -11,12 +11,12 @@ from autopar.cost_models.hardware.allocator import communicator_count, device_me
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.dryrun.compat import FakeMode, LiveStorage, MemoryWatch, fake_group
-from autopar.dryrun.host_memory import FakeHostMemory
 from autopar.errors import AutoparError
 from autopar.ir import dims
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.program.build import build_program
 from autopar.runtime.device.mesh import MeshHandle
+from autopar.runtime.device.offload import HostMemory
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.step.inputs import NamedBatch
 
@@ -84,19 +84,38 @@ def dry_run(plan: Plan, rank: int = 0) -> DryRun:
                 value.name: torch.empty(dims.shape_at(value.shape, candidate.batch), dtype=getattr(torch, value.dtype))
                 for value in plan.graph.inputs
             }
-            found = watch_steps(parallel, batch, make_optimizer(plan.document.optimizer, parallel, foreach), rank)
-            return replace(_on_device(plan, found), host_bytes=host.peak_bytes)
+            result = watch_steps(parallel, batch, make_optimizer(plan.document.optimizer, parallel, foreach), rank)
+            return replace(_on_device(plan, result), host_bytes=host.peak_bytes)
 
 
-def _on_device(plan: Plan, found: DryRun) -> DryRun:
+def _on_device(plan: Plan, result: DryRun) -> DryRun:
     """With what the tensors take on a device of the plan's cluster, by the planner's allocator model."""
     description, candidate = plan.document.cluster.description, plan.candidate
     if not description:
-        return found
-    cluster = stage_clusters(Cluster.from_dict(description), candidate.pipeline.stages)[found.rank // candidate.mesh.size]
+        return result
+    cluster = stage_clusters(Cluster.from_dict(description), candidate.pipeline.stages)[result.rank // candidate.mesh.size]
     communicators = communicator_count(candidate.mesh, candidate.zero_group, candidate.pipeline.stages)
-    taken = device_memory(found.memory, cluster.device, communicators)
-    return replace(found, reserved_bytes=round(taken.reserved), shown_bytes=round(taken.shown))
+    memory = device_memory(result.memory, cluster.device, communicators)
+    return replace(result, reserved_bytes=round(memory.reserved), shown_bytes=round(memory.shown))
+
+
+class FakeHostMemory(HostMemory):
+    """Host memory without data, so that offloaded tensors do not count as device memory. `bytes` are offloaded now, `peak_bytes`
+    were the most. The program frees a tensor at once when it is offloaded, and allocates it when it is needed, as on a CPU; a
+    GPU holds it until the copy has ended, and prefetches the one before."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.bytes = self.peak_bytes = 0
+
+    def copy_to_host(self, x: torch.Tensor) -> torch.Tensor:
+        self.bytes += x.numel() * x.element_size()
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return torch.empty(1, dtype=x.dtype).expand(x.shape)
+
+    def copy_to_device(self, on_host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, None]:
+        self.bytes -= on_host.numel() * on_host.element_size()
+        return torch.empty(on_host.shape, dtype=on_host.dtype, device=device), None
 
 
 def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, rank: int) -> DryRun:
@@ -104,12 +123,12 @@ def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: t
     real tensors, on every rank at once."""
     watch = MemoryWatch()
     watch.track_external(parallel, *batch.values())
-    found: list[TensorGroup] = []
+    groups: list[TensorGroup] = []
     with watch:
         for step in range(3):
             watch.start_step(forget_peak=step == 1)
             if step == 2:
-                watch.at_operation = watch.peak.operation, lambda: found.extend(_sorted(watch.live(), parallel, optimizer, batch))
+                watch.at_operation = watch.peak.operation, lambda: groups.extend(_groups(watch.live(), parallel, optimizer, batch))
             result = parallel(NamedBatch(batch))
             loss = result if isinstance(result, torch.Tensor) else result.loss
             loss.backward()
@@ -123,7 +142,7 @@ def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: t
     )
     stage = ((mesh.pp.name, mesh.pp.coordinate),) if mesh.pp.size > 1 else ()
     where = (*stage, *((name, mesh.axis(name).coordinate) for name in mesh.axes))
-    memory = {kind: sum(each.bytes for each in found if each.kind == kind) for kind in KINDS}
+    memory = {kind: sum(each.bytes for each in groups if each.kind == kind) for kind in KINDS}
     return DryRun(
         rank=rank,
         coordinates=where,
@@ -132,7 +151,7 @@ def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: t
         module=peak.module,
         line=peak.line,
         memory=memory,
-        tensors=tuple(found),
+        tensors=tuple(groups),
         collectives=sent,
     )
 
@@ -152,26 +171,26 @@ def make_optimizer(name: str, parallel: Parallel, foreach: bool) -> torch.optim.
     return torch.optim.AdamW(parameters, foreach=foreach)
 
 
-def _sorted(
+def _groups(
     live: list[LiveStorage], parallel: Parallel, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> list[TensorGroup]:
     """The live tensors by kind and place, largest first."""
-    known: dict[int, str] = {}
-    known.update((_storage(tensor), "inputs") for tensor in batch.values())
-    known.update((_storage(tensor), "buffers") for tensor in parallel.state.buffers.values())
-    known.update((_storage(tensor), "parameters") for tensor in parallel.state.parameters.values())
+    places: dict[int, str] = {}
+    places.update((_storage(tensor), "inputs") for tensor in batch.values())
+    places.update((_storage(tensor), "buffers") for tensor in parallel.state.buffers.values())
+    places.update((_storage(tensor), "parameters") for tensor in parallel.state.parameters.values())
     gradients = (parameter.grad for parameter in parallel.state.parameters.values())
-    known.update((_storage(tensor), "gradients") for tensor in gradients if tensor is not None)
+    places.update((_storage(tensor), "gradients") for tensor in gradients if tensor is not None)
     for state in optimizer.state.values():
-        known.update((_storage(tensor), "optimizer") for tensor in state.values() if isinstance(tensor, torch.Tensor))
+        places.update((_storage(tensor), "optimizer") for tensor in state.values() if isinstance(tensor, torch.Tensor))
     sums: dict[tuple[str, str], list[int]] = {}
     for each in live:
-        kind = known.get(each.storage) or _kind(each)
-        entry = sums.setdefault((kind, each.allocated_at if kind not in known.values() else ""), [0, 0])
+        kind = places.get(each.storage) or _kind(each)
+        entry = sums.setdefault((kind, each.allocated_at if kind not in places.values() else ""), [0, 0])
         entry[0] += 1
         entry[1] += each.bytes
-    found = [TensorGroup(kind, allocated_at, count, bytes_) for (kind, allocated_at), (count, bytes_) in sums.items()]
-    return sorted(found, key=lambda each: -each.bytes)
+    groups = [TensorGroup(kind, allocated_at, count, bytes_) for (kind, allocated_at), (count, bytes_) in sums.items()]
+    return sorted(groups, key=lambda each: -each.bytes)
 
 
 def _kind(live: LiveStorage) -> str:

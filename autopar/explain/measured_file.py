@@ -88,22 +88,22 @@ class _MeasuredFile(msgspec.Struct, forbid_unknown_fields=True):
 def read_measured(path: str | Path, plan: Plan) -> dict[str, Any]:
     """The measured step. FileError where it is none, PlanMismatch where another plan was measured."""
     content = read_bytes(path, FileError, "the measured step", _MOST_BYTES)
-    wanted = "name a file that parallel.report().save(...) wrote"
+    remedy = "name a file that parallel.report().save(...) wrote"
     try:
-        found = msgspec.json.decode(content, type=_MeasuredFile)
+        file = msgspec.json.decode(content, type=_MeasuredFile)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as fault:
-        raise FileError(f"{path} is not a measured step ({fault}): {wanted}") from None
-    if (found.format, found.version) != (FORMAT, VERSION):
-        raise FileError(f"{path} is not a measured step of version {VERSION}: {wanted} of this autopar")
+        raise FileError(f"{path} is not a measured step ({fault}): {remedy}") from None
+    if (file.format, file.version) != (FORMAT, VERSION):
+        raise FileError(f"{path} is not a measured step of version {VERSION}: {remedy} of this autopar")
     candidate = plan.candidate
     stages = candidate.pipeline.stages
     axes = ({PIPELINE_AXIS: stages} if stages > 1 else {}) | {axis.name: axis.size for axis in candidate.mesh.axes}
-    same = {name: size for name, size in found.mesh.items() if size > 1} == {n: size for n, size in axes.items() if size > 1}
-    if not same or found.micro_batches != candidate.micro_batches or len(found.stages) != stages:
-        measured = " x ".join(f"{name}={size}" for name, size in found.mesh.items())
+    same = {name: size for name, size in file.mesh.items() if size > 1} == {n: size for n, size in axes.items() if size > 1}
+    if not same or file.micro_batches != candidate.micro_batches or len(file.stages) != stages:
+        measured = " x ".join(f"{name}={size}" for name, size in file.mesh.items())
         raise PlanMismatch(
-            f"{path} measured {measured} with {found.micro_batches} micro-batches, the plan is {candidate.mesh} on {stages} "
+            f"{path} measured {measured} with {file.micro_batches} micro-batches, the plan is {candidate.mesh} on {stages} "
             f"pipeline stages with {candidate.micro_batches}: name the plan that ran (parallel.plan.save(...))"
         )
-    result: dict[str, Any] = msgspec.to_builtins(found)
+    result: dict[str, Any] = msgspec.to_builtins(file)
     return result

@@ -17,8 +17,8 @@ def memory_answer(plan: Plan, usage: Usage) -> str:
     if not peak:
         return ""
     kinds = ", ".join(f"{kind} {size_words(size)}" for kind, size in predicted.memory.items() if size)
-    wanted = peak * usage.total / (usage.total + usage.asked) if usage.asked else peak - 1.0
-    return f"the plan predicted a peak of {size_words(peak)} ({kinds}); {_remedy(plan, wanted)}"
+    wanted_bytes = peak * usage.total / (usage.total + usage.asked) if usage.asked else peak - 1.0
+    return f"the plan predicted a peak of {size_words(peak)} ({kinds}); {_remedy(plan, wanted_bytes)}"
 
 
 def _remedy(plan: Plan, wanted_bytes: float) -> str:
@@ -33,18 +33,18 @@ def _remedy(plan: Plan, wanted_bytes: float) -> str:
     enough = [each for each in changes if each.peak_memory_bytes <= wanted_bytes]
     less = f"plan for devices of {wanted_bytes / _GIB:.3g} GiB (`memory_gib` in the cluster's file)"
     if enough:
-        return f"{_said(plan, min(enough, key=lambda each: each.step_seconds))}, or {less}"
+        return f"{_words(plan, min(enough, key=lambda each: each.step_seconds))}, or {less}"
     if changes:
         most = min(changes, key=lambda each: each.peak_memory_bytes)
-        return f"no single change is predicted to take as little as {size_words(wanted_bytes)}: {less}, or {_said(plan, most)}"
+        return f"no single change is predicted to take as little as {size_words(wanted_bytes)}: {less}, or {_words(plan, most)}"
     return f"{less}, a smaller batch, or more devices"
 
 
-def _said(plan: Plan, change: EvaluatedChange) -> str:
+def _words(plan: Plan, change: EvaluatedChange) -> str:
     """The change, what it is predicted to take, and how it is asked for."""
     pipeline = plan.candidate.pipeline
     degrees = ([f"pp={pipeline.stages}"] if pipeline.stages > 1 else []) + [
         f"{axis.name}={axis.size}" for axis in plan.candidate.mesh.axes if axis.size > 1
     ]
-    asked = f' with force="{",".join([*degrees, change.force])}"' if change.force else ""
-    return f"plan{asked} ({change.name}: {size_words(change.peak_memory_bytes)}, {change.step_seconds:.3g} s a step)"
+    option = f' with force="{",".join([*degrees, change.force])}"' if change.force else ""
+    return f"plan{option} ({change.name}: {size_words(change.peak_memory_bytes)}, {change.step_seconds:.3g} s a step)"

@@ -51,9 +51,9 @@ def predicted_step(plan: Plan) -> dict[str, Any]:
 def _stage(number: int, plan: Plan, stage: StageTime, traces: Mapping[str, CallTrace]) -> dict[str, Any]:
     """The parts add up to the step; a stage that ends before the slowest one waits for it."""
     micro_batches = plan.candidate.micro_batches
-    mine = [traces[plan.graph.calls[index].block] for index in stage.calls]
+    calls = [traces[plan.graph.calls[index].block] for index in stage.calls]
     compute, exposed = (
-        micro_batches * sum(each.seconds(backward=back, exposed=seen) for each in mine for back in (False, True))
+        micro_batches * sum(each.seconds(backward=back, exposed=seen) for each in calls for back in (False, True))
         for seen in (False, True)
     )
     return {
@@ -80,14 +80,14 @@ def _blocks(number: int, plan: Plan, stage: StageTime, traces: Mapping[str, Call
 
 def _collectives(number: int, plan: Plan, cluster: Cluster) -> Iterator[dict[str, Any]]:
     """By kind and mesh axis, overlapped or exposed."""
-    found: dict[tuple[str, str], list[float]] = {}
+    sums: dict[tuple[str, str], list[float]] = {}
     for cost in cost_breakdown(plan.graph, plan.candidate, cluster, plan.document.optimizer, number).collectives:
         kinds = list(_kinds(cost))
         for kind in kinds:
-            entry = found.setdefault((kind, cost.axis), [0.0, 0.0])
+            entry = sums.setdefault((kind, cost.axis), [0.0, 0.0])
             entry[0] += cost.times
             entry[1] += cost.seconds / len(kinds)
-    for (kind, axis), (times, seconds) in found.items():
+    for (kind, axis), (times, seconds) in sums.items():
         yield {"stage": number, "kind": kind, "axis": axis, "times": times, "seconds": seconds}
 
 

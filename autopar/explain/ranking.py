@@ -106,8 +106,8 @@ def other_operations(
     compute of no operation, and the `parts` of the step in which the device does not compute. With the table they add up to the
     step."""
     rest = sum(seconds for name, seconds in parts if name != COMPUTE)
-    found = [(_more(rows, "operations"), sum(row.seconds for row in rows)), *breakdown.other_seconds, ("not computing", rest)]
-    return [(name, seconds) for name, seconds in found if seconds]
+    others = [(_more(rows, "operations"), sum(row.seconds for row in rows)), *breakdown.other_seconds, ("not computing", rest)]
+    return [(name, seconds) for name, seconds in others if seconds]
 
 
 def other_collectives(rows: Sequence[CostRow]) -> list[tuple[str, float]]:

@@ -44,7 +44,7 @@ def stage_words(evaluation: Evaluation) -> str:
 
 def parts_of_step(evaluation: Evaluation) -> list[tuple[str, float]]:
     """(what, seconds), the largest first; they add up to the step of the bottleneck stage."""
-    known = [
+    parts = [
         (COMPUTE, evaluation.compute_seconds),
         (
             "exposed communication of the model axes",
@@ -55,9 +55,9 @@ def parts_of_step(evaluation: Evaluation) -> list[tuple[str, float]]:
         ("stalls on the data axis (weights, gradients)", evaluation.stall_seconds),
         ("optimizer", evaluation.optimizer_seconds),
     ]
-    rest = evaluation.step_seconds - sum(seconds for _, seconds in known)
-    known.append(("pipeline bubble, p2p between stages", rest))
-    return sorted(((name, each) for name, each in known if each > 1e-6 * evaluation.step_seconds), key=lambda pair: -pair[1])
+    rest = evaluation.step_seconds - sum(seconds for _, seconds in parts)
+    parts.append(("pipeline bubble, p2p between stages", rest))
+    return sorted(((name, each) for name, each in parts if each > 1e-6 * evaluation.step_seconds), key=lambda pair: -pair[1])
 
 
 def plan_reasons(graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: Evaluation) -> Iterator[str]:
@@ -133,7 +133,7 @@ def evaluate_changes(graph: Graph, candidate: Candidate, cluster: Cluster, optim
     """One change at a time: every ZeRO stage, nothing recomputed, all repeated blocks recomputed, half and twice the
     micro-batches."""
     out = []
-    for name, force, changed in _changed(graph, candidate):
+    for name, force, changed in _single_changes(graph, candidate):
         try:
             evaluation = evaluate(graph, changed, cluster, optimizer)
         except PlanError:  # the schedule does not take this number of micro-batches
@@ -142,7 +142,7 @@ def evaluate_changes(graph: Graph, candidate: Candidate, cluster: Cluster, optim
     return out
 
 
-def _changed(graph: Graph, candidate: Candidate) -> Iterator[tuple[str, str, Candidate]]:
+def _single_changes(graph: Graph, candidate: Candidate) -> Iterator[tuple[str, str, Candidate]]:
     """What is changed in words and as what is forced, and the changed plan."""
     plans = candidate.blocks
     if candidate.mesh.size_of(DATA_AXIS) > 1:

@@ -11,7 +11,7 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.solve.infeasible import enlarged
-from autopar.solve.offload_state import with_forced_offload
+from autopar.solve.offload_optimizer import with_forced_offload
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.force import Force, parse_force
@@ -35,10 +35,10 @@ class WhatIf:
 
 def parse_what_if(text: str) -> WhatIf:
     """``tp=8``, ``nodes=16``, ``memory=160`` (GiB per device), ``batch=64``, or several with commas. AutoparError otherwise."""
-    given = dict(item.partition("=")[::2] for item in text.split(",") if item.strip())
+    entries = dict(item.partition("=")[::2] for item in text.split(",") if item.strip())
     changes: dict[str, float] = {}
-    for key in [key for key in given if key.strip() in (*CLUSTER_KEYS, "batch")]:
-        value = given.pop(key).strip()
+    for key in [key for key in entries if key.strip() in (*CLUSTER_KEYS, "batch")]:
+        value = entries.pop(key).strip()
         try:
             changes[key.strip()] = float(value)
         except ValueError:
@@ -47,7 +47,7 @@ def parse_what_if(text: str) -> WhatIf:
         if not 0 < number <= _MOST[name] or (name != "memory" and number != int(number)):
             whole = "a number" if name == "memory" else "a whole number"
             raise AutoparError(f"what-if: {name}={number:g} is not {whole} above 0, at most {_MOST[name]:g}")
-    force = parse_force(",".join(f"{key}={value}" for key, value in given.items()))
+    force = parse_force(",".join(f"{key}={value}" for key, value in entries.items()))
     if force.is_configuration:
         raise AutoparError("what-if: a whole configuration leaves nothing to plan; price it with `autopar plan --force`")
     return WhatIf(force, int(changes.get("nodes", 0)), changes.get("memory", 0.0), int(changes.get("batch", 0)))
@@ -87,7 +87,7 @@ def compare_plans(
             rows.append((f"{name} seconds", f"{pair[0]:.4g}", f"{pair[1]:.4g}"))
     rows.append(("mesh", _mesh(old), _mesh(new)))
     rows.append(("ZeRO", _zeros(old), _zeros(new)))
-    rows.append(("recomputed", _recomputed(old), _recomputed(new)))
+    rows.append(("recomputed", _recompute_words(old), _recompute_words(new)))
     return rows
 
 
@@ -101,7 +101,7 @@ def _zeros(candidate: Candidate) -> str:
     return ", ".join(f"ZeRO-{zero}" for zero in sorted({plan.zero for plan in candidate.blocks}))
 
 
-def _recomputed(candidate: Candidate) -> str:
+def _recompute_words(candidate: Candidate) -> str:
     whole = [plan.block for plan in candidate.blocks if plan.recompute]
     some = [f"{len(plan.recompute_nodes)} operations of {plan.block}" for plan in candidate.blocks if plan.recompute_nodes]
     return ", ".join(whole + some) or "-"

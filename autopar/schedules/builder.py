@@ -1,12 +1,17 @@
-"""What a named schedule declares: its actions, where its model chunks lie, and the estimates by which the search ranks it."""
+"""The declaration of a named schedule (its actions, where its model chunks lie, the estimates by which the search ranks it), and
+the orders that several schedules share, interleaved and V-shaped."""
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.ir.schedule import Action
+from autopar.ir.schedule import BACKWARD, INPUT, WEIGHT, Action
+
+Passes = list[tuple[int, int]]
+"""(chunk, micro-batch)."""
 
 
 def chunked_bubble(virtual: int, micro_batches: int) -> float:
@@ -58,3 +63,57 @@ class ScheduleBuilder:
             raise PlanError(
                 f"{self.name} takes at least {least} micro-batches on {stages} stages, not {micro_batches}: enlarge the batch"
             )
+
+
+def group_of(stages: int, micro_batches: int) -> int:
+    """How many micro-batches go through a chunk before the stage takes its next chunk: p, or as many more as make the groups
+    equal (`ScheduleInterleaved1F1B` of torch: 10 micro-batches on 4 stages are two groups of 5)."""
+    groups = max(1, micro_batches // stages)
+    return stages if micro_batches % groups else micro_batches // groups
+
+
+def interleaved_passes(stages: int, virtual: int, micro_batches: int, rank: int) -> tuple[Passes, Passes]:
+    """The order of the forwards and that of the backwards, in whole groups: what is beyond `micro_batches` is left out
+    afterwards. That keeps the order free of deadlocks, since micro-batches do not depend on each other."""
+    group = group_of(stages, micro_batches) if virtual > 1 else micro_batches
+    starts = range(0, micro_batches, group)
+    chunks = range(rank, stages * virtual, stages)
+    forward = [(chunk, micro) for at in starts for chunk in chunks for micro in range(at, at + group)]
+    backward = [(chunk, micro) for at in starts for chunk in reversed(chunks) for micro in range(at, at + group)]
+    return forward, backward
+
+
+class VShapedStage:
+    """The actions of a stage: per chunk (0 or 1, on the way there or back) the next micro-batch of each kind."""
+
+    def __init__(self, stages: int, rank: int) -> None:
+        self.chunks = rank, 2 * stages - 1 - rank
+        self.actions: list[Action] = []
+        self.counts: Counter[tuple[int, str]] = Counter()
+        self.deferred: deque[tuple[int, int]] = deque()
+
+    def count(self, way: int, kind: str) -> int:
+        return self.counts[way, kind]
+
+    def add(self, *steps: str) -> None:
+        """``"F0"``: the next forward on the way there. I and W count as one half of B each."""
+        for step in steps:
+            kind, way = step[0], int(step[1])
+            number = self.counts[way, INPUT if kind == BACKWARD else kind]
+            self.actions.append(Action(self.chunks[way], kind, number))
+            for counted in (INPUT, WEIGHT) if kind == BACKWARD else (kind,):
+                self.counts[way, counted] += 1
+            if kind == INPUT:
+                self.deferred.append((way, number))
+
+    def add_weight_gradients(self) -> None:
+        """Of the oldest input-gradient action whose weight gradients are deferred, if there is one."""
+        if self.deferred:
+            way, number = self.deferred.popleft()
+            self.actions.append(Action(self.chunks[way], WEIGHT, number))
+            self.counts[way, WEIGHT] += 1
+
+
+def v_bubble(virtual: int, micro_batches: int) -> float:
+    """Both ends of the V are on stage 0: almost no stage waits."""
+    return 1 / 6

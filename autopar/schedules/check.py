@@ -50,9 +50,9 @@ def _order(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
             raise PlanError(f"{_at(schedule, rank, cell)} comes before {Action(chunk, first, micro)}")
         seen[action] = cell
     for action, cell in seen.items():
-        wanted = {FORWARD: (BACKWARD, INPUT), INPUT: (WEIGHT,)}.get(action.kind, ())
-        if wanted and not any(Action(action.chunk, kind, action.micro_batch) in seen for kind in wanted):
-            missing = " or ".join(str(Action(action.chunk, kind, action.micro_batch)) for kind in wanted)
+        followers = {FORWARD: (BACKWARD, INPUT), INPUT: (WEIGHT,)}.get(action.kind, ())
+        if followers and not any(Action(action.chunk, kind, action.micro_batch) in seen for kind in followers):
+            missing = " or ".join(str(Action(action.chunk, kind, action.micro_batch)) for kind in followers)
             raise PlanError(f"{_at(schedule, rank, cell)} has no {missing}")
 
 
@@ -60,7 +60,7 @@ def _no_deadlock(schedule: Schedule) -> None:
     stuck = topological_order(schedule).stuck
     if not stuck:
         return
-    said = []
+    waiting = []
     for rank, cell in stuck:
         action = schedule.ranks[rank][cell]
         chunk, kind = dependency_of(action.chunk, action.kind, schedule.chunks) or (action.chunk, action.kind)
@@ -69,17 +69,17 @@ def _no_deadlock(schedule: Schedule) -> None:
             (text for each in (kind, INPUT) if (text := f"{chunk}{each}{action.micro_batch}") in there),
             f"{chunk}{kind}{action.micro_batch}",
         )
-        said.append(f"rank {rank} waits for {waits} ({_marked(schedule.ranks[rank], cell)})")
-    raise PlanError(f"schedule {schedule.name} has a deadlock: {'; '.join(said)}")
+        waiting.append(f"rank {rank} waits for {waits} ({_mark_cell(schedule.ranks[rank], cell)})")
+    raise PlanError(f"schedule {schedule.name} has a deadlock: {'; '.join(waiting)}")
 
 
 def _at(schedule: Schedule, rank: int, cell: int) -> str:
-    return f"schedule {schedule.name}, rank {rank}, cell {cell}: {_marked(schedule.ranks[rank], cell)}: " + str(
+    return f"schedule {schedule.name}, rank {rank}, cell {cell}: {_mark_cell(schedule.ranks[rank], cell)}: " + str(
         schedule.ranks[rank][cell]
     )
 
 
-def _marked(actions: Sequence[Action], cell: int) -> str:
+def _mark_cell(actions: Sequence[Action], cell: int) -> str:
     """``0F0 >>0B1<< 0F1``, with a few cells around it."""
     first, last = max(0, cell - _SHOWN_CELLS), min(len(actions), cell + _SHOWN_CELLS + 1)
     words = [f">>{actions[at]}<<" if at == cell else str(actions[at]) for at in range(first, last)]

@@ -36,7 +36,7 @@ def draw(ranks: Sequence[Sequence[ActionSpan]], width: int) -> Drawing:
     columns_per_second = max(width / end, _LEAST / usual)
     whole = int(end * columns_per_second + 0.5)
     chunks = [sorted({span.action.chunk for span in rank}) for rank in ranks]
-    lines = [_line(rank, columns_per_second, whole, mine) for rank, mine in zip(ranks, chunks, strict=True)]
+    lines = [_line(rank, columns_per_second, whole, chunks_here) for rank, chunks_here in zip(ranks, chunks, strict=True)]
     if whole <= width:
         return Drawing(tuple(lines), None)
     shown = width - len(_LEFT_OUT)

@@ -20,8 +20,8 @@ INTERLEAVED = "interleaved"
 def schedule_builders() -> Mapping[str, ScheduleBuilder]:
     """By name, in the order of their positions."""
     modules = (import_module(f"{folder.__name__}.{each.name}") for each in iter_modules(folder.__path__))
-    found: list[ScheduleBuilder] = sorted((module.BUILDER for module in modules), key=lambda each: (each.position, each.name))
-    return MappingProxyType({each.name: each for each in found})
+    builders: list[ScheduleBuilder] = sorted((module.BUILDER for module in modules), key=lambda each: (each.position, each.name))
+    return MappingProxyType({each.name: each for each in builders})
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -32,8 +32,8 @@ def schedule_names() -> tuple[str, ...]:
 def builder_named(name: str, remedy: str = "give its actions", also: tuple[str, ...] = ()) -> ScheduleBuilder:
     """PlanError where there is none, with what else one may write (`also`: names that stand for a builder and a number of
     chunks): the only place that refuses a schedule's name."""
-    found = schedule_builders().get(name)
-    if found is None:
+    builder = schedule_builders().get(name)
+    if builder is None:
         *most, last = (*schedule_names(), *also)
         raise PlanError(f"no schedule {name!r}: write {', '.join(most)} or {last}, or {remedy}")
-    return found
+    return builder

@@ -25,23 +25,23 @@ def check_schedule(candidate: Candidate) -> None:
 @lru_cache(maxsize=256)
 def _schedule(stages: int, virtual: int, name: str, actions: str, micro_batches: int) -> Schedule:
     if actions:
-        return _checked(_parsed(actions, name), stages, virtual, micro_batches)
+        return _check(_parse(actions, name), stages, virtual, micro_batches)
     builder = builder_named(name)
     builder.check(stages, virtual, micro_batches)
     return Schedule(name, tuple(builder.actions(stages, virtual, micro_batches, rank) for rank in range(stages)))
 
 
 @lru_cache(maxsize=16)
-def _parsed(text: str, name: str) -> Schedule:
+def _parse(text: str, name: str) -> Schedule:
     return Schedule.parse(text, name)
 
 
-def _checked(schedule: Schedule, stages: int, virtual: int, micro_batches: int) -> Schedule:
+def _check(schedule: Schedule, stages: int, virtual: int, micro_batches: int) -> Schedule:
     check(schedule)
-    found = len(schedule.ranks), schedule.chunks, schedule.micro_batches
-    if found != (stages, stages * virtual, micro_batches):
+    sizes = len(schedule.ranks), schedule.chunks, schedule.micro_batches
+    if sizes != (stages, stages * virtual, micro_batches):
         raise PlanError(
-            f"the schedule {schedule.name} has {found[0]} ranks, {found[1]} chunks and {found[2]} micro-batches, "
+            f"the schedule {schedule.name} has {sizes[0]} ranks, {sizes[1]} chunks and {sizes[2]} micro-batches, "
             f"the pipeline {stages}, {stages * virtual} and {micro_batches}"
         )
     return schedule

@@ -25,8 +25,8 @@ def chunks_of_stages(pipeline: Pipeline) -> tuple[tuple[int, ...], ...]:
 
 
 def _of_actions(pipeline: Pipeline) -> tuple[tuple[int, ...], ...]:
-    found = (map(_CHUNK.match, line.split()) for line in pipeline.actions.splitlines() if line.strip())
-    out = tuple(tuple(sorted({int(match[1]) for match in matches if match})) for matches in found)
+    matches_of_ranks = (map(_CHUNK.match, line.split()) for line in pipeline.actions.splitlines() if line.strip())
+    out = tuple(tuple(sorted({int(match[1]) for match in matches if match})) for matches in matches_of_ranks)
     placed, chunks = sorted(chunk for stage in out for chunk in stage), pipeline.stages * pipeline.virtual
     if len(out) != pipeline.stages or placed != list(range(chunks)):
         raise PlanError(
@@ -37,5 +37,5 @@ def _of_actions(pipeline: Pipeline) -> tuple[tuple[int, ...], ...]:
 
 def stage_of_chunks(pipeline: Pipeline) -> tuple[int, ...]:
     """The pipeline stage of every chunk, in the model's order."""
-    found = {chunk: stage for stage, mine in enumerate(chunks_of_stages(pipeline)) for chunk in mine}
-    return tuple(found[chunk] for chunk in range(pipeline.stages * pipeline.virtual))
+    stage_of = {chunk: stage for stage, chunks in enumerate(chunks_of_stages(pipeline)) for chunk in chunks}
+    return tuple(stage_of[chunk] for chunk in range(pipeline.stages * pipeline.virtual))

@@ -49,9 +49,9 @@ def unroll_window(schedule: Schedule, steps: int) -> Schedule:
             if each.kind == FORWARD and each.micro_batch not in done
         ]
         ranks.append(tuple(line))
-    found = Schedule(schedule.name, tuple(ranks))
-    check(found)
-    return found
+    unrolled = Schedule(schedule.name, tuple(ranks))
+    check(unrolled)
+    return unrolled
 
 
 def window_with_transfers(schedule: Schedule) -> Schedule:
@@ -60,14 +60,14 @@ def window_with_transfers(schedule: Schedule) -> Schedule:
     whole = with_communication(unroll_window(schedule, _STEPS))
     ranks = []
     for actions, line in zip(schedule.ranks, whole.ranks, strict=True):
-        wanted = {_numbered(action, actions, many) for action in actions}
+        numbers = {_numbered(action, actions, many) for action in actions}
         out: list[Action] = []
         waiting: list[Action] = []
         for each in line:
-            if each in wanted:
+            if each in numbers:
                 out += [*waiting, each]
                 waiting = []
-            elif each.kind in TRANSFERS and _computes(each) in wanted:
+            elif each.kind in TRANSFERS and _computes(each) in numbers:
                 if each.kind.startswith("SEND"):
                     out.append(each)
                 else:

@@ -50,11 +50,11 @@ class ForkedCall(Generic[R]):
     def result(self) -> R:
         """Waits for it."""
         try:
-            found: R = self._receiving.recv()
+            answer: R = self._receiving.recv()
         except EOFError:
-            found = self.function()
+            answer = self.function()
         self.cancel()
-        return found
+        return answer
 
     def cancel(self) -> None:
         """Ends the copy."""
@@ -151,5 +151,5 @@ def _numbers(count: int) -> int:
 
 
 def _taken(numbers: int) -> Iterator[int]:
-    while taken := os.read(numbers, _NUMBER_BYTES):
-        yield int.from_bytes(taken, "little")
+    while number := os.read(numbers, _NUMBER_BYTES):
+        yield int.from_bytes(number, "little")

@@ -36,8 +36,8 @@ class Relaxation:
     plan: MemoryPlan
 
     def __str__(self) -> str:
-        found = self.plan.evaluation
-        return f"{self.change}: then {self.plan} takes {_gib(found.peak_memory_bytes)} and {found.step_seconds:.3g} s a step"
+        cost = self.plan.evaluation
+        return f"{self.change}: then {self.plan} takes {_gib(cost.peak_memory_bytes)} and {cost.step_seconds:.3g} s a step"
 
 
 def explanation(
@@ -51,14 +51,14 @@ def explanation(
     least = min((solver.result.shortage_bytes for solver in solvers), default=0.0)
     if nearest is not None and not nearest.shortage_bytes and not options.force:
         return _nothing_to_shard(graph, cluster)
-    lines = [_short(graph, cluster, options, nearest, least)]
-    found = [str(each) for each in relaxations(graph, cluster, options, search)]
+    lines = [_shortage_text(graph, cluster, options, nearest, least)]
+    changes = [str(each) for each in relaxations(graph, cluster, options, search)]
     if nearest is not None and nearest.shortage_bytes:
         unit = _GIB if nearest.evaluation.peak_memory_bytes >= _GIB else 2.0**20
         need = ceil(nearest.evaluation.peak_memory_bytes / (1 - cluster.device.memory_margin) / unit)
-        found = [*_smaller_margin(nearest), *found]
-        found.append(f"devices of {need} {'GiB' if unit == _GIB else 'MiB'}: then {nearest} fits")
-    lines += [f"  {'use' if index == 0 else 'or'} {each}" for index, each in enumerate(found)]
+        changes = [*_smaller_margin(nearest), *changes]
+        changes.append(f"devices of {need} {'GiB' if unit == _GIB else 'MiB'}: then {nearest} fits")
+    lines += [f"  {'use' if index == 0 else 'or'} {each}" for index, each in enumerate(changes)]
     return "\n".join(lines)
 
 
@@ -86,11 +86,11 @@ def _smaller_margin(nearest: MemoryPlan) -> Iterator[str]:
 
 def minimum_memory_plan(graph: Graph, cluster: Cluster, options: SearchOptions, search: MinimumMemory) -> MemoryPlan | None:
     """Of the fixed and the solved minimum-memory plan the one with the smaller shortage."""
-    found = [search.fixed_plan(graph, cluster, options), search.solved_plan(graph, cluster, options)]
-    return min((each for each in found if each is not None), key=lambda each: each.shortage_bytes, default=None)
+    plans = [search.fixed_plan(graph, cluster, options), search.solved_plan(graph, cluster, options)]
+    return min((each for each in plans if each is not None), key=lambda each: each.shortage_bytes, default=None)
 
 
-def _short(
+def _shortage_text(
     graph: Graph, cluster: Cluster, options: SearchOptions, nearest: MemoryPlan | None, least_bytes: float
 ) -> str:  # fmt: skip
     memory = _gib(cluster.device.memory_bytes)
@@ -100,12 +100,12 @@ def _short(
     if nearest is None:
         forced = ", ".join(f"{name}={value}" for name, value in options.force.items())
         return f"{text}: no plan under what is forced was found" + (f"; leave some of {forced} open" if forced else "")
-    found = nearest.evaluation
+    evaluation = nearest.evaluation
     if not nearest.shortage_bytes:
         return (
             f"no plan for {graph.name} was found on {cluster.name} under what is forced, though {nearest} fits: force its degrees"
         )
-    stage = max(found.stage_memory, key=lambda each: each.peak_bytes)
+    stage = max(evaluation.stage_memory, key=lambda each: each.peak_bytes)
     kind, size = max(stage.table.items(), key=lambda row: row[1])
     text += f": the plan that takes least memory, {nearest}, is short of {_gib(nearest.shortage_bytes)} at the {stage.place}"
     text += f", where {_KINDS.get(kind, kind)} {_gib(size)}"
@@ -136,7 +136,7 @@ def _gib(size_bytes: float) -> str:
 
 def relaxations(graph: Graph, cluster: Cluster, options: SearchOptions, search: MinimumMemory) -> Iterator[Relaxation]:
     """What costs nothing first: options, then the batch, the host, nodes."""
-    yield from _unforced(graph, cluster, options, search)
+    yield from _with_less_forced(graph, cluster, options, search)
     if (batch := _smaller_batch(graph, cluster, options, search)) is not None:
         yield batch
     if cluster.host is None and cluster.device.kind != "cpu":
@@ -147,7 +147,7 @@ def relaxations(graph: Graph, cluster: Cluster, options: SearchOptions, search: 
         yield nodes
 
 
-def _unforced(graph: Graph, cluster: Cluster, options: SearchOptions, search: MinimumMemory) -> Iterator[Relaxation]:
+def _with_less_forced(graph: Graph, cluster: Cluster, options: SearchOptions, search: MinimumMemory) -> Iterator[Relaxation]:
     """Each forced option alone left free; all of them where none suffices."""
     useful = False
     together = [list(options.force)] if len(options.force) > 1 else []
@@ -157,8 +157,8 @@ def _unforced(graph: Graph, cluster: Cluster, options: SearchOptions, search: Mi
         fit = search.fitting_plan(graph, cluster, without_forced(options, *names))
         if fit is not None:
             useful = True
-            said = ",".join(f"{name}={options.force[name]}" for name in names)
-            yield Relaxation(f"the same without forcing {said}", fit)
+            degrees = ",".join(f"{name}={options.force[name]}" for name in names)
+            yield Relaxation(f"the same without forcing {degrees}", fit)
     if options.pins and (fit := search.fitting_plan(graph, cluster, replace(options, pins={}))) is not None:
         yield Relaxation("the same without pinned placements", fit)
 

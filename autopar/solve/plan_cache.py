@@ -93,7 +93,7 @@ def question_of(graph: Graph, cluster: Cluster, options: Any, search: SearchOpti
         **{f"search.{name}": value for name, value in plain_data(search).items()},
         "software": software(),
     }  # fmt: skip
-    return {name: _short(json.loads(json.dumps(part))) for name, part in parts.items()}
+    return {name: _shorten(json.loads(json.dumps(part))) for name, part in parts.items()}
 
 
 def _without_sources(graph: Graph) -> Graph:
@@ -102,7 +102,7 @@ def _without_sources(graph: Graph) -> Graph:
     return replace(graph, blocks=tuple(blocks))
 
 
-def _short(part: Any) -> Any:
+def _shorten(part: Any) -> Any:
     return part if len(json.dumps(part)) <= _LONGEST else f"sha256:{_digest(part)}"
 
 
@@ -147,10 +147,10 @@ def _version(name: str) -> str:
 
 def source_digest(package: Path) -> str:
     """The digest of all files of a package: of planning's own, and of those that it imports or reads, wherever they lie."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(_sources(package)):
-        found.update(f"{path.relative_to(package)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return found.hexdigest()
+        digest.update(f"{path.relative_to(package)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def _sources(package: Path) -> Iterator[Path]:

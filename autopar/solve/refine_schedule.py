@@ -25,11 +25,11 @@ from autopar.solve.space.force import SYNTHESIZED
 if TYPE_CHECKING:
     from autopar.solve.pipeline.synthesize import Synthesis
 
-ASKED_EFFORT = 12.0
+FORCED_EFFORT = 12.0
 """For a schedule that the user asked for (see `synthesize`)."""
 
-UNASKED_EFFORT = 1.0
-UNASKED_ACTIONS = 400
+DEFAULT_EFFORT = 1.0
+DEFAULT_ACTIONS = 400
 """And one that nobody asked for; only where there are no more actions than this."""
 
 Progress = Callable[[str], None]
@@ -37,36 +37,36 @@ Progress = Callable[[str], None]
 
 def with_synthesized_schedule(
     cluster: Cluster,
-    found: PlanResult,
+    result: PlanResult,
     optimizer: str,
     *,
-    asked: bool = False,
+    forced: bool = False,
     min_improvement: float = 0.0,
     progress: Progress | None = None,
 ) -> PlanResult:
-    """`found` with a synthesized schedule, where that is faster by the evaluator by more than `min_improvement` (share of the
-    step), and fits. `asked`: the user wants one, so that it is looked for longer."""
-    graph, candidate = found.graph, found.candidate
+    """`result` with a synthesized schedule, where that is faster by the evaluator by more than `min_improvement` (share of the
+    step), and fits. `forced`: the user wants one, so that it is looked for longer."""
+    graph, candidate = result.graph, result.candidate
     pipeline = candidate.pipeline
     actions = 3 * pipeline.stages * pipeline.virtual * candidate.micro_batches
-    if pipeline.stages == 1 or pipeline.weight_versions > 1 or (not asked and actions > UNASKED_ACTIONS):
-        return found
-    made = _synthesis(graph, candidate, cluster, found.evaluation, optimizer, ASKED_EFFORT if asked else UNASKED_EFFORT)
-    if made is None:
-        return found
-    changed = replace(candidate, pipeline=replace(pipeline, schedule=SYNTHESIZED, actions=str(made.schedule)))
+    if pipeline.stages == 1 or pipeline.weight_versions > 1 or (not forced and actions > DEFAULT_ACTIONS):
+        return result
+    synthesis = _synthesis(graph, candidate, cluster, result.evaluation, optimizer, FORCED_EFFORT if forced else DEFAULT_EFFORT)
+    if synthesis is None:
+        return result
+    changed = replace(candidate, pipeline=replace(pipeline, schedule=SYNTHESIZED, actions=str(synthesis.schedule)))
     priced = evaluate(graph, changed, cluster, optimizer)
-    better = priced.fits and priced.step_seconds < found.evaluation.step_seconds * (1 - min_improvement)
+    better = priced.fits and priced.step_seconds < result.evaluation.step_seconds * (1 - min_improvement)
     if progress is not None:
         progress(
-            f"schedule: {made.makespan_seconds:.4g} s synthesized, {made.builder_seconds:.4g} s by {made.builder}, "
-            f"gap {100 * made.gap:.1f} %: {'taken' if better else 'the named one stays'}"
+            f"schedule: {synthesis.makespan_seconds:.4g} s synthesized, {synthesis.builder_seconds:.4g} s by "
+            f"{synthesis.builder}, gap {100 * synthesis.gap:.1f} %: {'taken' if better else 'the named one stays'}"
         )
     if not better:
-        return found
-    bound = min(found.lower_bound_seconds, priced.step_seconds)  # it is of named schedules, and this one may beat them all
+        return result
+    bound = min(result.lower_bound_seconds, priced.step_seconds)  # it is of named schedules, and this one may beat them all
     gap = 1 - bound / priced.step_seconds if priced.step_seconds else 0.0
-    return replace(found, candidate=changed, evaluation=priced, lower_bound_seconds=bound, gap=gap)
+    return replace(result, candidate=changed, evaluation=priced, lower_bound_seconds=bound, gap=gap)
 
 
 def _synthesis(
@@ -75,18 +75,18 @@ def _synthesis(
     from autopar.solve.pipeline.synthesize import synthesize  # CP-SAT's package imports pandas: 0.4 s
 
     runs_of = stage_traces(graph, candidate, cluster)
-    made = chunk_costs(graph, candidate, cluster, runs_of, optimizer_named(optimizer))
+    chunks = chunk_costs(graph, candidate, cluster, runs_of, optimizer_named(optimizer))
     rank_of = stage_of_chunks(candidate.pipeline)
-    kept = call_saved_bytes(graph, {name: run.memory for name, run in runs_of[0].items()})
+    saved_bytes = call_saved_bytes(graph, {name: run.memory for name, run in runs_of[0].items()})
     room = MemoryLimits(
-        tuple(sum(kept[index] for index in chunk.owned.calls) for chunk in made),
-        tuple(_left(each, cluster) for each in evaluation.stage_memory),
+        tuple(sum(saved_bytes[index] for index in chunk.owned.calls) for chunk in chunks),
+        tuple(_activation_bytes(each, cluster) for each in evaluation.stage_memory),
         tuple(
             sum(runs_of[rank][graph.calls[index].block].weight_gradient_bytes for index in chunk.owned.calls)
-            for chunk, rank in zip(made, rank_of, strict=True)
+            for chunk, rank in zip(chunks, rank_of, strict=True)
         ),
     )
-    times = schedule_times(made, cluster)
+    times = schedule_times(chunks, cluster)
     try:
         return synthesize(
             times.chunks,
@@ -103,7 +103,7 @@ def _synthesis(
         return None
 
 
-def _left(stage: StageMemory, cluster: Cluster) -> float:
+def _activation_bytes(stage: StageMemory, cluster: Cluster) -> float:
     """What activations in flight may take, beside what else is there at the peak."""
     free = (stage.budget_bytes - stage.peak_bytes) / (1 + fragmentation(cluster.device))
     return stage.table["activations"] + max(0.0, free)

@@ -22,7 +22,7 @@ from autopar.solve.result import PlanResult
 def plan_of_result(
     graph: Graph,
     cluster: Cluster,
-    found: PlanResult,
+    result: PlanResult,
     recipes: Sequence[PricedRecipe],
     *,
     optimizer: str,
@@ -33,21 +33,21 @@ def plan_of_result(
 ) -> Plan:
     """The plan with its predictions, beside those of `recipes`. PlanError where the candidate does not fit its graph: that would
     be a bug of the search."""
-    planned = replace(found.graph, batch=graph.batch)
+    planned = replace(result.graph, batch=graph.batch)
     return assemble_plan(
         planned,
-        found.candidate,
+        result.candidate,
         model=ModelInfo(name or graph.name, graph.fingerprint, _parameter_count(graph), source),
         cluster=ClusterInfo(cluster.name, cluster.size, cluster.to_dict()),
-        parallelism=parallelism(planned, found.candidate),
+        parallelism=parallelism(planned, result.candidate),
         optimizer=optimizer,
-        stage_chunks=chunks_of_stages(found.candidate.pipeline),
+        stage_chunks=chunks_of_stages(result.candidate.pipeline),
         seq=seq,
-        predicted=_predicted(cluster, found),
+        predicted=_predicted(cluster, result),
         baselines={each.recipe.key: as_baseline(each) for each in recipes},
-        search=_search(found),
+        search=_search(result),
         replicated_ops=replicated_ops,
-        replicated_share=dict(found.evaluation.redundant_share),
+        replicated_share=dict(result.evaluation.redundant_share),
     )
 
 
@@ -55,18 +55,18 @@ def _parameter_count(graph: Graph) -> int:
     return sum(dims.numel(p.value.shape, 1) for p in graph.parameters().values() if not p.buffer)
 
 
-def _predicted(cluster: Cluster, found: PlanResult) -> Predicted:
-    evaluation = found.evaluation
+def _predicted(cluster: Cluster, result: PlanResult) -> Predicted:
+    evaluation = result.evaluation
     seconds = evaluation.step_seconds
-    rate, tokens = found.candidate.batch / seconds, tokens_of(found.graph)
+    rate, tokens = result.candidate.batch / seconds, tokens_of(result.graph)
     return Predicted(
         step_seconds=seconds,
         tokens_per_second_per_device=rate * tokens / cluster.size if tokens is not None else None,
         tflops_per_device=evaluation.tflops_per_device,
         mfu=evaluation.mfu,
         peak_memory_bytes=int(evaluation.peak_memory_bytes),
-        lower_bound_seconds=found.lower_bound_seconds,
-        gap=found.gap,
+        lower_bound_seconds=result.lower_bound_seconds,
+        gap=result.gap,
         memory={kind: int(value) for kind, value in evaluation.memory},
         bubble_share=evaluation.bubble_share,
         memory_capacity_bytes=evaluation.memory_capacity_bytes,
@@ -79,11 +79,11 @@ def as_baseline(priced: PricedRecipe) -> Baseline:
     """For the file: what experts get of the recipe, where that is known, beside what our own programs would."""
     own, expert = priced.evaluation, priced.expert
     shown: PricedRecipe | ExpertPrice = priced if expert is None else expert
-    found = shown.evaluation
+    evaluation = shown.evaluation
     return Baseline(
-        step_seconds=found.step_seconds if found else None,
-        peak_memory_bytes=int(found.peak_memory_bytes) if found else None,
-        memory=memory_word(found),
+        step_seconds=evaluation.step_seconds if evaluation else None,
+        peak_memory_bytes=int(evaluation.peak_memory_bytes) if evaluation else None,
+        memory=memory_word(evaluation),
         fits=shown.fits,
         title=priced.recipe.title,
         configuration=priced.description if expert is None else expert.configuration,
@@ -97,7 +97,7 @@ def as_baseline(priced: PricedRecipe) -> Baseline:
     )
 
 
-def _listed(solutions: Sequence[MeshSolution]) -> list[MeshSolution]:
+def _unique_solutions(solutions: Sequence[MeshSolution]) -> list[MeshSolution]:
     """Every point once: a pipeline that was solved stands there with its schedules, and not once more as a point without one."""
 
     def point(each: MeshSolution) -> tuple[object, ...]:
@@ -107,7 +107,7 @@ def _listed(solutions: Sequence[MeshSolution]) -> list[MeshSolution]:
     return [each for each in solutions if each.schedule or point(each) not in solved]
 
 
-def _search(found: PlanResult) -> SearchInfo:
+def _search(result: PlanResult) -> SearchInfo:
     meshes = tuple(
         MeshResult(
             mesh=str(each),
@@ -117,7 +117,7 @@ def _search(found: PlanResult) -> SearchInfo:
             peak_memory_bytes=each.evaluation.peak_memory_bytes if each.evaluation else None,
             reason=each.reason,
         )
-        for each in _listed(found.solutions)
+        for each in _unique_solutions(result.solutions)
     )
-    fastest = FastestInfo(found.fastest.plan, found.fastest.step_seconds) if found.fastest is not None else None
-    return SearchInfo(len(meshes), str(found.status), meshes, fastest, found.cut_short)
+    fastest = FastestInfo(result.fastest.plan, result.fastest.step_seconds) if result.fastest is not None else None
+    return SearchInfo(len(meshes), str(result.status), meshes, fastest, result.cut_short)

@@ -50,28 +50,28 @@ def complexity(candidate: Candidate) -> int:
 
 
 def robust_choice(
-    graph: Graph, cluster: Cluster, options: SearchOptions, found: PlanResult, recipes: Sequence[PricedRecipe] = ()
+    graph: Graph, cluster: Cluster, options: SearchOptions, result: PlanResult, recipes: Sequence[PricedRecipe] = ()
 ) -> PlanResult:
-    """`found` with the plan that is chosen among those whose predicted step is at most `options.indifference` (relative) longer:
+    """`result` with the plan that is chosen among those whose predicted step is at most `options.indifference` (relative) longer:
     those of the search, and plain data parallelism (DDP, FSDP) of `recipes` where nothing is forced."""
-    most_seconds = found.evaluation.step_seconds * (1 + options.indifference)
-    alternatives: list[Alternative] = [(found.graph, found.candidate, found.evaluation)]
-    for each in found.alternatives:
+    most_seconds = result.evaluation.step_seconds * (1 + options.indifference)
+    alternatives: list[Alternative] = [(result.graph, result.candidate, result.evaluation)]
+    for each in result.alternatives:
         if each.candidate is not None and each.evaluation is not None and each.evaluation.step_seconds <= most_seconds:
             alternatives.append((each.graph or graph, each.candidate, each.evaluation))
-    alternatives += (one for one in _plain(graph, options, recipes) if one[2].step_seconds <= most_seconds)
+    alternatives += (one for one in _data_parallel_plans(graph, options, recipes) if one[2].step_seconds <= most_seconds)
     for alternative in tuple(alternatives):
         changed = _with_saved_or_recomputed(alternative, cluster, options.optimizer)
         alternatives += (one for one in changed if one[2].step_seconds <= most_seconds)
     chosen = min(alternatives, key=_rank)
-    if chosen[1] == found.candidate:
-        return found
+    if chosen[1] == result.candidate:
+        return result
     seconds = chosen[2].step_seconds
     fastest = Fastest(
-        describe(found.graph, found.candidate, found.evaluation.bubble_share or None), found.evaluation.step_seconds
+        describe(result.graph, result.candidate, result.evaluation.bubble_share or None), result.evaluation.step_seconds
     )
-    gap = max(0.0, 1 - found.lower_bound_seconds / seconds) if seconds else 0.0
-    return replace(found, graph=chosen[0], candidate=chosen[1], evaluation=chosen[2], gap=gap, fastest=fastest)
+    gap = max(0.0, 1 - result.lower_bound_seconds / seconds) if seconds else 0.0
+    return replace(result, graph=chosen[0], candidate=chosen[1], evaluation=chosen[2], gap=gap, fastest=fastest)
 
 
 def _rank(alternative: Alternative) -> tuple[int, int, float]:
@@ -80,13 +80,13 @@ def _rank(alternative: Alternative) -> tuple[int, int, float]:
     return complexity(candidate), int(used / _MEMORY_STEP), evaluation.step_seconds
 
 
-def _plain(graph: Graph, options: SearchOptions, recipes: Sequence[PricedRecipe]) -> Iterator[Alternative]:
+def _data_parallel_plans(graph: Graph, options: SearchOptions, recipes: Sequence[PricedRecipe]) -> Iterator[Alternative]:
     """Data parallelism as people write it, with nothing or all of the layers recomputed."""
     if not may_seed(options):
         return
     for each in recipes:
-        wanted = each.configuration
-        plain = wanted is not None and wanted.tp == wanted.pp == 1 and wanted.recompute in ("none", "full")
+        fixed = each.configuration
+        plain = fixed is not None and fixed.tp == fixed.pp == 1 and fixed.recompute in ("none", "full")
         if plain and each.fits and each.candidate is not None and each.evaluation is not None:
             yield graph, each.candidate, each.evaluation
 
@@ -97,7 +97,7 @@ def _with_saved_or_recomputed(alternative: Alternative, cluster: Cluster, optimi
     graph, candidate, _ = alternative
     if not any(plan.offload or plan.partition_saved for plan in candidate.blocks):
         return
-    for change in (_saved, _recomputed):
+    for change in (_save_everything, _recompute_everything):
         blocks = (change(plan) if plan.offload or plan.partition_saved else plan for plan in candidate.blocks)
         changed = replace(candidate, blocks=tuple(blocks))
         try:
@@ -108,9 +108,9 @@ def _with_saved_or_recomputed(alternative: Alternative, cluster: Cluster, optimi
             yield graph, changed, priced
 
 
-def _saved(plan: BlockPlan) -> BlockPlan:
+def _save_everything(plan: BlockPlan) -> BlockPlan:
     return replace(plan, offload=(), partition_saved=())
 
 
-def _recomputed(plan: BlockPlan) -> BlockPlan:
+def _recompute_everything(plan: BlockPlan) -> BlockPlan:
     return replace(saving_everything(plan), recompute=True)

@@ -15,12 +15,12 @@ from autopar.ir.mesh import Mesh
 from autopar.rules.expand import missing_rules
 from autopar.solve.bounds.memory_bound import memory_bound
 from autopar.solve.bounds.warm_start import WarmStart
+from autopar.solve.fallback_plans import least_memory_solution, warm_start_solution
 from autopar.solve.forked import Lookahead
 from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
-from autopar.solve.last_resorts import least_memory_solution, warm_start_solution
-from autopar.solve.offload_state import with_offloaded_optimizer
+from autopar.solve.offload_optimizer import with_offloaded_optimizer
 from autopar.solve.result import PlanResult
 from autopar.solve.search_bounds import SearchBounds
 from autopar.solve.search_report import raise_infeasible, report_grid, report_solution, result_of
@@ -55,7 +55,7 @@ def search(graph: Graph, cluster: Cluster, options: SearchOptions, progress: Pro
 
 
 @dataclass(frozen=True, slots=True)
-class _Solved:
+class _PointOutcome:
     """What a process found out about a point under memory, whether it `ran` the ILP, and how large slow problems are."""
 
     solution: MeshSolution
@@ -137,18 +137,18 @@ class _Search:
 
     def _one_of_each_mesh(self, members: Sequence[SearchPoint]) -> list[SearchPoint]:
         """The point with the least bound of every mesh whose problem is not large."""
-        found: dict[Mesh, SearchPoint] = {}
-        for each in self.state.promising(members):
+        points: dict[Mesh, SearchPoint] = {}
+        for each in self.state.pending_points(members):
             if not self.state.is_large(each):
-                found.setdefault(each.point.mesh, each)
-        return list(found.values())
+                points.setdefault(each.point.mesh, each)
+        return list(points.values())
 
     def _solve_points(self, members: Sequence[SearchPoint]) -> None:
         state = self.state
-        for each in state.promising(members):
+        for each in state.pending_points(members):
             if not self.memory_binds and not state.is_pruned(each):
                 self._solve_without_memory(each)
-        self._solve_all_with_memory(state.promising(members))
+        self._solve_all_with_memory(state.pending_points(members))
 
     def _solve_all_with_memory(self, order: Sequence[SearchPoint]) -> None:
         """One after the other, as long as none is pruned by those before; other processes begin with the next ones."""
@@ -159,12 +159,13 @@ class _Search:
                 if not state.is_pruned(each):
                     rest = (other for other in order[number + 1 :] if not state.is_pruned(other))
                     upcoming = (other for other in rest if state.is_worth_a_copy(other))
-                    self._take_solved(each, ahead.result(each, upcoming))
+                    self._take_outcome(each, ahead.result(each, upcoming))
 
-    def _take_solved(self, each: SearchPoint, found: _Solved) -> None:
-        each.solution, each.done, self.slow_variables = found.solution, found.done, min(self.slow_variables, found.slow_variables)
-        if found.ran:
-            self._take(found.solution)
+    def _take_outcome(self, each: SearchPoint, outcome: _PointOutcome) -> None:
+        each.solution, each.done = outcome.solution, outcome.done
+        self.slow_variables = min(self.slow_variables, outcome.slow_variables)
+        if outcome.ran:
+            self._take(outcome.solution)
 
     def _check_rules(self) -> None:
         if not self.state.options.strict:
@@ -216,22 +217,22 @@ class _Search:
         plans = WarmStart(state.graph, state.cluster, state.options, state.tables, state.seconds_left)
 
         def solve(each: SearchPoint) -> MeshSolution | None:
-            found = plans.fastest_fitting(each.point)
-            if found is not None:
-                found.bound_seconds = each.bound_seconds
-            return found
+            solution = plans.fastest_fitting(each.point)
+            if solution is not None:
+                solution.bound_seconds = each.bound_seconds
+            return solution
 
-        order = [each for each in state.promising(members) if state.is_large(each)]
+        order = [each for each in state.pending_points(members) if state.is_large(each)]
         with Lookahead(solve, state.options.processes) as ahead:
             for number, each in enumerate(order):
                 if state.is_pruned(each):
                     continue
-                found = ahead.result(each, (other for other in order[number + 1 :] if not state.is_pruned(other)))
-                if found is None:
+                solution = ahead.result(each, (other for other in order[number + 1 :] if not state.is_pruned(other)))
+                if solution is None:
                     continue
-                each.warm_start_seconds = found.step_seconds or 0.0
+                each.warm_start_seconds = solution.step_seconds or 0.0
                 if 0 < each.warm_start_seconds < state.best_seconds():
-                    self._take(found)
+                    self._take(solution)
 
     def _solve_without_memory(self, each: SearchPoint) -> None:
         """Without the memory constraint, unless bounds show that such a plan does not fit."""
@@ -262,9 +263,9 @@ class _Search:
                 each.raise_bound(solved.bound_seconds)
                 each.settle(Status.PRUNED, f"{solved.point.micro_batches} micro-batches are no slower, and fit")
 
-    def _solved_with_memory(self, each: SearchPoint) -> _Solved:
+    def _solved_with_memory(self, each: SearchPoint) -> _PointOutcome:
         ran = self._solve_with_memory(each)
-        return _Solved(each.solution, each.done, ran, self.slow_variables)
+        return _PointOutcome(each.solution, each.done, ran, self.slow_variables)
 
     def _solve_with_memory(self, each: SearchPoint) -> bool:
         """Under the memory constraint; whether the ILP ran. Before that the sharper bound of this number of micro-batches, and
@@ -280,11 +281,11 @@ class _Search:
             if hopeless or variables >= self.slow_variables:
                 return False  # it stays with the bound that it has
             left = state.seconds_left()
-            found = solver.relax_with_memory(left, None if state.forced else _RELAXATION_ITERATIONS)
-            if found is None and state.best is not None:
+            relaxed_seconds = solver.relax_with_memory(left, None if state.forced else _RELAXATION_ITERATIONS)
+            if relaxed_seconds is None and state.best is not None:
                 self.slow_variables = _NEARLY * variables
                 return False
-            each.solution.bound_seconds = found or each.bound_seconds
+            each.solution.bound_seconds = relaxed_seconds or each.bound_seconds
         if each.bound_seconds == inf:
             each.settle(Status.INFEASIBLE)
         if state.is_pruned(each):

@@ -20,7 +20,7 @@ from autopar.solve.search_state import SearchPoint, SearchState
 
 
 @dataclass(slots=True)
-class _RoughBound:
+class _MeshBound:
     """What is known of the bounds of one mesh: those of `FlowRelaxation` by weight. `all_blocks` once every block was relaxed by
     itself, `sharp` once nothing is left out. `tables` makes the problem again where another process had it."""
 
@@ -41,7 +41,7 @@ class _RoughBound:
 
 
 @dataclass(frozen=True, slots=True)
-class _Learned:
+class _MeshReport:
     """What a process says of one mesh: the bound, status and end of each point, what remains to be sharpened, and what the rest
     of the search is told of its size and of pipelines."""
 
@@ -60,7 +60,7 @@ class SearchBounds:
     def __init__(self, state: SearchState) -> None:
         self.state = state
         self.ideal_seconds = 0.0
-        self._rough: dict[Mesh, _RoughBound] = {}
+        self._mesh_bounds: dict[Mesh, _MeshBound] = {}
 
     def bound(self, points: Sequence[SearchPoint]) -> None:
         """A bound for every point; of a mesh, at its least number of micro-batches, with what memory and state add for each. The
@@ -74,37 +74,37 @@ class SearchBounds:
         self._bound_mesh(first)  # alone: its size, and the least step by data sheet, tell what the others are worth
         sizes = dict(self.state.variables)
 
-        def learn(members: Sequence[SearchPoint]) -> _Learned:
+        def learn(members: Sequence[SearchPoint]) -> _MeshReport:
             self.state.variables = dict(sizes)  # what this process saw of other meshes must not matter
             self._bound_mesh(members)
-            return self._learned(members, self._rough.get(members[0].point.mesh))
+            return self._report(members, self._mesh_bounds.get(members[0].point.mesh))
 
-        for members, learned in zip(meshes, forked_map(learn, meshes, self.state.options.processes), strict=True):
-            self._take(members, learned)
+        for members, report in zip(meshes, forked_map(learn, meshes, self.state.options.processes), strict=True):
+            self._take(members, report)
 
-    def _learned(self, members: Sequence[SearchPoint], rough: _RoughBound | None) -> _Learned:
+    def _report(self, members: Sequence[SearchPoint], mesh_bound: _MeshBound | None) -> _MeshReport:
         state = self.state
-        return _Learned(
+        return _MeshReport(
             points=tuple((each.bound_seconds, each.solution.status, each.done) for each in members),
-            weights=rough.bounds if rough else {},
-            all_blocks=rough.all_blocks if rough else False,
-            sharp=rough is None,
+            weights=mesh_bound.bounds if mesh_bound else {},
+            all_blocks=mesh_bound.all_blocks if mesh_bound else False,
+            sharp=mesh_bound is None,
             ideal_seconds=self.ideal_seconds,
             variables=dict(state.variables),
             seconds_per_example=dict(state.pipelines.seconds_per_example),
         )
 
-    def _take(self, members: Sequence[SearchPoint], learned: _Learned) -> None:
+    def _take(self, members: Sequence[SearchPoint], report: _MeshReport) -> None:
         """Into this process, where it is not from here."""
         state, mesh = self.state, members[0].point.mesh
-        self.ideal_seconds = self.ideal_seconds or learned.ideal_seconds
-        state.variables.update(learned.variables)
-        state.pipelines.learn_rates(learned.seconds_per_example)
-        for each, (bound, status, done) in zip(members, learned.points, strict=True):
+        self.ideal_seconds = self.ideal_seconds or report.ideal_seconds
+        state.variables.update(report.variables)
+        state.pipelines.learn_rates(report.seconds_per_example)
+        for each, (bound, status, done) in zip(members, report.points, strict=True):
             each.solution.bound_seconds, each.solution.status, each.done = bound, status, done
-        if not learned.sharp and mesh not in self._rough:
-            self._rough[mesh] = _RoughBound(
-                tuple(members), self._tables(members), dict(learned.weights), all_blocks=learned.all_blocks
+        if not report.sharp and mesh not in self._mesh_bounds:
+            self._mesh_bounds[mesh] = _MeshBound(
+                tuple(members), self._tables(members), dict(report.weights), all_blocks=report.all_blocks
             )
 
     def _tables(self, members: Sequence[SearchPoint]) -> Callable[[], Problem]:
@@ -118,30 +118,30 @@ class SearchBounds:
             each.raise_bound(self.ideal_seconds)
         if state.seconds_left() <= 0:
             return
-        rough = _RoughBound(tuple(members), self._tables(members), {})
-        problem = rough.problem
+        mesh_bound = _MeshBound(tuple(members), self._tables(members), {})
+        problem = mesh_bound.problem
         check_forced_axes(problem, forced_axes(problem.mesh, state.options.force))
         if not state.forced and state.solver(problem, members[0].solution).has_useless_axis():
             for each in members:
                 each.settle(Status.PRUNED, "nothing can be sharded over one of its axes")
         least = operation_bound(problem)
         self.ideal_seconds = self.ideal_seconds or ideal_seconds(problem)
-        self._tell_pipelines(problem, least)
+        self._inform_pipelines(problem, least)
         for each in members:
             each.solution.bound_seconds = least
-        rough.bounds[1.0] = least
+        mesh_bound.bounds[1.0] = least
         if state.any_open(members):
             least_point = min(members, key=lambda each: (each.done, each.bound_seconds))
-            self._bound_by_blocks(rough, lambda seconds: state.is_pruned(least_point, seconds))
+            self._bound_by_blocks(mesh_bound, lambda seconds: state.is_pruned(least_point, seconds))
         if state.any_open(members):
-            self._bound_by_flow(rough)
-        if not rough.sharp:
-            self._rough[problem.mesh] = rough
+            self._bound_by_flow(mesh_bound)
+        if not mesh_bound.sharp:
+            self._mesh_bounds[problem.mesh] = mesh_bound
 
     def bound_by_flow(self, each: SearchPoint, problem: Problem) -> None:
         """The linear relaxation of one point, by its own tables."""
         if self.state.any_open([each]):
-            self._bound_by_flow(_RoughBound((each,), lambda: problem, {1.0: each.bound_seconds}))
+            self._bound_by_flow(_MeshBound((each,), lambda: problem, {1.0: each.bound_seconds}))
 
     def tighten(self) -> None:
         """The least bounds, those of pipelines and the others in turn, as long as that raises the least of all."""
@@ -160,77 +160,77 @@ class SearchBounds:
         """Those that the certificate is short of, where something was left out. Other processes begin with the next ones."""
         state = self.state
         enough = state.best_seconds() * (1 - state.options.sharp_gap)
-        ahead: Lookahead[_RoughBound, _Learned] = Lookahead(lambda rough: self._sharpened(rough, enough), state.options.processes)
+        ahead: Lookahead[_MeshBound, _MeshReport] = Lookahead(lambda mesh: self._sharpen(mesh, enough), state.options.processes)
         with ahead:
             while state.seconds_left() > 0:
-                able = [each for each in state.points if each.solution.status is not Status.INFEASIBLE]
-                able = sorted((each for each in able if each.bound_seconds < enough), key=lambda each: each.bound_seconds)
-                if not able or able[0].bound_seconds > state.lower_bound_seconds():
+                feasible = [each for each in state.points if each.solution.status is not Status.INFEASIBLE]
+                feasible = sorted((each for each in feasible if each.bound_seconds < enough), key=lambda each: each.bound_seconds)
+                if not feasible or feasible[0].bound_seconds > state.lower_bound_seconds():
                     return
-                rough = list({each.point.mesh: self._rough.get(each.point.mesh) for each in able}.values())
-                first, *rest = (each if each is not None and not each.sharp else None for each in rough)
+                mesh_bounds = list({each.point.mesh: self._mesh_bounds.get(each.point.mesh) for each in feasible}.values())
+                first, *rest = (each if each is not None and not each.sharp else None for each in mesh_bounds)
                 if first is None:
                     return
                 upcoming = (each for each in rest if each is not None and state.is_worth_a_copy(each.members[0]))
-                learned = ahead.result(first, upcoming)
-                first.all_blocks, first.sharp = learned.all_blocks, True
-                self._take(first.members, learned)
+                report = ahead.result(first, upcoming)
+                first.all_blocks, first.sharp = report.all_blocks, True
+                self._take(first.members, report)
 
-    def _sharpened(self, rough: _RoughBound, enough: float) -> _Learned:
-        if not rough.all_blocks:
-            self._bound_by_blocks(rough, lambda seconds: seconds >= enough)
-        if min(each.bound_seconds for each in rough.members) < enough:
-            self._bound_by_flow(rough, fully=True)
-        return self._learned(rough.members, rough)
+    def _sharpen(self, mesh_bound: _MeshBound, enough: float) -> _MeshReport:
+        if not mesh_bound.all_blocks:
+            self._bound_by_blocks(mesh_bound, lambda seconds: seconds >= enough)
+        if min(each.bound_seconds for each in mesh_bound.members) < enough:
+            self._bound_by_flow(mesh_bound, fully=True)
+        return self._report(mesh_bound.members, mesh_bound)
 
-    def _bound_by_blocks(self, rough: _RoughBound, is_enough: Callable[[float], bool]) -> None:
+    def _bound_by_blocks(self, mesh_bound: _MeshBound, is_enough: Callable[[float], bool]) -> None:
         """With the linear relaxations of single blocks, which are small."""
-        state, problem = self.state, rough.problem
-        rough.all_blocks = True
+        state, problem = self.state, mesh_bound.problem
+        mesh_bound.all_blocks = True
         if not has_many_blocks(problem):
             return
 
-        def ended(seconds: float) -> bool:
-            rough.all_blocks = not is_enough(seconds)
-            return not rough.all_blocks
+        def is_done(seconds: float) -> bool:
+            mesh_bound.all_blocks = not is_enough(seconds)
+            return not mesh_bound.all_blocks
 
-        rough.bounds[1.0] = max(rough.bounds[1.0], bound_by_blocks(problem, ended, state.seconds_left))
-        self._tell_pipelines(problem, rough.bounds[1.0])
-        self._bound_by_memory(rough, fully=False)
+        mesh_bound.bounds[1.0] = max(mesh_bound.bounds[1.0], bound_by_blocks(problem, is_done, state.seconds_left))
+        self._inform_pipelines(problem, mesh_bound.bounds[1.0])
+        self._bound_by_memory(mesh_bound, fully=False)
 
-    def _tell_pipelines(self, problem: Problem, step_seconds: float) -> None:
+    def _inform_pipelines(self, problem: Problem, step_seconds: float) -> None:
         """What holds for smaller micro-batches too, as the prices for bounds do and those of a single point need not."""
         if problem.cluster == self.state.cluster_for_bounds:
             self.state.pipelines.learn_bound(problem, step_seconds)
 
-    def _bound_by_flow(self, rough: _RoughBound, fully: bool = False) -> None:
+    def _bound_by_flow(self, mesh_bound: _MeshBound, fully: bool = False) -> None:
         """With the linear relaxation of placements, then with memory; and with what collectives and state send over one link,
         which seldom says more. Unless `fully`, as long as that may prune some of the points, and of a large problem without the
         last."""
-        state, members, problem = self.state, rough.members, rough.problem
-        if rough.flow is None:
-            rough.flow = flow = FlowRelaxation(problem)
+        state, members, problem = self.state, mesh_bound.members, mesh_bound.problem
+        if mesh_bound.flow is None:
+            mesh_bound.flow = flow = FlowRelaxation(problem)
             state.variables[problem.mesh] = flow.form.model.variables
-            rough.bounds[1.0] = max(rough.bounds[1.0], flow.bound(state.seconds_left()))
-            self._tell_pipelines(problem, rough.bounds[1.0])
-            self._bound_by_memory(rough, fully)
+            mesh_bound.bounds[1.0] = max(mesh_bound.bounds[1.0], flow.bound(state.seconds_left()))
+            self._inform_pipelines(problem, mesh_bound.bounds[1.0])
+            self._bound_by_memory(mesh_bound, fully)
         if fully or (state.any_open(members) and not state.is_large(members[0])):
-            rough.sharp = True
-            if rough.flow.shared:
-                rough.bounds[0.5] = rough.flow.bound(state.seconds_left(), 0.5)
-            self._bound_by_memory(rough, fully)
+            mesh_bound.sharp = True
+            if mesh_bound.flow.shared:
+                mesh_bound.bounds[0.5] = mesh_bound.flow.bound(state.seconds_left(), 0.5)
+            self._bound_by_memory(mesh_bound, fully)
 
-    def _bound_by_memory(self, rough: _RoughBound, fully: bool) -> None:
+    def _bound_by_memory(self, mesh_bound: _MeshBound, fully: bool) -> None:
         """`memory_bound` of each point by the tables of its mesh."""
-        state, flow = self.state, rough.bounds[1.0]
-        for each in rough.members:
+        state, flow = self.state, mesh_bound.bounds[1.0]
+        for each in mesh_bound.members:
             each.raise_bound(flow)
             above = each.bound_seconds >= state.best_seconds() if fully else state.is_pruned(each)
             if each.done or above:
                 continue
-            rough.blocks = rough.blocks or relax_blocks(rough.problem)
-            grouped = with_zero_group(rough.problem, each.point.zero_group)
-            bound = memory_bound(grouped, rough.blocks, each.point.micro_batches, rough.bounds)
+            mesh_bound.blocks = mesh_bound.blocks or relax_blocks(mesh_bound.problem)
+            grouped = with_zero_group(mesh_bound.problem, each.point.zero_group)
+            bound = memory_bound(grouped, mesh_bound.blocks, each.point.micro_batches, mesh_bound.bounds)
             each.raise_bound(bound)
             if bound == inf:
                 each.settle(Status.INFEASIBLE)

@@ -11,7 +11,7 @@ from autopar.ir.mesh import Mesh
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
 from autopar.solve.infeasible import explanation
-from autopar.solve.problem.forced_axes import forced_axes, told_of_forced_axes
+from autopar.solve.problem.forced_axes import forced_axes, forced_axis_notes
 from autopar.solve.result import PlanResult
 from autopar.solve.search_state import SearchPoint, SearchState
 from autopar.solve.space.grid import GridPoint
@@ -59,7 +59,7 @@ def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> Plan
         f"{len(solutions)} candidates: {solved} solved, {pruned} pruned by bounds, {not_tried} not tried, "
         f"{sum(each.status is Status.INFEASIBLE for each in solutions)} do not fit; gap {100 * state.gap():.2g} %"
     )
-    for line in _told(state, best):
+    for line in _forced_axis_notes(state, best):
         warnings.warn(line, stacklevel=2)
     cut_short = _limit(state, interrupted)
     if cut_short:
@@ -97,7 +97,7 @@ def raise_infeasible(state: SearchState) -> None:
         raise Infeasible(explanation(state.graph, state.cluster, state.options, state.registry))
     if any(each.solution.status is Status.TIMEOUT for each in state.points):
         raise Infeasible(_out_of_time(state))
-    raise Infeasible(explanation(state.graph, state.cluster, state.options, state.registry, _nearest(state)))
+    raise Infeasible(explanation(state.graph, state.cluster, state.options, state.registry, _nearest_solvers(state)))
 
 
 def _out_of_time(state: SearchState) -> str:
@@ -110,16 +110,16 @@ def _refusals(state: SearchState) -> Iterator[str]:
     yield state.pipelines.stage_search.placement.refusal
 
 
-def _told(state: SearchState, best: MeshSolution) -> Iterator[str]:
+def _forced_axis_notes(state: SearchState, best: MeshSolution) -> Iterator[str]:
     """What sizes forbid a forced axis of the best plan to shard."""
     axes = forced_axes(best.mesh, state.options.force)
     if axes:
         point = GridPoint(best.mesh, best.micro_batches, stages=best.stages)
         problem = state.pipelines.problem(point) if best.stages > 1 else state.tables.problem(point)
-        yield from told_of_forced_axes(problem, axes)
+        yield from forced_axis_notes(problem, axes)
 
 
-def _nearest(state: SearchState) -> list[MeshSolver]:
+def _nearest_solvers(state: SearchState) -> list[MeshSolver]:
     """What lacks least: per mesh the smallest micro-batches, all state sharded, few meshes; and by how much."""
     nearest: dict[Mesh, SearchPoint] = {}
     for each in state.points:

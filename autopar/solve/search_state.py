@@ -152,12 +152,12 @@ class SearchState:
 
     def _is_large(self, mesh: Mesh) -> bool:
         """Its problem, or where its size is not known, those of as many axes."""
-        known = self.variables.get(mesh)
-        if known is None:
-            known = max((size for other, size in tuple(self.variables.items()) if len(other.axes) == len(mesh.axes)), default=0)
-        return known > LARGE
+        most = self.variables.get(mesh)
+        if most is None:
+            most = max((size for other, size in tuple(self.variables.items()) if len(other.axes) == len(mesh.axes)), default=0)
+        return most > LARGE
 
-    def promising(self, points: Sequence[SearchPoint]) -> list[SearchPoint]:
+    def pending_points(self, points: Sequence[SearchPoint]) -> list[SearchPoint]:
         """What is not done, the lowest bounds first, few micro-batches before many; of large problems those with one ZeRO group
         before those with several, which are harder and seldom much better."""
 
@@ -170,8 +170,8 @@ class SearchState:
 
     def bound_without_pipelines(self) -> float:
         """Below every plan of each point that is no pipeline and is not shown to be infeasible."""
-        able = (each for each in self.points if each.solution.status is not Status.INFEASIBLE)
-        return min((each.bound_seconds for each in able), default=inf)
+        feasible = (each for each in self.points if each.solution.status is not Status.INFEASIBLE)
+        return min((each.bound_seconds for each in feasible), default=inf)
 
     def lower_bound_seconds(self) -> float:
         return min(self.bound_without_pipelines(), self.best_seconds(), *self.pipelines.bounds())

@@ -11,7 +11,7 @@ from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import AxisLink
 from autopar.cost_models.hardware.mesh_links import links_of_axis
-from autopar.cost_models.hardware.offload_target import offload_target
+from autopar.cost_models.state.offload_cost import offload_target
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_cost import StateCost
 from autopar.cost_models.step.block_costs import BlockCosts
@@ -119,11 +119,11 @@ def cost_breakdown(graph: Graph, candidate: Candidate, cluster: Cluster, optimiz
     converted = 0.0
     for block in (block for block in graph.blocks if counts[block.name]):
         plan, own, times = candidate.block(block.name), costs[block.name], counts[block.name] * candidate.micro_batches
-        found = RecomputePlan.of(own, plan, aliases(block, plan.nodes, plan.conversions))
-        recomputed: frozenset[str | Conversion] = frozenset((*found.nodes, *found.conversions))
+        recompute = RecomputePlan.of(own, plan, aliases(block, plan.nodes, plan.conversions))
+        recomputed: frozenset[str | Conversion] = frozenset((*recompute.nodes, *recompute.conversions))
         operations += _operations(plan, own, times, recomputed)
         collectives += _conversions(plan, own, times, recomputed)
-        if copied := sum(found.offloaded.values()):
+        if copied := sum(recompute.offloaded.values()):
             offloads.append(OffloadCost(block.name, times, copied, times * sum(own.offload_seconds(copied))))
         collectives += _inside_operations(plan, own, times, recomputed)
         converted += times * sum(
@@ -212,7 +212,7 @@ def _state_collectives(
             (f"{'reduce-scatter' if zero else 'all-reduce'} of gradients", zero >= 2, state.reduce_seconds, reductions),
         ):
             times = count * (candidate.micro_batches if each_micro_batch else 1)
-            known = isclose(sum(collective_seconds(*each) for each in collectives), seconds, rel_tol=1e-9)
+            is_sum = isclose(sum(collective_seconds(*each) for each in collectives), seconds, rel_tol=1e-9)
             yield CollectiveCost(
                 block=block,
                 origin=StateCollective(name, zero, shared),
@@ -220,5 +220,5 @@ def _state_collectives(
                 seconds=times * seconds,
                 axis=DATA_AXIS,
                 full_bytes=collectives[0][1],
-                collectives=tuple(collectives) if known else (),
+                collectives=tuple(collectives) if is_sum else (),
             )

@@ -56,7 +56,7 @@ def operation_formulas(cost: OperationCost, costs: BlockCosts) -> Iterator[CostF
     streamed = seconds_and_flops(without_flops, plan, sizes, device)[:2]
     elements = profile.transcendental_elements / prod(work_shards(plan.operands, plan.results, sizes))
     yield from _arithmetic(profile, plan, sizes, device, arithmetic[0])
-    found = formula("compute.operation.cpu" if device.kind == "cpu" else "compute.operation")
+    operation = formula("compute.operation.cpu" if device.kind == "cpu" else "compute.operation")
     bandwidth, streams = device.bandwidth_bytes_per_second, device.bandwidth_fraction
     if profile.packs and device.product_bytes_per_second:
         bandwidth, streams = device.product_bytes_per_second, 1.0
@@ -71,19 +71,19 @@ def operation_formulas(cost: OperationCost, costs: BlockCosts) -> Iterator[CostF
             "kernels": float(profile.kernels[index]),
             "launch": device.launch_seconds,
         }
-        values = {key: values[key] for key in found.names}
+        values = {key: values[key] for key in operation.names}
         fresh = pages[0][index] - pages[1][index]
-        if found.value(values):
+        if operation.value(values):
             spelling = f"{name} without fresh pages" if fresh else name
-            yield CostFormula(spelling, found.value(values), found.explain(values))
+            yield CostFormula(spelling, operation.value(values), operation.explain(values))
         if fresh:
-            yield _with_fresh_pages(name, found.value(values), fresh, whole)
+            yield _with_fresh_pages(name, operation.value(values), fresh, whole)
 
 
 def _with_fresh_pages(name: str, work_seconds: float, page_seconds: float, device: Device) -> CostFormula:
-    found, rate = formula("compute.fresh_pages"), device.fresh_page_bytes_per_second
+    pages, rate = formula("compute.fresh_pages"), device.fresh_page_bytes_per_second
     values = {"work": work_seconds, "fresh": page_seconds * rate, "pages": rate}
-    return CostFormula(name, found.value(values), found.explain(values))
+    return CostFormula(name, pages.value(values), pages.explain(values))
 
 
 def _arithmetic(
@@ -103,7 +103,7 @@ def _arithmetic(
             "pass_share": 1.0,
             "fraction": device.attention_share(profile.whole_attention),
         }
-        found = formula("compute.attention")
+        attention = formula("compute.attention")
     else:
         result = local_shape(matrix.result, plan.results[0], sizes)
         rows = result[-2] if matrix.batched else prod(result[:-1])
@@ -114,6 +114,6 @@ def _arithmetic(
         values["fraction"] = reached / device.matrix_peak_flops_per_second(dtype)
         slowdown = arithmetic_slowdown(device, dtype) if matrix.batched else 1.0
         values["efficiency"] = product_efficiency(count, rows, n, k, device.multiprocessors, slowdown)
-        found = formula("compute.product")
+        attention = formula("compute.product")
     values["peak"] = device.matrix_peak_flops_per_second(dtype)
-    yield CostFormula("arithmetic of the forward", found.value(values), found.explain(values))
+    yield CostFormula("arithmetic of the forward", attention.value(values), attention.explain(values))

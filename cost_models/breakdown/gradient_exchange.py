@@ -40,8 +40,8 @@ def gradient_exchanges(graph: Graph, candidate: Candidate, cluster: Cluster) -> 
     gradient_bytes = trainable * itemsize(candidate.precision.reduction)
     link = links_of_axis(stage_cluster(cluster, candidate.pipeline.stages), mesh, mesh.index(DATA_AXIS))
     reduced = fastest_algorithm("all_reduce", gradient_bytes, link)
-    found = [(f"all-reduce, {reduced}", reduced.seconds)]
+    exchanges = [(f"all-reduce, {reduced}", reduced.seconds)]
     for servers in dict.fromkeys((1, link.levels[-1].width)):
         name = "one parameter server" if servers == 1 else f"{servers} parameter servers"
-        found.append((name, parameter_server_seconds(gradient_bytes, link, servers)))
-    return tuple(GradientExchange(name, gradient_bytes, seconds, seconds / reduced.seconds) for name, seconds in found)
+        exchanges.append((name, parameter_server_seconds(gradient_bytes, link, servers)))
+    return tuple(GradientExchange(name, gradient_bytes, seconds, seconds / reduced.seconds) for name, seconds in exchanges)

@@ -62,12 +62,12 @@ def pipeline_timeline(graph: Graph, candidate: Candidate, cluster: Cluster, opti
         tuple(
             RankTimeline(
                 chunks=tuple(sorted({action.chunk for action in actions})),
-                spans=mine,
+                spans=spans_here,
                 busy_seconds=rank.busy_seconds,
                 end_seconds=rank.end_seconds,
                 bubble_share=1 - rank.busy_seconds / end if end else 0.0,
                 in_flight=most_in_flight(actions),
             )
-            for actions, mine, rank in zip(schedule.ranks, spans, ranks, strict=True)
+            for actions, spans_here, rank in zip(schedule.ranks, spans, ranks, strict=True)
         ),
     )

@@ -80,10 +80,10 @@ def measured_overlap(run: CalibrationRun) -> Overlap:
 
 def calibration_note(run: CalibrationRun, day: str) -> str:
     """What a plan says of a measured cluster."""
-    said = f"measured {day}; repetitions differ by {100 * run.spread:.0f} %"
+    note = f"measured {day}; repetitions differ by {100 * run.spread:.0f} %"
     doubt = "the machine was busy, so that an idle one may be faster" if run.slowdown > MAX_SLOWDOWN else ""
     doubt = doubt or ("too much to be sure of more than the order of magnitude" if run.spread > MAX_SPREAD else "")
-    return f"{said}; {doubt}: measure again with `autopar calibrate`" if doubt else said
+    return f"{note}; {doubt}: measure again with `autopar calibrate`" if doubt else note
 
 
 def is_reliable(run: CalibrationRun) -> bool:
@@ -160,12 +160,12 @@ def _fresh_page_rate(run: CalibrationRun) -> float:
 
 def known_device(name: str) -> Device | None:
     """The bundled device that a driver's name (``NVIDIA H200``, ``NVIDIA A100-SXM4-80GB``) stands for, if any."""
-    wanted = name.upper().replace("-", " ").split()
+    parts = name.upper().replace("-", " ").split()
     for preset in presets():
         device = read_cluster(preset_path(preset), preset).device
         words = device.name.upper().split()
         size = words[-1].removesuffix("GB")
-        if words[0] in wanted and "PCIE" not in wanted and (words[0] not in ("A100", "V100") or f"{size}GB" in wanted):
+        if words[0] in parts and "PCIE" not in parts and (words[0] not in ("A100", "V100") or f"{size}GB" in parts):
             return device
     return None
 
@@ -206,14 +206,14 @@ def fit_link(link: Link, size: int, launch_seconds: float, run: Sequence[Timing]
     reduced = [each for each in run if each.name == "all_reduce"]
     unit = replace(link, latency_seconds=1.0, bandwidth_bytes_per_second=1.0)
     latency, transfer = _fit_alpha_beta(unit, size, launch_seconds, reduced)
-    found = replace(link, latency_seconds=latency, bandwidth_bytes_per_second=1.0 / transfer)
+    fitted = replace(link, latency_seconds=latency, bandwidth_bytes_per_second=1.0 / transfer)
     if small_protocol:
-        found = _fit_two_protocols(found, size, launch_seconds, reduced)
+        fitted = _fit_two_protocols(fitted, size, launch_seconds, reduced)
     factors = []
     for kind in dict.fromkeys(each.name for each in run if each.name != "all_reduce"):
-        pair = _fit_alpha_beta(found, size, launch_seconds, [each for each in run if each.name == kind])
+        pair = _fit_alpha_beta(fitted, size, launch_seconds, [each for each in run if each.name == kind])
         factors.append((kind, float(f"{pair[0]:.3g}"), float(f"{pair[1]:.3g}")))
-    return replace(found, factors=tuple(factors), measured=measured_tables(size, run))
+    return replace(fitted, factors=tuple(factors), measured=measured_tables(size, run))
 
 
 def measured_tables(width: int, run: Sequence[Timing]) -> tuple[MeasuredCollective, ...]:
@@ -250,8 +250,8 @@ def _fit_two_protocols(link: Link, size: int, launch_seconds: float, run: Sequen
     }
 
     def error(trial: dict[str, float]) -> float:
-        made = replace(link, **trial)  # type: ignore[arg-type]
-        return sum(abs(log(predicted_seconds(made, size, launch_seconds, each) / each.seconds)) for each in run)
+        trial_link = replace(link, **trial)  # type: ignore[arg-type]
+        return sum(abs(log(predicted_seconds(trial_link, size, launch_seconds, each) / each.seconds)) for each in run)
 
     best = error(numbers)
     for step in (2.0, 1.3, 1.1, 1.03, 1.01):
@@ -261,18 +261,18 @@ def _fit_two_protocols(link: Link, size: int, launch_seconds: float, run: Sequen
             for name in numbers:
                 for factor in (step, 1 / step):
                     trial = {**numbers, name: numbers[name] * factor}
-                    if (found := error(trial)) < best * (1 - 1e-9):
-                        numbers, best, moved = trial, found, True
+                    if (trial_error := error(trial)) < best * (1 - 1e-9):
+                        numbers, best, moved = trial, trial_error, True
     return replace(link, **numbers)  # type: ignore[arg-type]
 
 
-def calibration_document(found: Calibration, source: dict[str, Any]) -> dict[str, Any]:
+def calibration_document(calibration: Calibration, source: dict[str, Any]) -> dict[str, Any]:
     """What goes into the YAML file: the cluster in human units, and the measurements under ``source`` (not read again)."""
-    rows = {each.name: f"{each.rate / 1e9:.4g} G/s, {each.seconds * 1e6:.4g} us" for each in found.run.operations}
+    rows = {each.name: f"{each.rate / 1e9:.4g} G/s, {each.seconds * 1e6:.4g} us" for each in calibration.run.operations}
     sent = {
         f"{each.name} {each.work:.0f} B": f"{each.seconds * 1e6:.4g} us, predicted {ratio * each.seconds * 1e6:.4g}"
-        for each, ratio in zip(found.run.collectives, found.ratios, strict=True)
+        for each, ratio in zip(calibration.run.collectives, calibration.ratios, strict=True)
     }
-    how = {**source, "slowdown": round(found.run.slowdown, 2), "spread": round(found.run.spread, 3)}
-    parts = {f"{what} took": f"{seconds:.1f} s" for what, seconds in found.run.parts}
-    return {**in_human_units(found.cluster.to_dict()), "source": {**how, **parts, **rows, **sent}}
+    how = {**source, "slowdown": round(calibration.run.slowdown, 2), "spread": round(calibration.run.spread, 3)}
+    parts = {f"{what} took": f"{seconds:.1f} s" for what, seconds in calibration.run.parts}
+    return {**in_human_units(calibration.cluster.to_dict()), "source": {**how, **parts, **rows, **sent}}

@@ -30,19 +30,19 @@ def _without_bursts(run: Sequence[Timing]) -> list[Timing]:
     return [each for each in run if each.work == smallest[each.name] or each.work >= WIRE_BYTES]
 
 
-def fit_levels(found: LevelRuns, day: str = "") -> Calibration:
-    """The cluster whose links `found` measured on that day. The ratios are of each level's collectives, then of all ranks'
+def fit_levels(runs: LevelRuns, day: str = "") -> Calibration:
+    """The cluster whose links `runs` measured on that day. The ratios are of each level's collectives, then of all ranks'
     together; the run has them all, named by their level."""
-    whole, size = found.whole, found.levels[-1][0]
+    whole, size = runs.whole, runs.levels[-1][0]
     device = fit_device(whole)
     on_gpu = device.kind == "cuda"
     links: list[Link] = []
     timings: list[Timing] = []
     ratios: list[float] = []
     inside = 1
-    for devices, run in found.levels:
+    for devices, run in runs.levels:
         width = devices // inside
-        wire = devices > size // found.nodes
+        wire = devices > size // runs.nodes
         name = f"network{devices}" if wire else "nvlink" if on_gpu else "loopback"
         fitted = _without_bursts(run.collectives) if wire else run.collectives
         link = fit_link(Link(name, devices, 1e9, 1e-6), width, device.launch_seconds, fitted, on_gpu)
@@ -52,7 +52,7 @@ def fit_levels(found: LevelRuns, day: str = "") -> Calibration:
         ratios += [predicted_seconds(link, width, device.launch_seconds, each) / each.seconds for each in run.collectives]
         inside = devices
     cluster = Cluster(
-        f"measured:{found.nodes}x{size // found.nodes}",
+        f"measured:{runs.nodes}x{size // runs.nodes}",
         device,
         tuple(links),
         size,

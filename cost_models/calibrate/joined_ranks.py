@@ -56,13 +56,13 @@ class _LevelGroup:
 
 def check_levels(levels: tuple[int, ...], size: int) -> tuple[int, ...]:
     """The levels that join more than one device of the next inner one. ClusterError where one does not divide the next."""
-    wanted = (*(each for each in levels if each < size), size)
+    sizes = (*(each for each in levels if each < size), size)
     inside = 1
-    for each in wanted:
+    for each in sizes:
         if each % inside or each < inside:
-            raise ClusterError(f"levels {','.join(map(str, wanted))}: each must be a multiple of the one before it")
+            raise ClusterError(f"levels {','.join(map(str, sizes))}: each must be a multiple of the one before it")
         inside = each
-    return tuple(after for before, after in pairwise((1, *wanted)) if after > before)
+    return tuple(after for before, after in pairwise((1, *sizes)) if after > before)
 
 
 def measure_joined(here: JoinedRank, levels: tuple[int, ...], effort: Effort, progress: Progress) -> LevelRuns | None:
@@ -86,9 +86,9 @@ def measure_joined(here: JoinedRank, levels: tuple[int, ...], effort: Effort, pr
             raise ClusterError("nodes have different numbers of ranks: give torchrun the same --nproc-per-node on all")
         same = [cores for _, machine, cores in each if machine == _machine()]
         warnings.simplefilter("ignore", FutureWarning)  # newer names of collectives, which older releases lack
-        found = _measure(device, len(same), len(set().union(*same)), _groups(levels, here), effort, progress)
+        run = _measure(device, len(same), len(set().union(*same)), _groups(levels, here), effort, progress)
         gathered: list[Any] = [None] * here.size
-        dist.all_gather_object(gathered, found)
+        dist.all_gather_object(gathered, run)
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -123,22 +123,22 @@ def _measure(
     device: torch.device, ranks: int, cores: int, groups: list[_LevelGroup], effort: Effort, progress: Progress
 ) -> dict[str, Any]:
     """Times operations, then each level. `ranks` share the `cores` of this machine (also where they are several nodes)."""
-    say = partial(_said, progress) if dist.get_rank() == 0 else _silent
+    say = partial(_say, progress) if dist.get_rank() == 0 else _silent
     share, alone = max(1 / torch.get_num_threads(), ranks / cores), max(1.0, ranks / cores)
     bench = RankBenchmark(device, effort, share, alone, say)
-    made = [TimedCall(*each) for each in operation_calls(device, effort.thorough)]
-    parts = [("operations", bench.rounds("operations", made, (0.0, 0.4)))]
-    found = []
+    operations = [TimedCall(*each) for each in operation_calls(device, effort.thorough)]
+    parts = [("operations", bench.rounds("operations", operations, (0.0, 0.4)))]
+    timings = []
     for index, level in enumerate(groups):
         begin, end = (0.4 + 0.6 * part / len(groups) for part in (index, index + 1))
         what = f"links that join {level.devices}" if index < len(groups) - 1 else "all ranks together"
         started = time.perf_counter()
-        found.append(_level_timings(bench, level, what, (begin, end)))
+        timings.append(_level_timings(bench, level, what, (begin, end)))
         parts.append((what, time.perf_counter() - started))
     return {
         "facts": device_facts(device, ranks),
-        "operations": [task.to_dict() for task in made],
-        "levels": [[task.to_dict() for task in tasks] for tasks in found],
+        "operations": [task.to_dict() for task in operations],
+        "levels": [[task.to_dict() for task in tasks] for tasks in timings],
         "parts": parts,
     }
 
@@ -151,16 +151,16 @@ def _level_timings(bench: RankBenchmark, level: _LevelGroup, what: str, share: t
     for index, full in enumerate(SIZES):
         if level.wire and index and full // level.width < WIRE_BYTES:
             continue  # a token bucket's burst would carry all of it, which says nothing of the bandwidth
-        made = [*calls_of_size(bench.device, level.width, full, level.group)]
+        calls = [*calls_of_size(bench.device, level.width, full, level.group)]
         if not level.wire:  # beside a network copies are small
-            made += state_calls_of_size(bench.device, level.width, full, level.group)
+            calls += state_calls_of_size(bench.device, level.width, full, level.group)
         bound = level.wire and full // level.width >= WIRE_BYTES
         between = None if bound else products
-        tasks = [TimedCall(*each, between=between) for each in made]
+        tasks = [TimedCall(*each, between=between) for each in calls]
         least = max(effort.slice_seconds, WIRE_SLICE_SECONDS) if bound else effort.slice_seconds
         timing = replace(bench, effort=replace(effort, slice_seconds=least))
-        mine = begin + (end - begin) * index / len(SIZES), begin + (end - begin) * (index + 1) / len(SIZES)
-        timing.rounds(f"{what}, {full // 1024} KiB", tasks, mine)
+        part = begin + (end - begin) * index / len(SIZES), begin + (end - begin) * (index + 1) / len(SIZES)
+        timing.rounds(f"{what}, {full // 1024} KiB", tasks, part)
         out += tasks
         if not level.wire:
             continue
@@ -171,7 +171,7 @@ def _level_timings(bench: RankBenchmark, level: _LevelGroup, what: str, share: t
     return out
 
 
-def _said(progress: Progress, line: str) -> None:
+def _say(progress: Progress, line: str) -> None:
     share, _, what = line.partition(" ")
     progress(what, float(share))
 

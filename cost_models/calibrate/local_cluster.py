@@ -83,19 +83,19 @@ def measured_local_cluster(processes: int, folder: Path, say: Callable[[str], ob
         tries, run = 0, None
     began = time.monotonic()
     say(f"measuring this machine as local:{processes}, about {QUICK_SECONDS:.0f} s, once (`autopar calibrate` measures longer)")
-    found = measure_local(processes)
+    calibration = measure_local(processes)
     say(f"measured in {time.monotonic() - began:.0f} s, kept in {path}")
     if run is not None:
-        found = _calibrated(processes, found.run.faster(run))
-    _keep(found, tries + 1, path)
-    return found.cluster
+        calibration = _calibrated(processes, calibration.run.faster(run))
+    _keep(calibration, tries + 1, path)
+    return calibration.cluster
 
 
-def keep_local(processes: int, found: Calibration, folder: Path) -> Path:
+def keep_local(processes: int, calibration: Calibration, folder: Path) -> Path:
     """Keeps a thorough measurement as that of ``local:processes``; its file. It counts as often repeated: a busy machine's quick
     ones do not replace it soon."""
     path = _path(processes, folder)
-    _keep(found, THOROUGH_TRIES, path)
+    _keep(calibration, THOROUGH_TRIES, path)
     return path
 
 
@@ -103,8 +103,8 @@ def _path(processes: int, folder: Path) -> Path:
     return folder / f"local{_MEASURED_HOW}-{processes}-{machine_name()}-{available_cores()}-torch{version('torch')}.json"
 
 
-def _keep(found: Calibration, tries: int, path: Path) -> None:
-    content = {"tries": tries, "run": asdict(found.run), "cluster": found.cluster.to_dict()}
+def _keep(calibration: Calibration, tries: int, path: Path) -> None:
+    content = {"tries": tries, "run": asdict(calibration.run), "cluster": calibration.cluster.to_dict()}
     with suppress(OSError, FileError):  # a folder that cannot be written is no error
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(content, indent=1))

@@ -126,8 +126,8 @@ class CalibrationRun:
         if [(each.name, each.work) for each in self.everything] != [(each.name, each.work) for each in other.everything]:
             return self
         pairs = [
-            tuple(replace(a, seconds=min(a.seconds, b.seconds)) for a, b in zip(mine, others, strict=True))
-            for mine, others in ((self.operations, other.operations), (self.collectives, other.collectives))
+            tuple(replace(a, seconds=min(a.seconds, b.seconds)) for a, b in zip(timings, others, strict=True))
+            for timings, others in ((self.operations, other.operations), (self.collectives, other.collectives))
         ]
         slowdown, spread, contention = map(min, _quality(self), _quality(other))
         return CalibrationRun(self.facts, pairs[0], pairs[1], slowdown, spread, contention, self.parts, self.narrower)
@@ -215,15 +215,15 @@ def merge_ranks(each: list[dict[str, Any]], wire: bool = False) -> CalibrationRu
         skew = median(max(same) / _mean(same) for rounds_of in pairs for same in rounds_of)
     operations, collectives = [], []
     for index, item in enumerate(each[0]["operations"]):
-        operations.append(Timing(item["name"], item["work"], skew * counted(own["operations", index])))
+        operations.append(Timing(item["name"], item["work"], skew * quantile(own["operations", index])))
     for index, item in enumerate(each[0]["collectives"]):
         used, passed = median(own["collectives", index]), median(clock["collectives", index])
         waiting = (slowdown - 1) * used if item["work"] < WIRE_BYTES else 0.0
         seconds = max(used, passed / slowdown, passed - waiting if wire else 0.0)
         collectives.append(Timing(item["name"], item["work"], seconds, item.get("width", 0)))
-    spread = median(median(same) / counted(same) for same in own.values()) - 1
+    spread = median(median(same) / quantile(same) for same in own.values()) - 1
     large = [each.work >= LARGE_BYTES and not each.width for each in collectives]
-    uses = [counted(own["collectives", i]) / collectives[i].seconds for i, counts in enumerate(large) if counts]
+    uses = [quantile(own["collectives", i]) / collectives[i].seconds for i, counts in enumerate(large) if counts]
     contention = median(uses) if uses and facts["kind"] == "cpu" else 0.0
     return CalibrationRun(
         facts=facts,
@@ -245,7 +245,7 @@ def _mean(seconds: Sequence[float]) -> float:
     return sum(seconds) / len(seconds)
 
 
-def counted(rounds: list[float]) -> float:
+def quantile(rounds: list[float]) -> float:
     """The `QUANTILE` of the rounds."""
     return sorted(rounds)[int(QUANTILE * (len(rounds) - 1))]
 

@@ -140,9 +140,9 @@ def _update() -> Callable[[], object]:
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    made = [DTensor.from_local(torch.ones(64), mesh, [Replicate()], run_check=False) for _ in range(2 * UPDATED)]
-    parameters = [torch.nn.Parameter(each) for each in made[:UPDATED]]
-    for parameter, gradient in zip(parameters, made[UPDATED:], strict=True):
+    tensors = [DTensor.from_local(torch.ones(64), mesh, [Replicate()], run_check=False) for _ in range(2 * UPDATED)]
+    parameters = [torch.nn.Parameter(each) for each in tensors[:UPDATED]]
+    for parameter, gradient in zip(parameters, tensors[UPDATED:], strict=True):
         parameter.grad = gradient
     return torch.optim.AdamW(parameters).step
 

@@ -75,9 +75,9 @@ class RankBenchmark:
         if whole:
             left = self.began + whole - time.time()
             seconds = min(seconds, max(0.0, left) * (share[1] - share[0]) / (1 - share[0]))
-        told = torch.tensor([seconds], device=self.device)
-        dist.all_reduce(told, op=dist.ReduceOp.MIN)
-        return float(told.item())
+        shared = torch.tensor([seconds], device=self.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MIN)
+        return float(shared.item())
 
     def _on_gpu(self, task: TimedCall) -> float:
         """Seconds of all calls on the GPU's own clock, between two events of its stream."""
@@ -213,8 +213,8 @@ def _fork(rank: int, job: str, folder: Path) -> int:
 
 def measure_as_rank(rank: int, job: str) -> None:
     """Measures as one of the ranks, and writes ``folder/rank.json``. Progress goes to stdout."""
-    told = json.loads(job)
-    size, folder, began = int(told.pop("size")), Path(told.pop("folder")), float(told.pop("began"))
+    data = json.loads(job)
+    size, folder, began = int(data.pop("size")), Path(data.pop("folder")), float(data.pop("began"))
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= size
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     threads = max(1, available_cores() // size)
@@ -226,21 +226,21 @@ def measure_as_rank(rank: int, job: str) -> None:
     dist.init_process_group("nccl" if cuda else "gloo", init_method=where, rank=rank, world_size=size, timeout=limit)
     say: Callable[[str], object] = partial(print, flush=True) if rank == 0 else lambda line: None
     try:
-        found = _measure(
+        timings = _measure(
             RankBenchmark(
-                device, Effort(**told), max(1 / threads, size / available_cores()), max(1.0, size / available_cores()), say, began
+                device, Effort(**data), max(1 / threads, size / available_cores()), max(1.0, size / available_cores()), say, began
             ),
             size,
         )
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(timings))
 
 
 def _measure(bench: RankBenchmark, size: int) -> dict[str, Any]:
-    made = [TimedCall(*each) for each in operation_calls(bench.device, bench.effort.thorough)]
-    parts = [("operations", bench.rounds("operations", made, (0.0, 0.5 if size > 1 else 1.0)))]
+    operations = [TimedCall(*each) for each in operation_calls(bench.device, bench.effort.thorough)]
+    parts = [("operations", bench.rounds("operations", operations, (0.0, 0.5 if size > 1 else 1.0)))]
     sent: list[TimedCall] = []
     if size > 1:
         between = bench.between()
@@ -249,7 +249,7 @@ def _measure(bench: RankBenchmark, size: int) -> dict[str, Any]:
             calls = collective_calls(bench.device, width, True, group)
             sent += [TimedCall(*each, between=between, width=width) for each in calls]
         parts.append(("collectives", bench.rounds("collectives", sent, (0.5, 1.0))))
-    plain = [[task.to_dict() for task in tasks] for tasks in (made, sent)]
+    plain = [[task.to_dict() for task in tasks] for tasks in (operations, sent)]
     return {"facts": device_facts(bench.device, size), "operations": plain[0], "collectives": plain[1], "parts": parts}
 
 
@@ -268,15 +268,15 @@ def device_facts(device: torch.device, size: int) -> dict[str, Any]:
         shared = max(1.0, size / available_cores())
         facts = {"kind": "cpu", "name": f"{name} process", "memory_bytes": machine_memory_bytes() // size, "base_bytes": 2**29}
         return {**facts, "ranks_per_core": shared, "vector_bits": vector_bits()}
-    told = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
-    major = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell"}.get(told.major, "")
+    major = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell"}.get(properties.major, "")
     return {
         "kind": "cuda",
-        "name": told.name,
+        "name": properties.name,
         "memory_bytes": total,
         "base_bytes": max(0, total - free - torch.cuda.memory_reserved(device)),
         "generation": major,
-        "multiprocessors": told.multi_processor_count,
+        "multiprocessors": properties.multi_processor_count,
         "host_bytes": machine_memory_bytes() // size,
     }

@@ -43,19 +43,19 @@ def _algorithm_costs(kind: str, link: AxisLink) -> Iterable[AlphaBetaCost]:
 
 
 def _algorithms(kind: str, link: AxisLink) -> tuple[str, ...]:
-    able = {"ring", "hierarchical"}
+    supported = {"ring", "hierarchical"}
     if kind == "all_reduce":
-        able |= {"tree", "switch"} if link.levels[0].link.switch_bandwidth_bytes_per_second else {"tree"}
-    return tuple(name for name in link.algorithms if name in able) or ("ring",)
+        supported |= {"tree", "switch"} if link.levels[0].link.switch_bandwidth_bytes_per_second else {"tree"}
+    return tuple(name for name in link.algorithms if name in supported) or ("ring",)
 
 
 def algorithm_cost(kind: str, algorithm: str, protocol: str, link: AxisLink) -> AlphaBetaCost:
     """The cost of one algorithm and protocol on `link`, whether or not the library would choose it."""
-    found = algorithm_formula(kind, algorithm, link)
+    formula = algorithm_formula(kind, algorithm, link)
     values = formula_values(kind, algorithm, protocol, link)
-    latency = found.value({**values, "N": 0.0})
+    latency = formula.value({**values, "N": 0.0})
     waits = ("launch", "s", *(f"a{index}" for index in range(1, len(link.levels) + 1)))
-    moved = found.value({**values, **dict.fromkeys(waits, 0.0), "N": _REFERENCE_BYTES})
+    moved = formula.value({**values, **dict.fromkeys(waits, 0.0), "N": _REFERENCE_BYTES})
     return AlphaBetaCost(algorithm, protocol, latency, moved / _REFERENCE_BYTES)
 
 

@@ -76,14 +76,14 @@ def explain_collective(kind: str, full_bytes: float, link: AxisLink) -> str:
     table = measured_table(kind, link)
     if table is not None:
         return explain_table(kind, full_bytes, link, table)
-    found = algorithm_formula(kind, fastest.algorithm, link)
+    formula = algorithm_formula(kind, fastest.algorithm, link)
     values: Mapping[str, float] = {**formula_values(kind, fastest.algorithm, fastest.protocol, link), "N": full_bytes}
     levels = link.levels[-1:] if kind == "point_to_point" else link.levels
-    said = [
+    texts = [
         f"{level.link.name} {latency:.3g} x the latency and {transfer:.3g} x the transfer"
         for level in levels
         for latency, transfer in (measured_factors(kind, level.link),)
         if (latency, transfer) != (1.0, 1.0)
     ]
-    more = f"\n  with {', '.join(said)} as measured" if said else ""
-    return found.explain({name: values[name] for name in found.names}) + more
+    more = f"\n  with {', '.join(texts)} as measured" if texts else ""
+    return formula.explain({name: values[name] for name in formula.names}) + more

@@ -24,8 +24,8 @@ def measured_table(kind: str, link: AxisLink) -> PiecewiseLinear | None:
     if kind not in link.table_cache:
         algorithm_costs(kind, link)  # refuses an unknown kind
         levels = link.levels[-1:] if kind == "point_to_point" else link.levels
-        known = link.size > 1 and any(_measured(kind, level) for level in levels)
-        link.table_cache[kind] = _table(kind, link, levels) if known else None
+        has_table = link.size > 1 and any(_nearest_table(kind, level) for level in levels)
+        link.table_cache[kind] = _table(kind, link, levels) if has_table else None
     return link.table_cache[kind]
 
 
@@ -35,27 +35,27 @@ def bends(kind: str, link: AxisLink) -> tuple[float, ...]:
     return table.sizes if table is not None else ()
 
 
-def _measured(kind: str, level: Level) -> MeasuredCollective | None:
+def _nearest_table(kind: str, level: Level) -> MeasuredCollective | None:
     """Of this kind, or of the plain collective where the one of state was not measured; of the most similar width."""
     for name in (kind, STATE_KINDS.get(kind, kind)):
-        found = [each for each in level.link.measured if each.kind == name]
-        if found:
-            return min(found, key=lambda each: abs(log(each.width / level.width)))
+        tables = [each for each in level.link.measured if each.kind == name]
+        if tables:
+            return min(tables, key=lambda each: abs(log(each.width / level.width)))
     return None
 
 
 def _table(kind: str, link: AxisLink, levels: tuple[Level, ...]) -> PiecewiseLinear:
     parts, inside, sizes, for_bounds = [], 1, {0.0}, False
     for level in levels:
-        found = _measured(kind, level)
-        if found is not None:
-            sizes |= {size * inside for size in found.table.sizes}
-            for_bounds |= found.for_bounds
-        parts.append((level, found, inside))
+        measured = _nearest_table(kind, level)
+        if measured is not None:
+            sizes |= {size * inside for size in measured.table.sizes}
+            for_bounds |= measured.for_bounds
+        parts.append((level, measured, inside))
         inside *= level.width
     points, least = [], 0.0
     for size in sorted(sizes):
-        slowed = tuple(_slowed(kind, level, found, size / part, link) for level, found, part in parts)
+        slowed = tuple(_slow_level(kind, level, measured, size / part, link) for level, measured, part in parts)
         at = replace(link, levels=(*link.levels[: len(link.levels) - len(slowed)], *slowed))
         least = max(least, _formula_seconds(kind, size, at))
         points.append((size, least))
@@ -63,14 +63,14 @@ def _table(kind: str, link: AxisLink, levels: tuple[Level, ...]) -> PiecewiseLin
     return table.without_diseconomies() if for_bounds else table
 
 
-def _slowed(kind: str, level: Level, found: MeasuredCollective | None, size: float, link: AxisLink) -> Level:
+def _slow_level(kind: str, level: Level, table: MeasuredCollective | None, size: float, link: AxisLink) -> Level:
     """The level with its latency and transfer as many times longer as it was measured for `size` bytes."""
-    if found is None:
+    if table is None:
         return level
-    size = max(size, found.table.sizes[0])
-    alone = replace(link, size=found.width, levels=(Level(level.link, found.width),))
+    size = max(size, table.table.sizes[0])
+    alone = replace(link, size=table.width, levels=(Level(level.link, table.width),))
     formula = _formula_seconds(kind, size, alone) - link.launch_seconds
-    slowdown = max(_LEAST, (found.table.at(size) - link.launch_seconds) / formula) if formula > 0 else 1.0
+    slowdown = max(_LEAST, (table.table.at(size) - link.launch_seconds) / formula) if formula > 0 else 1.0
     return replace(level, link=_with_slowdown(kind, level.link, slowdown))
 
 

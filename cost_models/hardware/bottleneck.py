@@ -31,8 +31,8 @@ def bottleneck_device(devices: list[Device]) -> Device:
 
 def _of_all(devices: list[Device], which: Callable[[list[float]], float]) -> tuple[tuple[str, float], ...]:
     """The measured peaks of the dtypes that were measured on all of them."""
-    known = [dict(device.measured_peak) for device in devices]
-    return tuple((dtype, which([each[dtype] for each in known])) for dtype in known[0] if all(dtype in each for each in known))
+    peaks = [dict(device.measured_peak) for device in devices]
+    return tuple((dtype, which([each[dtype] for each in peaks])) for dtype in peaks[0] if all(dtype in each for each in peaks))
 
 
 def fastest_device(devices: list[Device]) -> Device:

@@ -211,8 +211,8 @@ def heterogeneous_cluster(clusters: tuple[Cluster, ...], name: str) -> Cluster:
     links = tuple(bottleneck_of(same, {"devices", "dimensions"}) for same in zip(*(each.links for each in clusters), strict=True))
     offload_targets: dict[str, Any] = {}
     for key in ("host", "nvme"):
-        found = [target for each in clusters if (target := getattr(each, key)) is not None]
-        offload_targets[key] = bottleneck_of(found) if len(found) == len(clusters) else None
+        targets = [target for each in clusters if (target := getattr(each, key)) is not None]
+        offload_targets[key] = bottleneck_of(targets) if len(targets) == len(clusters) else None
     whole = Cluster(
         name,
         bottleneck_device([each.device for each in clusters]),

@@ -74,8 +74,8 @@ _HUMAN = {"peak": "_tflops", "measured_peak": "_tflops", "memory_bytes": "_gib",
 
 def _ending(key: str) -> str:
     """What `key` of the code ends with in human units; empty where it has none."""
-    known = {"_bytes_per_second": "_gb_per_second", "_seconds": "_us", "_bytes": "_mib"}
-    return _HUMAN.get(key) or next((human for ending, human in known.items() if key.endswith(ending)), "")
+    endings = {"_bytes_per_second": "_gb_per_second", "_seconds": "_us", "_bytes": "_mib"}
+    return _HUMAN.get(key) or next((human for ending, human in endings.items() if key.endswith(ending)), "")
 
 
 def human_key(key: str) -> str:
@@ -133,17 +133,17 @@ def with_base(data: dict[str, Any]) -> dict[str, Any]:
     base = data.pop("like")
     if base not in presets() or base == "local":
         raise ValueError(f"like is {base!r}: write one of {', '.join(name for name in presets() if name != 'local')}")
-    found = with_base(read_yaml(preset_path(str(base))))
-    known = {link["name"]: link for link in found["links"]}
+    merged = with_base(read_yaml(preset_path(str(base))))
+    links = {link["name"]: link for link in merged["links"]}
     for key, value in data.items():
         if key == "links" and isinstance(value, list):
-            if unknown := [link for link in value if isinstance(link, str) and link not in known]:
-                raise ValueError(f"links has {unknown[0]!r}: write a link, or the name of one of {base}: {', '.join(known)}")
-            value = [known[link] if isinstance(link, str) else link for link in value]
-        elif isinstance(value, dict) and isinstance(found.get(key), dict):
-            value = found[key] | value
-        found[key] = value
-    return found
+            if unknown := [link for link in value if isinstance(link, str) and link not in links]:
+                raise ValueError(f"links has {unknown[0]!r}: write a link, or the name of one of {base}: {', '.join(links)}")
+            value = [links[link] if isinstance(link, str) else link for link in value]
+        elif isinstance(value, dict) and isinstance(merged.get(key), dict):
+            value = merged[key] | value
+        merged[key] = value
+    return merged
 
 
 _MOST_CHARACTERS = 30_000
@@ -185,7 +185,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ClusterError(f"cluster file {path}: expected keys name, device, links and size; `autopar calibrate` writes one")
     data.pop("source", None)
     try:
-        found: dict[str, Any] = in_code_units(data)
+        content: dict[str, Any] = in_code_units(data)
     except ValueError as error:
         raise ClusterError(f"cluster file {path}: {error}") from None
-    return found
+    return content

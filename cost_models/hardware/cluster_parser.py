@@ -23,19 +23,19 @@ def parse_dataclass(cls: type[Any], data: Any, path: str, readers: Mapping[str, 
     """An instance of dataclass `cls`; keys with a reader are read by it, others by their annotation. `path` leads to `data`."""
     if not isinstance(data, Mapping):
         raise ClusterError(f"{path or 'the file'} is {_shown(data)}: write keys with values, such as {_example(cls)}")
-    known = {field.name: field for field in fields(cls)}
-    if unknown := [key for key in data if key not in known]:
-        can = ", ".join(human_key(name) for name in known)
+    fields_by_name = {field.name: field for field in fields(cls)}
+    if unknown := [key for key in data if key not in fields_by_name]:
+        can = ", ".join(human_key(name) for name in fields_by_name)
         raise ClusterError(f"{_join(path, str(unknown[0])[:80])} is unknown: take it out, or write one of {can}")
-    missing = [name for name, field in known.items() if name not in data and _is_required(field)]
+    missing = [name for name, field in fields_by_name.items() if name not in data and _is_required(field)]
     if missing:
         raise ClusterError(f"{_join(path, missing[0])} is missing: add {human_key(missing[0])}, as in {_example(cls)}")
-    found = {}
+    values = {}
     for name, value in data.items():
         where = _join(path, name)
-        read = readers.get(name) or _READERS.get(str(known[name].type))
-        found[name] = read(value, where) if read else value
-    return cls(**found)
+        read = readers.get(name) or _READERS.get(str(fields_by_name[name].type))
+        values[name] = read(value, where) if read else value
+    return cls(**values)
 
 
 def _shown(value: object) -> str:
@@ -53,8 +53,8 @@ def _is_required(field: Field[Any]) -> bool:
 
 def _example(cls: type[Any]) -> str:
     """The required keys."""
-    given = {"name": "X", "kind": "cuda", "peak": "{float32: 60, bfloat16: 900}"}
-    each = [f"{human_key(f.name)}: {given.get(f.name, 1)}" for f in fields(cls) if _is_required(f)]
+    examples = {"name": "X", "kind": "cuda", "peak": "{float32: 60, bfloat16: 900}"}
+    each = [f"{human_key(f.name)}: {examples.get(f.name, 1)}" for f in fields(cls) if _is_required(f)]
     return "{" + ", ".join(each) + "}"
 
 
@@ -122,9 +122,9 @@ def parse_measured(value: Any, where: str) -> MeasuredCollective:
     """Measured seconds of one kind of collective."""
     if not isinstance(value, Mapping) or set(value) != {"kind", "width", "by_bytes_seconds"}:
         raise ClusterError(f"{where} is {str(value)[:60]}: write kind, width and by_bytes_us, as in {_TABLE}")
-    kind, width, known = value["kind"], value["width"], (*KINDS, *STATE_KINDS)
-    if kind not in known:
-        raise ClusterError(f"{where}.kind is {_shown(kind)}: write one of {', '.join(known)}")
+    kind, width, kinds = value["kind"], value["width"], (*KINDS, *STATE_KINDS)
+    if kind not in kinds:
+        raise ClusterError(f"{where}.kind is {_shown(kind)}: write one of {', '.join(kinds)}")
     if isinstance(width, bool) or not isinstance(width, int) or width < 2:
         raise ClusterError(f"{where}.width is {_shown(width)}: write among how many neighbours it was measured, at least 2")
     return MeasuredCollective(kind, width, _table(value["by_bytes_seconds"], f"{where}.by_bytes_us"))
@@ -162,57 +162,57 @@ def parse_algorithm(value: Any, where: str) -> str:
 
 def parse_device(data: Any, where: str) -> Device:
     """One device."""
-    found: Device = parse_dataclass(Device, data, where, {"peak": _rates, "measured_peak": _rates})
-    if found.kind != "cpu" and "communicator_bytes" not in data:
-        found = replace(found, communicator_bytes=COMMUNICATOR_BYTES)
-    return found
+    device: Device = parse_dataclass(Device, data, where, {"peak": _rates, "measured_peak": _rates})
+    if device.kind != "cpu" and "communicator_bytes" not in data:
+        device = replace(device, communicator_bytes=COMMUNICATOR_BYTES)
+    return device
 
 
 def parse_link(data: Any, where: str) -> Link:
     """One link level."""
     readers = {"kind": _link_kind, "dimensions": list_of(_whole), "factors": _factors, "measured": list_of(parse_measured)}
-    found: Link = parse_dataclass(Link, data, where, readers)
-    return found
+    link: Link = parse_dataclass(Link, data, where, readers)
+    return link
 
 
 def parse_offload_target(data: Any, where: str) -> OffloadTarget:
     """Host memory or NVMe."""
-    found: OffloadTarget = parse_dataclass(OffloadTarget, data, where, {})
-    return found
+    target: OffloadTarget = parse_dataclass(OffloadTarget, data, where, {})
+    return target
 
 
 def parse_overlap(data: Any, where: str) -> Overlap:
     """Which communication overlaps with compute."""
-    found: Overlap = parse_dataclass(Overlap, data, where, {})
-    if not 0 <= found.contention < 1:
-        raise ClusterError(f"{where}.contention is {found.contention}: write a share below 1")
-    return found
+    overlap: Overlap = parse_dataclass(Overlap, data, where, {})
+    if not 0 <= overlap.contention < 1:
+        raise ClusterError(f"{where}.contention is {overlap.contention}: write a share below 1")
+    return overlap
 
 
 def parse_state_layout(data: Any, where: str) -> StateLayout:
     """Optimizer state layout."""
-    found: StateLayout = parse_dataclass(StateLayout, data, where, {})
-    if {found.gradient_bytes, found.bfloat16_gradient_bytes} - {0, 2, 4} or found.accesses < 0:
+    layout: StateLayout = parse_dataclass(StateLayout, data, where, {})
+    if {layout.gradient_bytes, layout.bfloat16_gradient_bytes} - {0, 2, 4} or layout.accesses < 0:
         raise ClusterError(f"{where}: write gradient_bytes 0, 2 or 4, and accesses of at least 0")
-    return found
+    return layout
 
 
 def parse_node_group(data: Any, where: str) -> NodeGroup:
     """The nodes of one kind in a heterogeneous cluster."""
-    found: NodeGroup = parse_dataclass(NodeGroup, data, where, {"device": parse_device, "links": list_of(parse_link)})
-    return found
+    group: NodeGroup = parse_dataclass(NodeGroup, data, where, {"device": parse_device, "links": list_of(parse_link)})
+    return group
 
 
 _LEAST = 1e-9
 """Of rates and shares: products of smaller ones may be 0."""
 
 
-def check_cluster(given: Device, links: Sequence[Link], size: int, algorithms: Sequence[str]) -> None:
+def check_cluster(device: Device, links: Sequence[Link], size: int, algorithms: Sequence[str]) -> None:
     """ClusterError where the figures of a cluster contradict each other."""
     above = ("bandwidth_bytes_per_second", "matmul_fraction", "attention_fraction", "bandwidth_fraction", "memory_bytes")
     for name in above:
-        if getattr(given, name) < _LEAST:
-            raise ClusterError(f"device.{human_key(name)} is {getattr(given, name):g}: write a number above 0")
+        if getattr(device, name) < _LEAST:
+            raise ClusterError(f"device.{human_key(name)} is {getattr(device, name):g}: write a number above 0")
     for name in (
         "matmul_fraction",
         "attention_fraction",
@@ -220,15 +220,15 @@ def check_cluster(given: Device, links: Sequence[Link], size: int, algorithms: S
         "convolution_fraction",
         "bandwidth_fraction",
     ):
-        if getattr(given, name) > 1.5:
-            raise ClusterError(f"device.{name} is {getattr(given, name):g}: write the share of the peak that is reached, as 0.7")
-    if given.ranks_per_core < 1:
-        raise ClusterError(f"device.ranks_per_core is {given.ranks_per_core:g}: write how many ranks share a core, at least 1")
-    _check_measured_peak(given)
-    if "float32" not in dict(given.peak) or min(peak for _, peak in given.peak) < _LEAST:
+        if getattr(device, name) > 1.5:
+            raise ClusterError(f"device.{name} is {getattr(device, name):g}: write the share of the peak that is reached, as 0.7")
+    if device.ranks_per_core < 1:
+        raise ClusterError(f"device.ranks_per_core is {device.ranks_per_core:g}: write how many ranks share a core, at least 1")
+    _check_measured_peak(device)
+    if "float32" not in dict(device.peak) or min(peak for _, peak in device.peak) < _LEAST:
         raise ClusterError("device.peak_tflops needs float32, and each rate above 0: such as {float32: 60, bfloat16: 900}")
-    if given.memory_margin >= 1:
-        raise ClusterError(f"device.memory_margin is {given.memory_margin:g}: write the share of memory to leave free, as 0.1")
+    if device.memory_margin >= 1:
+        raise ClusterError(f"device.memory_margin is {device.memory_margin:g}: write the share of memory to leave free, as 0.1")
     if size < 1:
         raise ClusterError(f"size is {size}: write how many devices there are, at least 1")
     if not algorithms:
@@ -238,13 +238,13 @@ def check_cluster(given: Device, links: Sequence[Link], size: int, algorithms: S
     _check_links(links, size)
 
 
-def _check_measured_peak(given: Device) -> None:
+def _check_measured_peak(device: Device) -> None:
     """No matrix product is faster than the fastest that was measured, in no dtype."""
-    shares = {dtype: rate / given.peak_flops_per_second(dtype) for dtype, rate in given.measured_peak}
-    if shares and given.matmul_fraction > max(shares.values()) * (1 + _ROUNDED):
+    shares = {dtype: rate / device.peak_flops_per_second(dtype) for dtype, rate in device.measured_peak}
+    if shares and device.matmul_fraction > max(shares.values()) * (1 + _ROUNDED):
         dtype = max(shares, key=lambda name: shares[name])
         raise ClusterError(
-            f"device.matmul_fraction is {given.matmul_fraction:g}, but the fastest product measured on it "
+            f"device.matmul_fraction is {device.matmul_fraction:g}, but the fastest product measured on it "
             f"reaches {shares[dtype]:.3f} of its peak ({dtype}): write at most that, or correct measured_peak_tflops"
         )
 

@@ -85,13 +85,13 @@ class Device:
 
     def peak_flops_per_second(self, dtype: str) -> float:
         """The data-sheet peak of dense matrix products in `dtype`; an unlisted dtype counts as float32."""
-        known = dict(self.peak)
-        return known.get("float8" if dtype.startswith("float8") else dtype, known["float32"])
+        peaks = dict(self.peak)
+        return peaks.get("float8" if dtype.startswith("float8") else dtype, peaks["float32"])
 
     def matrix_peak_flops_per_second(self, dtype: str) -> float:
         """The data-sheet peak of products and attention in `dtype`: of TF32 for float32 where the run asks for it."""
-        known = dict(self.peak).get("tf32", 0.0) if self.tf32 and dtype == "float32" else 0.0
-        return known or self.peak_flops_per_second(dtype)
+        tf32_peak = dict(self.peak).get("tf32", 0.0) if self.tf32 and dtype == "float32" else 0.0
+        return tf32_peak or self.peak_flops_per_second(dtype)
 
     def product_flops_per_second(self, dtype: str) -> float:
         """What large matrix products in `dtype` reach: ``peak x fraction``, and no more than the measured peak."""

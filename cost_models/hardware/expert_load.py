@@ -42,10 +42,10 @@ class ExpertLoad:
 
 def parse_expert_load(data: Any, where: str) -> ExpertLoad:
     """From ``{factor: 1.3}`` or ``{shares: [...]}``."""
-    known = data if isinstance(data, dict) else {}
-    factor, shares = known.get("factor", 1.0), known.get("shares", ())
+    entries = data if isinstance(data, dict) else {}
+    factor, shares = entries.get("factor", 1.0), entries.get("shares", ())
     fine = isinstance(shares, (list, tuple)) and all(isinstance(each, (int, float)) and 0 <= each <= LARGEST for each in shares)
     fine = fine and isinstance(factor, (int, float)) and 1 <= factor <= LARGEST
-    if not fine or set(known) - {"factor", "shares"}:
+    if not fine or set(entries) - {"factor", "shares"}:
         raise ClusterError(f"{where}: write a factor of at least 1, or shares, a list of numbers that are not negative")
     return ExpertLoad(float(factor), tuple(map(float, shares)))

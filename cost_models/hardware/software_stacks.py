@@ -18,13 +18,13 @@ from autopar.cost_models.hardware.stack_entries import (
 )
 
 
-def _applied(stack: SoftwareStack, cluster: Cluster, compiled: bool) -> Cluster:
+def _apply(stack: SoftwareStack, cluster: Cluster, compiled: bool) -> Cluster:
     """The cluster with these constants in place of its own. `compiled`: neighbouring streaming operations run as one
     kernel."""
-    given = dict(stack.constants)
-    fractions: dict[str, Any] = {FIELDS[name]: given[name] for name in given if name in FIELDS}
+    constants = dict(stack.constants)
+    fractions: dict[str, Any] = {FIELDS[name]: constants[name] for name in constants if name in FIELDS}
     device = replace(cluster.device, **fractions, fused=compiled)
-    links = tuple(link.scaled(given.get("network", 1.0)) for link in cluster.links)
+    links = tuple(link.scaled(constants.get("network", 1.0)) for link in cluster.links)
     return replace(cluster, device=device, links=links)
 
 
@@ -52,6 +52,6 @@ def with_stack(
         expert_dispatch=overlap.expert_dispatch if ep_overlap is None else ep_overlap,
     )
     layout = state_layouts().get(name, cluster.state_layout)
-    found = _applied(stack, cluster, compiled)
+    applied = _apply(stack, cluster, compiled)
     launch = 0.0 if graphs else host_launch_seconds().get(name, cluster.device.host_launch_seconds)
-    return replace(found, device=replace(found.device, host_launch_seconds=launch), overlap=overlap, state_layout=layout)
+    return replace(applied, device=replace(applied.device, host_launch_seconds=launch), overlap=overlap, state_layout=layout)

@@ -55,7 +55,7 @@ def software_stacks() -> tuple[tuple[SoftwareStack, ...], Mapping[str, Overlap]]
     three constants."""
     data = _read("software_stacks.yaml")
     entries = tuple(_stack(entry) for entry in data["stacks"])
-    return entries, {name: parse_overlap(given, f"overlap.{name}") for name, given in data["overlap"].items()}
+    return entries, {name: parse_overlap(overlap, f"overlap.{name}") for name, overlap in data["overlap"].items()}
 
 
 @lru_cache(maxsize=1)
@@ -67,7 +67,7 @@ def host_launch_seconds() -> Mapping[str, float]:
 @lru_cache(maxsize=1)
 def state_layouts() -> Mapping[str, StateLayout]:
     """Optimizer state layout per stack, from ``state_layouts.yaml``: facts of its code, nothing of it is fitted."""
-    return {name: parse_state_layout(given, name) for name, given in _read("state_layouts.yaml").items()}
+    return {name: parse_state_layout(entry, name) for name, entry in _read("state_layouts.yaml").items()}
 
 
 def _stack(entry: Mapping[str, Any]) -> SoftwareStack:
@@ -99,5 +99,5 @@ def other_constants(name: str, generation: str, compiled: bool = False) -> str:
 
 def planner_fractions(generation: str) -> dict[str, float]:
     """What our own programs reach on a device generation, as fields of a device; empty where nothing is known of it."""
-    known = stack_for(DEFAULT_STACK, generation)
-    return {FIELDS[name]: share for name, share in known.constants if name in FIELDS} if known is not None else {}
+    stack = stack_for(DEFAULT_STACK, generation)
+    return {FIELDS[name]: share for name, share in stack.constants if name in FIELDS} if stack is not None else {}

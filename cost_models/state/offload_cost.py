@@ -16,8 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Device, OffloadTarget
 from autopar.cost_models.state.state_memory import StateMemory
+from autopar.errors import PlanError
+from autopar.ir.plan import OFFLOAD_DEVICES, Precision
 
 PART_BYTES = 2.0**28
 """Of the parameters of one part (`host_optimizer.PART_BYTES`)."""
@@ -43,3 +46,21 @@ def update_temporaries(states: Sequence[StateMemory], foreach: bool) -> float:
     part = max(PART_BYTES, largest)
     passing = min(1.0, _PARTS * part / masters) * sum(state.offloaded for state in states)
     return (min(temporaries, part) if foreach else temporaries) + passing
+
+
+def offload_target(cluster: Cluster, precision: Precision) -> OffloadTarget | None:
+    """The host memory or NVMe of one device; None where the state stays on the device. PlanError where the cluster describes
+    none of it."""
+    where = precision.offload_optimizer
+    if not where:
+        return None
+    if where not in OFFLOAD_DEVICES:
+        raise PlanError(f"offload_optimizer={where[:40]}: write one of {', '.join(OFFLOAD_DEVICES)}, or leave it out")
+    target = cluster.host if where == "cpu" else cluster.nvme
+    if target is None:
+        key = "host" if where == "cpu" else "nvme"
+        raise PlanError(
+            f"the description of {cluster.name} has no {key}, so no optimizer state can be offloaded to it: add `{key}:`, or "
+            "plan without offload_optimizer"
+        )
+    return target

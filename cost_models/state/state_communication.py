@@ -63,7 +63,7 @@ def accumulate_seconds(cost: StateCost, zero: int, shards: int, device: Device, 
     elements in the reduce dtype."""
     gradient_shards = shards if zero >= 2 else 1
     compute, reduction = itemsize(precision.compute), itemsize(precision.reduction)
-    kept = reduction if zero == 1 else itemsize(precision.master)
-    read = 1.0 if gradient_shards > 1 else compute / kept
+    sum_bytes = reduction if zero == 1 else itemsize(precision.master)
+    read = 1.0 if gradient_shards > 1 else compute / sum_bytes
     rate = device.bandwidth_bytes_per_second * device.bandwidth_fraction
-    return cost.reduce_bytes * kept / reduction * (2 + read) / (gradient_shards * rate)
+    return cost.reduce_bytes * sum_bytes / reduction * (2 + read) / (gradient_shards * rate)

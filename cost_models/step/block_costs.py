@@ -15,7 +15,7 @@ from autopar.cost_models.compute.fusion import FusableValues, fusable_values, fu
 from autopar.cost_models.compute.operations import NodeCost, Profile, expert_imbalance, node_cost, profile, token_copy_share
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
-from autopar.cost_models.hardware.offload_target import offload_target
+from autopar.cost_models.state.offload_cost import offload_target
 from autopar.cost_models.state.optimizers import Optimizer
 from autopar.cost_models.state.state_communication import accumulate_seconds
 from autopar.cost_models.state.state_cost import StateCost, state_cost, state_price_bends
@@ -83,15 +83,15 @@ class BlockCosts:
     @cached_property
     def saved(self) -> dict[str, SavedTensors]:
         """What autograd saves, per node."""
-        found = {node.name: saved_tensors(node, self.values, self.cluster.device.kind) for node in self.block.nodes}
+        tensors = {node.name: saved_tensors(node, self.values, self.cluster.device.kind) for node in self.block.nodes}
         layout, compiled = self.cluster.state_layout, self.cluster.device.fused
-        return with_fused_saves(self.block, found, layout.fused_saves) if layout.fused_saves or compiled else found
+        return with_fused_saves(self.block, tensors, layout.fused_saves) if layout.fused_saves or compiled else tensors
 
     def profile(self, name: str) -> Profile:
         """Global FLOPs and bytes of a node."""
         if name not in self._profiles:
-            found = profile(self.nodes[name], self.values, self.batch)
-            self._profiles[name] = fused_profile(self.nodes[name], found, self._streaming) if self.cluster.device.fused else found
+            plain = profile(self.nodes[name], self.values, self.batch)
+            self._profiles[name] = fused_profile(self.nodes[name], plain, self._streaming) if self.cluster.device.fused else plain
         return self._profiles[name]
 
     @cached_property
@@ -100,12 +100,12 @@ class BlockCosts:
 
     def node(self, plan: NodePlan) -> NodeCost:
         """Seconds and FLOPs of one node under one strategy."""
-        found = self._costs.get(id(plan))
-        if found is None:
-            node, known = self.nodes[plan.node], self.profile(plan.node)
-            found = plan, node_cost(node, self.values, plan, self.mesh, self.batch, self.cluster, known)
-            self._costs[id(plan)] = found
-        return found[1]
+        cost = self._costs.get(id(plan))
+        if cost is None:
+            node, profile = self.nodes[plan.node], self.profile(plan.node)
+            cost = plan, node_cost(node, self.values, plan, self.mesh, self.batch, self.cluster, profile)
+            self._costs[id(plan)] = cost
+        return cost[1]
 
     def conversion(self, value: str, source: Placements, target: Placements) -> ConversionCost:
         """Seconds of one conversion."""
@@ -148,17 +148,17 @@ class BlockCosts:
     def value_bytes(self, value: str, placements: Placements) -> float:
         """Bytes of a value on one device."""
         key = value, placements
-        found = self._bytes.get(key)
-        if found is None:
-            found = self._bytes[key] = value_bytes(self.values[value], self.batch) / shard_count(placements, self.mesh.sizes)
-        return found
+        size = self._bytes.get(key)
+        if size is None:
+            size = self._bytes[key] = value_bytes(self.values[value], self.batch) / shard_count(placements, self.mesh.sizes)
+        return size
 
     def saved_tensors(self, plan: NodePlan) -> tuple[SavedTensor, ...]:
         """What the node saves for its backward, parameters included (callers leave those out, since they live anyway)."""
-        found = self._saved_tensors.get(id(plan))  # by id: hashing a NodePlan costs more than the look-up
-        if found is None:
-            found = self._saved_tensors[id(plan)] = plan, tuple(self._find_saved_tensors(plan))
-        return found[1]
+        tensors = self._saved_tensors.get(id(plan))  # by id: hashing a NodePlan costs more than the look-up
+        if tensors is None:
+            tensors = self._saved_tensors[id(plan)] = plan, tuple(self._find_saved_tensors(plan))
+        return tensors[1]
 
     def _find_saved_tensors(self, plan: NodePlan) -> Iterator[SavedTensor]:
         node, saved = self.nodes[plan.node], self.saved[plan.node]
@@ -180,11 +180,11 @@ class BlockCosts:
     def _received_bytes(self, plan: NodePlan) -> float:
         """Of experts with dispatched tokens (expert parallelism): the tokens received from other ranks, which their products
         save."""
-        known = self.profile(plan.node)
-        if known.experts is None or not plan.function.endswith("_dispatched") or len(plan.operands) < 5:
+        profile = self.profile(plan.node)
+        if profile.experts is None or not plan.function.endswith("_dispatched") or len(plan.operands) < 5:
             return 0.0
         tokens = self.value_bytes(self.nodes[plan.node].operands()[0], plan.operands[0])
-        return known.experts.shapes.top_k * tokens * expert_imbalance(known, plan, self.mesh.sizes, self.cluster)
+        return profile.experts.shapes.top_k * tokens * expert_imbalance(profile, plan, self.mesh.sizes, self.cluster)
 
     def state_cost(
         self, stored: Iterable[tuple[Parameter, Placements]], zero: int, precision: Precision, optimizer: Optimizer

@@ -121,11 +121,11 @@ def block_memory(
     forward, backward, nodes = _working_sets(costs, plan)
     recomputed, offloaded = sum(recompute.recomputed.values()), sum(recompute.offloaded.values())
     if plan.recompute:
-        given = tuple((index, costs.value_bytes(*value)) for index, value in enumerate(inputs))
+        input_bytes = tuple((index, costs.value_bytes(*value)) for index, value in enumerate(inputs))
         returned = sum(costs.value_bytes(*value) for value in outputs)  # not recomputed
         return BlockMemory(
             internal_saved_bytes=0.0,
-            boundary_saved_bytes=given,
+            boundary_saved_bytes=input_bytes,
             forward_bytes=forward,
             backward_bytes=input_gradients + max(backward + recomputed, forward - returned),
             input_gradient_bytes=input_gradients,
@@ -165,9 +165,9 @@ class PartitionedBytes:
         return PartitionedBytes(*(sum(sizes) for sizes in zip(*each, strict=True))) if each else PartitionedBytes(0.0, 0.0, 0.0)
 
 
-def partitioned_bytes(size: float, ranks: int, given: bool) -> tuple[float, float, float]:
-    """The terms of `PartitionedBytes` for one tensor; `given`: it is an input of the block."""
-    return size / ranks, size / ranks + given * size, size
+def partitioned_bytes(size: float, ranks: int, is_input: bool) -> tuple[float, float, float]:
+    """The terms of `PartitionedBytes` for one tensor; `is_input`: it is an input of the block."""
+    return size / ranks, size / ranks + is_input * size, size
 
 
 def _working_sets(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float, tuple[str, str]]:

@@ -77,8 +77,8 @@ def owned_state(
             shared_zero = max(shared_zero, min(2, trace.plan.zero))
         key = call.block, own
         if key not in memo:
-            mine = [pair for pair, is_own in zip(stored, own, strict=True) if is_own]
-            memo[key] = trace.costs.state_cost(mine, trace.plan.zero, candidate.precision, optimizer)
+            pairs = [pair for pair, is_own in zip(stored, own, strict=True) if is_own]
+            memo[key] = trace.costs.state_cost(pairs, trace.plan.zero, candidate.precision, optimizer)
         states.append(memo[key])
     any_trace = next(iter(traces.values()))
     root = any_trace.costs.state_cost(shared.values(), shared_zero, candidate.precision, optimizer)
@@ -101,9 +101,9 @@ def chunk_costs(
         stage = stages[chunk]
         traces, data = traces_of[stage], data_links[stage]
         owned = owned_state(calls, graph, candidate, traces, optimizer)
-        mine = [traces[graph.calls[index].block] for index in calls]
-        communication = _communication(owned, mine, candidate, data, clusters[stage])
-        segments = [CallSegments(trace.forward, trace.backward, each) for trace, each in zip(mine, communication, strict=False)]
+        runs = [traces[graph.calls[index].block] for index in calls]
+        communication = _communication(owned, runs, candidate, data, clusters[stage])
+        segments = [CallSegments(trace.forward, trace.backward, each) for trace, each in zip(runs, communication, strict=False)]
         if repeated := _repeated_seconds(graph, pipeline.repeated, producers, calls, traces):
             segments[0] = replace(segments[0], forward=((repeated, NO_LINKS), *segments[0].forward))
         passes = simulate_step(
@@ -115,8 +115,8 @@ def chunk_costs(
             overlap=cluster.overlap,
             sent_seconds=max(on_data_links[chunk : chunk + 2]),
         )
-        weights = sum(trace.weight_gradient_seconds for trace in mine)
-        forward, backward = (sum(trace.seconds(backward=each, exposed=True) for trace in mine) for each in (False, True))
+        weights = sum(trace.weight_gradient_seconds for trace in runs)
+        forward, backward = (sum(trace.seconds(backward=each, exposed=True) for trace in runs) for each in (False, True))
         out.append(ChunkCost(owned, passes, communication, sent, weights, (forward, backward)))
     return tuple(out)
 
@@ -161,8 +161,8 @@ def _repeated_seconds(
     """What a chunk of these calls spends on values that it computes itself instead of receiving them: other chunks' nodes,
     forward only."""
     read = {name for index in calls for name in graph.calls[index].inputs}
-    made = {name for index in calls for name in graph.calls[index].outputs}
-    slices = joined_slices(graph, [producers[name] for name in repeated if name in read and name not in made])
+    outputs = {name for index in calls for name in graph.calls[index].outputs}
+    slices = joined_slices(graph, [producers[name] for name in repeated if name in read and name not in outputs])
     return sum(slice_forward_seconds(graph, each, traces) for each in slices if each.call not in calls)
 
 

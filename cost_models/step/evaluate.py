@@ -134,12 +134,12 @@ def stage_traces(
     """One call of each block by name, on the devices of each stage."""
     clusters = stage_clusters(cluster, candidate.pipeline.stages)
     check_mesh(clusters[0], candidate.mesh)
-    found: dict[Device, dict[str, CallTrace]] = {}
+    traces_of: dict[Device, dict[str, CallTrace]] = {}
     for each in clusters:
-        if each.device not in found:
-            known = (costs or {}) if each.device == cluster.device else {}
-            found[each.device] = _block_traces(graph, candidate, each, known)
-    return [found[each.device] for each in clusters]
+        if each.device not in traces_of:
+            known_costs = (costs or {}) if each.device == cluster.device else {}
+            traces_of[each.device] = _block_traces(graph, candidate, each, known_costs)
+    return [traces_of[each.device] for each in clusters]
 
 
 def _block_traces(graph: Graph, candidate: Candidate, cluster: Cluster, costs: Mapping[str, BlockCosts]) -> dict[str, CallTrace]:
@@ -155,13 +155,13 @@ def _block_traces(graph: Graph, candidate: Candidate, cluster: Cluster, costs: M
 
 def _call_trace(costs: BlockCosts, plan: BlockPlan) -> CallTrace:
     """One call of a block. Candidates that are compared have most of their plans in common, each the same object."""
-    known = costs.traces
-    if id(plan) not in known:
-        known[id(plan)] = plan, CallTrace.of(costs, plan)
-        if len(known) > _MOST_TRACES:
-            del known[next(iter(known))]
-    found: CallTrace = known[id(plan)][1]
-    return found
+    traces = costs.traces
+    if id(plan) not in traces:
+        traces[id(plan)] = plan, CallTrace.of(costs, plan)
+        if len(traces) > _MOST_TRACES:
+            del traces[next(iter(traces))]
+    trace: CallTrace = traces[id(plan)][1]
+    return trace
 
 
 def _summary(
@@ -176,7 +176,7 @@ def _summary(
     names, micro_batches = candidate.mesh.names, candidate.micro_batches
     bottleneck = max(range(len(stages)), key=lambda index: stages[index].end_seconds)
     traces, stage = traces_of[bottleneck], stages[bottleneck]
-    mine = [chunks[index] for index in chunks_of_stages(candidate.pipeline)[bottleneck]]
+    chunks_here = [chunks[index] for index in chunks_of_stages(candidate.pipeline)[bottleneck]]
     all_calls = Counter(call.block for call in graph.calls)
     own_calls = Counter(graph.calls[index].block for index in stage.calls)
 
@@ -189,7 +189,7 @@ def _summary(
     flops, model_flops = total(lambda trace: trace.flops, all_calls), total(lambda trace: trace.model_flops, all_calls)
     axis_seconds = [total(lambda trace, axis=axis: trace.axis_seconds[axis], own_calls) for axis in range(len(names))]  # type: ignore[misc]
     redundant = [total(lambda trace, axis=axis: trace.redundant_flops[axis], all_calls) for axis in range(len(names))]  # type: ignore[misc]
-    communication = [each for chunk in mine for each in chunk.communication]
+    communication = [each for chunk in chunks_here for each in chunk.communication]
     axis_seconds[candidate.mesh.index(DATA_AXIS)] += sum(each.data_axis_seconds(micro_batches) for each in communication)
     compute = total(seconds(exposed=False), own_calls) + micro_batches * sum(each.accumulate_seconds for each in communication)
     exposed = total(seconds(exposed=True), own_calls)
@@ -199,7 +199,7 @@ def _summary(
         step_seconds=stage.end_seconds,
         compute_seconds=compute,
         exposed_seconds=exposed,
-        stall_seconds=mine[0].passes.stall_seconds if len(chunks) == 1 else max(0.0, in_stage - compute - exposed),
+        stall_seconds=chunks_here[0].passes.stall_seconds if len(chunks) == 1 else max(0.0, in_stage - compute - exposed),
         bubble_seconds=stage.bubble_seconds,
         optimizer_seconds=stage.optimizer_seconds,
         axis_seconds=tuple(zip(names, axis_seconds, strict=True)),

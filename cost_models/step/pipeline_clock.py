@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from autopar.ir.plan import Pipeline
+from autopar.schedules.builder import group_of
 from autopar.schedules.clock import ChunkSeconds, RankSeconds, ScheduleClock
 from autopar.schedules.in_flight import InFlight, peak_in_flight
-from autopar.schedules.interleaved_order import group_of
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.schedules.placement import chunks_of_stages
 from autopar.schedules.shared_cores import SharedCores
@@ -100,8 +100,8 @@ def _undrained_clock(
     stages: int, micro_batches: int, chunks: Sequence[ChunkSeconds], transfer_seconds: Sequence[float], blocking: bool
 ) -> tuple[RankSeconds, ...]:
     """A step in the middle of many without a flush between them (PipeDream-2BW): what a third one adds to two."""
-    made = weight_version_window(stages, micro_batches)
-    two, three = (ScheduleClock.of(unroll_window(made, steps)).run(chunks, transfer_seconds, blocking) for steps in (2, 3))
+    window = weight_version_window(stages, micro_batches)
+    two, three = (ScheduleClock.of(unroll_window(window, steps)).run(chunks, transfer_seconds, blocking) for steps in (2, 3))
     period = max(stage.end_seconds for stage in three) - max(stage.end_seconds for stage in two)
     pairs = zip(two, three, strict=True)
     return tuple(RankSeconds(after.busy_seconds - before.busy_seconds, period) for before, after in pairs)

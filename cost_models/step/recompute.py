@@ -43,8 +43,8 @@ class RecomputePlan:
         """`same` are the aliases of the plan. PlanError where the backward uses a tensor that is neither saved nor recomputed."""
         needs = _BackwardNeeds(costs, plan, same)
         if plan.recompute:
-            given = {same.find(value) for value in needs.inputs}
-            nodes, conversions = needs.closure(lambda value: same.find(value) in given)
+            inputs = {same.find(value) for value in needs.inputs}
+            nodes, conversions = needs.closure(lambda value: same.find(value) in inputs)
         else:
             nodes, conversions = frozenset(plan.recompute_nodes), frozenset(plan.recompute_conversions)
         needs.check(nodes, conversions)
@@ -75,11 +75,11 @@ def with_least_recompute(
 
 def overwritten_values(block: Block) -> frozenset[str]:
     """Values that are not the same in the backward: buffers that the block updates, and views of them."""
-    found = {name for name, _ in block.updates}
+    names = {name for name, _ in block.updates}
     for node in block.nodes:
-        if packet(node.op) in VIEWS and found & set(node.operands()):
-            found.update(value.name for value in node.outputs)
-    return frozenset(found)
+        if packet(node.op) in VIEWS and names & set(node.operands()):
+            names.update(value.name for value in node.outputs)
+    return frozenset(names)
 
 
 class _BackwardNeeds:
@@ -194,8 +194,8 @@ class _BackwardNeeds:
         axes = [self.costs.mesh.index(axis) for _, _, axis in self.plan.partition_saved]
         values = [(value, at) for value, at, _ in self.plan.partition_saved]
         away = {self.same.find(placed) for placed in self.plan.offload}
-        found = zip(self.storages(values, saved), axes, strict=True)
-        return {storage: axis for storage, axis in found if storage not in away}
+        storages = zip(self.storages(values, saved), axes, strict=True)
+        return {storage: axis for storage, axis in storages if storage not in away}
 
     def _unsaved(self, placed: PlacedValue) -> PlanError:
         text = f"{placed[0]} as {format_placements(placed[1])!r}"

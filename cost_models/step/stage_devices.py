@@ -61,8 +61,8 @@ def cluster_for_bounds(cluster: Cluster) -> Cluster:
     changes nothing."""
     device, links = _part_for_bounds(cluster.device, cluster.links)
     groups = tuple(NodeGroup(*_part_for_bounds(group.device, group.links), group.size) for group in cluster.groups)
-    found = replace(cluster, device=device, links=links, groups=groups)
-    return cluster if found == cluster else found
+    bound_cluster = replace(cluster, device=device, links=links, groups=groups)
+    return cluster if bound_cluster == cluster else bound_cluster
 
 
 def _part_for_bounds(device: Device, links: tuple[Link, ...]) -> tuple[Device, tuple[Link, ...]]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models.hardware.allocator import NOT_TENSORS, communicator_count, fragmentation, process_bytes
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.offload_target import offload_target
-from autopar.cost_models.state.offload_cost import update_temporaries
+from autopar.cost_models.state.offload_cost import offload_target, update_temporaries
 from autopar.cost_models.state.state_memory import StateMemory
 from autopar.cost_models.step.block_memory import call_saved_bytes
 from autopar.cost_models.step.call_trace import CallTrace
@@ -96,21 +95,21 @@ def stage_memories(
     communicators = communicator_count(candidate.mesh, candidate.zero_group, pipeline.stages)
     out = []
     for stage, chunks in enumerate(chunks_of_stages(pipeline)):
-        mine, traces, device = [owned[chunk] for chunk in chunks], traces_of[stage], devices[stage]
-        calls = _call_memories(graph, candidate, stage, traces, mine, saved)
-        root = StateMemory.merged([each.root.memory for each in mine])
+        states, traces, device = [owned[chunk] for chunk in chunks], traces_of[stage], devices[stage]
+        calls = _call_memories(graph, candidate, stage, traces, states, saved)
+        root = StateMemory.merged([each.root.memory for each in states])
         foreach = device.kind != "cpu"
         base, slack = process_bytes(device, communicators), fragmentation(device)
         peak = peak_memory(calls, root, base, foreach, candidate.micro_batches, inputs_bytes, slack)
         if pipeline.weight_versions > 1:
             peak = _with_second_weight_version(peak, calls, root, stage + 1 < pipeline.stages, foreach)
             peak.table["slack"] = slack * sum(peak.table[kind] for kind in VARYING)
-        indices = [index for each in mine for index in each.calls]
-        found = _stage_memory(graph, traces, peak, indices)
+        indices = [index for each in states for index in each.calls]
+        memory = _stage_memory(graph, traces, peak, indices)
         offloaded = root.offloaded + sum(call.state.offloaded for call in calls)
         target = offload_target(cluster, candidate.precision)
         room = target is None or offloaded <= target.capacity_bytes
-        out.append(replace(found, capacity_bytes=device.memory_bytes, budget_bytes=device.budget_bytes, host_fits=room))
+        out.append(replace(memory, capacity_bytes=device.memory_bytes, budget_bytes=device.budget_bytes, host_fits=room))
     return tuple(out)
 
 

@@ -38,14 +38,14 @@ class CastParameters:
         casts = [p for p in block.parameters if stored_dtype(p.value.dtype, precision) != p.value.dtype]
         if not casts:
             return state
-        taken, placements, uses = set(block.values()), dict(state.placements), first_use_indices(block)
+        names, placements, uses = set(block.values()), dict(state.placements), first_use_indices(block)
         renamed: dict[str, str] = {}
         before: dict[int, list[Node]] = {}
         for parameter in casts:
             value = parameter.value
             if value.name not in uses:
                 continue
-            cast = replace(value, name=fresh_name(f"{value.name}_cast", taken))
+            cast = replace(value, name=fresh_name(f"{value.name}_cast", names))
             renamed[value.name], placements[cast.name] = cast.name, placements[value.name]
             node = Node("aten.to.dtype", (Ref(value.name), DType(value.dtype)), (), (cast,))
             # A bucket stands where its first conversion stands, so casts of converted parameters come before all of them.

@@ -37,10 +37,10 @@ class CopyParameterViews:
         copied = [name for name in dict.fromkeys(block.outputs) if name in shared]
         if not copied or not context.plan.zero:
             return state
-        values, placements, taken = block.values(), dict(state.placements), set(block.values())
+        values, placements, names = block.values(), dict(state.placements), set(block.values())
         nodes, renamed = list(block.nodes), dict[str, str]()
         for name in copied:
-            copy = replace(values[name], name=fresh_name(f"{name}_copy", taken))
+            copy = replace(values[name], name=fresh_name(f"{name}_copy", names))
             renamed[name], placements[copy.name] = copy.name, placements[name]
             nodes.append(Node("aten.clone", (Ref(name),), (), (copy,)))
         outputs = tuple(renamed.get(name, name) for name in block.outputs)

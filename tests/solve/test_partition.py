@@ -20,7 +20,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.ir.verify import verify_candidate
 from autopar.solve.bounds.memory_frontier import with_fixed_placements
-from autopar.solve.ilp import recompute
+from autopar.solve.ilp import recompute_offload
 from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.partition import partition_axes
 from autopar.solve.problem.problem import Problem
@@ -108,7 +108,7 @@ def test_the_search_takes_it_where_it_is_faster_and_where_nothing_else_fits(monk
     """Of sequences whose length the tensor axis does not divide, the inputs of layers are whole on each of its ranks."""
     graph = long_gpt2(4095)
     with_it = {size: searched(graph, size) for size in (80e9, 6.0e9, 5.7e9)}
-    monkeypatch.setattr(recompute, "partition_axes", lambda problem, table: {})
+    monkeypatch.setattr(recompute_offload, "partition_axes", lambda problem, table: {})
     monkeypatch.setattr("autopar.solve.bounds.memory_frontier.may_partition", lambda problem: False)
     assert not in_parts(with_it[80e9].candidate) and in_parts(with_it[6.0e9].candidate) and in_parts(with_it[5.7e9].candidate)
     without = searched(graph, 6.0e9)

@@ -28,7 +28,7 @@ def found(force: dict[str, int], batch: int = 32) -> PlanResult:
 def test_it_is_taken_where_it_is_better() -> None:
     cluster, before = Cluster.parse("dgx-h100:1"), found({"pp": 8})
     said: list[str] = []
-    after = with_synthesized_schedule(cluster, before, "adamw", asked=True, progress=said.append)
+    after = with_synthesized_schedule(cluster, before, "adamw", forced=True, progress=said.append)
     assert len(said) == 1 and "synthesized" in said[0]
     pipeline = after.candidate.pipeline
     if pipeline.schedule != "synthesized":
@@ -46,11 +46,11 @@ def test_no_bound_stands_above_the_plan() -> None:
     """Bounds are of named schedules: where the synthesized one is faster than they allow, its step is the bound."""
     before = found({"pp": 8})
     tight = replace(before, lower_bound_seconds=before.evaluation.step_seconds, gap=0.0)
-    after = with_synthesized_schedule(Cluster.parse("dgx-h100:1"), tight, "adamw", asked=True)
+    after = with_synthesized_schedule(Cluster.parse("dgx-h100:1"), tight, "adamw", forced=True)
     assert after.candidate.pipeline.schedule == "synthesized" and after.evaluation.step_seconds < before.evaluation.step_seconds
     assert after.lower_bound_seconds == after.evaluation.step_seconds and after.gap == 0
 
 
 def test_what_has_no_pipeline_stays() -> None:
     before = found({"pp": 1, "dp": 8})
-    assert with_synthesized_schedule(Cluster.parse("dgx-h100:1"), before, "adamw", asked=True) is before
+    assert with_synthesized_schedule(Cluster.parse("dgx-h100:1"), before, "adamw", forced=True) is before

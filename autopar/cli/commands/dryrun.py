@@ -55,7 +55,7 @@ def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
 
 def _measure(plan: Plan, rank: int, console: Console) -> int:
     """Real kernels: computing time and peak memory of the rank, beside the prediction."""
-    from autopar.dryrun.real_kernels import compared, measure_rank
+    from autopar.dryrun.real_kernels import compare_with_plan, measure_rank
 
     console.progress(f"running rank {rank} of {plan.candidate.devices} on real tensors, seven steps; collectives move nothing")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
@@ -63,7 +63,7 @@ def _measure(plan: Plan, rank: int, console: Console) -> int:
         warnings.simplefilter("ignore")
         found = measure_rank(plan, rank, threads=_threads())
     console.text(f"Rank {rank} on {found.device}, of pipeline stage {found.stage}; what it waits for is left out")
-    rows = compared(plan, found)
+    rows = compare_with_plan(plan, found)
     for title, header, lines in rows["tables"]:
         console.table(title, header, lines)
     document = {"rank": rank, "stage": found.stage, "device": found.device, "measured": found.measured}

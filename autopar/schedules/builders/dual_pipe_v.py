@@ -6,8 +6,7 @@ There a forward and a backward that are next to each other run at once; here one
 from __future__ import annotations
 
 from autopar.ir.schedule import BACKWARD, INPUT, Action
-from autopar.schedules.builder import ScheduleBuilder
-from autopar.schedules.v_shape import VShapedStage, v_bubble
+from autopar.schedules.builder import ScheduleBuilder, VShapedStage, v_bubble
 
 
 def dual_pipe_v(stages: int, virtual: int, micro_batches: int, rank: int) -> tuple[Action, ...]:

@@ -8,9 +8,9 @@ from autopar.schedules.builder import ScheduleBuilder
 
 def gpipe(stages: int, virtual: int, micro_batches: int, rank: int) -> tuple[Action, ...]:
     """All forwards, then all backwards."""
-    mine, every = range(rank, stages * virtual, stages), range(micro_batches)
-    forward = [Action(chunk, FORWARD, micro) for chunk in mine for micro in every]
-    return (*forward, *(Action(chunk, BACKWARD, micro) for chunk in reversed(mine) for micro in every))
+    chunks, every = range(rank, stages * virtual, stages), range(micro_batches)
+    forward = [Action(chunk, FORWARD, micro) for chunk in chunks for micro in every]
+    return (*forward, *(Action(chunk, BACKWARD, micro) for chunk in reversed(chunks) for micro in every))
 
 
 def in_flight(stages: int, virtual: int, micro_batches: int) -> float:

@@ -8,8 +8,8 @@ from autopar.schedules.builder import ScheduleBuilder
 
 def naive(stages: int, virtual: int, micro_batches: int, rank: int) -> tuple[Action, ...]:
     """All forwards and all backwards of a micro-batch before the next one."""
-    mine = range(rank, stages * virtual, stages)
-    each = [(chunk, FORWARD) for chunk in mine] + [(chunk, BACKWARD) for chunk in reversed(mine)]
+    chunks = range(rank, stages * virtual, stages)
+    each = [(chunk, FORWARD) for chunk in chunks] + [(chunk, BACKWARD) for chunk in reversed(chunks)]
     return tuple(Action(chunk, kind, micro) for micro in range(micro_batches) for chunk, kind in each)
 
 

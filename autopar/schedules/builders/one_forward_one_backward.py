@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.schedule import BACKWARD, FORWARD, Action
-from autopar.schedules.builder import ScheduleBuilder, stages_in_flight
-from autopar.schedules.interleaved_order import group_of, interleaved_passes
+from autopar.schedules.builder import ScheduleBuilder, group_of, interleaved_passes, stages_in_flight
 
 
 def one_forward_one_backward(stages: int, virtual: int, micro_batches: int, rank: int) -> tuple[Action, ...]:

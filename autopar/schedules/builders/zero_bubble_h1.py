@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.schedule import FORWARD, INPUT, WEIGHT, Action
-from autopar.schedules.builder import ScheduleBuilder
-from autopar.schedules.interleaved_order import group_of, interleaved_passes
+from autopar.schedules.builder import ScheduleBuilder, group_of, interleaved_passes
 
 
 def zero_bubble_h1(stages: int, virtual: int, micro_batches: int, rank: int) -> tuple[Action, ...]:

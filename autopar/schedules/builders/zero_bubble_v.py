@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.schedule import FORWARD, INPUT, WEIGHT, Action
-from autopar.schedules.builder import ScheduleBuilder
-from autopar.schedules.v_shape import VShapedStage, v_bubble
+from autopar.schedules.builder import ScheduleBuilder, VShapedStage, v_bubble
 
 
 def zero_bubble_v(stages: int, virtual: int, micro_batches: int, rank: int) -> tuple[Action, ...]:

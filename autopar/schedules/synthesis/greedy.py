@@ -153,8 +153,8 @@ class _Simulation:
         """Of the chunk that is furthest behind with them."""
         if not self.split:
             return None
-        able = [chunk for chunk in stage.chunks if chunk.done[WEIGHTS] < chunk.done[BACKWARDS]]
-        return (min(able, key=lambda chunk: chunk.done[WEIGHTS]), WEIGHTS) if able else None
+        behind = [chunk for chunk in stage.chunks if chunk.done[WEIGHTS] < chunk.done[BACKWARDS]]
+        return (min(behind, key=lambda chunk: chunk.done[WEIGHTS]), WEIGHTS) if behind else None
 
     def _execute(self, rank: int, chunk: _Chunk, kind: int, now: float) -> None:
         """Runs the action from now on: what the stage holds, and what other stages may begin when it ends."""
@@ -216,8 +216,8 @@ def _shares(task: Task) -> list[tuple[int, ...]]:
     for rest in (0.1, 0.3, 1.0):
         most = []
         for chunk, rank in enumerate(task.rank_of):
-            mine = task.chunks_of(rank)
-            total = sum(task.saved[each] * (last - each + rest * last) for each in mine)
+            chunks = task.chunks_of(rank)
+            total = sum(task.saved[each] * (last - each + rest * last) for each in chunks)
             share = (last - chunk + rest * last) / total if total else inf
             most.append(max(1, min(many, round(task.limit[rank] * share)) if share < inf else many))
         out.append(tuple(most))
@@ -231,26 +231,26 @@ def search_rules(
     random = Random(seed)
     tried = [(*simulate_rules(task, rules), rules) for rules in initial_rules(task)]
     pool = [(seconds, rules) for seconds, _, rules in sorted(tried, key=lambda each: each[0])[:_POOL]]
-    found, made, _ = min(tried, key=lambda each: each[0])
-    if found < best:
-        best, order = found, made
+    makespan, best_order, _ = min(tried, key=lambda each: each[0])
+    if makespan < best:
+        best, order = makespan, best_order
     for _ in range(rounds):
         if best <= bound * (1 + 1e-9):
             break
         place = min(random.randrange(len(pool)), random.randrange(len(pool)))
         seconds, rules = pool[place]
         for _ in range(random.choice((1, 1, 1, 2, 3))):
-            rules = _changed(rules, random.randrange(task.ranks), random, task)
-        found, made = simulate_rules(task, rules)
-        if found <= seconds * (1 + random.choice((0.0, 0.0, 0.0, 0.002))):
-            pool[place] = found, rules
+            rules = _mutate(rules, random.randrange(task.ranks), random, task)
+        makespan, best_order = simulate_rules(task, rules)
+        if makespan <= seconds * (1 + random.choice((0.0, 0.0, 0.0, 0.002))):
+            pool[place] = makespan, rules
             pool.sort(key=lambda each: each[0])
-        if found < best * (1 - 1e-12):
-            best, order = found, made
+        if makespan < best * (1 - 1e-12):
+            best, order = makespan, best_order
     return best, order
 
 
-def _changed(rules: Rules, rank: int, random: Random, task: Task) -> Rules:
+def _mutate(rules: Rules, rank: int, random: Random, task: Task) -> Rules:
     """One thing of one rank."""
     field = random.choice(("ahead", "ahead", "most", "patience", "patience", "deep", "early"))
     if field == "ahead":

@@ -44,10 +44,10 @@ def _numbers(task: Task, schedule: Schedule, rank: int) -> Iterator[tuple[int, i
 
 
 def _one_by_one(task: Task, rank: int) -> Iterator[tuple[int, int, int]]:
-    mine = task.chunks_of(rank)
+    chunks = task.chunks_of(rank)
     for micro in range(task.micro_batches):
-        yield from ((chunk, FORWARDS, micro) for chunk in mine)
-        for chunk in reversed(mine):
+        yield from ((chunk, FORWARDS, micro) for chunk in chunks)
+        for chunk in reversed(chunks):
             yield from ((chunk, kind, micro) for kind in task.kinds[1:])
 
 

@@ -61,29 +61,29 @@ def _backward_path(task: Task, chunk: int, micro: int) -> float:
 
 
 def _rank_bound(task: Task, rank: int) -> float:
-    mine, last, many = task.chunks_of(rank), len(task.rank_of) - 1, task.micro_batches
-    low, high, work = mine[0], mine[-1], task.busy_seconds(rank)
+    chunks, last, many = task.chunks_of(rank), len(task.rank_of) - 1, task.micro_batches
+    low, high, work = chunks[0], chunks[-1], task.busy_seconds(rank)
     input_at = task.duration(0, FORWARDS, 0) + _forward_path(task, 0, low, 0) - task.duration(low, FORWARDS, 0)
     backward_at = task.duration(0, FORWARDS, 0) + _forward_path(task, 0, last, 0)
     backward_at += sum(task.duration(at, BACKWARDS, 0) + task.lags[at - 1] for at in range(last, high, -1))
     # Parts of weights may fill the rank to the end; whole backwards leave the way to the first chunk.
     tail = 0.0 if task.split else _backward_path(task, low, many - 1) - task.duration(low, BACKWARDS, many - 1)
     way = _forward_path(task, high, last, many - 1) + _backward_path(task, last, many - 1)
-    limit = task.limit[rank] if any(task.saved[chunk] for chunk in mine) else inf
-    ahead = sum(max(0.0, task.first[chunk] - task.seconds[chunk][FORWARDS]) for chunk in mine)
-    ahead += _most_in_memory([(task.seconds[chunk][FORWARDS], task.saved[chunk], many) for chunk in mine], limit)
-    left = sum(max(0.0, task.last[chunk] - task.seconds[chunk][task.last_kind]) for chunk in mine)
-    left = min(work, left + _held_backwards(task, mine, limit))
+    limit = task.limit[rank] if any(task.saved[chunk] for chunk in chunks) else inf
+    ahead = sum(max(0.0, task.first[chunk] - task.seconds[chunk][FORWARDS]) for chunk in chunks)
+    ahead += _most_in_memory([(task.seconds[chunk][FORWARDS], task.saved[chunk], many) for chunk in chunks], limit)
+    left = sum(max(0.0, task.last[chunk] - task.seconds[chunk][task.last_kind]) for chunk in chunks)
+    left = min(work, left + _held_backwards(task, chunks, limit))
     out = max(input_at + work + tail, backward_at + work - ahead + tail, input_at + work - left + way)
-    if limit < many * sum(task.saved[chunk] for chunk in mine):
+    if limit < many * sum(task.saved[chunk] for chunk in chunks):
         out = max(out, backward_at + work - ahead - left + way)
     return out
 
 
-def _held_backwards(task: Task, mine: Sequence[int], limit: float) -> float:
+def _held_backwards(task: Task, chunks: Sequence[int], limit: float) -> float:
     """The most seconds of backwards that are left of what is held: of a micro-batch all of them, or only its weights."""
     best = 0.0
-    for chunk in mine:
+    for chunk in chunks:
         _, inputs, weights = task.seconds[chunk]
         for seconds, size in ((inputs + weights, task.saved[chunk]), (weights, task.deferred[chunk])):
             best = max(best, (seconds / size if size else inf) if seconds else 0.0)
@@ -94,7 +94,7 @@ def _most_in_memory(items: Sequence[tuple[float, float, int]], limit: float) -> 
     """The most seconds of (seconds, bytes, how many at most) in `limit` bytes, parts of one counted."""
     total = 0.0
     for seconds, size, many in sorted(items, key=lambda item: -(item[0] / item[1] if item[1] else inf)):
-        taken = min(float(many), limit / size) if size else float(many)
-        total += taken * seconds
-        limit -= taken * size
+        count = min(float(many), limit / size) if size else float(many)
+        total += count * seconds
+        limit -= count * size
     return total

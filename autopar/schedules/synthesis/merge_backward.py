@@ -13,16 +13,16 @@ _TRIES = 100
 def with_merged_backwards(schedule: Schedule, makespan_of: Callable[[Schedule], float]) -> Schedule:
     """`schedule` with as many whole backwards as its makespan allows: a whole one keeps nothing between its parts."""
     limit, left = makespan_of(schedule) * (1 + 1e-12), _TRIES
-    taken: set[tuple[int, int]] = set()
+    merged: set[tuple[int, int]] = set()
 
     def take(places: Sequence[tuple[int, int]]) -> None:
         """All of them, or what goes of each half."""
-        nonlocal left, taken
+        nonlocal left, merged
         if not places or not left:
             return
         left -= 1
-        if makespan_of(_with(schedule, taken | set(places))) <= limit:
-            taken |= set(places)
+        if makespan_of(_with(schedule, merged | set(places))) <= limit:
+            merged |= set(places)
         elif len(places) > 1:
             take(places[: len(places) // 2])
             take(places[len(places) // 2 :])
@@ -35,7 +35,7 @@ def with_merged_backwards(schedule: Schedule, makespan_of: Callable[[Schedule], 
             if one.kind == INPUT and two == Action(one.chunk, WEIGHT, one.micro_batch)
         ]
     )
-    return _with(schedule, taken)
+    return _with(schedule, merged)
 
 
 def _with(schedule: Schedule, places: set[tuple[int, int]]) -> Schedule:

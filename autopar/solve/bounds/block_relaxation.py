@@ -72,7 +72,7 @@ def _relax_block(
         return storage.get(value, value)
 
     parameters = {parameter.value.name for parameter in block.parameters}
-    needed, extras = _needed(table, find)
+    needed, extras = _least_saved(table, find)
     ends = {find(output) for output in block.outputs}
     inputs = {value.name: index for index, value in enumerate(block.inputs)}
     tensors: dict[str, RelaxedTensor] = {}
@@ -123,7 +123,7 @@ def _producers(block: Block) -> dict[str, str]:
     return {output.name: node.name for node in block.nodes if not _is_view(node) for output in node.outputs}
 
 
-def _needed(table: BlockTable, find: Callable[[str], str]) -> tuple[dict[str, None], dict[str, float]]:
+def _least_saved(table: BlockTable, find: Callable[[str], str]) -> tuple[dict[str, None], dict[str, float]]:
     """Tensors that some operation saves whatever its strategy; and the least bytes of what is saved beside operands and
     results."""
     needed: dict[str, None] = {}

@@ -57,9 +57,9 @@ def duration_lines(problem: Problem, name: str, seconds_left: float, minor: bool
     parts: dict[int, list[float]] = {}
 
     def spend(column: int, forward: float, backward: float, weights: float) -> None:
-        mine = parts.setdefault(column, [0.0, 0.0, 0.0])
+        weights_here = parts.setdefault(column, [0.0, 0.0, 0.0])
         for place, seconds in enumerate((forward, backward - weights, weights)):
-            mine[place] += seconds
+            weights_here[place] += seconds
 
     for node, strategies in table.strategies.items():
         for strategy, x in zip(strategies, form.x[name, node], strict=True):

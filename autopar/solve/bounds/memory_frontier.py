@@ -17,7 +17,7 @@ from autopar.solve.ilp.formulate import add_redundancy_limits, formulate_flows
 from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.linear_model import add, total
 from autopar.solve.ilp.partition import may_partition, partition_terms
-from autopar.solve.ilp.recompute import add_storages
+from autopar.solve.ilp.recompute_offload import add_storages
 from autopar.solve.ilp.solver import most_nodes, solve, solve_large
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable, NodeStrategy, PricedConversions, Problem
@@ -46,8 +46,8 @@ class MemoryFrontier:
 
 def memory_frontier(problem: Problem, time_limit_seconds: float, sharded_axes: Sequence[int] = ()) -> MemoryFrontier | None:
     """None where time ends, or the pins leave no placement. `sharded_axes` are forced, as in `formulate`."""
-    found = fastest_sharding(problem, time_limit_seconds, sharded_axes)
-    return None if found is None else with_less_memory(found)
+    frontier = fastest_sharding(problem, time_limit_seconds, sharded_axes)
+    return None if frontier is None else with_less_memory(frontier)
 
 
 def fastest_sharding(problem: Problem, time_limit_seconds: float, sharded_axes: Sequence[int] = ()) -> MemoryFrontier | None:
@@ -62,15 +62,15 @@ def with_less_memory(fastest: MemoryFrontier) -> MemoryFrontier:
     fixed = with_fixed_placements(problem, sharding)
     options = [saving_all]
     for price in MEMORY_PRICES:
-        found = _at_memory_price(fixed, price)
-        if found is not None and found not in options:
-            options.append(found)
+        plans = _at_memory_price(fixed, price)
+        if plans is not None and plans not in options:
+            options.append(plans)
     repeated = {name for name in saving_all if problem.graph.count(name) > 1}
     others = {name: plan for name, plan in options[-1].items() if name not in repeated}
     for price in PARTITION_PRICES if may_partition(fixed) else ():
-        found = _at_memory_price(fixed, price)
-        if found is not None and found not in options and any(found[name].partition_saved for name in repeated):
-            options.append({**found, **others})
+        plans = _at_memory_price(fixed, price)
+        if plans is not None and plans not in options and any(plans[name].partition_saved for name in repeated):
+            options.append({**plans, **others})
     recomputing_all = {**{name: replace(saving_all[name], recompute=True) for name in repeated}, **others}
     if recomputing_all not in options:
         options.append(recomputing_all)
@@ -141,8 +141,8 @@ def _fixed_table(table: BlockTable, plan: BlockPlan) -> BlockTable:
     conversions = {}
     for value in table.consumers:
         every = table.conversions[value]
-        taken = {(each.source, each.target) for each in plan.conversions if each.value == value}
-        edges = tuple(edge for edge in every.edges if (every.states[edge.source], every.states[edge.target]) in taken)
+        pairs = {(each.source, each.target) for each in plan.conversions if each.value == value}
+        edges = tuple(edge for edge in every.edges if (every.states[edge.source], every.states[edge.target]) in pairs)
         conversions[value] = PricedConversions(every.states, edges)
     return replace(table, strategies=strategies, conversions=conversions)
 

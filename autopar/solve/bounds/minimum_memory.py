@@ -27,9 +27,9 @@ from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import most_nodes, solve
-from autopar.solve.space.grid import GROUP, GridPoint, devices_per_node, grid_points, micro_batch_counts
+from autopar.solve.space.grid import GROUP, GridPoint, devices_per_node, grid_points
 from autopar.solve.space.meshes import divisors
-from autopar.solve.space.micro_batching import why_one_micro_batch
+from autopar.solve.space.micro_batches import micro_batch_counts, why_one_micro_batch
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import chunks_per_stage, pipeline_asked
 from autopar.solve.space.problem_tables import ProblemTables
@@ -71,10 +71,10 @@ class MinimumMemory:
 
     def fitting_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions, exact: bool = True) -> MemoryPlan | None:
         """Some plan that fits, or None."""
-        found = self.fixed_plan(graph, cluster, options)
-        if (found is None or found.shortage_bytes) and exact and self.left > 0:
-            found = self.solved_plan(graph, cluster, options)
-        return found if found is not None and not found.shortage_bytes else None
+        plan = self.fixed_plan(graph, cluster, options)
+        if (plan is None or plan.shortage_bytes) and exact and self.left > 0:
+            plan = self.solved_plan(graph, cluster, options)
+        return plan if plan is not None and not plan.shortage_bytes else None
 
     def fixed_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> MemoryPlan | None:
         """The fixed configuration with the least peak memory; None where forced degrees or pins exclude them all."""
@@ -87,11 +87,11 @@ class MinimumMemory:
                 continue
             try:
                 candidate = fixed_candidate(graph, cluster, configuration, placed, self.registry)
-                found = MemoryPlan(candidate, evaluate(graph, candidate, cluster, options.optimizer))
+                plan = MemoryPlan(candidate, evaluate(graph, candidate, cluster, options.optimizer))
             except PlanError:  # too few layers or micro-batches for the pipeline
                 continue
-            if best is None or found.evaluation.peak_memory_bytes < best.evaluation.peak_memory_bytes:
-                best = found
+            if best is None or plan.evaluation.peak_memory_bytes < best.evaluation.peak_memory_bytes:
+                best = plan
         return best
 
     def _configurations(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> Iterator[FixedConfiguration]:
@@ -137,19 +137,19 @@ class MinimumMemory:
         for point in _least_memory_points(points, options):
             if self.left <= 0 or (best is not None and not best.shortage_bytes):
                 break
-            found = self._least_excess(tables, point)
-            if found is not None and (best is None or found.shortage_bytes < best.shortage_bytes):
-                best = found
+            plan = self._least_excess(tables, point)
+            if plan is not None and (best is None or plan.shortage_bytes < best.shortage_bytes):
+                best = plan
         return best
 
     def _pipeline(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> MemoryPlan | None:
         if self.of_pipelines is None or options.pins:
             return None
         self.left -= 1
-        found = self.of_pipelines(graph, cluster, options, self.registry)
-        if found is None or found.candidate is None or found.evaluation is None:
+        solution = self.of_pipelines(graph, cluster, options, self.registry)
+        if solution is None or solution.candidate is None or solution.evaluation is None:
             return None
-        return MemoryPlan(found.candidate, found.evaluation, found.graph)
+        return MemoryPlan(solution.candidate, solution.evaluation, solution.graph)
 
     def _least_excess(self, tables: ProblemTables, point: GridPoint) -> MemoryPlan | None:
         problem = tables.problem(point)
@@ -169,9 +169,9 @@ def _least_memory_points(points: tuple[GridPoint, ...], options: SearchOptions) 
     for point in points:
         if len(point.mesh.axes) > 2 and not {"tp2", EXPERT_AXIS} & set(options.force):
             continue
-        known = least.setdefault(point.mesh, point)
+        other = least.setdefault(point.mesh, point)
         group = point.zero_group or point.mesh.size_of(DATA_AXIS), point.micro_batches
-        if group > (known.zero_group or known.mesh.size_of(DATA_AXIS), known.micro_batches):
+        if group > (other.zero_group or other.mesh.size_of(DATA_AXIS), other.micro_batches):
             least[point.mesh] = point
     return list(least.values())[:_MESHES]
 

@@ -71,8 +71,8 @@ def schedule_paths(stages: int, virtual: int, name: str, micro_batches: int) -> 
     stage_of = stage_of_chunks(pipeline)
     class_of = {chunk: number for number, members in enumerate(classes) for chunk in members}
     in_flight = tuple(
-        tuple(_least_of_classes(each, class_of) for each in _most_held(actions, mine))
-        for actions, mine in zip(schedule.ranks, chunks_of_stages(pipeline), strict=True)
+        tuple(_least_of_classes(each, class_of) for each in _most_held(actions, chunks_here))
+        for actions, chunks_here in zip(schedule.ranks, chunks_of_stages(pipeline), strict=True)
     )
     counted = (
         _busy(schedule, stage_of, micro_batches) if long else _Paths(schedule, stage_of, micro_batches).counted(stages, virtual)
@@ -124,8 +124,8 @@ def _busy(schedule: Schedule, stage_of: Sequence[int], micro_batches: int) -> It
     """What each stage computes, after the first forwards before it."""
     for stage, actions in enumerate(schedule.ranks):
         counts = numpy.zeros((KINDS + 1, len(stage_of)))
-        mine = [chunk for chunk, of in enumerate(stage_of) if of == stage]
-        counts[:KINDS, mine] = numpy.array([micro_batches - 1, micro_batches, micro_batches - 1, 1, 1])[:, None]
+        chunks_here = [chunk for chunk, of in enumerate(stage_of) if of == stage]
+        counts[:KINDS, chunks_here] = numpy.array([micro_batches - 1, micro_batches, micro_batches - 1, 1, 1])[:, None]
         counts[[_FIRST, _SENDS], : actions[0].chunk] += 1
         yield counts, stage
 
@@ -168,9 +168,9 @@ class _Paths:
         for phases in _phases(stages, virtual):
             chunks = [chunk for phase in phases for chunk in range(phase * stages, (phase + 1) * stages)]
             for kind in (self._forwards_on, self._backwards_on, self._all_on):
-                known = [each for each in map(kind, chunks) if each is not None]
-                if known:
-                    yield sum(known) / len(known) + self._rest(), self.stage_of[0]
+                kinds = [each for each in map(kind, chunks) if each is not None]
+                if kinds:
+                    yield sum(kinds) / len(kinds) + self._rest(), self.stage_of[0]
 
     def _stay(self, rank: int, first: int, last: int) -> Any:
         """All actions of a rank from one cell to another."""

@@ -15,7 +15,7 @@ from autopar.solve.ilp.formulate import add_conversion_trees, formulate_flows
 from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import add
 from autopar.solve.ilp.partition import partition_terms
-from autopar.solve.ilp.recompute import add_storages, small_size
+from autopar.solve.ilp.recompute_offload import add_storages, small_size
 from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.ilp.storages import boundary_values
 from autopar.solve.problem.problem import BlockTable, Problem

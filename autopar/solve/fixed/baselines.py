@@ -26,9 +26,9 @@ from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import TENSOR_AXIS, FixedConfiguration
 from autopar.solve.result import PlanResult
-from autopar.solve.space.grid import GridPoint, devices_per_node, micro_batch_counts
+from autopar.solve.space.grid import GridPoint, devices_per_node
 from autopar.solve.space.meshes import divisors
-from autopar.solve.space.micro_batching import why_one_micro_batch
+from autopar.solve.space.micro_batches import micro_batch_counts, why_one_micro_batch
 from autopar.solve.space.options import SearchOptions
 
 _REPEATED = 0.05
@@ -122,8 +122,8 @@ class PricedRecipe:
     @property
     def short_bytes(self) -> int:
         """What a device lacks; 0 where it fits."""
-        found = self.evaluation
-        return max(0, found.peak_memory_bytes - found.memory_budget_bytes) if found is not None else 0
+        evaluation = self.evaluation
+        return max(0, evaluation.peak_memory_bytes - evaluation.memory_budget_bytes) if evaluation is not None else 0
 
     @property
     def description(self) -> str:
@@ -192,10 +192,10 @@ class _Pricer:
         fitting: set[int] = set()
         for each in variants:
             if each.micro_batches not in fitting:
-                found = self._one(recipe, each)
-                if found.fits:
+                priced = self._one(recipe, each)
+                if priced.fits:
                     fitting.add(each.micro_batches)
-                yield found
+                yield priced
 
     def _variants(self, recipe: Recipe, tensor: int, stages: int) -> Iterator[FixedConfiguration]:
         """The one that takes least memory last: everything recomputed, the smallest micro-batches."""

@@ -43,14 +43,14 @@ def place_blocks(graph: Graph, fixed: FixedConfiguration, registry: Registry | N
     problem = build_problem(replace(graph, batch=2), mesh, cluster, precision, fixed.optimizer, rules, (0,))
     if fixed.tp > 1:
         problem = _pinned(problem, mesh.index(TENSOR_AXIS), fixed)
-    made = formulate(problem)
-    outcome = ilp.solve(made.model)
+    form = formulate(problem)
+    outcome = ilp.solve(form.model)
     if not outcome.values:
         raise Infeasible(
             f"{graph.name} cannot be placed with tp={fixed.tp}{', sequence parallel' if fixed.sequence_parallel else ''}: "
             "force another degree"
         )
-    return decode(made, outcome.values).blocks
+    return decode(form, outcome.values).blocks
 
 
 def _reference(mesh: Mesh) -> Cluster:

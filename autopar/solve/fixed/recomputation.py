@@ -30,10 +30,10 @@ MATRIX_PRODUCTS = frozenset(
 def with_recomputation(block: Block, plan: BlockPlan, fixed: FixedConfiguration, repeated: set[str]) -> BlockPlan:
     """The plan of a block with what the configuration recomputes, but for what reads buffers that the forward has updated."""
     plan = _with_recomputation(block, plan, fixed, repeated)
-    known, overwritten = recomputable_nodes(block), overwritten_values(block)
+    recomputable, overwritten = recomputable_nodes(block), overwritten_values(block)
     return replace(
         plan,
-        recompute_nodes=tuple(name for name in plan.recompute_nodes if name in known),
+        recompute_nodes=tuple(name for name in plan.recompute_nodes if name in recomputable),
         recompute_conversions=tuple(each for each in plan.recompute_conversions if each.value not in overwritten),
     )
 
@@ -123,10 +123,10 @@ def _between(first: Node, last: Node, makers: Mapping[str, Node]) -> set[str]:
     def leads(node: Node) -> set[str]:
         if node.name == first.name:
             return {node.name}
-        found: set[str] = set()
+        between: set[str] = set()
         for name in node.operands():
             if name in makers:
-                found |= leads(makers[name])
-        return found | {node.name} if found else set()
+                between |= leads(makers[name])
+        return between | {node.name} if between else set()
 
     return leads(last)

@@ -16,23 +16,23 @@ def may_seed(options: SearchOptions) -> bool:
     return not fixed and not options.precision.offload_optimizer
 
 
-def with_seeds(options: SearchOptions, found: PlanResult, seeds: Iterable[PlanResult]) -> PlanResult:
-    """`found`, or the fastest of `seeds` where that fits and is predicted to be faster; those that fit are among the
+def with_seeds(options: SearchOptions, result: PlanResult, seeds: Iterable[PlanResult]) -> PlanResult:
+    """`result`, or the fastest of `seeds` where that fits and is predicted to be faster; those that fit are among the
     alternatives. Seeds are priced configurations (`candidate.price_configuration`) of the same model, batch and cluster.
     Unchanged where anything is forced: seeds obey nothing."""
     if not may_seed(options):
-        return found
+        return result
     priced = [each for each in seeds if each.evaluation.fits]
     if not priced:
-        return found
-    found = replace(found, alternatives=(*found.alternatives, *(solution for each in priced for solution in each.solutions)))
+        return result
+    result = replace(result, alternatives=(*result.alternatives, *(solution for each in priced for solution in each.solutions)))
     best = min(priced, key=lambda each: each.evaluation.step_seconds)
     seconds = best.evaluation.step_seconds
-    if seconds >= found.evaluation.step_seconds:
-        return found
-    bound = min(found.lower_bound_seconds, seconds)
+    if seconds >= result.evaluation.step_seconds:
+        return result
+    bound = min(result.lower_bound_seconds, seconds)
     return replace(
-        found,
+        result,
         graph=best.graph,
         candidate=best.candidate,
         evaluation=best.evaluation,

@@ -111,11 +111,11 @@ def _extra_calls(boundary: BlockBoundaries, slot: Slot) -> float:
 
 def _input_gradients(form: Formulation, name: str, table: BlockTable) -> Expression:
     out: Expression = {}
-    for index, given in enumerate(table.block.inputs):
-        if given.differentiable:
+    for index, value in enumerate(table.block.inputs):
+        if value.differentiable:
             number = form.problem.boundary.classes[Slot(name, "in", index)]
             for at, w in zip(form.problem.placements[number], form.w[number], strict=True):
-                add(out, {w: table.costs.value_bytes(given.name, at) / form.byte_unit})
+                add(out, {w: table.costs.value_bytes(value.name, at) / form.byte_unit})
     return out
 
 

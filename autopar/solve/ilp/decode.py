@@ -3,11 +3,12 @@ offloaded and partitioned."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import networkx
 
+from autopar.cost_models.step.evaluate import Evaluation
 from autopar.cost_models.step.recompute import RecomputePlan, with_least_recompute
 from autopar.cost_models.tensors.aliases import aliases
 from autopar.ir.placement import Placements, Replicate
@@ -110,3 +111,27 @@ def _conversion_tree(
             state = parents[state]
     states = conversions.states
     return [Conversion(value, states[parent], states[state]) for state, parent in parents.items() if state in used]
+
+
+def trim_offload(
+    candidate: Candidate, evaluation: Evaluation, price: Callable[[Candidate], Evaluation]
+) -> tuple[Candidate, Evaluation]:
+    """The plan without needless offloading and partition, to which the solver is indifferent where copies overlap the
+    computation: one tensor after another is saved whole on the device, where the plan still fits and takes no longer."""
+    for number, plan in enumerate(candidate.blocks):
+        for value in (*plan.offload, *plan.partition_saved):
+            blocks = list(candidate.blocks)
+            blocks[number] = _without(blocks[number], value)
+            other = replace(candidate, blocks=tuple(blocks))
+            priced = price(other)
+            if priced.fits and priced.step_seconds <= evaluation.step_seconds:
+                candidate, evaluation = other, priced
+    return candidate, evaluation
+
+
+def _without(plan: BlockPlan, value: object) -> BlockPlan:
+    return replace(
+        plan,
+        offload=tuple(each for each in plan.offload if each != value),
+        partition_saved=tuple(each for each in plan.partition_saved if each != value),
+    )

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from autopar.ir.placement import Placements, Replicate
 from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import INFINITY, add, total
-from autopar.solve.ilp.recompute import add_storages
+from autopar.solve.ilp.recompute_offload import add_storages
 from autopar.solve.ilp.state_sharding import add_state_terms, add_zero_stages
 from autopar.solve.ilp.step_time import add_block_seconds, add_step_seconds
 from autopar.solve.problem.boundary import Slot
@@ -43,10 +43,10 @@ def formulate(problem: Problem, sharded_axes: Sequence[int] = (), recompute: boo
 def formulate_flows(problem: Problem, blocks: Collection[str] | None = None) -> Formulation:
     """Strategies, boundary placements and the conversion flows between them, without time, state and objective; of some `blocks`
     only, as if the others took whatever placements suit these."""
-    taken = problem.blocks if blocks is None else {name: problem.blocks[name] for name in problem.blocks if name in blocks}
-    form = Formulation(problem, _second_unit(problem, taken), problem.cluster.device.memory_bytes / 100)
+    tables = problem.blocks if blocks is None else {name: problem.blocks[name] for name in problem.blocks if name in blocks}
+    form = Formulation(problem, _second_unit(problem, tables), problem.cluster.device.memory_bytes / 100)
     add_boundary_placements(form, blocks)
-    for table in taken.values():
+    for table in tables.values():
         add_strategies(form, table)
         for value in table.consumers:
             add_conversion_flow(form, table, value)
@@ -167,7 +167,7 @@ def add_redundancy_limits(form: Formulation, axes: Sequence[int], passes: int = 
     for work in forced_work(form.problem, axes):
         terms: Expression = {}
         for key, repeated in work.whole.items():
-            add(terms, {x: flops / work.able for x, flops in zip(form.x[key], repeated, strict=True) if flops})
+            add(terms, {x: flops / work.shardable for x, flops in zip(form.x[key], repeated, strict=True) if flops})
         if not terms:
             continue
         slack = form.model.variable(1.0)

@@ -13,7 +13,7 @@ from autopar.cost_models.tensors.sizes import user_held_bytes
 from autopar.solve.ilp.block_memory import BlockMemoryTerms, add_block_memory
 from autopar.solve.ilp.formulation import Expression, Formulation, StateTerms
 from autopar.solve.ilp.linear_model import INFINITY, Terms, add, total
-from autopar.solve.ilp.recompute import add_storages
+from autopar.solve.ilp.recompute_offload import add_storages
 from autopar.solve.problem.boundary import BlockBoundaries, Slot
 
 

@@ -30,8 +30,8 @@ def partition_axes(problem: Problem, table: BlockTable) -> dict[str, tuple[int, 
     mesh = problem.mesh
     axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1 and mesh.names[axis] != DATA_AXIS]
     out: dict[str, tuple[int, ...]] = {}
-    for value, made in _produced(problem, table) if axes else ():
-        left = tuple(axis for axis in axes if not any(isinstance(at[axis], Shard) for at in made))
+    for value, placements in _produced(problem, table) if axes else ():
+        left = tuple(axis for axis in axes if not any(isinstance(at[axis], Shard) for at in placements))
         if left:
             out[value] = left
     return out
@@ -68,9 +68,9 @@ def _produced(problem: Problem, table: BlockTable) -> Iterator[tuple[str, tuple[
 
 
 def add_partition(
-    form: Formulation, table: BlockTable, out: StorageVariables, storage: PlacedValue, axes: tuple[int, ...], given: Terms
+    form: Formulation, table: BlockTable, out: StorageVariables, storage: PlacedValue, axes: tuple[int, ...], is_input: Terms
 ) -> Expression:
-    """P of a storage over each of the axes, with its seconds. `given`: the expression that says that it is an input of the
+    """P of a storage over each of the axes, with its seconds. `is_input`: the expression that says that it is an input of the
     block."""
     parts: Expression = {}
     if not _worth_it(form.problem, table.block.name, out.sizes[storage]):
@@ -82,10 +82,10 @@ def add_partition(
         parts[p] = 1.0
         copy, gather = table.costs.partition_seconds(axis, out.sizes[storage] * form.byte_unit)
         out.gathers.append((StreamSeconds(copy, gather, 0.0, gather if _shares_link(form.problem, axis) else 0.0), p))
-        if given:
+        if is_input:
             # G[t, a] >= P[t, a] + given - 1: nothing but the call holds the whole input
             held = out.partitioned_inputs[storage, axis] = form.model.variable(1.0)
-            form.model.at_least(held, total((1.0, {p: 1.0}), (1.0, given)), -1.0)
+            form.model.at_least(held, total((1.0, {p: 1.0}), (1.0, is_input)), -1.0)
     return parts
 
 

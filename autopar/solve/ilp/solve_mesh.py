@@ -12,12 +12,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.plan import Candidate
 from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
-from autopar.solve.ilp.decode import decode
+from autopar.solve.ilp.decode import decode, trim_offload
 from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solver import Outcome, Status, solve, solve_large
-from autopar.solve.ilp.trim_offload import trim_offload
 from autopar.solve.problem.forced_axes import why_disobeyed
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
@@ -207,8 +206,8 @@ class MeshSolver:
             result.status = Status.INFEASIBLE
         # A solution within the gap may pay for conversions that decoding leaves out, but for no more than its gap.
         least = self._seconds(form, outcome, outcome.bound) * (1 - 1e-6)
-        found = self._seconds(form, outcome, outcome.objective)
-        result.objective_seconds = min(found, max(least, result.evaluation.step_seconds))
+        seconds = self._seconds(form, outcome, outcome.objective)
+        result.objective_seconds = min(seconds, max(least, result.evaluation.step_seconds))
         ratio = result.evaluation.step_seconds / max(result.objective_seconds, 1e-30)
         if not 1 - 1e-6 <= ratio <= RATIO:
             result.warnings.append(f"{result.mesh}: the evaluator says {ratio:.6f} times what the ILP says")

@@ -71,17 +71,17 @@ def solve(
     def call(name: SolverName) -> SolverResult | None:
         return _interruptible(partial(call_solver, model, name, relaxed, limits, relative_gap))
 
-    found = call(solver)
-    if found is None and solver == "highs":
-        found = call("glop" if relaxed else "scip")
-    if found is None:
+    result = call(solver)
+    if result is None and solver == "highs":
+        result = call("glop" if relaxed else "scip")
+    if result is None:
         return Outcome(Status.TIMEOUT, (), float("inf"), -float("inf"))
-    if found.infeasible:
-        return Outcome(Status.INFEASIBLE, (), float("inf"), float("inf"), found.iterations)
-    if found.values is None:
-        return Outcome(Status.TIMEOUT, (), float("inf"), found.bound, found.iterations)
-    status = Status.OPTIMAL if found.optimal else Status.FEASIBLE
-    return Outcome(status, found.values, found.objective, min(found.bound, found.objective), found.iterations)
+    if result.infeasible:
+        return Outcome(Status.INFEASIBLE, (), float("inf"), float("inf"), result.iterations)
+    if result.values is None:
+        return Outcome(Status.TIMEOUT, (), float("inf"), result.bound, result.iterations)
+    status = Status.OPTIMAL if result.optimal else Status.FEASIBLE
+    return Outcome(status, result.values, result.objective, min(result.bound, result.objective), result.iterations)
 
 
 def most_nodes(model: LinearModel) -> int:
@@ -104,10 +104,10 @@ def _interruptible(call: Callable[[], T]) -> T:
             out.put(error)
 
     Thread(target=run, daemon=True).start()
-    found = out.get()
-    if isinstance(found, BaseException):
-        raise found
-    return found
+    result = out.get()
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def solve_large(
@@ -184,8 +184,8 @@ class _Branching:
             return
         if not self.best.values or not self._mixed(root.values):
             unused = [i for i, whole in enumerate(self.model.integer) if whole and root.values[i] < 1e-7]
-            found = self._solve({*out, *unused}, False)
-            self._offer(found)
+            outcome = self._solve({*out, *unused}, False)
+            self._offer(outcome)
             if not self.best.values:
                 self._round(out, root.values)
             if self._within_gap(root.objective):
@@ -222,13 +222,13 @@ class _Branching:
         return max(bound, self._solve_wholly(out).bound)
 
     def _solve_wholly(self, out: Iterable[int]) -> Outcome:
-        found = self._solve(out, False)
-        self._offer(found)
-        return found
+        outcome = self._solve(out, False)
+        self._offer(outcome)
+        return outcome
 
-    def _offer(self, found: Outcome) -> None:
-        if found.values and found.objective < self.best.objective:
-            self.best = found
+    def _offer(self, outcome: Outcome) -> None:
+        if outcome.values and outcome.objective < self.best.objective:
+            self.best = outcome
 
     def _mixed(self, values: Sequence[float]) -> tuple[int, ...] | None:
         """The branching group that is farthest from one choice, None where none is mixed."""

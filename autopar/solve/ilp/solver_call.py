@@ -69,14 +69,14 @@ def call_solver(
             parameters.node_limit = limits.nodes
     initializer, callbacks = parameters_pb2.SolverInitializerProto(), callback_pb2.CallbackRegistrationProto()
     kind = getattr(parameters_pb2, _KINDS[solver])
-    given = _proto(model, relaxed), kind, initializer, parameters, _without_duals(), None, callbacks, None, None
+    arguments = _proto(model, relaxed), kind, initializer, parameters, _without_duals(), None, callbacks, None, None
     try:
-        found = math_opt.solve(*given)
+        response = math_opt.solve(*arguments)
     except Exception as error:
         if type(error).__name__ == "StatusNotOk":
             return None
         raise
-    return _result(found)
+    return _result(response)
 
 
 def _without_duals() -> Any:
@@ -87,12 +87,12 @@ def _without_duals() -> Any:
     return out
 
 
-def _result(found: Any) -> SolverResult:
-    ending = found.termination
+def _result(response: Any) -> SolverResult:
+    ending = response.termination
     bound = ending.objective_bounds.dual_bound if ending.HasField("objective_bounds") else -float("inf")
     values, objective = None, float("inf")
-    if found.solutions and found.solutions[0].primal_solution.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE:
-        primal = found.solutions[0].primal_solution
+    if response.solutions and response.solutions[0].primal_solution.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE:
+        primal = response.solutions[0].primal_solution
         values, objective = tuple(primal.variable_values.values), primal.objective_value  # ids ascend, as variables do
     return SolverResult(
         infeasible=ending.reason in _INFEASIBLE,
@@ -100,7 +100,7 @@ def _result(found: Any) -> SolverResult:
         values=values,
         objective=objective,
         bound=bound,
-        iterations=found.solve_stats.simplex_iterations,
+        iterations=response.solve_stats.simplex_iterations,
     )
 
 

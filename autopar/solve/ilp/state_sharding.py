@@ -166,8 +166,8 @@ class _GroupTerms:
     ) -> None:
         """``into += cost(elements) z``, by the lower convex envelope of the cost between its extremes."""
         unit = self.form.second_unit
-        found = _envelope(cost, *extremes, bends)
-        lines = [total((slope / unit, elements), (intercept / unit, {self.z: 1.0})) for slope, intercept in found]
+        envelope = _envelope(cost, *extremes, bends)
+        lines = [total((slope / unit, elements), (intercept / unit, {self.z: 1.0})) for slope, intercept in envelope]
         if len(lines) == 1:
             add(into, lines[0])
             return

@@ -45,40 +45,40 @@ def least_memory_pipeline(
         if best is not None and best.solved:
             break
         try:
-            found = _least(search.stage_search, point)
+            solution = _least(search.stage_search, point)
         except AutoparError:
             continue
-        if found is not None and _obeys(found, options) and (best is None or _peak(found) < _peak(best)):
-            best = found
+        if solution is not None and _obeys(solution, options) and (best is None or _peak(solution) < _peak(best)):
+            best = solution
     return best
 
 
 def _least(stages: StageSearch, point: GridPoint) -> MeshSolution | None:
-    asked = stages.options
-    schedules = schedule_options(stages.graph, point, asked.force, asked.schedule)
+    options = stages.options
+    schedules = schedule_options(stages.graph, point, options.force, options.schedule)
     option = min(schedules, key=lambda each: (each.in_flight, each.virtual), default=None)
     return stages.solve_with_least_memory(point, option) if option is not None else None
 
 
 def _least_memory_points(points: Iterable[GridPoint]) -> list[GridPoint]:
     """Per stages and mesh the point with the smallest micro-batches and the widest state group."""
-    found: dict[tuple[Mesh, int], GridPoint] = {}
+    points_by_mesh: dict[tuple[Mesh, int], GridPoint] = {}
     for point in points:
-        known = found.setdefault((point.mesh, point.stages), point)
-        if _size(point) > _size(known):
-            found[point.mesh, point.stages] = point
-    return sorted(found.values(), key=lambda each: (each.stages, len(each.mesh.axes)))[:_MOST_MESHES]
+        other = points_by_mesh.setdefault((point.mesh, point.stages), point)
+        if _size(point) > _size(other):
+            points_by_mesh[point.mesh, point.stages] = point
+    return sorted(points_by_mesh.values(), key=lambda each: (each.stages, len(each.mesh.axes)))[:_MOST_MESHES]
 
 
 def _size(point: GridPoint) -> tuple[int, int]:
     return point.micro_batches, point.zero_group or point.mesh.size_of(DATA_AXIS)
 
 
-def _obeys(found: MeshSolution, options: SearchOptions) -> bool:
-    shares = found.evaluation.redundant_share if found.evaluation is not None else ()
+def _obeys(solution: MeshSolution, options: SearchOptions) -> bool:
+    shares = solution.evaluation.redundant_share if solution.evaluation is not None else ()
     return all(share <= MOST_REDUNDANT for axis, share in shares if axis in options.force)
 
 
-def _peak(found: MeshSolution) -> float:
-    assert found.evaluation is not None
-    return found.evaluation.peak_memory_bytes
+def _peak(solution: MeshSolution) -> float:
+    assert solution.evaluation is not None
+    return solution.evaluation.peak_memory_bytes

@@ -79,8 +79,8 @@ class StageRelaxation:
         if least >= best_seconds:
             return dict.fromkeys(options, least)
         calls, limits = self._program_inputs(points)
-        found = ((each, schedule_bound(point.stages, each, point.micro_batches, calls, limits, by_clock)) for each in options)
-        return {option: max(least, seconds) for option, seconds in found}
+        bounds = ((each, schedule_bound(point.stages, each, point.micro_batches, calls, limits, by_clock)) for each in options)
+        return {option: max(least, seconds) for option, seconds in bounds}
 
     def least_under_any_schedule(self, points: Sequence[GridPoint]) -> float:
         """Of points that differ in `zero_group` only."""

@@ -28,10 +28,10 @@ from autopar.solve.pipeline.pipeline_bound import (
     operation_calls,
     relaxed_calls,
 )
-from autopar.solve.pipeline.promising import promising
+from autopar.solve.pipeline.pipeline_ranking import rank_pipelines
 from autopar.solve.pipeline.split_blocks import with_split_blocks
 from autopar.solve.pipeline.stage_search import StageSearch
-from autopar.solve.pipeline.tighten import BoundTightening, Sharpened, Sharpening, Task, raise_bound
+from autopar.solve.pipeline.tighten import BoundTightening, Task, TightenedBounds, TighteningSteps, raise_bound
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
@@ -62,8 +62,8 @@ class PipelineSearch:
         self.mixed_devices = len({group.device for group in cluster.groups}) > 1
         self._relaxed: dict[object, RelaxedCalls] = {}
         self._operations: dict[GridPoint, RelaxedCalls] = {}
-        self._rough: dict[object, StageRelaxation] = {}
-        self._roughly: dict[GridPoint, float] = {}
+        self._mesh_relaxations: dict[object, StageRelaxation] = {}
+        self._memory_bounds: dict[GridPoint, float] = {}
         self._estimated: dict[GridPoint, float] = {}
         self._tightening: BoundTightening | None = None
 
@@ -81,8 +81,8 @@ class PipelineSearch:
                 point.mesh, micro_batches=point.micro_batches, zero_group=point.zero_group, stages=point.stages
             )
         if asked and not self.points:
-            said = f"schedule={self.options.schedule}" if self.options.schedule else f"virtual={self.options.force['virtual']}"
-            raise PlanError(f"{said} needs a pipeline, and {self.graph.name} has none on {self.cluster.name}: leave it open")
+            option = f"schedule={self.options.schedule}" if self.options.schedule else f"virtual={self.options.force['virtual']}"
+            raise PlanError(f"{option} needs a pipeline, and {self.graph.name} has none on {self.cluster.name}: leave it open")
 
     def learn_bound(self, problem: Problem, step_seconds: float) -> None:
         """A bound on the step of all plans on the problem's mesh, memory and state left out."""
@@ -104,7 +104,7 @@ class PipelineSearch:
             self._bound_family(axes, members, best_seconds)
         bounds = {point: each.bound_seconds for point, each in self.points.items() if self._is_open(point, best_seconds())}
         bounds = dict(sorted(bounds.items(), key=lambda each: each[1]))
-        order = promising(self.stage_search, bounds, best_seconds() * (1 - self.options.min_improvement), self._with_memory)
+        order = rank_pipelines(self.stage_search, bounds, best_seconds() * (1 - self.options.min_improvement), self._with_memory)
         self._estimated = {point: seconds for seconds, point, _ in reversed(order)}
         for result in self.stage_search.solutions(order, best_seconds()):
             result.bound_seconds = self.points[self._point_of(result)].bound_seconds
@@ -132,19 +132,19 @@ class PipelineSearch:
     def _bound_family(self, axes: Axes, members: list[GridPoint], best_seconds: Callable[[], float]) -> None:
         """The least of what is known of micro-batches at least as large; where nothing is, the tables of the largest one."""
         largest = max(members, key=lambda point: (self._examples(point), point.stages))
-        known = [
+        rates = [
             rate
             for (of, examples), rate in self.seconds_per_example.items()
             if of == axes and examples >= self._examples(largest)
         ]
-        if not known or self.mixed_devices:
+        if not rates or self.mixed_devices:
             problem = self.problem(largest, for_smaller=True)
             bound = operation_bound(problem) / largest.stages
             if bound < best_seconds():
                 bound = max(bound, FlowRelaxation(problem).bound(self.seconds_left()) / largest.stages)
-            known = [bound]
+            rates = [bound]
         for point in members:
-            self.points[point].bound_seconds = max(self.points[point].bound_seconds, max(known))
+            self.points[point].bound_seconds = max(self.points[point].bound_seconds, max(rates))
 
     def tighten(self, best_seconds: float, others_seconds: float) -> None:
         """The least bounds, as long as they are what the certificate is short of (`others_seconds`: bounds of what is no
@@ -157,29 +157,29 @@ class PipelineSearch:
         self._tightening.run(self.seconds_left, self.options.processes)
 
     def _new_tightening(self, best_seconds: float) -> BoundTightening:
-        def sharply(task: Task) -> Sharpened:
+        def bound_schedules(task: Task) -> TightenedBounds:
             members, option = task
-            seconds = self.sharp_bounds(members, best_seconds, None if option is None else (option,))
-            return Sharpened(seconds, self._relaxed.get(self._family(members[0])))
+            seconds = self.schedule_bounds(members, best_seconds, None if option is None else (option,))
+            return TightenedBounds(seconds, self._relaxed.get(self._family(members[0])))
 
-        how = Sharpening(self._with_memory, self._is_known_roughly, sharply, self._family, self._relaxed)
-        return BoundTightening(self.points, how, best_seconds)
+        steps = TighteningSteps(self._with_memory, self._is_bounded, bound_schedules, self._family, self._relaxed)
+        return BoundTightening(self.points, steps, best_seconds)
 
     def _with_memory(self, point: GridPoint) -> float:
-        """`rough_bound` with the bound that the point has, once."""
-        if point not in self._roughly:
-            self._roughly[point] = self.rough_bound(point, self.points[point].bound_seconds)
-            raise_bound(self.points[point], self._roughly[point])
-        return self._roughly[point]
+        """`mesh_bound` with the bound that the point has, once."""
+        if point not in self._memory_bounds:
+            self._memory_bounds[point] = self.mesh_bound(point, self.points[point].bound_seconds)
+            raise_bound(self.points[point], self._memory_bounds[point])
+        return self._memory_bounds[point]
 
-    def _is_known_roughly(self, point: GridPoint) -> bool:
+    def _is_bounded(self, point: GridPoint) -> bool:
         """Or its own tables, which say more, are those of the largest micro-batch on its mesh."""
-        return point in self._roughly or self._largest(point) == point.micro_batches
+        return point in self._memory_bounds or self._largest(point) == point.micro_batches
 
     def _largest(self, point: GridPoint) -> int:
         """The fewest micro-batches on its mesh of which its own are parts."""
-        alike = (each for each in self.points if each.mesh == point.mesh and point.micro_batches % each.micro_batches == 0)
-        return min(each.micro_batches for each in alike)
+        same_mesh = (each for each in self.points if each.mesh == point.mesh and point.micro_batches % each.micro_batches == 0)
+        return min(each.micro_batches for each in same_mesh)
 
     def _family(self, point: GridPoint) -> object:
         """Points of one relaxation."""
@@ -191,22 +191,22 @@ class PipelineSearch:
         cluster = cluster_for_bounds(self.cluster) if for_smaller else self.cluster
         return self.tables.problem(replace(point, zero_group=0), None, fastest_stage_cluster(cluster, point.stages))
 
-    def rough_bound(self, point: GridPoint, flow_seconds: float) -> float:
+    def mesh_bound(self, point: GridPoint, flow_seconds: float) -> float:
         """What is known of the seconds of its calls, with memory and the communication of state, by the tables of the largest
         micro-batch on its mesh: a call of a smaller one takes at least its share."""
         largest = replace(point, micro_batches=self._largest(point))
         key = largest.mesh, largest.micro_batches
-        if key not in self._rough:
+        if key not in self._mesh_relaxations:
             problem = self.problem(largest, for_smaller=True)
             calls = {name: call_seconds(problem, name, 0.0) for name in problem.blocks}
-            self._rough[key] = StageRelaxation(problem, RelaxedCalls(0.0, relax_blocks(problem), calls), self.cluster)
-        rough = self._rough[key]
+            self._mesh_relaxations[key] = StageRelaxation(problem, RelaxedCalls(0.0, relax_blocks(problem), calls), self.cluster)
+        relaxation = self._mesh_relaxations[key]
         share = largest.micro_batches / point.micro_batches
-        calls = {name: each.part(share) for name, each in rough.relaxed.calls.items()}
-        relaxed = replace(rough.relaxed, flow_seconds=flow_seconds, calls=calls)
-        return replace(rough, relaxed=relaxed).under_any_schedule(point) / self._ranks_per_core
+        calls = {name: each.part(share) for name, each in relaxation.relaxed.calls.items()}
+        relaxed = replace(relaxation.relaxed, flow_seconds=flow_seconds, calls=calls)
+        return replace(relaxation, relaxed=relaxed).under_any_schedule(point) / self._ranks_per_core
 
-    def sharp_bounds(
+    def schedule_bounds(
         self, members: Sequence[GridPoint], best_seconds: float, options: Sequence[ScheduleOption] | None = None
     ) -> dict[ScheduleOption, float]:
         """Of points that differ in `zero_group` only: by the clock of these schedules, or all of theirs by some paths. Operations
@@ -227,8 +227,8 @@ class PipelineSearch:
                 return dict.fromkeys(options, least)
             self._relaxed[key] = relaxed_calls(problem, point.stages, operations.blocks, self.seconds_left)
         relaxation = StageRelaxation(problem, self._relaxed[key], self.cluster)
-        found = relaxation.at_least(members, options, best_seconds * shared, by_clock)
-        return {option: seconds / shared for option, seconds in found.items()}
+        bounds = relaxation.at_least(members, options, best_seconds * shared, by_clock)
+        return {option: seconds / shared for option, seconds in bounds.items()}
 
     @property
     def _ranks_per_core(self) -> float:

@@ -22,8 +22,8 @@ def values_worth_repeating(
     the nodes on every chunk that reads one, against its bytes over the link at each cut that it crosses."""
     chunks = chunk_calls(graph, candidate.pipeline)
     crossings = crossing_values(graph, chunks)
-    able = repeatable_values(graph)
-    names = [name for name in able if any(name in each for each in crossings)]
+    repeatable = repeatable_values(graph)
+    names = [name for name in repeatable if any(name in each for each in crossings)]
     if not names:
         return ()
     runs = {name: CallTrace.of(costs[name], candidate.block(name)) for name in costs}
@@ -31,7 +31,7 @@ def values_worth_repeating(
     out = []
     for name in names:
         readers = sum(any(name in graph.calls[index].inputs for index in chunk) for chunk in chunks[1:])
-        making = readers * sum(slice_forward_seconds(graph, piece, runs) for piece in joined_slices(graph, [able[name]]))
+        making = readers * sum(slice_forward_seconds(graph, piece, runs) for piece in joined_slices(graph, [repeatable[name]]))
         others = {other for each in crossings for other in each if other != name}
         sending = sum(
             send_seconds(graph, runs, chunk[0], others, link)

@@ -44,12 +44,12 @@ def with_split_blocks(graph: Graph, cluster: Cluster, force: Mapping[str, int]) 
 
 def _places(block: Block, seconds: list[float], parts: int) -> list[int]:
     """Of the narrow places those nearest to equal shares."""
-    able = single_tensor_cuts(block)
+    cuts = single_tensor_cuts(block)
     sums = [0.0]
     for each in seconds:
         sums.append(sums[-1] + each)
-    wanted = [sums[-1] * part / parts for part in range(1, parts)]
-    return sorted({min(able, key=lambda place: abs(sums[place] - at)) for at in wanted}) if able else []
+    targets = [sums[-1] * part / parts for part in range(1, parts)]
+    return sorted({min(cuts, key=lambda place: abs(sums[place] - at)) for at in targets}) if cuts else []
 
 
 def _node_seconds(block: Block, batch: int, cluster: Cluster) -> list[float]:
@@ -58,8 +58,8 @@ def _node_seconds(block: Block, batch: int, cluster: Cluster) -> list[float]:
     device = cluster.device
     out = []
     for node in block.nodes:
-        known = costs.profile(node.name)
-        flops = known.forward_flops + known.backward_flops
-        moved = 3 * (sum(known.operand_bytes) + sum(known.result_bytes))
-        out.append(max(flops / device.matrix_peak_flops_per_second(known.dtype), moved / device.bandwidth_bytes_per_second))
+        profile = costs.profile(node.name)
+        flops = profile.forward_flops + profile.backward_flops
+        moved = 3 * (sum(profile.operand_bytes) + sum(profile.result_bytes))
+        out.append(max(flops / device.matrix_peak_flops_per_second(profile.dtype), moved / device.bandwidth_bytes_per_second))
     return out

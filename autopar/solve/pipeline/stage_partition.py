@@ -12,6 +12,10 @@ from typing import Any
 
 import numpy
 
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.pipeline.stage_values import check_chunk_borders, crossing_values
+
 Matrix = Any
 """``[first call, end]`` of floats, as in ``calls[first:end]``; infinite where that cannot be a chunk."""
 
@@ -44,12 +48,12 @@ def best_partition(
     least = float(best[calls])
     if not numpy.isfinite(least):
         return None
-    found: StagePartition | None = None
+    best_cut: StagePartition | None = None
     for limit in _bounds(load_seconds, least, limits):
-        one = _least_sum(load_seconds, pass_seconds, limit, bubble_passes)
-        if one is not None and (found is None or one.seconds < found.seconds):
-            found = one
-    return found
+        cut = _least_sum(load_seconds, pass_seconds, limit, bubble_passes)
+        if cut is not None and (best_cut is None or cut.seconds < best_cut.seconds):
+            best_cut = cut
+    return best_cut
 
 
 def _bounds(loads: Sequence[Matrix], least: float, count: int) -> Sequence[float]:
@@ -82,3 +86,21 @@ def _least_sum(loads: Sequence[Matrix], passes: Sequence[Matrix], limit: float, 
     edges.reverse()
     largest = max(float(load[a, b]) for load, a, b in zip(loads, edges, edges[1:], strict=False))
     return StagePartition(tuple(edges), largest + weight * float(total[calls]), largest)
+
+
+def allowed_ranges(graph: Graph) -> Matrix:
+    """``[first, end]``: whether ``calls[first:end]`` may be a chunk."""
+    calls = len(graph.calls)
+    good = numpy.array([True, *(_may_cut(graph, index) for index in range(1, calls)), True])
+    return good[:, None] & good[None, :]
+
+
+def _may_cut(graph: Graph, index: int) -> bool:
+    """Something with a gradient crosses (where there is any), and nothing but values does."""
+    chunks = (tuple(range(index)), tuple(range(index, len(graph.calls))))
+    try:
+        check_chunk_borders(graph, chunks)
+    except PlanError:
+        return False
+    (names,) = crossing_values(graph, chunks)
+    return bool(names) and (graph.forward_only or any(map(graph.differentiable, names)))

@@ -57,19 +57,19 @@ class StagePlacement:
 
     def place(self, point: GridPoint, fastest: bool = False) -> PlacedPoint | None:
         """None where its blocks cannot be placed in time. `fastest`: with the option that saves all only."""
-        found = self._frontier(point, fastest)
-        if found is None:
+        frontier = self._frontier(point, fastest)
+        if frontier is None:
             return None
         costs: dict[Device, dict[str, BlockCosts]] = {}
         tables: dict[Device, StageTables] = {}
         for part in stage_clusters(self.cluster, point.stages):
             if part.device not in costs:
-                costs[part.device] = self._costs(found[0], point, part)
-                runs = found[1]
-                if part.device != found[0].problem.cluster.device:
-                    runs = TracedOptions.of(self.graph, found[0].options, costs[part.device])
+                costs[part.device] = self._costs(frontier[0], point, part)
+                runs = frontier[1]
+                if part.device != frontier[0].problem.cluster.device:
+                    runs = TracedOptions.of(self.graph, frontier[0].options, costs[part.device])
                 tables[part.device] = self._tables(point, part, runs, costs[part.device])
-        return PlacedPoint(point, found[0], costs, tables)
+        return PlacedPoint(point, frontier[0], costs, tables)
 
     def family(self, point: GridPoint) -> object:
         """Points with the same model axes and micro-batch per data rank share their placements: the data degree changes only the
@@ -88,23 +88,23 @@ class StagePlacement:
             return FamilyPlacement(refusal=self.refusal)
         return FamilyPlacement(fastest[0].sharding, fastest[0].options, less[0].options if less else None)
 
-    def learn(self, point: GridPoint, found: FamilyPlacement) -> None:
+    def learn(self, point: GridPoint, placement: FamilyPlacement) -> None:
         """Takes what another process found for the family of a point."""
         if self.knows(point):
             return
-        key, self.refusal = self.family(point), found.refusal or self.refusal
-        if found.sharding is None:
+        key, self.refusal = self.family(point), placement.refusal or self.refusal
+        if placement.sharding is None:
             self._frontiers[key, True] = None
             return
-        fastest = MemoryFrontier(self._problem(point), found.sharding, found.fastest)
+        fastest = MemoryFrontier(self._problem(point), placement.sharding, placement.fastest)
         self._frontiers[key, True] = fastest, self._traced(fastest)
-        if found.less_memory is not None:
-            less = replace(fastest, options=found.less_memory)
+        if placement.less_memory is not None:
+            less = replace(fastest, options=placement.less_memory)
             self._frontiers[key, False] = less, self._traced(less)
 
-    def _costs(self, found: MemoryFrontier, point: GridPoint, part: Cluster) -> dict[str, BlockCosts]:
+    def _costs(self, frontier: MemoryFrontier, point: GridPoint, part: Cluster) -> dict[str, BlockCosts]:
         out = {}
-        for name, table in found.problem.blocks.items():
+        for name, table in frontier.problem.blocks.items():
             out[name] = BlockCosts(table.block, point.mesh, self.graph.batch // point.micro_batches, part, point.zero_group)
             out[name].share_with(table.costs)
         return out
@@ -127,14 +127,14 @@ class StagePlacement:
         """Shared by the points of a family."""
         key = self.family(point)
         if (key, fastest) not in self._frontiers:
-            found = self._fastest_sharding(point) if fastest else None
-            if not fastest and (known := self._frontier(point, fastest=True)) is not None:
-                found = with_less_memory(known[0])
-            self._frontiers[key, fastest] = None if found is None else (found, self._traced(found))
+            frontier = self._fastest_sharding(point) if fastest else None
+            if not fastest and (fastest_frontier := self._frontier(point, fastest=True)) is not None:
+                frontier = with_less_memory(fastest_frontier[0])
+            self._frontiers[key, fastest] = None if frontier is None else (frontier, self._traced(frontier))
         return self._frontiers[key, fastest]
 
-    def _traced(self, found: MemoryFrontier) -> TracedOptions:
-        return TracedOptions.of(self.graph, found.options, found.problem.batch_costs)
+    def _traced(self, frontier: MemoryFrontier) -> TracedOptions:
+        return TracedOptions.of(self.graph, frontier.options, frontier.problem.batch_costs)
 
     def _problem(self, point: GridPoint) -> Problem:
         return self.tables.problem(replace(point, zero_group=0), (0,), stage_cluster(self.cluster, point.stages))
@@ -143,7 +143,7 @@ class StagePlacement:
         problem = self._problem(point)
         axes = forced_axes(problem.mesh, self.options.force)
         check_forced_axes(problem, axes)
-        found = fastest_sharding(problem, self.seconds_left(), axes)
-        if found is not None and (refusal := why_disobeyed(problem, found.sharding, axes)):
-            self.refusal, found = refusal, None
-        return found
+        frontier = fastest_sharding(problem, self.seconds_left(), axes)
+        if frontier is not None and (refusal := why_disobeyed(problem, frontier.sharding, axes)):
+            self.refusal, frontier = refusal, None
+        return frontier

@@ -120,19 +120,19 @@ class _Program:
     def _bound_class(self, number: int) -> None:
         """The durations of its chunks, each of which has a call: what its calls take; with the gathers that it waits for and what
         overlaps compute, which slows it; and at least what is sent."""
-        model, mine, contention = self.model, self.parts[number], self.limits.overlap.contention
+        model, part, contention = self.model, self.parts[number], self.limits.overlap.contention
         columns = [each[number] for each in self.columns]
-        model.row({count: 1.0 for count in mine.counts.values()}, float(mine.size), INFINITY)
+        model.row({count: 1.0 for count in part.counts.values()}, float(part.size), INFINITY)
         waits, left = (
-            [self._positive(mine.first_gathers()), self._positive(mine.last_gathers())],
-            self._positive(mine.left_reductions()),
+            [self._positive(part.first_gathers()), self._positive(part.last_gathers())],
+            self._positive(part.left_reductions()),
         )
         for line, direction in enumerate(self.calls[0].durations):
-            computed = mine.computed(line)
+            computed = part.computed(line)
             waited = dict(zip(waits, (direction.forward, direction.inputs), strict=True))
             for longer, inner_passes in _passes(columns, direction):
-                sent, least_sent = mine.sent(direction, inner_passes)
-                sent = {**sent, left: mine.holds_left(direction, inner_passes)}
+                sent, least_sent = part.sent(direction, inner_passes)
+                sent = {**sent, left: part.holds_left(direction, inner_passes)}
                 self._exceeds(longer, computed, 0.0)
                 if any(sent.values()) or least_sent > 0:
                     slowed = total((1.0, computed), (contention, sent), (1 - contention, waited))
@@ -151,12 +151,12 @@ class _Program:
         """The durations of each chunk."""
         out: dict[int, list[int]] = {}
         for number, members in enumerate(self.shape.classes):
-            mine = [each[number] for each in self.columns]
+            columns = [each[number] for each in self.columns]
             if len(members) == 1:
-                out[members[0]] = mine
+                out[members[0]] = columns
                 continue
-            out.update((chunk, [self.model.variable() for _ in mine]) for chunk in members)
-            for kind, column in enumerate(mine):
+            out.update((chunk, [self.model.variable() for _ in columns]) for chunk in members)
+            for kind, column in enumerate(columns):
                 # durations of a class = sum of those of its chunks
                 self.model.row({column: -1.0, **{out[chunk][kind]: 1.0 for chunk in members}}, 0.0, 0.0)
             self._bound_each(number, out)
@@ -164,11 +164,11 @@ class _Program:
 
     def _bound_each(self, number: int, chunks: Mapping[int, Sequence[int]]) -> None:
         """Each chunk of a class: what its calls take, without recomputation and state."""
-        model, mine, members = self.model, self.parts[number], self.shape.classes[number]
-        counts = {block: [model.variable() for _ in members] for block in mine.counts}
+        model, part, members = self.model, self.parts[number], self.shape.classes[number]
+        counts = {block: [model.variable() for _ in members] for block in part.counts}
         for block, columns in counts.items():
             # calls of a class = sum of those of its chunks
-            model.row({mine.counts[block]: -1.0, **dict.fromkeys(columns, 1.0)}, 0.0, 0.0)
+            model.row({part.counts[block]: -1.0, **dict.fromkeys(columns, 1.0)}, 0.0, 0.0)
         for place, chunk in enumerate(members):
             has = {block: columns[place] for block, columns in counts.items()}
             model.row(dict.fromkeys(has.values(), 1.0), 1.0, INFINITY)
@@ -184,23 +184,23 @@ class _Program:
 
     def _bound_last(self, number: int, columns: Sequence[int]) -> None:
         """What the last backward of a chunk leaves to its end is the first call's reduction."""
-        mine, overlap = self.parts[number], self.limits.overlap
+        part, overlap = self.parts[number], self.limits.overlap
         if not overlap.gradient_reduction or overlap.gradient_buffers:
             return
         forward, inputs, _, first, last = columns
-        slowed = {column: overlap.contention * one.reduce_last / self.unit for column, one in mine.states()}
+        slowed = {column: overlap.contention * one.reduce_last / self.unit for column, one in part.states()}
         longest = max((one.reduce_last for each in self.calls for one in each.states), default=0.0)
-        terms = total((1.0, mine.computed(0)), (1.0, slowed))
+        terms = total((1.0, part.computed(0)), (1.0, slowed))
         for one in (first, forward):
-            self._exceeds({one: 1.0, inputs: 1.0, last: 1.0}, terms, -mine.size * overlap.contention * longest / self.unit)
+            self._exceeds({one: 1.0, inputs: 1.0, last: 1.0}, terms, -part.size * overlap.contention * longest / self.unit)
 
     def _bound_stage(self, stage: int) -> None:
         """What follows its last action: a reduction and the optimizer; and its memory."""
         model, usable = self.model, self.limits.usable_bytes
-        mine = [number for number, of in enumerate(self.shape.stage_of_class) if of == stage]
+        classes_here = [number for number, of in enumerate(self.shape.stage_of_class) if of == stage]
         optimizer: dict[int, float] = {}
         held: dict[int, float] = {}
-        for number in mine:
+        for number in classes_here:
             for column, one in self.parts[number].states():
                 optimizer[column] = -one.optimizer_seconds / self.unit
                 held[column] = one.bytes / usable
@@ -208,11 +208,11 @@ class _Program:
         left = min((one.reduce_last for each in heads for one in each.states), default=0.0)
         model.row({self.after[stage]: 1.0, **optimizer}, left / self.unit, INFINITY)
         # the first backward is that of a call of the last chunk
-        working = min(self.calls[block].working_bytes for block in self.parts[mine[-1]].counts)
+        working = min(self.calls[block].working_bytes for block in self.parts[classes_here[-1]].counts)
         for in_flight in self.shape.in_flight[stage]:
             saved = {
                 column: self.limits.held * in_flight.get(number, 0)
-                for number in mine
+                for number in classes_here
                 for _, column in self.parts[number].saved.values()
             }
             # state + reserved for what is saved and for the first backward <= usable

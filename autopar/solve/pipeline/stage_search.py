@@ -24,17 +24,10 @@ from autopar.ir.verify import verify_candidate
 from autopar.schedules.placement import stage_of_chunks
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
-from autopar.solve.pipeline.cut_points import allowed_ranges
 from autopar.solve.pipeline.repeated_values import values_worth_repeating
-from autopar.solve.pipeline.spare_bytes import spare_bytes
-from autopar.solve.pipeline.stage_partition import Matrix, best_partition
+from autopar.solve.pipeline.stage_partition import Matrix, allowed_ranges, best_partition
 from autopar.solve.pipeline.stage_placement import PlacedPoint, StagePlacement
-from autopar.solve.pipeline.stage_tables import (
-    BestRanges,
-    RangeOptions,
-    best_ranges,
-    with_sends,
-)
+from autopar.solve.pipeline.stage_tables import BestRanges, RangeOptions, best_ranges, spare_bytes, with_sends
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
@@ -145,14 +138,14 @@ class StageSearch:
             return None
         margin = 0.0
         for _ in range(_TRIES):
-            made = self._partition(placed, option, margin)
-            if made is None:
+            partition = self._partition(placed, option, margin)
+            if partition is None:
                 break
-            graph, candidate, originals = made
-            found = self._price(graph, candidate, placed, originals)
-            if found.fits:
-                return self._solution(point, option, graph, candidate, found)
-            margin += 1.02 * (found.peak_memory_bytes - found.memory_budget_bytes)
+            graph, candidate, originals = partition
+            evaluation = self._price(graph, candidate, placed, originals)
+            if evaluation.fits:
+                return self._solution(point, option, graph, candidate, evaluation)
+            margin += 1.02 * (evaluation.peak_memory_bytes - evaluation.memory_budget_bytes)
         return None
 
     def solve_with_least_memory(self, point: GridPoint, option: ScheduleOption) -> MeshSolution | None:
@@ -169,22 +162,22 @@ class StageSearch:
             for rank, count in zip(ranks, self._in_flight(point, option), strict=True)
         ]
         spare = spare_bytes(chunks, self._allowed_ranges(), option.virtual)
-        made = self._partition(placed, option, spare - 1) if spare is not None else None
-        if made is None:
+        partition = self._partition(placed, option, spare - 1) if spare is not None else None
+        if partition is None:
             return None
-        graph, candidate, originals = made
+        graph, candidate, originals = partition
         return self._solution(point, option, graph, candidate, self._price(graph, candidate, placed, originals))
 
     def _solution(
-        self, point: GridPoint, option: ScheduleOption, graph: Graph, candidate: Candidate, found: Evaluation
+        self, point: GridPoint, option: ScheduleOption, graph: Graph, candidate: Candidate, evaluation: Evaluation
     ) -> MeshSolution:
         return MeshSolution(
             mesh=point.mesh,
-            status=Status.FEASIBLE if found.fits else Status.INFEASIBLE,
+            status=Status.FEASIBLE if evaluation.fits else Status.INFEASIBLE,
             bound_seconds=0.0,
-            objective_seconds=found.step_seconds,
+            objective_seconds=evaluation.step_seconds,
             candidate=candidate,
-            evaluation=found,
+            evaluation=evaluation,
             micro_batches=point.micro_batches,
             zero_group=point.zero_group,
             stages=point.stages,
@@ -194,8 +187,8 @@ class StageSearch:
         )
 
     def _price(self, graph: Graph, candidate: Candidate, placed: PlacedPoint, originals: dict[str, str]) -> Evaluation:
-        given = placed.costs.get(self.cluster.device, {})
-        costs = {name: given[original] for name, original in originals.items() if original in given}
+        known_costs = placed.costs.get(self.cluster.device, {})
+        costs = {name: known_costs[original] for name, original in originals.items() if original in known_costs}
         return evaluate(graph, candidate, self.cluster, self.options.optimizer, costs)
 
     def _partition(
@@ -210,7 +203,7 @@ class StageSearch:
         ranks = stage_of_chunks(Pipeline(point.stages, option.virtual, option.schedule))
         parts = stage_clusters(self.cluster, point.stages)
         keys = [(parts[rank].device, count) for rank, count in zip(ranks, self._in_flight(point, option), strict=True)]
-        made = {
+        options_by_stage = {
             (device, count): best_ranges(
                 self._ranges[point, device],
                 count,
@@ -220,7 +213,7 @@ class StageSearch:
             )
             for device, count in set(keys)
         }
-        each = [made[key] for key in keys]
+        each = [options_by_stage[key] for key in keys]
         each = [each[0], *(self._with_sends(placed, one, *pair) for one, pair in zip(each[1:], pairwise(ranks), strict=True))]
         ranges = self._ranges[point, keys[0][0]]
         # a stage computes all of its chunks

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy
@@ -28,7 +29,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.pipeline.stage_values import repeatable_values
 from autopar.ir.plan import Precision
 from autopar.solve.bounds.memory_frontier import BlockOptions
-from autopar.solve.pipeline.stage_partition import Matrix
+from autopar.solve.pipeline.stage_partition import Matrix, best_partition
 
 
 class CallCost(NamedTuple):
@@ -96,8 +97,8 @@ class TracedOptions:
     def of(graph: Graph, options: BlockOptions, costs: Mapping[str, BlockCosts]) -> TracedOptions:
         traced = tuple({name: CallTrace.of(costs[name], plan) for name, plan in option.items()} for option in options)
         saved = tuple(call_saved_bytes(graph, {name: trace.memory for name, trace in each.items()}) for each in traced)
-        able = repeatable_values(graph)
-        return TracedOptions(traced, saved, tuple(cut_bytes(graph, traced[0], cut, able) for cut in range(len(graph.calls))))
+        repeated = repeatable_values(graph)
+        return TracedOptions(traced, saved, tuple(cut_bytes(graph, traced[0], cut, repeated) for cut in range(len(graph.calls))))
 
 
 class StageTables:
@@ -242,3 +243,21 @@ def best_ranges(options: RangeOptions, in_flight: float, usable_bytes: float, al
     return BestRanges(
         numpy.take_along_axis(load, picked, 0)[0], numpy.take_along_axis(options.pass_seconds, picked, 0)[0], choice
     )
+
+
+def spare_bytes(ranges: Sequence[tuple[RangeOptions, float, float]], allowed: Matrix, virtual: int) -> float | None:
+    """What the fullest stage leaves free at most, by estimate; negative where no partition fits. `ranges` has for each chunk its
+    options, the micro-batches in flight and the usable bytes of its device. None where the calls cannot be cut so often."""
+    most = max(usable for _, _, usable in ranges)
+    loads_by_key: dict[tuple[int, float, float], Matrix] = {}
+    for options, count, usable in ranges:
+        key = id(options), count, usable
+        if key not in loads_by_key:
+            held = virtual * (options.state_bytes + count * options.saved_bytes) + options.running_bytes
+            loads_by_key[key] = numpy.where(allowed, held.min(axis=0) + (most - usable), numpy.inf)
+    loads = [loads_by_key[id(options), count, usable] for options, count, usable in ranges]
+    cut = best_partition(loads, [numpy.zeros_like(load) for load in loads], 0.0, limits=1)
+    if cut is None:
+        return None
+    fullest = max(float(load[first, end]) for load, (first, end) in zip(loads, pairwise(cut.edges), strict=True))
+    return most - fullest

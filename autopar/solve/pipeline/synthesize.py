@@ -74,21 +74,21 @@ def synthesize(
     def seconds_of(order: Order) -> float:
         return makespan_of(task.schedule(name, order))
 
-    known = [(seconds_of(order), said, order) for said, order in known_orders(task)]
-    if not known:
+    known_schedules = [(seconds_of(order), label, order) for label, order in known_orders(task)]
+    if not known_schedules:
         raise Infeasible(_no_memory(task))
-    builder_seconds, builder, order = min(known, key=lambda each: each[0])
+    builder_seconds, builder, order = min(known_schedules, key=lambda each: each[0])
     best, bound = builder_seconds, min(makespan_lower_bound(task), builder_seconds)
     if not _near(best, bound):
         actions = len(task.kinds) * len(task.rank_of) * task.micro_batches
         _, ruled = search_rules(task, best, order, bound, ceil(effort * _ACTIONS / actions))
         best, order = min((best, order), (seconds_of(ruled), ruled), key=lambda each: each[0])
     if not _near(best, bound):
-        found, proven = _Model(task, order, best, bound).solve(effort, workers)
+        found_order, proven = _Model(task, order, best, bound).solve(effort, workers)
         bound = min(best, max(bound, proven))
-        if found and all(task.fits(actions, rank) for rank, actions in enumerate(task.schedule(name, found).ranks)):
-            seconds = seconds_of(found)
-            best, order = (seconds, found) if seconds < best else (best, order)
+        if found_order and all(task.fits(actions, rank) for rank, actions in enumerate(task.schedule(name, found_order).ranks)):
+            seconds = seconds_of(found_order)
+            best, order = (seconds, found_order) if seconds < best else (best, order)
     schedule = with_merged_backwards(task.schedule(name, order), makespan_of)
     check(schedule)
     makespan = makespan_of(schedule)
@@ -160,9 +160,9 @@ class _Model:
         return floor(seconds / self.unit * (1 + 1e-12) + 1e-6)
 
     def variable(self, hint: int) -> cp_model.IntVar:
-        made = self.model.new_int_var(0, self.horizon, "")
-        self.model.add_hint(made, min(hint, self.horizon))
-        return made
+        variable = self.model.new_int_var(0, self.horizon, "")
+        self.model.add_hint(variable, min(hint, self.horizon))
+        return variable
 
     def add_order(self) -> None:
         """start(c, F, m) >= end(c - 1, F, m) + lag, and so on; start(c, k, m) >= end(c, k, m - 1)."""
@@ -177,25 +177,25 @@ class _Model:
 
     def add_rank(self, rank: int) -> None:
         """One action at a time, and the memory in flight within the limit at any time."""
-        task, mine = self.task, self.task.chunks_of(rank)
+        task, chunks = self.task, self.task.chunks_of(rank)
         actions = [key for key in self.start if task.rank_of[key[0]] == rank]
         self.model.add_no_overlap(
             [self.model.new_fixed_size_interval_var(self.start[key], self.long[key], "") for key in actions]
         )
         many, limit = task.micro_batches, task.limit[rank]
-        if sum(task.saved[chunk] for chunk in mine) * many <= limit:
+        if sum(task.saved[chunk] for chunk in chunks) * many <= limit:
             return
-        for chunk in mine:  # start(F, m) >= end(I, m - h): h fit whole; start(F, m) >= end(W, m - 1 - g): g fit beside it
+        for chunk in chunks:  # start(F, m) >= end(I, m - h): h fit whole; start(F, m) >= end(W, m - 1 - g): g fit beside it
             for micro in range(many):
                 for kind, before in task.before_forward(chunk, micro):
                     key = chunk, kind, before
                     self.model.add(self.start[chunk, FORWARDS, micro] >= self.start[key] + self.long[key])
-        same = not task.split or all(task.deferred[chunk] == task.saved[chunk] for chunk in mine)
-        if len(mine) == 1 and same:
+        same = not task.split or all(task.deferred[chunk] == task.saved[chunk] for chunk in chunks)
+        if len(chunks) == 1 and same:
             return  # that says it all
-        unit = _unit([task.saved[chunk] for chunk in mine] + [task.deferred[chunk] for chunk in mine], limit)
+        unit = _unit([task.saved[chunk] for chunk in chunks] + [task.deferred[chunk] for chunk in chunks], limit)
         intervals, sizes = [], []
-        for chunk in mine:
+        for chunk in chunks:
             saved, deferred = (ceil(size / unit - 1e-6) for size in (task.saved[chunk], task.deferred[chunk]))
             for micro in range(many):
                 if same:

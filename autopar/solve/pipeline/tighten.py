@@ -25,23 +25,24 @@ Task = tuple[Points, ScheduleOption | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Sharpened:
+class TightenedBounds:
     """What a task found: seconds by schedule, and the relaxation of the point's calls (None: that was not needed)."""
 
     seconds: Mapping[ScheduleOption, float]
-    relaxed: RelaxedCalls | None
+    relaxation: RelaxedCalls | None
 
 
 @dataclass(frozen=True, slots=True)
-class Sharpening:
-    """How a bound is sharpened: `roughly` one point by what holds for any schedule (`is_known`: where that was done or is not
-    worth it), `sharply` a task. `family`: points of one relaxation, of which `relaxed` holds those that are known."""
+class TighteningSteps:
+    """Callbacks of a tightening: `bound_any_schedule` bounds one point by what holds for any schedule (`is_bounded`: where that
+    was done or is not worth it), `bound_schedules` does a task. `family` names points of one relaxation, and `relaxations` has those
+    that are known."""
 
-    roughly: Callable[[GridPoint], float]
-    is_known: Callable[[GridPoint], bool]
-    sharply: Callable[[Task], Sharpened]
+    bound_any_schedule: Callable[[GridPoint], float]
+    is_bounded: Callable[[GridPoint], bool]
+    bound_schedules: Callable[[Task], TightenedBounds]
     family: Callable[[GridPoint], object]
-    relaxed: dict[object, RelaxedCalls]
+    relaxations: dict[object, RelaxedCalls]
 
 
 _MOST_RELAXED, _MOST_TIMED = 24, 12
@@ -52,30 +53,30 @@ class BoundTightening:
     """Of `points`, whose bounds it raises until the least one is `enough_seconds`. `left`: tasks that may still be done, of those
     for all schedules (False) and of those by the clock of one (True)."""
 
-    def __init__(self, points: Mapping[GridPoint, MeshSolution], how: Sharpening, enough_seconds: float) -> None:
-        self.points, self.how, self.enough_seconds = points, how, enough_seconds
-        self.left = {False: _MOST_RELAXED, True: _MOST_TIMED}
-        self.together = _alike(points)
-        self._found: dict[Points, dict[ScheduleOption, float]] = {}
-        self._timed: set[Task] = set()
+    def __init__(self, points: Mapping[GridPoint, MeshSolution], steps: TighteningSteps, enough_seconds: float) -> None:
+        self.points, self.steps, self.enough_seconds = points, steps, enough_seconds
+        self.tasks_left = {False: _MOST_RELAXED, True: _MOST_TIMED}
+        self.groups = _points_with_one_bound(points)
+        self._bounds: dict[Points, dict[ScheduleOption, float]] = {}
+        self._clocked: set[Task] = set()
         self._tasks: dict[Task, Task] = {}
 
     def run(self, seconds_left: Callable[[], float], processes: int) -> None:
         """Until nothing is left to do, or no task or time is."""
-        with Lookahead(self.how.sharply, processes, self._is_relaxed) as ahead:
+        with Lookahead(self.steps.bound_schedules, processes, self._has_relaxation) as ahead:
             while seconds_left() > 0:
                 order = self._order()
                 if not order:
                     return
-                point, family = order[0], self.how.family(order[0])
-                if not self.how.is_known(point) and family not in self.how.relaxed:
-                    self.how.roughly(point)
+                point, family = order[0], self.steps.family(order[0])
+                if not self.steps.is_bounded(point) and family not in self.steps.relaxations:
+                    self.steps.bound_any_schedule(point)
                     continue
-                task = next(self._tasks_of(self.together[point]), None)
-                if task is None or not self.left[task[1] is not None]:
+                task = next(self._tasks_of(self.groups[point]), None)
+                if task is None or not self.tasks_left[task[1] is not None]:
                     return
                 self._take(task, ahead.result(task, self._upcoming(order, task)))
-                self.left[task[1] is not None] -= 1
+                self.tasks_left[task[1] is not None] -= 1
 
     def _order(self) -> list[GridPoint]:
         able = (point for point, result in self.points.items() if result.status is not Status.INFEASIBLE)
@@ -84,12 +85,12 @@ class BoundTightening:
 
     def _tasks_of(self, members: Points) -> Iterator[Task]:
         """What is left to do for some points, what limits them first."""
-        if members not in self._found:
+        if members not in self._bounds:
             yield self._task(members, None)
             return
-        found = self._found[members]
-        for option in sorted(found, key=lambda each: found[each]):
-            if found[option] >= self.enough_seconds or (members, option) in self._timed:
+        bounds = self._bounds[members]
+        for option in sorted(bounds, key=lambda each: bounds[each]):
+            if bounds[option] >= self.enough_seconds or (members, option) in self._clocked:
                 return
             yield self._task(members, option)
 
@@ -101,33 +102,33 @@ class BoundTightening:
         """What others may begin beside `task`: of each family that is not relaxed one task at most."""
         busy = set[object]()
         self._waits(task, busy)
-        for members in dict.fromkeys(self.together[point] for point in order if self.how.is_known(point)):
+        for members in dict.fromkeys(self.groups[point] for point in order if self.steps.is_bounded(point)):
             for each in self._tasks_of(members):
-                if each is not task and not self._waits(each, busy) and self.left[each[1] is not None]:
+                if each is not task and not self._waits(each, busy) and self.tasks_left[each[1] is not None]:
                     yield each
 
-    def _is_relaxed(self, task: Task) -> bool:
+    def _has_relaxation(self, task: Task) -> bool:
         """Whether a task finds the relaxation of its family, or makes it of its own point."""
-        return self.how.family(task[0][0]) in self.how.relaxed
+        return self.steps.family(task[0][0]) in self.steps.relaxations
 
     def _waits(self, task: Task, busy: set[object]) -> bool:
         """For a relaxation that another task makes; if not, it may make one."""
-        family = self.how.family(task[0][0])
-        if task[1] is not None or self._is_relaxed(task):
+        family = self.steps.family(task[0][0])
+        if task[1] is not None or self._has_relaxation(task):
             return False
         waits = family in busy
         busy.add(family)
         return waits
 
-    def _take(self, task: Task, sharpened: Sharpened) -> None:
+    def _take(self, task: Task, bounds: TightenedBounds) -> None:
         members, option = task
-        if sharpened.relaxed is not None:
-            self.how.relaxed[self.how.family(members[0])] = sharpened.relaxed
-        self._found.setdefault(members, {}).update(sharpened.seconds)
+        if bounds.relaxation is not None:
+            self.steps.relaxations[self.steps.family(members[0])] = bounds.relaxation
+        self._bounds.setdefault(members, {}).update(bounds.seconds)
         if option is not None:
-            self._timed.add(task)
+            self._clocked.add(task)
         for point in members:
-            raise_bound(self.points[point], min(self._found[members].values(), default=inf))
+            raise_bound(self.points[point], min(self._bounds[members].values(), default=inf))
 
 
 def raise_bound(result: MeshSolution, seconds: float) -> None:
@@ -137,7 +138,7 @@ def raise_bound(result: MeshSolution, seconds: float) -> None:
         result.status = Status.INFEASIBLE
 
 
-def _alike(points: Mapping[GridPoint, MeshSolution]) -> dict[GridPoint, Points]:
+def _points_with_one_bound(points: Mapping[GridPoint, MeshSolution]) -> dict[GridPoint, Points]:
     """With each point those that share a bound with it."""
     groups: dict[GridPoint, list[GridPoint]] = {}
     for point, result in points.items():

@@ -38,7 +38,7 @@ def conversion_graph(
     coded = [tuple(index[axis][place] for axis, place in enumerate(state)) for state in among]
     number = {code: position for position, code in enumerate(coded)}
     cuts = [[size if type(place) is Shard else 1 for place in places] for places, size in zip(per_axis, sizes, strict=True)]
-    found: list[tuple[int, int, tuple[int, int, int, int]]] = []
+    edges: list[tuple[int, int, tuple[int, int, int, int]]] = []
     for source, code in enumerate(coded):
         for axis in range(len(sizes)):
             other_shards = 1
@@ -48,8 +48,8 @@ def conversion_graph(
             for to in targets[axis][code[axis]]:
                 target = number.get((*code[:axis], to, *code[axis + 1 :]))
                 if target is not None and _nests(among[source], per_axis[axis][to], axis):
-                    found.append((source, target, (axis, code[axis], to, other_shards)))
-    return _reachable(among, found, per_axis, produced, needed)
+                    edges.append((source, target, (axis, code[axis], to, other_shards)))
+    return _reachable(among, edges, per_axis, produced, needed)
 
 
 def _axis_targets(places: Sequence[Placement], needed: Collection[Placement], differentiable: bool) -> list[list[int]]:
@@ -67,17 +67,17 @@ def _axis_targets(places: Sequence[Placement], needed: Collection[Placement], di
 
 def _nests(source: Placements, target: Placement, axis: int) -> bool:
     """As `rules.conversions.may_convert`, for a source and what one axis becomes."""
-    for mine in (source[axis], target):
-        if type(mine) is Shard:
+    for place in (source[axis], target):
+        if type(place) is Shard:
             for other in source[axis + 1 :]:
-                if type(other) is Shard and (mine.dim, mine.parts) == (other.dim, other.parts):
+                if type(other) is Shard and (place.dim, place.parts) == (other.dim, other.parts):
                     return False
     return True
 
 
 def _reachable(
     among: Sequence[Placements],
-    found: Sequence[tuple[int, int, tuple[int, int, int, int]]],
+    all_edges: Sequence[tuple[int, int, tuple[int, int, int, int]]],
     per_axis: Sequence[Sequence[Placement]],
     produced: Collection[Placements],
     needed: Collection[Placements],
@@ -85,7 +85,7 @@ def _reachable(
     """The graph without states that no production reaches or that lead to no need."""
     after: dict[int, list[int]] = {}
     before: dict[int, list[int]] = {}
-    for source, target, _ in found:
+    for source, target, _ in all_edges:
         after.setdefault(source, []).append(target)
         before.setdefault(target, []).append(source)
     start = {index for index, state in enumerate(among) if state in produced}
@@ -95,7 +95,7 @@ def _reachable(
     prices: dict[tuple[int, int, int, int], int] = {}
     examples: list[int] = []
     edges: list[tuple[int, int, int]] = []
-    for source, target, key in found:
+    for source, target, key in all_edges:
         if source in number and target in number:
             if key not in prices:
                 prices[key] = len(examples)

@@ -78,7 +78,7 @@ def propagate_data_axis(
     for slot, number in boundary.classes.items():
         if slot.side == "param":
             classes[number] = Replicate()
-    known = strategies or AxisStrategies(graph, registry)
+    axis_strategies = strategies or AxisStrategies(graph, registry)
     chosen: dict[tuple[str, str], AxisStrategy] = {}
     seen: set[str] = set()
     for call in graph.calls:
@@ -91,7 +91,7 @@ def propagate_data_axis(
             for side, values in (("in", block.inputs), ("param", tuple(p.value for p in block.parameters)))
             for index, value in enumerate(values)
         }
-        options = known.of(block, size, DATA_AXIS)
+        options = axis_strategies.of(block, size, DATA_AXIS)
         walk = _Walk(block, size, graph, start)
         for node in block.nodes:
             chosen[block.name, node.name] = walk.choose(node, options[node.name])
@@ -147,12 +147,12 @@ class _Walk:
         value = self.values[name]
         if source == target:
             return 0.0
-        found = axis_conversion(source, target, value.differentiable)
-        if found is None:
+        conversion = axis_conversion(source, target, value.differentiable)
+        if conversion is None:
             return float("inf")
         size = prod(dims.shape_at(value.shape, self.graph.batch)) * itemsize(value.dtype)
-        backward = 0.0 if found.backward == "pad" else self._weight(found.backward)
-        return size * (self._weight(found.forward) + backward)
+        backward = 0.0 if conversion.backward == "pad" else self._weight(conversion.backward)
+        return size * (self._weight(conversion.forward) + backward)
 
     def _weight(self, kind: str | None) -> float:
         if kind is None:

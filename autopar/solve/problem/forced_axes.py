@@ -28,7 +28,7 @@ _WITH_RECOMPUTATION = 1.5
 _NAMED = 3
 """Operations that a message names."""
 
-_WORTH_TELLING = 0.02
+_WORTH_A_NOTE = 0.02
 """The share of all FLOPs from which on it is told that sizes forbid to shard them."""
 
 _MOST_FORBIDDEN = 0.5
@@ -42,20 +42,20 @@ Key = tuple[str, str]
 class ForcedWork:
     """What some forced axes (several where an operation can be sharded over each of them, but not over all) must not repeat.
 
-    whole: per operation, FLOPs of a step's calls that each of its strategies repeats though it could be sharded. able: FLOPs of
-    all operations that can be sharded. forbidden: those whose sizes do not divide, with their FLOPs.
+    whole: per operation, FLOPs of a step's calls that each of its strategies repeats though it could be sharded. shardable:
+    FLOPs of all operations that can be sharded. forbidden: those whose sizes do not divide, with their FLOPs.
     """
 
     axes: tuple[int, ...]
     whole: dict[Key, tuple[float, ...]] = field(default_factory=dict)
-    able: float = 0.0
+    shardable: float = 0.0
     forbidden: dict[Key, float] = field(default_factory=dict)
 
     @property
     def forbidden_share(self) -> float:
         """Of all FLOPs."""
         size = sum(self.forbidden.values())
-        return size / (self.able + size) if size else 0.0
+        return size / (self.shardable + size) if size else 0.0
 
 
 def forced_axes(mesh: Mesh, force: Mapping[str, int]) -> tuple[int, ...]:
@@ -76,20 +76,20 @@ def forced_work(problem: Problem, axes: Collection[int]) -> tuple[ForcedWork, ..
                 each[axis].forbidden[key] = flops
         if least == len(axes) - len(able):
             for axis in able:
-                each[axis].able += flops
+                each[axis].shardable += flops
                 each[axis].whole[key] = tuple(flops * way[axes.index(axis)] for way in repeated)  # type: ignore[attr-defined]
         else:
-            either.able += flops
+            either.shardable += flops
             either.whole[key] = tuple(flops * (sum(way) - least) for way in repeated)
-    return tuple(work for work in (*each.values(), either) if work.able or work.forbidden)
+    return tuple(work for work in (*each.values(), either) if work.shardable or work.forbidden)
 
 
 def _products(problem: Problem) -> Iterator[tuple[Key, float, tuple[NodeStrategy, ...]]]:
     """The operations with FLOPs, forward and backward over all calls."""
     for name, table in problem.blocks.items():
         for node, strategies in table.strategies.items():
-            known = table.costs.profile(node)
-            flops = problem.graph.count(name) * (known.forward_flops + known.backward_flops)
+            profile = table.costs.profile(node)
+            flops = problem.graph.count(name) * (profile.forward_flops + profile.backward_flops)
             if flops:
                 yield (name, node), flops, strategies
 
@@ -98,17 +98,17 @@ def check_forced_axes(problem: Problem, axes: Collection[int]) -> None:
     """PlanError where a forced axis can shard less than half of the FLOPs, with the operations and sizes that forbid it."""
     for work in forced_work(problem, axes):
         if work.forbidden_share > _MOST_FORBIDDEN:
-            share = f"only {100 * (1 - work.forbidden_share):.1f} % of the FLOPs" if work.able else "none of the FLOPs"
+            share = f"only {100 * (1 - work.forbidden_share):.1f} % of the FLOPs" if work.shardable else "none of the FLOPs"
             raise PlanError(f"{_degrees(problem, work)} can shard {share}: {_forbidding(problem, work)}")
 
 
-def told_of_forced_axes(problem: Problem, axes: Collection[int]) -> tuple[str, ...]:
+def forced_axis_notes(problem: Problem, axes: Collection[int]) -> tuple[str, ...]:
     """A line for each forced axis that cannot shard a part worth telling."""
     return tuple(
         f"{_degrees(problem, work)} computes {100 * work.forbidden_share:.1f} % of the FLOPs on every rank: "
         + _forbidding(problem, work)
         for work in forced_work(problem, axes)
-        if work.forbidden_share > _WORTH_TELLING
+        if work.forbidden_share > _WORTH_A_NOTE
     )
 
 
@@ -122,13 +122,13 @@ def why_disobeyed(problem: Problem, candidate: Candidate, axes: Collection[int])
             of = problem.blocks[block].strategies[node]
             number = next(i for i, strategy in enumerate(of) if strategy.plan == chosen[block, node])
             whole[block, node] = per_strategy[number] * (_WITH_RECOMPUTATION if (block, node) in twice else 1.0)
-        if sum(whole.values()) > MOST_REDUNDANT * work.able:
+        if sum(whole.values()) > MOST_REDUNDANT * work.shardable:
             worst = sorted((key for key, flops in whole.items() if flops), key=lambda key: -whole[key])
-            said = ", ".join(_said(problem, key) for key in worst[:_NAMED])
-            share = 100 * sum(whole.values()) / work.able
+            products = ", ".join(_product_text(problem, key) for key in worst[:_NAMED])
+            share = 100 * sum(whole.values()) / work.shardable
             return (
                 f"{_degrees(problem, work)} cannot be obeyed: {share:.1f} % of the FLOPs that it can shard stay whole "
-                f"({said}): force another degree, or leave it open"
+                f"({products}): force another degree, or leave it open"
             )
     return ""
 
@@ -143,12 +143,12 @@ def _degrees(problem: Problem, work: ForcedWork) -> str:
 
 def _forbidding(problem: Problem, work: ForcedWork) -> str:
     worst = sorted(work.forbidden, key=lambda key: -work.forbidden[key])
-    said = ", ".join(_said(problem, key) for key in worst[:_NAMED])
+    products = ", ".join(_product_text(problem, key) for key in worst[:_NAMED])
     more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
-    return f"it divides no size of {said}{more}: force a degree that does"
+    return f"it divides no size of {products}{more}: force a degree that does"
 
 
-def _said(problem: Problem, key: Key) -> str:
+def _product_text(problem: Problem, key: Key) -> str:
     """``aten.linear [16, 7] x [5, 7] at mlp.up of Layer (net.py:12)``."""
     block: Block = problem.blocks[key[0]].block
     node: Node = next(node for node in block.nodes if node.name == key[1])

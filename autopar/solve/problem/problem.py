@@ -20,8 +20,7 @@ from autopar.ir.plan import NodePlan, Precision
 from autopar.rules.registry import Registry
 from autopar.solve.problem.boundary import BlockBoundaries
 from autopar.solve.problem.conversion_graph import ConversionGraph
-from autopar.solve.problem.lazy import LazyTable
-from autopar.solve.problem.structure import BlockStructure, Pins, Structure, structure_of
+from autopar.solve.problem.structure import BlockStructure, LazyTable, Pins, Structure, structure_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class BlockTable:
     def flops(self) -> float:
         """Forward and backward, unsharded."""
         profiles = (self.costs.profile(node.name) for node in self.block.nodes)
-        return sum(known.forward_flops + known.backward_flops for known in profiles)
+        return sum(profile.forward_flops + profile.backward_flops for profile in profiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +123,12 @@ def with_zero_group(problem: Problem, zero_group: int) -> Problem:
 
 def price_structure(
     structure: Structure, graph: Graph, cluster: Cluster, precision: Precision, optimizer: str, *,
-    zeros: Collection[int] = (0, 1, 2, 3), micro_batches: int = 1, known: dict[str, BlockCosts] | None = None,
+    zeros: Collection[int] = (0, 1, 2, 3), micro_batches: int = 1, known_costs: dict[str, BlockCosts] | None = None,
 ) -> Problem:  # fmt: skip
-    """The tables of a structure for `graph` at its batch, that of a micro-batch. `known` collects costs per block that
+    """The tables of a structure for `graph` at its batch, that of a micro-batch. `known_costs` collects costs per block that
     all meshes share."""
     mesh = structure.mesh
-    pricing = _Pricing(structure, graph, cluster, {} if known is None else known)
+    pricing = _Pricing(structure, graph, cluster, {} if known_costs is None else known_costs)
     allowed = tuple(sorted(zeros)) if mesh.size_of(DATA_AXIS) > 1 else (0,)
     tables = {name: pricing.table(block) for name, block in structure.blocks.items()}
     return Problem(
@@ -150,8 +149,8 @@ def price_structure(
 class _Pricing:
     """Prices of one structure. `shares_link`: per mesh axis, whether it uses a physical link of the data axis."""
 
-    def __init__(self, structure: Structure, graph: Graph, cluster: Cluster, known: dict[str, BlockCosts]) -> None:
-        self.mesh, self.cluster, self.batch, self.known = structure.mesh, cluster, graph.batch, known
+    def __init__(self, structure: Structure, graph: Graph, cluster: Cluster, known_costs: dict[str, BlockCosts]) -> None:
+        self.mesh, self.cluster, self.batch, self.known = structure.mesh, cluster, graph.batch, known_costs
         sizes, data = self.mesh.sizes, self.mesh.index(DATA_AXIS)
         shared = links_of_axis(cluster, self.mesh, data).names
         self.shares_link = [not shared.isdisjoint(links_of_axis(cluster, self.mesh, axis).names) for axis in range(len(sizes))]
@@ -178,14 +177,14 @@ class _Pricing:
         return tuple(out)
 
     def _strategy(self, costs: BlockCosts, plan: NodePlan) -> NodeStrategy:
-        cost, known = costs.node(plan), costs.profile(plan.node)
+        cost, profile = costs.node(plan), costs.profile(plan.node)
         seconds = StreamSeconds(
             cost.forward_seconds + sum(cost.forward_comm_seconds),
             cost.backward_seconds + sum(cost.backward_comm_seconds),
             sum(each for axis, each in enumerate(cost.forward_comm_seconds) if self.shares_link[axis]),
             sum(each for axis, each in enumerate(cost.backward_comm_seconds) if self.shares_link[axis]),
         )
-        flops = known.forward_flops + known.backward_flops
+        flops = profile.forward_flops + profile.backward_flops
         sizes = self.mesh.sizes
         cuts = work_shards(plan.operands, plan.results, sizes) if flops else (0,) * len(sizes)
         repeated = tuple(flops if cut == 1 < size else 0.0 for cut, size in zip(cuts, sizes, strict=True))
@@ -195,8 +194,8 @@ class _Pricing:
         """Values with the same graph have one shape and dtype."""
         key = id(graph)
         if key not in self._conversions:
-            given = costs.values[value]
-            kind = given.shape, given.dtype, given.differentiable
+            source_value = costs.values[value]
+            kind = source_value.shape, source_value.dtype, source_value.differentiable
             prices = [self._price(costs, value, kind, graph, number) for number in range(len(graph.price_keys))]
             edges = tuple(ConversionEdge(source, target, *prices[price]) for source, target, price in graph.edges)
             self._conversions[key] = PricedConversions(graph.states, edges)

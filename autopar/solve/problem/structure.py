@@ -4,10 +4,10 @@ A structure is made once per mesh and priced for every micro-batch size (`proble
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from autopar.ir.graph import Block, Graph, Node
 from autopar.ir.mesh import DATA_AXIS, Mesh
@@ -18,7 +18,6 @@ from autopar.rules.registry import Registry
 from autopar.solve.problem.boundary import BlockBoundaries, Slot
 from autopar.solve.problem.conversion_graph import ConversionGraph, conversion_graph
 from autopar.solve.problem.data_axis import AxisStrategies, DataAxisPlacements, propagate_data_axis
-from autopar.solve.problem.lazy import LazyTable
 
 Pins = Mapping[str, str]
 """Value name -> forced placements on the model axes, as text (``I``, ``S(1) R``), where it is produced and between blocks."""
@@ -30,6 +29,31 @@ Placed = Mapping[str, Mapping[str, Placement]]
 """Name of an input or a result of the graph -> by mesh axis the placement that it is given; replicated on other model axes."""
 
 Consumers = tuple[tuple[str, int], ...]
+V = TypeVar("V")
+
+
+class LazyTable(Mapping[str, V]):
+    """`keys` in order; `compute` is called once for each key that is read."""
+
+    def __init__(self, keys: Iterable[str], compute: Callable[[str], V]) -> None:
+        self._keys, self._compute = dict.fromkeys(keys), compute
+        self._known: dict[str, V] = {}
+
+    def __getitem__(self, key: str) -> V:
+        if key not in self._known:
+            if key not in self._keys:
+                raise KeyError(key)
+            self._known[key] = self._compute(key)
+        return self._known[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +93,11 @@ def structure_of(
     `strategies`: those of the graph, shared between its meshes. `stored`: placements of parameters that are given; `placed`:
     those of inputs and results.
     """
-    given = Given(stored or {}, placed or {})
-    return _Builder(graph, mesh, pins or {}, strategies or AxisStrategies(graph, registry), given).structure()
+    fixed = FixedPlacements(stored or {}, placed or {})
+    return _Builder(graph, mesh, pins or {}, strategies or AxisStrategies(graph, registry), fixed).structure()
 
 
-class Given(NamedTuple):
+class FixedPlacements(NamedTuple):
     """Placements that are not chosen, of parameters (`stored`) and of inputs and results of the graph (`placed`)."""
 
     stored: Stored
@@ -81,18 +105,18 @@ class Given(NamedTuple):
 
 
 class _Builder:
-    def __init__(self, graph: Graph, mesh: Mesh, pins: Pins, strategies: AxisStrategies, given: Given) -> None:
+    def __init__(self, graph: Graph, mesh: Mesh, pins: Pins, strategies: AxisStrategies, fixed: FixedPlacements) -> None:
         self.graph, self.mesh, self.strategies = graph, mesh, strategies
         self.boundary = strategies.boundary
         self.data = mesh.index(DATA_AXIS)
         self.pins = {name: parse_placements(text) for name, text in pins.items()}
         self.stored = {
-            self.boundary.classes[Slot(call.block, "param", index)]: given.stored[name]
-            for call in (graph.calls if given.stored else ())
+            self.boundary.classes[Slot(call.block, "param", index)]: fixed.stored[name]
+            for call in (graph.calls if fixed.stored else ())
             for index, name in enumerate(call.parameters)
-            if name in given.stored
+            if name in fixed.stored
         }
-        self.placed = {self.boundary.class_of(name): places for name, places in given.placed.items()}
+        self.placed = {self.boundary.class_of(name): places for name, places in fixed.placed.items()}
         self.propagated: DataAxisPlacements = propagate_data_axis(
             graph, self.boundary, mesh.sizes[self.data], strategies.registry, strategies
         )
@@ -158,8 +182,8 @@ class _Builder:
             )
         if number in self.stored:
             whole = [Replicate(), Invariant()]  # which of them depends on whether it trains
-            given = (replicated if place in whole else place for place in self.stored[number])
-            return (tuple(data if axis == self.data else place for axis, place in enumerate(given)),)
+            fixed = (replicated if place in whole else place for place in self.stored[number])
+            return (tuple(data if axis == self.data else place for axis, place in enumerate(fixed)),)
         parameter = slots[0].side == "param"
         buffer = parameter and self.boundary.parameter(slots[0]).buffer
         per_axis: list[dict[Placement, None]] = []
@@ -170,10 +194,10 @@ class _Builder:
                 for side in self.ends[slot.block][value.name]
                 for at in side
             }  # fmt: skip
-            wanted: list[Placement] = [place for place in used if isinstance(place, Shard)]
+            shards: list[Placement] = [place for place in used if isinstance(place, Shard)]
             if not parameter and differentiable:
-                wanted.append(Replicate())
-            per_axis.append(dict.fromkeys([data] if axis == self.data else [Replicate() if buffer else replicated, *wanted]))
+                shards.append(Replicate())
+            per_axis.append(dict.fromkeys([data] if axis == self.data else [Replicate() if buffer else replicated, *shards]))
         allowed = tuple(at for at in product(*per_axis) if can_shard(values[0].shape, at, self.mesh.sizes))
         if number in self.placed:
             allowed = tuple(at for at in allowed if self._as_placed(at, self.placed[number]))

@@ -59,20 +59,20 @@ def parse_force(force: str | Mapping[str, int | str] | None) -> Force:
         raise AutoparError(f'force={repr(force)[:40]} says no degrees: write "tp=4,zero=3" or {{"tp": 4, "zero": 3}}')
     force = force or ""
     pairs = force.items() if isinstance(force, Mapping) else [item.partition("=")[::2] for item in force.split(",") if item]
-    given: dict[str, str] = {}
+    words: dict[str, str] = {}
     for name, value in pairs:
         key = str(name).strip()
-        if key in given:
-            raise AutoparError(f"force: {key[:40]} is written twice, as {given[key][:40]} and {_text(value)[:40]}: write it once")
-        given[key] = _text(value)
-    offload = _offload(given.pop(OFFLOAD, None))
-    fixed = [key for key in _ONLY_CONFIGURATION if key in given]
+        if key in words:
+            raise AutoparError(f"force: {key[:40]} is written twice, as {words[key][:40]} and {_text(value)[:40]}: write it once")
+        words[key] = _text(value)
+    offload = _offload(words.pop(OFFLOAD, None))
+    fixed = [key for key in _ONLY_CONFIGURATION if key in words]
     if fixed:
-        _check_configuration(given, fixed[0])
+        _check_configuration(words, fixed[0])
     else:
-        _check_keys(given)
-    degrees = {key: _degree(key, text) for key, text in given.items() if key not in ("schedule", "recompute")}
-    schedule = given.get("schedule", "")
+        _check_keys(words)
+    degrees = {key: _degree(key, text) for key, text in words.items() if key not in ("schedule", "recompute")}
+    schedule = words.get("schedule", "")
     synthesize = schedule == SYNTHESIZED and not fixed
     if schedule == INTERLEAVED:
         schedule = _interleaved(degrees, bool(fixed))
@@ -80,7 +80,7 @@ def parse_force(force: str | Mapping[str, int | str] | None) -> Force:
         builder_named(schedule, "give its actions" if fixed else f"write {SYNTHESIZED}", (INTERLEAVED,))
     if synthesize and degrees.get("pp", 1) < 2:
         raise AutoparError(f"force: schedule={SYNTHESIZED} is one of a pipeline: write its stages too, as in pp=2")
-    return Force(degrees, "" if synthesize else schedule, synthesize, given.get("recompute", ""), offload)
+    return Force(degrees, "" if synthesize else schedule, synthesize, words.get("recompute", ""), offload)
 
 
 def _text(value: object) -> str:
@@ -102,22 +102,22 @@ def _interleaved(degrees: Mapping[str, int], fixed: bool) -> str:
     return "1f1b" if "virtual" in degrees else INTERLEAVED
 
 
-def _check_keys(given: Mapping[str, str]) -> None:
-    for key in given:
+def _check_keys(words: Mapping[str, str]) -> None:
+    for key in words:
         if key not in (*DEGREES, "schedule"):
             raise AutoparError(
                 f"force: {key!r} cannot be forced; write some of {', '.join(DEGREES)}, schedule, {OFFLOAD}, as in tp=4,zero=3"
             )
 
 
-def _check_configuration(given: Mapping[str, str], fixed: str) -> None:
-    missing = [key for key in CONFIGURATION if key not in given]
-    unknown = [key for key in given if key not in (*CONFIGURATION, *_CONFIGURATION_MORE)]
+def _check_configuration(words: Mapping[str, str], fixed: str) -> None:
+    missing = [key for key in CONFIGURATION if key not in words]
+    unknown = [key for key in words if key not in (*CONFIGURATION, *_CONFIGURATION_MORE)]
     if missing or unknown:
         wrong = f"{', '.join(missing)} missing" if missing else f"{', '.join(unknown)} not among them"
-        said = f"{fixed}={given[fixed]}"
-        raise AutoparError(f"force: a configuration with {said} has to be complete ({', '.join(CONFIGURATION)}): {wrong}")
-    check_recompute(given["recompute"])
+        entry = f"{fixed}={words[fixed]}"
+        raise AutoparError(f"force: a configuration with {entry} has to be complete ({', '.join(CONFIGURATION)}): {wrong}")
+    check_recompute(words["recompute"])
 
 
 _DIGITS = 9

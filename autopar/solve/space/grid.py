@@ -16,11 +16,8 @@ from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, Mesh
 from autopar.rules.notation.notation import BATCH_DIMS
 from autopar.rules.registry import Registry
 from autopar.rules.table.experts import indivisible_experts
-from autopar.solve.space.meshes import divisors, meshes
-from autopar.solve.space.micro_batching import why_one_micro_batch
-
-MICRO = "micro"
-"""Forces the examples of one micro-batch on one data rank."""
+from autopar.solve.space.meshes import meshes
+from autopar.solve.space.micro_batches import MICRO, expert_axis_fits, micro_batch_counts, why_one_micro_batch
 
 GROUP = "zero_group"
 """Forces the number of neighbours on the data axis that share one copy of the state; 0 is all of them."""
@@ -53,8 +50,8 @@ def grid_points(graph: Graph, size: int, node_size: int, force: Mapping[str, int
 
     BatchError or ClusterError where what is forced leaves nothing.
     """
-    if (found := indivisible_experts(graph, force.get(EXPERT_AXIS, 1))) is not None:
-        node, number = found
+    if (indivisible := indivisible_experts(graph, force.get(EXPERT_AXIS, 1))) is not None:
+        node, number = indivisible
         raise ClusterError(
             f"ep={force[EXPERT_AXIS]} does not divide the {number} experts of {node.module or node.name} ({node.source}): "
             f"force a divisor of {number}"
@@ -89,23 +86,6 @@ def dispatches_tokens(graph: Graph, registry: Registry) -> bool:
     ops = {node.op for block in graph.blocks for node in block.nodes}
     rules = filter(None, map(registry.rule, ops))
     return any(BATCH_DIMS in (function.factor, *function.also) for rule in rules for function in rule.functions)
-
-
-def expert_axis_fits(mesh: Mesh, batch: int, micro_batches: int, force: Mapping[str, int], experts: bool) -> bool:
-    """Whether `EXPERT_AXIS` can shard each of so many micro-batches. A mesh without it is for batches that it cannot shard at
-    all: where only some micro-batches are too small for it, larger ones remain, or a forced ``tp``."""
-    each = batch // mesh.size_of(DATA_AXIS)
-    if mesh.size_of(EXPERT_AXIS) > 1:
-        return each // micro_batches % mesh.size_of(EXPERT_AXIS) == 0
-    model = mesh.size // mesh.size_of(DATA_AXIS)
-    return not experts or model == 1 or "tp" in force or each % model != 0
-
-
-def micro_batch_counts(batch: int, data: int, force: Mapping[str, int], one_micro_batch: bool) -> tuple[int, ...]:
-    """The numbers of micro-batches of each data rank: every divisor of its batch, or only one."""
-    each = batch // data
-    counts = [1] if one_micro_batch else divisors(each)
-    return tuple(count for count in counts if each // count == force.get(MICRO, each // count))
 
 
 def zero_groups(mesh: Mesh, node_size: int, force: Mapping[str, int]) -> tuple[int, ...]:

@@ -56,17 +56,17 @@ def meshes(size: int, batch: int, force: Mapping[str, int], node_size: int = 0, 
         raise ClusterError(f"tp2={force['tp2']} cannot be forced beside experts: force ep=1 too, or ep and tp")
     every = list(_with_experts(size, force) if experts or force.get(EXPERT_AXIS, 1) > 1 else _factorizations(size, force))
     if not every:
-        wanted = ", ".join(f"{name}={value}" for name, value in force.items() if name in AXES)
-        raise ClusterError(f"{wanted} does not multiply to the {size} devices of the cluster: change one of them")
-    found = [mesh for mesh in every if batch % mesh.size_of(DATA_AXIS) == 0]
-    if not found:
+        degrees = ", ".join(f"{name}={value}" for name, value in force.items() if name in AXES)
+        raise ClusterError(f"{degrees} does not multiply to the {size} devices of the cluster: change one of them")
+    allowed = [mesh for mesh in every if batch % mesh.size_of(DATA_AXIS) == 0]
+    if not allowed:
         fewest = min(mesh.size_of(DATA_AXIS) for mesh in every)
         raise BatchError(f"the global batch {batch} divides by no data degree of these meshes: make it a multiple of {fewest}")
     if node_size and not any(name in force for name in AXES):
-        widest = max(WIDEST_NODES * node_size, WIDEST_DEVICES, min(mesh.size // mesh.size_of(DATA_AXIS) for mesh in found))
-        found = [mesh for mesh in found if mesh.size // mesh.size_of(DATA_AXIS) <= widest]
-        found = [mesh for mesh in found if not _is_same_in_node(mesh, node_size)]
-    return sorted(found, key=lambda mesh: (len(mesh.axes), size // mesh.size_of(DATA_AXIS), mesh.sizes[1:]))
+        widest = max(WIDEST_NODES * node_size, WIDEST_DEVICES, min(mesh.size // mesh.size_of(DATA_AXIS) for mesh in allowed))
+        allowed = [mesh for mesh in allowed if mesh.size // mesh.size_of(DATA_AXIS) <= widest]
+        allowed = [mesh for mesh in allowed if not _is_same_in_node(mesh, node_size)]
+    return sorted(allowed, key=lambda mesh: (len(mesh.axes), size // mesh.size_of(DATA_AXIS), mesh.sizes[1:]))
 
 
 def _is_same_in_node(mesh: Mesh, node_size: int) -> bool:

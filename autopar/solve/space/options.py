@@ -19,7 +19,7 @@ class SearchOptions:
     whose lower bound is not below the best plan by at least `min_improvement` (relative), or `min_improvement_large` where its
     problem is large. A lower bound within `sharp_gap` of the best plan is not sharpened. Plans whose steps differ by at most
     `indifference` (relative) count as equally fast (`robust_choice`). `may_offload_optimizer`: where nothing fits, plans with the
-    optimizer's state in host memory are searched (`offload_state`). Problems that do not wait for each other are solved on
+    optimizer's state in host memory are searched (`offload_optimizer`). Problems that do not wait for each other are solved on
     so many `processes` at once, where the machine can fork."""
 
     batch: int = 0

@@ -22,17 +22,9 @@ from autopar.ir.verify import MOST_PASSES
 from autopar.rules.registry import Registry
 from autopar.schedules.builder import ScheduleBuilder
 from autopar.schedules.named_schedules import INTERLEAVED, builder_named, schedule_builders
-from autopar.solve.space.grid import (
-    MICRO,
-    GridPoint,
-    devices_per_node,
-    dispatches_tokens,
-    expert_axis_fits,
-    micro_batch_counts,
-    zero_groups,
-)
+from autopar.solve.space.grid import GridPoint, devices_per_node, dispatches_tokens, zero_groups
 from autopar.solve.space.meshes import divisors, meshes
-from autopar.solve.space.micro_batching import why_one_micro_batch
+from autopar.solve.space.micro_batches import MICRO, expert_axis_fits, micro_batch_counts, why_one_micro_batch
 
 PIPELINE_FORCES = ("pp", "virtual")
 """The degrees that only pipelines have."""
@@ -106,12 +98,12 @@ def pipeline_points(
             continue
         size, node = cluster.size // stages, devices_per_node(cluster)
         try:
-            found = meshes(size, graph.batch, rest, min(node, size), experts)
+            stage_meshes = meshes(size, graph.batch, rest, min(node, size), experts)
         except AutoparError:
             if pipeline_forced(force):
                 raise
             continue
-        for mesh in found:
+        for mesh in stage_meshes:
             if len(mesh.axes) > 2 and not {"tp2", EXPERT_AXIS} & set(force):
                 continue
             for micro_batches in micro_batch_counts(graph.batch, mesh.size_of(DATA_AXIS), rest, one_micro_batch):
@@ -152,8 +144,8 @@ def _check(graph: Graph, cluster: Cluster, chunks: int, stages: int) -> None:
 def schedule_options(graph: Graph, point: GridPoint, force: Mapping[str, int], schedule: str = "") -> tuple[ScheduleOption, ...]:
     """The schedules of a point: those that builders offer to the search, or the forced one. PlanError where that cannot be."""
     layers = max(len(layer_calls(graph)[1]), 1)
-    asked = "1f1b" if schedule == INTERLEAVED else schedule
-    builders = [builder_named(asked)] if asked else [each for each in schedule_builders().values() if each.searched]
+    name = "1f1b" if schedule == INTERLEAVED else schedule
+    builders = [builder_named(name)] if name else [each for each in schedule_builders().values() if each.searched]
     micro_batches = point.micro_batches
     out = []
     for builder in builders:
@@ -171,10 +163,10 @@ def schedule_options(graph: Graph, point: GridPoint, force: Mapping[str, int], s
     return tuple(out)
 
 
-def _usual(builder: ScheduleBuilder, virtual: int, stages: int, layers: int, asked: str) -> bool:
+def _usual(builder: ScheduleBuilder, virtual: int, stages: int, layers: int, forced: str) -> bool:
     """Whether a schedule is looked at with so many chunks a stage, where nobody says how many."""
     if builder.v_shaped:
-        return virtual == 2 and (stages * 2 <= layers or bool(asked))
-    if asked == INTERLEAVED:
+        return virtual == 2 and (stages * 2 <= layers or bool(forced))
+    if forced == INTERLEAVED:
         return virtual == 2 or (virtual > 2 and virtual * stages <= layers)
     return virtual == 1 or (builder.interleaved and virtual * stages <= layers)

@@ -39,20 +39,20 @@ class ProblemTables:
 
     def structure(self, mesh: Mesh) -> Structure:
         """The choices on a mesh, without prices."""
-        known = self._structures[_is_wide(mesh)]
-        if mesh not in known:
+        structures = self._structures[_is_wide(mesh)]
+        if mesh not in structures:
             options = self.options
-            given = options.pins, self._strategies, options.stored, options.placed
-            _remember(known, mesh, structure_of(self.graph, mesh, self.registry, *given), _CACHED[_is_wide(mesh)])
-        return known[mesh]
+            fixed = options.pins, self._strategies, options.stored, options.placed
+            _remember(structures, mesh, structure_of(self.graph, mesh, self.registry, *fixed), _CACHED[_is_wide(mesh)])
+        return structures[mesh]
 
     def problem(self, point: GridPoint, zeros: tuple[int, ...] | None = None, cluster: Cluster | None = None) -> Problem:
         """The tables of a point. `zeros`: the allowed state shardings, by default those of the options. `cluster`: the
         devices of one pipeline stage, where these are not all, or other prices."""
         cluster = cluster or self.cluster
         key = point.mesh, point.micro_batches, cluster.size, cluster.device, cluster.links
-        known = self._problems[_is_wide(point.mesh)]
-        if key not in known:
+        problems = self._problems[_is_wide(point.mesh)]
+        if key not in problems:
             options = self.options
             graph = replace(self.graph, batch=self.graph.batch // point.micro_batches)
             problem = price_structure(
@@ -63,13 +63,13 @@ class ProblemTables:
                 options.optimizer,
                 zeros=options.zeros,
                 micro_batches=point.micro_batches,
-                known=self._costs.setdefault(cluster.device, {}),
+                known_costs=self._costs.setdefault(cluster.device, {}),
             )
-            _remember(known, key, problem, _CACHED[_is_wide(point.mesh)])
-        found = with_zero_group(known[key], point.zero_group)
-        if zeros is not None and found.zeros != (0,):
-            found = replace(found, zeros=zeros)
-        return found
+            _remember(problems, key, problem, _CACHED[_is_wide(point.mesh)])
+        tables = with_zero_group(problems[key], point.zero_group)
+        if zeros is not None and tables.zeros != (0,):
+            tables = replace(tables, zeros=zeros)
+        return tables
 
 
 def _is_wide(mesh: Mesh) -> bool:

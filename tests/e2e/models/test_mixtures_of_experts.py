@@ -25,7 +25,7 @@ from autopar.rules.registry import Registry, default_registry
 from autopar.rules.rule import DerivedLine
 from autopar.rules.table.experts import FUNCTIONS, moe_experts_rule
 from autopar.solve.search import search
-from autopar.solve.space.micro_batching import why_one_micro_batch
+from autopar.solve.space.micro_batches import why_one_micro_batch
 from autopar.solve.space.options import SearchOptions
 
 OP = "ap.moe_experts"

@@ -32,7 +32,7 @@ from autopar.solve.pipeline import pipeline_search
 from autopar.solve.pipeline.pipeline_bound import StageRelaxation, relaxed_calls
 from autopar.solve.pipeline.pipeline_search import PipelineSearch
 from autopar.solve.pipeline.stage_program import schedule_bound
-from autopar.solve.pipeline.tighten import BoundTightening, Sharpened, Sharpening
+from autopar.solve.pipeline.tighten import BoundTightening, TightenedBounds, TighteningSteps
 from autopar.solve.space.grid import GridPoint, grid_points
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
@@ -193,7 +193,7 @@ def _pipelines(batch: int = 8) -> PipelineSearch:
 
 
 def sharp_bound(search: PipelineSearch, points: tuple[GridPoint, ...], best_seconds: float) -> float:
-    return min(search.sharp_bounds(points, best_seconds).values())
+    return min(search.schedule_bounds(points, best_seconds).values())
 
 
 def test_blocks_are_relaxed_where_operations_alone_do_not_say_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +224,8 @@ def test_bounds_are_sharpened_no_further_than_needed() -> None:
 def test_who_waits_for_whom() -> None:
     """Beside a point other processes begin with one of each family that is not relaxed, and with all of those that are."""
     search = _pipelines(batch=16)
-    known = search._roughly.__contains__
-    how = Sharpening(search._with_memory, known, lambda task: Sharpened({}, None), search._family, search._relaxed)
+    known = search._memory_bounds.__contains__
+    how = TighteningSteps(search._with_memory, known, lambda task: TightenedBounds({}, None), search._family, search._relaxed)
     tightening = BoundTightening(search.points, how, float("inf"))
     order = tightening._order()
     for point in order:
@@ -268,7 +268,7 @@ def test_no_pipeline_is_below_its_bound(text: str, memory_bytes: int) -> None:
     for point in search.points:
         problem = search.problem(point)
         calls_seconds = operation_bound(problem) / point.stages
-        rough, bound = search.rough_bound(point, calls_seconds), min(search.sharp_bounds((point,), float("inf")).values())
+        rough, bound = search.mesh_bound(point, calls_seconds), min(search.schedule_bounds((point,), float("inf")).values())
         relaxation = StageRelaxation(problem, relaxed_calls(problem, point.stages, relax_blocks(problem), lambda: 60.0), cluster)
         assert rough >= calls_seconds
         for option in schedule_options(search.graph, point, {}, ""):
@@ -279,7 +279,7 @@ def test_no_pipeline_is_below_its_bound(text: str, memory_bytes: int) -> None:
                 assert step >= max(rough, bound) * (1 - 1e-6), f"{point} {option}"
                 assert step >= relaxation.at_least((point,), (option,), float("inf"))[option] * (1 - 1e-6), f"{point} {option}"
                 above += bound > 0.6 * step
-                assert step >= min(search.sharp_bounds((point,), step).values()) * (1 - 1e-6), f"{point} {option}"
+                assert step >= min(search.schedule_bounds((point,), step).values()) * (1 - 1e-6), f"{point} {option}"
     assert priced >= 8
     assert above >= priced / 4
 
@@ -304,7 +304,7 @@ def test_communication_of_state_that_hides_counts_once(zero: int, contention: fl
             found = search.stage_search.solve_point(point, option)
             if found is not None and found.evaluation is not None:
                 step = found.evaluation.step_seconds
-                assert step >= search.rough_bound(point, 0.0) * (1 - 1e-6), f"{point} {option}"
+                assert step >= search.mesh_bound(point, 0.0) * (1 - 1e-6), f"{point} {option}"
                 assert step >= relaxation.at_least((point,), (option,), float("inf"))[option] * (1 - 1e-6), f"{point} {option}"
                 priced += option.virtual > 1
     assert priced >= 2

@@ -23,6 +23,6 @@ def with_offloaded_optimizer(cluster: Cluster, options: SearchOptions) -> Search
 
 def with_forced_offload(options: SearchOptions, force: Force) -> SearchOptions:
     """The search with the optimizer's state where `force` says, on the device where it says nothing."""
-    asked = force.offload_optimizer
-    where = "" if asked == NO_OFFLOAD else asked
-    return replace(options, precision=replace(options.precision, offload_optimizer=where), may_offload_optimizer=not asked)
+    device = force.offload_optimizer
+    where = "" if device == NO_OFFLOAD else device
+    return replace(options, precision=replace(options.precision, offload_optimizer=where), may_offload_optimizer=not device)

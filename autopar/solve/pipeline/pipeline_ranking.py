@@ -20,17 +20,17 @@ _MOST_PLACED = 40
 """Families of points that are placed: a third of a second each where their blocks are large."""
 
 
-def promising(
+def rank_pipelines(
     search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float, with_memory: Callable[[GridPoint], float]
 ) -> Estimates:
     """The estimated step of each point (with its lower bound) with each of its schedules, the shortest first, where it is below
     `best_seconds`. `with_memory` gives a sharper bound. At most `_MOST_PLACED` families of points are placed, those with the
     least bounds first. AutoparError where a forced schedule fits none of the points."""
-    found = _Promising(search, points, best_seconds, with_memory).run()
-    return sorted(found, key=lambda each: (each[0], each[1].stages, each[2].virtual))
+    estimates = _Ranking(search, points, best_seconds, with_memory).run()
+    return sorted(estimates, key=lambda each: (each[0], each[1].stages, each[2].virtual))
 
 
-class _Promising:
+class _Ranking:
     """`ratios`: what larger micro-batches showed of smaller ones, where these are never faster. `beyond`: what memory and the
     communication of state add to the bound of a point, which no bubble makes longer."""
 
@@ -106,8 +106,8 @@ class _Promising:
             return []
         seconds = {each: self.search.estimate(fastest, each, inf) for each in self._open_schedules(point)}
         if self.ratios_hold:
-            self.ratios.learn(point, {each: found / self._least(point, each) for each, found in seconds.items()})
-        schedules = [each for each, found in seconds.items() if found < self.best_seconds]
+            self.ratios.learn(point, {each: estimate / self._least(point, each) for each, estimate in seconds.items()})
+        schedules = [each for each, estimate in seconds.items() if estimate < self.best_seconds]
         placed = self.placement.place(point) if schedules else None
         if placed is None:
             return []

@@ -138,12 +138,12 @@ class _BlockRecompute:
 
     def _results(self, node: Node, strategy: NodeStrategy) -> dict[PlacedValue, None]:
         """The storages that the operation produces: its results, and what it saves beside them."""
-        found = dict.fromkeys(self.find((value.name, at)) for value, at in zip(node.outputs, strategy.plan.results, strict=True))
+        names = dict.fromkeys(self.find((value.name, at)) for value, at in zip(node.outputs, strategy.plan.results, strict=True))
         extra = f"{node.name}+"
         for saved in self.table.costs.saved_tensors(strategy.plan):
             if saved.value == extra:
-                found[self.find((extra, saved.placements))] = None
-        return found
+                names[self.find((extra, saved.placements))] = None
+        return names
 
     def _add_recomputed_conversions(self) -> None:
         """c."""

@@ -20,16 +20,16 @@ def least_memory_solution(state: SearchState) -> MeshSolution | None:
     """The pipeline of layers dealt evenly that recomputes all, or the one whose stages are partitioned for least memory, where
     none that the stage search makes fits: its estimates of memory err on the safe side."""
     search = MinimumMemory(state.registry, 1, least_memory_pipeline)
-    found = search.fitting_plan(state.graph, state.cluster, state.options)
-    if found is None:
+    memory_plan = search.fitting_plan(state.graph, state.cluster, state.options)
+    if memory_plan is None:
         return None
-    plan, pipeline = found.candidate, found.candidate.pipeline
-    if any(whole > MOST_REDUNDANT for axis, whole in found.evaluation.redundant_share if axis in state.options.force):
+    plan, pipeline = memory_plan.candidate, memory_plan.candidate.pipeline
+    if any(whole > MOST_REDUNDANT for axis, whole in memory_plan.evaluation.redundant_share if axis in state.options.force):
         return None
     solution = MeshSolution(
-        mesh=plan.mesh, status=Status.FEASIBLE, objective_seconds=found.evaluation.step_seconds, candidate=plan,
-        evaluation=found.evaluation, micro_batches=plan.micro_batches, zero_group=plan.zero_group, stages=pipeline.stages,
-        virtual=pipeline.virtual, schedule=pipeline.schedule, graph=found.graph,
+        mesh=plan.mesh, status=Status.FEASIBLE, objective_seconds=memory_plan.evaluation.step_seconds, candidate=plan,
+        evaluation=memory_plan.evaluation, micro_batches=plan.micro_batches, zero_group=plan.zero_group, stages=pipeline.stages,
+        virtual=pipeline.virtual, schedule=pipeline.schedule, graph=memory_plan.graph,
     )  # fmt: skip
     state.pipelines.solutions.append(solution)
     return solution
