@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from autopar.ir.dims import Dim, Shape, has_batch
 from autopar.ir.graph import Arg, Node, Symbol, Value
 from autopar.ir.regions import REGION_OPS, Region, regions_of
-from autopar.rules.notation.notation import FactorKind
-from autopar.rules.rule import DerivedLine, Rule, match_rule
+from autopar.operations.notation.notation import FactorKind
+from autopar.operations.notation.rule import DerivedLine, Rule, match_rule
 
 
 def regions_line(node: Node, shapes: tuple[Shape, ...], rules: Mapping[str, Rule]) -> DerivedLine | None:

@@ -13,9 +13,8 @@ from math import prod
 
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Arg, Node
-from autopar.rules.notation.line_text import fixed
-from autopar.rules.rule import NamedFunction, argument
-from autopar.rules.strategy import OperationCollective
+from autopar.operations.notation.line_text import fixed
+from autopar.operations.notation.rule import NamedFunction, OperationCollective, argument
 
 SMALLEST = 4096
 """Pixels of an image below which it is not cut: its activations are small, and a rank's part would be mostly halo."""

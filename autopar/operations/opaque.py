@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
-from autopar.rules.rule import DerivedLine
+from autopar.operations.notation.rule import DerivedLine
 
 
 def opaque_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:

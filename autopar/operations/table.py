@@ -11,10 +11,10 @@ from functools import cache
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.ir.placement import Invariant
-from autopar.rules.rule import Derive, DerivedLine, NamedFunction, Rule
-from autopar.rules.table import attention, compute, experts, opaque, pointwise, regions, space, views
-from autopar.rules.table.images import IMAGES, mean_rule
-from autopar.rules.table.transforms import DISTANCES, TRANSFORMS
+from autopar.operations import attention, compute, experts, opaque, pointwise, regions, space, views
+from autopar.operations.images import IMAGES, mean_rule
+from autopar.operations.notation.rule import Derive, DerivedLine, NamedFunction, Rule
+from autopar.operations.transforms import DISTANCES, TRANSFORMS
 
 WHOLE = """linspace logspace eye tril_indices triu_indices as_strided _pdist_forward masked_scatter affine_grid_generator
 native_group_norm embedding_bag _embedding_bag"""

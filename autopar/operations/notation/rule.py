@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.dims import Dim, Shape
 from autopar.ir.graph import Arg, Node, Ref
 from autopar.ir.placement import Placement
-from autopar.rules.notation.notation import FittedRule, RuleLine, fit_rule, parse_rule
-from autopar.rules.strategy import OperationCollective
+from autopar.operations.notation.notation import FittedRule, RuleLine, fit_rule, parse_rule
 
 
 def argument(node: Node, index: int, name: str, default: Arg = None) -> Arg:
@@ -37,6 +36,31 @@ class DerivedLine:
 
 Derive = Callable[[Node, tuple[Shape, ...]], DerivedLine | None]
 """Writes the line of a node from its operands' global shapes; None where this form of the operation has no line."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperationCollective:
+    """A collective inside of a named function, on the function's axis. `shape` is the global shape of the tensor that it moves.
+
+    `kind` is ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``point_to_point`` (a message to a neighbour,
+    of `shape`); `backward`: it runs in the backward.
+    `group` is the number of neighbours on the axis that communicate with each other (0: all). With `tokens`, ranks of other axes
+    that shard the tokens are neighbours too. `copies` of a token to ranks of one node are sent once.
+    `operand` is the operand that it moves: other axes divide the bytes where they shard that operand (-1: where they shard any).
+    `factor`: it is on the axes that shard this factor (empty: the function's own).
+    `overlapped`: it overlaps with the computation of the function, one block of the axis at a time (ring attention).
+    """
+
+    kind: str
+    shape: Shape
+    dtype: str
+    backward: bool = False
+    group: int = 0
+    tokens: bool = False
+    copies: int = 1
+    overlapped: bool = False
+    operand: int = -1
+    factor: str = ""
 
 
 @dataclass(frozen=True, slots=True)

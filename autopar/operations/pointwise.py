@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node, Ref
-from autopar.rules.notation.line_text import dim_argument, dims_argument, fixed, letter, line_text
-from autopar.rules.rule import DerivedLine, argument
+from autopar.operations.notation.line_text import dim_argument, dims_argument, fixed, letter, line_text
+from autopar.operations.notation.rule import DerivedLine, argument
 
 
 def elementwise_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node, Ref
-from autopar.rules.notation.line_text import dims_argument, fixed, letter, line_text
-from autopar.rules.rule import Derive, DerivedLine
+from autopar.operations.notation.line_text import dims_argument, fixed, letter, line_text
+from autopar.operations.notation.rule import Derive, DerivedLine
 
 
 def fourier_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:

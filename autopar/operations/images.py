@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
-from autopar.rules.notation.line_text import dim_argument, dims_argument, fixed, letter, line_text
-from autopar.rules.rule import Derive, DerivedLine, argument
-from autopar.rules.table.compute import first_dims, leading_dims_rule_1d, leading_dims_rule_2d, pad_rule
-from autopar.rules.table.pointwise import reduce_whole_rule
-from autopar.rules.table.space import HALOS, mean_words, norm_words, space_words
+from autopar.operations.compute import first_dims, leading_dims_rule_1d, leading_dims_rule_2d, pad_rule
+from autopar.operations.notation.line_text import dim_argument, dims_argument, fixed, letter, line_text
+from autopar.operations.notation.rule import Derive, DerivedLine, argument
+from autopar.operations.pointwise import reduce_whole_rule
+from autopar.operations.space import HALOS, mean_words, norm_words, space_words
 
 
 def leading_dims_rule_3d(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:

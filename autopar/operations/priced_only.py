@@ -6,15 +6,11 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
-from autopar.rules.registry import Registry, default_registry
-from autopar.rules.rule import DerivedLine, NamedFunction, Rule, argument
-from autopar.rules.strategy import OperationCollective
-from autopar.rules.table.aten import FUNCTIONS, LINES
-from autopar.rules.table.attention import attention_rule
+from autopar.operations.attention import attention_rule
+from autopar.operations.notation.rule import DerivedLine, NamedFunction, OperationCollective, Rule, argument
+from autopar.operations.table import FUNCTIONS, LINES
 
 
 def context_attention_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCollective, ...]:
@@ -73,8 +69,3 @@ def priced_table() -> dict[str, Rule]:
         "ap.experts": Rule(experts_rule, functions=(dispatched,), addends=False),
         "ap.experts_float8": Rule(experts_rule, functions=(dispatched,), addends=False),
     }
-
-
-def priced_registry() -> Registry:
-    """The rules of all operations, also of those that are only priced."""
-    return Registry(MappingProxyType({**default_registry().rules, **priced_table()}))

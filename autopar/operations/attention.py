@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
-from autopar.rules.rule import DerivedLine, NamedFunction, argument
-from autopar.rules.strategy import OperationCollective
+from autopar.operations.notation.rule import DerivedLine, NamedFunction, OperationCollective, argument
 
 OPERATIONS = ("aten.scaled_dot_product_attention", "ap.attention")
 NARROW = 8

@@ -7,10 +7,10 @@ from itertools import count
 
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
-from autopar.rules.notation.common_factors import common_factors
-from autopar.rules.notation.line_text import dim_argument, dims_argument, fixed, letter, line_text
-from autopar.rules.rule import DerivedLine, argument
-from autopar.rules.table.pointwise import elementwise_rule
+from autopar.operations.notation.common_factors import common_factors
+from autopar.operations.notation.line_text import dim_argument, dims_argument, fixed, letter, line_text
+from autopar.operations.notation.rule import DerivedLine, argument
+from autopar.operations.pointwise import elementwise_rule
 
 
 def reshape_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:

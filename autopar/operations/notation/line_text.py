@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from autopar.ir.dims import Dim
 from autopar.ir.graph import Node
-from autopar.rules.rule import argument
+from autopar.operations.notation.rule import argument
 
 
 def letter(index: int) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Graph, Node
-from autopar.rules.rule import DerivedLine, NamedFunction
-from autopar.rules.strategy import OperationCollective
+from autopar.operations.notation.rule import DerivedLine, NamedFunction, OperationCollective
 
 _WIDE = {"halves": "(2 f+)", "interleaved": "(f+ 2)", "plain": "f+"}
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Arg, Node
-from autopar.rules.notation.line_text import fixed, letter, line_text
-from autopar.rules.rule import Derive, DerivedLine, argument
-from autopar.rules.strategy import OperationCollective
-from autopar.rules.table.pointwise import elementwise_rule
-from autopar.rules.table.space import norm_words, space_words
+from autopar.operations.notation.line_text import fixed, letter, line_text
+from autopar.operations.notation.rule import Derive, DerivedLine, OperationCollective, argument
+from autopar.operations.pointwise import elementwise_rule
+from autopar.operations.space import norm_words, space_words
 
 
 def convolution_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
