@@ -128,7 +128,8 @@ def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: t
         for step in range(3):
             watch.start_step(forget_peak=step == 1)
             if step == 2:
-                watch.at_operation = watch.peak.operation, lambda: groups.extend(_groups(watch.live(), parallel, optimizer, batch))
+                take = lambda: groups.extend(_groups(watch.live(), parallel, optimizer, batch))  # noqa: E731
+                watch.at_operation = watch.peak.operation, take
             result = parallel(NamedBatch(batch))
             loss = result if isinstance(result, torch.Tensor) else result.loss
             loss.backward()

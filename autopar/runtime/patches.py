@@ -31,6 +31,7 @@ from .step.penalties import explain_penalty
 from .tensors.mixed_operations import mix_whole_tensors
 from .tensors.random_draws import draw_whole_tensors
 from .tensors.torch_functions import allow_empty_optimizers, parameter_gradients, refuse_collectives, refuse_one_stage
+from .tensors.view_writes import write_through_views
 
 _FSDP2_WARNING = "FSDP2-wrapped module"
 """It warns of in-place writes into views that a block returns; generated code never writes in place."""
@@ -61,6 +62,7 @@ def _patches() -> ExitStack:
         masked_writes,
         draw_whole_tensors,
         mix_whole_tensors,
+        write_through_views,  # calls the handlers above
         refuse_collectives,
         lambda: before_full_states(refuse_one_stage),
         allow_empty_optimizers,

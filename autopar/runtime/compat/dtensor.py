@@ -46,6 +46,19 @@ _RANDOM_KERNELS = frozenset(("_standard_gamma", "_sample_dirichlet", "_fused_dro
 """Kernels that functions for users call directly."""
 
 
+def in_place_operations() -> list[Any]:
+    """Torch's operations on one tensor that write into it, by their names and schemas. Seen on 2.13.0."""
+    found = []
+    for full in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        if full.startswith("aten::") and name.endswith("_") and not name.startswith("_"):
+            op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+            first = op._schema.arguments[0] if op is not None and op._schema.arguments else None
+            if first is not None and first.alias_info is not None and first.alias_info.is_write and str(first.type) == "Tensor":
+                found.append(op)
+    return sorted(found, key=str)
+
+
 def collective_operations() -> list[Any]:
     """The operations of torch.distributed's own functions (``dist.all_reduce``). Seen on 2.13.0."""
     names = {full.split("::")[1].split(".")[0] for full in torch._C._dispatch_get_all_op_names() if full.startswith("c10d::")}

@@ -23,7 +23,10 @@ from ..compat.dtensor import local_of, over_local, whole
 from ..device.mesh import MeshHandle
 from ..errors import RuntimeProblem
 
-_VIEWS = frozenset(("view", "reshape", "flatten", "ravel", "detach", "to_dense", "contiguous", "view_as"))
+_VIEWS = frozenset((
+    *("view", "reshape", "flatten", "ravel", "detach", "to_dense", "contiguous", "view_as"),
+    *("getitem", "select", "narrow", "squeeze", "unsqueeze", "t", "transpose", "permute", "diagonal"),
+))  # fmt: skip
 _JOINS = frozenset(("stack", "cat", "concat", "concatenate", "hstack", "vstack"))
 _NORMS = frozenset(("linalg_vector_norm", "linalg_norm", "norm"))
 
@@ -133,6 +136,7 @@ def as_gradient(value: DTensor, stage: StageGradients | None, name: str) -> Grad
     if isinstance(value, Gradient):
         return value
     out: Gradient = over_local(Gradient, value)
+    out.__dict__.update(value.__dict__)  # what it is a view of
     out.stage, out.parameter_name = stage, name
     return out
 

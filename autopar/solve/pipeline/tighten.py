@@ -35,8 +35,8 @@ class TightenedBounds:
 @dataclass(frozen=True, slots=True)
 class TighteningSteps:
     """Callbacks of a tightening: `bound_any_schedule` bounds one point by what holds for any schedule (`is_bounded`: where that
-    was done or is not worth it), `bound_schedules` does a task. `family` names points of one relaxation, and `relaxations` has those
-    that are known."""
+    was done or is not worth it), `bound_schedules` does a task. `family` names points of one relaxation, and `relaxations` has
+    those that are known."""
 
     bound_any_schedule: Callable[[GridPoint], float]
     is_bounded: Callable[[GridPoint], bool]

@@ -131,6 +131,25 @@ def noise_on_gradients(plan: str) -> None:
     torch.testing.assert_close(losses[:3], losses[3:], rtol=1e-9, atol=1e-9)
 
 
+def write_into_parts(plan: str) -> None:
+    """Rows, slices and indices of weights and gradients, of which some cross the shards."""
+    parallel, reference = both_models(plan)
+    mine, theirs = dict(parallel.named_parameters()), dict(reference.named_parameters())
+    for p in (*mine.values(), *(theirs[name] for name in theirs)):
+        with torch.no_grad():
+            p[0] = 0.5
+            p[-1].mul_(0.25)
+            p.flatten()[1:3].add_(1.0)
+            p.t()[torch.tensor([0, 2])] = 0.75
+            p[1] = torch.arange(p[1].numel(), dtype=p.dtype).view(p[1].shape)
+        p.data[2].zero_()
+        p.grad[0].zero_()
+    for name in mine:
+        assert torch.equal(whole(mine[name].detach()), theirs[name]), name
+        assert torch.equal(whole(mine[name].grad)[0], theirs[name].grad[0]), name
+    torch.testing.assert_close(parallel(**batch()), reference(**batch()), rtol=1e-9, atol=1e-9)
+
+
 def without_unused() -> nn.Module:
     model = net()
     model.unused = None  # type: ignore[assignment]

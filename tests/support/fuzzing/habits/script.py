@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
-from support.fuzzing.habits.statements import CHOICES, GRAMMAR, PENDING
+from support.fuzzing.habits.statements import CHOICES, GRAMMAR
 
 KINDS = ("loss", "output", "dict", "batch_norm")
 FORCES = ("dp=2,tp=2", "dp=2,tp=2", "dp=4,zero=3", "tp=4", "")
@@ -49,7 +49,7 @@ def write_script(seed: int) -> Script:
 def single_scripts(force: str = "dp=2,tp=2", kind: str = "loss") -> list[Script]:
     """A script for each line of the grammar: a step, the statement, and two more steps."""
     draw = Random("each")
-    every = [*(text for lines in GRAMMAR.values() for text in lines), *PENDING.strip().splitlines()]
+    every = [text for lines in GRAMMAR.values() for text in lines]
     scripts = [("step(0)", _filled(text, draw), "step(1)", "step(2)") for text in every]
     return [Script(number, kind, force, statements) for number, statements in enumerate(scripts)]
 

@@ -154,10 +154,13 @@ model.float()
 model.zero_grad(set_to_none=$bool)
 """
 
-PENDING = """
+PARTS = """
 nn.init.eye_(model.$square.weight)
 with torch.no_grad(): model.$square.weight.copy_(torch.eye(16))
 with torch.no_grad(): model.$square.weight[0] = 0.5
+with torch.no_grad(): model.$square.weight[1:3, 2].mul_(0.5)
+with torch.no_grad(): model.$square.weight[torch.tensor([0, 3])] = 0.25
+model.$square.weight.data[2].zero_()
 model.$square.weight.data.copy_(torch.eye(16))
 plain.$part.weight.data.mul_(0.5)
 with torch.no_grad(): [p.copy_(q) for p, q in zip(model.parameters(), fresh().parameters())]
@@ -167,12 +170,11 @@ found = torch.autograd.grad(loss_on($batch), list(model.parameters()), allow_unu
 note(model.a(batches[$batch]["x"]).sum())
 note(model.head(model.norm(batches[0]["x"])).abs().sum())
 """
-"""Neither right nor refused in one line yet (issue 27.6, 27.13): ``--each`` runs them, scripts do not draw them. Move them up."""
 
 GRAMMAR = {
     kind: text.strip().replace(";\n  ", "; ").splitlines()
     for kind, text in {
         "attributes": ATTRIBUTES, "values": VALUES, "gradients": GRADIENTS, "freezing": FREEZING, "modes": MODES,
-        "optimizers": OPTIMIZERS, "states": STATES,
+        "optimizers": OPTIMIZERS, "states": STATES, "parts": PARTS,
     }.items()
 }  # fmt: skip

@@ -1,0 +1,100 @@
+"""Writes into parts of DTensors are those of the whole tensor (DTensor of 2.13.0 loses those into views that it gathers)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.harness.rank_pool import RankPool
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+from autopar.runtime.compat.dtensor import in_place_operations
+from autopar.runtime.errors import StateError
+from autopar.runtime.patches import apply_patches
+
+WRITES = """
+p[0] = 0.5
+p[0] = torch.ones(4)
+p[-1] += 1
+p[0, 0] = 3.0
+p[:, 0] = 1.0
+p[0, 1:3] = torch.ones(2)
+p[:, [0, 2]] = 0.0
+p[p > 0] = 0.0
+p[torch.tensor([0, 2])] = 0.0
+p[0].mul_(0)
+p[0][1].zero_()
+p[:2].zero_()
+p.view(-1)[0:3].zero_()
+p.reshape(-1).mul_(0)
+p.flatten()[0] = 1.0
+p.t()[0].zero_()
+p.transpose(0, 1).mul_(2)
+p.narrow(0, 0, 1).zero_()
+p.select(0, 1).add_(1)
+p.unsqueeze(0)[0, 0].zero_()
+p.chunk(2)[0].zero_()
+p.split(1)[0].zero_()
+p.diagonal().zero_()
+p.data[0] = 0.5
+p.data[1].mul_(0)
+p[1].data.fill_(2.0)
+p[1].detach().fill_(2.0)
+p.index_fill_(0, torch.tensor([0]), 0.0)
+p.index_copy_(0, torch.tensor([0]), torch.ones(1, 4))
+p.index_add_(0, torch.tensor([1]), torch.ones(1, 4))
+p.scatter_(0, torch.zeros(1, 4, dtype=torch.long), 1.0)
+p.masked_fill_(p > 0, 0.0)
+p.triu_()
+p.tril_()
+p.clamp_(-0.1, 0.1)
+p.renorm_(2, 0, 1.0)
+p[0].normal_()
+p[1:].data.uniform_()
+"""
+
+
+def different_writes() -> list[str]:
+    apply_patches()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    wrong = []
+    for places in ((Shard(0), Replicate()), (Shard(1), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Shard(1))):
+        for line in WRITES.strip().splitlines():
+            torch.manual_seed(0)
+            whole = torch.randn(4, 4)
+            shards = distribute_tensor(whole.clone(), mesh, places)
+            for p in (whole, shards):
+                torch.manual_seed(1)
+                with torch.no_grad():
+                    exec(line, {"torch": torch, "p": p})
+            if not torch.equal(shards.full_tensor(), whole):
+                wrong.append(f"{line} of {places}")
+    return wrong
+
+
+def what_is_said() -> list[str]:
+    apply_patches()
+    mesh = init_device_mesh("cpu", (4,))
+    said = []
+    shards = distribute_tensor(torch.zeros(4, 4), mesh, (Shard(0),))
+    with pytest.raises(StateError) as caught:
+        shards[torch.tensor([0])] = torch.full((4,), float(torch.distributed.get_rank()))
+    said.append(str(caught.value))
+    with pytest.raises(RuntimeError, match="leaf Variable") as leaf:
+        torch.nn.Parameter(shards)[0].zero_()
+    with pytest.raises(IndexError):
+        shards[7] = 1.0
+    return [*said, str(leaf.value)]
+
+
+def test_writes_into_parts_are_those_of_the_whole_tensor(ranks: RankPool) -> None:
+    assert ranks.run(different_writes, world=4) == [[]] * 4
+
+
+def test_ranks_that_write_different_values(ranks: RankPool) -> None:
+    for line, _ in ranks.run(what_is_said, world=4):
+        assert line.startswith("ranks write different values into a parallel model's parameter")
+
+
+def test_operations_in_place_are_known() -> None:
+    names = {str(op) for op in in_place_operations()}
+    assert {"aten.fill_.Scalar", "aten.zero_.default", "aten.copy_.default", "aten.index_put_.default"} <= names
