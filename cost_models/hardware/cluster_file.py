@@ -1,5 +1,4 @@
-"""YAML files of clusters: where the presets are, and the units in keys (``memory_gib`` in a file is `memory_bytes` in the
-code)."""
+"""YAML files of clusters: the presets, and the units in keys (``memory_gib`` in a file is `memory_bytes` in the code)."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ def preset_path(name: str) -> Path:
 
 @lru_cache(maxsize=1)
 def presets() -> tuple[str, ...]:
-    """The bundled cluster names, to be followed by ``:nodes`` (``local``: by ``:processes``)."""
+    """Return the bundled cluster names, to be followed by ``:nodes`` (``local``: by ``:processes``)."""
     return tuple(sorted(path.stem for path in preset_path("any").parent.glob("*.yaml")))
 
 
 def nonnegative(value: object, key: str) -> float:
-    """A finite number of at least 0; ValueError names the key."""
+    """Return a finite number of at least 0; ValueError names the key."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
         shown = repr(value)[:40] if isinstance(value, str) else str(value)[:40]
         raise ValueError(f"{key} is {shown}: write a number of at least 0, at most {_LARGEST:g}")
@@ -46,7 +45,7 @@ def nonnegative(value: object, key: str) -> float:
 
 
 def in_code_units(data: Any, path: str = "") -> Any:
-    """Human units in keys (``memory_gib: 80``) to the ones of the code (``memory_bytes``). ValueError names a key by its path."""
+    """Convert human units in keys (``memory_gib: 80``) to those of the code (``memory_bytes``). ValueError names the key."""
     if isinstance(data, list):
         return [in_code_units(item, f"{path}[{index}]") for index, item in enumerate(data)]
     if not isinstance(data, dict):
@@ -73,19 +72,19 @@ _HUMAN = {"peak": "_tflops", "measured_peak": "_tflops", "memory_bytes": "_gib",
 
 
 def _ending(key: str) -> str:
-    """What `key` of the code ends with in human units; empty where it has none."""
+    """Return what `key` of the code ends with in human units; empty where it has none."""
     endings = {"_bytes_per_second": "_gb_per_second", "_seconds": "_us", "_bytes": "_mib"}
     return _HUMAN.get(key) or next((human for ending, human in endings.items() if key.endswith(ending)), "")
 
 
 def human_key(key: str) -> str:
-    """``memory_gib`` for ``memory_bytes``."""
+    """Return the key in human units: ``memory_gib`` for ``memory_bytes``."""
     ending = _ending(key)
     return key.removesuffix(_UNITS[ending][1]) + ending if ending else key
 
 
 def in_human_units(data: Any) -> Any:
-    """The inverse of `in_code_units`, to six digits; nothing that is empty, None, or an optional zero."""
+    """Convert to human units, the inverse of `in_code_units`, to six digits; nothing that is empty, None, or an optional zero."""
     if isinstance(data, list | tuple):
         return [in_human_units(item) for item in data]
     if not isinstance(data, dict):
@@ -109,8 +108,8 @@ _KEPT = ("launch_seconds", "latency_seconds", "base_bytes", "communicator_bytes"
 
 
 def with_base(data: dict[str, Any]) -> dict[str, Any]:
-    """A file's content laid over that of the preset that it names as `like`: keys of a device, host or NVMe one by one, links
-    as a whole, in which a name stands for the preset's link. ValueError where a name is unknown."""
+    """Return a file's content laid over that of the preset that it names as `like`: keys of a device, host or NVMe one by one,
+    links as a whole, in which a name stands for the preset's link. ValueError where a name is unknown."""
     if "like" not in data:
         return data
     base = data.pop("like")
@@ -149,7 +148,7 @@ _CLOSES = (yaml.BlockEndToken, yaml.FlowSequenceEndToken, yaml.FlowMappingEndTok
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The file's content in the code's units. ClusterError names file and fault."""
+    """Return the file's content in the code's units. ClusterError names file and fault."""
     try:
         text = read_text(path, ClusterError, "cluster file", 4 * _MOST_CHARACTERS)
         if len(text) > _MOST_CHARACTERS:

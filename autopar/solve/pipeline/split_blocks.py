@@ -25,7 +25,7 @@ _LONG = 1.2
 
 
 def with_split_blocks(graph: Graph, cluster: Cluster, force: Mapping[str, int]) -> Graph:
-    """`graph` for the pipelines that are asked for, or up to `_USUAL` chunks of the cluster's devices."""
+    """Split blocks of `graph` for the pipelines that are asked for, or up to `_USUAL` chunks of the cluster's devices."""
     chunks = force["pp"] * force.get("virtual", 1) if force.get("pp", 1) > 1 else min(_USUAL, cluster.size)
     operations = sum(len(graph.block(call.block).nodes) for call in graph.calls)
     if chunks < 2 or chunks > operations or "virtual" not in force and len(graph.calls) > 4 * chunks:
@@ -43,7 +43,7 @@ def with_split_blocks(graph: Graph, cluster: Cluster, force: Mapping[str, int]) 
 
 
 def _places(block: Block, seconds: list[float], parts: int) -> list[int]:
-    """Of the narrow places those nearest to equal shares."""
+    """Return the narrow places that are nearest to equal shares."""
     cuts = single_tensor_cuts(block)
     sums = [0.0]
     for each in seconds:
@@ -53,7 +53,7 @@ def _places(block: Block, seconds: list[float], parts: int) -> list[int]:
 
 
 def _node_seconds(block: Block, batch: int, cluster: Cluster) -> list[float]:
-    """Of each operation on one device, forward and backward, from the data sheet."""
+    """Return the seconds of each operation on one device, forward and backward, from the data sheet."""
     costs = BlockCosts(block, Mesh((Axis(DATA_AXIS, 1),)), batch, replace(cluster, size=1))
     device = cluster.device
     out = []
