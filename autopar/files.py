@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from autopar.errors import AutoparError, FileError
 
 PART = ".part"
-"""How the names of unfinished files end."""
+"""The ending of the names of unfinished files."""
 
 
 MOST_BYTES = 256 * 2**20

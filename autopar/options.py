@@ -23,7 +23,7 @@ from autopar.precision import PrecisionLike
 from autopar.solve.space.force import Force, parse_force
 
 _MOST_DIMS = 64
-"""Of a tensor, in torch."""
+"""Dimensions of a tensor in torch, at most."""
 
 _LARGEST = 2**31 - 1
 """For batches, lengths and seconds: what is larger is a mistake, and may not fit the integers of a solver."""

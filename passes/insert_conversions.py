@@ -31,7 +31,7 @@ NAME_SUFFIXES = {
     "pad": "padded",
     None: "replicated",
 }
-"""By what the forward of a conversion does: how its result is named."""
+"""The names of results, by what the forward of a conversion does."""
 
 
 def conversion_text(source: Placements, target: Placements, mesh: Mesh, axis: int) -> str:

@@ -63,7 +63,7 @@ FUNCTIONS: dict[str, tuple[int, int, Callable[[Node, str], Node]]] = {
     "ap.attention_heads": (0, -3, _by_axis),
     **dict.fromkeys((each.name for found in SPACE_FUNCTIONS.values() for each in found), (0, SPACE, _by_axis)),
 }
-"""By function: the operand and the dimension of it that are sharded on its mesh axis, and how its arguments are written."""
+"""Functions of shards: the operand and its dimension that are sharded on their mesh axis, and how arguments are written."""
 
 
 def _function(node: Node, plan: NodePlan, ranks: tuple[int, ...], context: Context) -> Node:

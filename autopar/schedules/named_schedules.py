@@ -13,7 +13,7 @@ from autopar.schedules import builders as folder
 from autopar.schedules.builder import ScheduleBuilder
 
 INTERLEAVED = "interleaved"
-"""What people call the builder ``1f1b`` with several model chunks a stage."""
+"""The name that people give to the builder ``1f1b`` with several model chunks a stage."""
 
 
 @cache

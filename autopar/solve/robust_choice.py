@@ -26,8 +26,8 @@ from autopar.solve.space.options import SearchOptions
 Alternative = tuple[Graph, Candidate, Evaluation]
 
 _USUAL_SCHEDULES = ("", "1f1b")
-_HEAVY = 2
-"""What offloading or an unusual schedule count for, in mesh axes."""
+_HEAVY_FEATURE = 2
+"""Mesh axes that offloading or an unusual schedule count for."""
 
 _MEMORY_STEP = 0.05
 """Shares of the memory that differ by less count as equal."""
@@ -46,7 +46,7 @@ def complexity(candidate: Candidate) -> int:
         pipeline.virtual > 1,
         candidate.zero_group > 0,
     )
-    return _HEAVY * sum(heavy) + sum(light)
+    return _HEAVY_FEATURE * sum(heavy) + sum(light)
 
 
 def robust_choice(

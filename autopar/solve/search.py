@@ -32,16 +32,16 @@ from autopar.solve.space.pipeline_grid import pipeline_asked
 from autopar.solve.space.problem_tables import ProblemTables
 
 _RELAXATION_ITERATIONS = 5_000
-"""Of the linear relaxation of a large problem under memory: one that takes more is left, with the bound that it has."""
+"""Iterations of the linear relaxation of a large problem under memory: one that takes more keeps the bound that it has."""
 
-_NEARLY = 0.8
-"""Problems of so many times the variables of a slow one are as slow."""
+_SLOW_SHARE = 0.8
+"""The share of a slow problem's variables from which on problems count as slow too."""
 
-_MOST_OVER_BEST = 1.12
-"""The joint optimum of a large problem is seldom faster than its warm start by more (DeepSeek-V3 on 256 H100: by 1.11)."""
+_MAX_WARM_START_RATIO = 1.12
+"""Warm start over best plan: a joint optimum is seldom faster than its warm start by more (DeepSeek-V3 on 256 H100: 1.11)."""
 
 _MEMORY_ITERATIONS = 25_000
-"""Of one problem under memory, once there is a plan: few take half of that."""
+"""Iterations of one problem under memory, once there is a plan: few take half of that."""
 
 
 def search(graph: Graph, cluster: Cluster, options: SearchOptions, progress: Progress | None = None) -> PlanResult:
@@ -278,13 +278,13 @@ class _Search:
         solver = state.solver(problem, each.solution)
         if state.is_large(each) and not state.is_pruned(each):
             variables = state.variables[each.point.mesh]
-            hopeless = each.warm_start_seconds > _MOST_OVER_BEST * state.best_seconds()
+            hopeless = each.warm_start_seconds > _MAX_WARM_START_RATIO * state.best_seconds()
             if hopeless or variables >= self.slow_variables:
                 return False  # it stays with the bound that it has
             left = state.seconds_left()
             relaxed_seconds = solver.relax_with_memory(left, None if state.forced else _RELAXATION_ITERATIONS)
             if relaxed_seconds is None and state.best is not None:
-                self.slow_variables = _NEARLY * variables
+                self.slow_variables = _SLOW_SHARE * variables
                 return False
             each.solution.bound_seconds = relaxed_seconds or each.bound_seconds
         if each.bound_seconds == inf:

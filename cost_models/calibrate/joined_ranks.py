@@ -24,12 +24,11 @@ from autopar.cost_models.calibrate.measure_rank import RankBenchmark, TimedCall,
 from autopar.errors import ClusterError
 
 SLOW_SECONDS = 0.5
-"""Where one call of each kind takes longer over links between machines, larger messages are not timed: bandwidth is known by
-then."""
+"""Seconds of one call of each kind over links between machines from which on larger messages are not timed."""
 
 WIRE_SLICE_SECONDS = 0.25
-"""Of large messages over links between machines. Such a link may carry the first bytes after a rest (a token bucket's burst) at a
-higher rate: messages follow one another without rests, for so long that the burst is a small part."""
+"""The slice of large messages over links between machines. Such a link may carry the first bytes after a rest (a token bucket's
+burst) at a higher rate: messages follow one another without rests, for so long that the burst is a small part."""
 
 MEETING_SECONDS = 240
 

@@ -15,10 +15,10 @@ SMALL_SIZES, SIZES = (2**12, 2**22), (2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 pages of the operating system each time."""
 
 SMALL_STATE_SIZES = (*SMALL_SIZES, 2**24, 2**26)
-"""Of parameters and gradients in a quick calibration."""
+"""Bytes of parameters and gradients in a quick calibration."""
 
 PARAMETERS = 4
-"""Of one FSDP2 group."""
+"""Parameters of one FSDP2 group."""
 
 Collective = tuple[str, float, Callable[[], object]]
 """Kind, bytes of the whole tensor (of a message: what is sent), and a call."""

@@ -27,8 +27,8 @@ from autopar.cost_models.calibrate.measure_operations import operation_calls
 _LEAST = 1e-7
 BETWEEN_CALLS = 8
 LEAST_ROUNDS = 3
-"""Of each task while there is time: buffers that are as large as none before get new pages once. Its budget is divided into so
-many, where one call with the computation before it does not take more."""
+"""Rounds of each task while there is time: buffers that are as large as none before get new pages once. Its budget is divided
+into so many, where one call with the computation before it does not take more."""
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
 from autopar.cost_models.hardware.measured_collectives import STATE_KINDS, MeasuredCollective, PiecewiseLinear
 
 _LEAST = 1e-3
-"""Of a slowdown: a measurement may be shorter than the launch alone."""
+"""The least slowdown: a measurement may be shorter than the launch alone."""
 
 
 def measured_table(kind: str, link: AxisLink) -> PiecewiseLinear | None:

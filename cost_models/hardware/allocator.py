@@ -29,15 +29,15 @@ of it (torchtitan's H100 runs of 2024-12, tt-001, tt-004 and tt-007 of the publi
 were measured by nvidia-smi have their least median error there."""
 
 _BUFFER_BYTES = 4 * 2**20 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16
-"""Of one connection of one channel of NCCL, for its three protocols: Simple (DEFAULT_BUFFSIZE, 4 MiB), LL128
+"""Buffers of one connection of one channel of NCCL, for its three protocols: Simple (DEFAULT_BUFFSIZE, 4 MiB), LL128
 (NCCL_LL128_ELEMS_PER_THREAD x NCCL_LL128_MAX_NTHREADS x NCCL_STEPS x 8 bytes), LL (NCCL_LL_LINES_PER_THREAD x
 NCCL_LL_MAX_NTHREADS x NCCL_STEPS x 16 bytes); src/include/device.h."""
 
 _CHANNELS = 24
-"""That NCCL's search finds on eight devices behind NVSwitches (DGX A100 and H100: "24 coll channels" in its log)."""
+"""Channels that NCCL's search finds on eight devices behind NVSwitches (DGX A100 and H100: "24 coll channels" in its log)."""
 
 _CONNECTIONS = 3
-"""Of a channel that receive: the ring's, and up and down the tree."""
+"""Connections of a channel that receive: the ring's, and up and down the tree."""
 
 COMMUNICATOR_BYTES = _CHANNELS * _CONNECTIONS * _BUFFER_BYTES
 """0.65 GiB, where a cluster's file does not say otherwise (``communicator_mib``). Memory is linear in the number of communicators

@@ -132,7 +132,7 @@ class Cluster:
 
 _DIGITS = 6
 _MOST_PARTS = 16
-"""Of a cluster: digits of its number of nodes, and parts that are joined."""
+"""Limits of a cluster's name: digits of its number of nodes, and parts that are joined."""
 
 
 def _local(processes: int, cache: Path | None, progress: Callable[[str], object] | None) -> Cluster:

@@ -130,7 +130,7 @@ def with_base(data: dict[str, Any]) -> dict[str, Any]:
 
 _MOST_CHARACTERS = 30_000
 _DEEPEST = 30
-"""Of a cluster file. Aliases could make a small one large beyond all memory, and nesting takes PyYAML long."""
+"""Limits of a cluster file. Aliases could make a small one large beyond all memory, and nesting takes PyYAML long."""
 
 
 def _check_tokens(text: str, path: Path) -> None:

@@ -204,7 +204,7 @@ def parse_node_group(data: Any, where: str) -> NodeGroup:
 
 
 _LEAST = 1e-9
-"""Of rates and shares: products of smaller ones may be 0."""
+"""The least rate or share: products of smaller ones may be 0."""
 
 
 def check_cluster(device: Device, links: Sequence[Link], size: int, algorithms: Sequence[str]) -> None:

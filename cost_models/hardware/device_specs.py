@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from autopar.cost_models.hardware.measured_collectives import MeasuredCollective, PiecewiseLinear
 
 LINK_KINDS = ("switch", "mesh", "ring", "torus")
-"""How a link joins its members: through a switch; pair by pair (each pair has ``bandwidth / (devices - 1)`` for itself); as a
-ring of neighbours; or as rings along each of several `dimensions`."""
+"""Ways of a link to join its members: through a switch; pair by pair (each pair has ``bandwidth / (devices - 1)`` for itself); as
+a ring of neighbours; or as rings along each of several `dimensions`."""
 
 ALGORITHMS = ("ring", "tree", "switch", "hierarchical")
-"""What a collective library may choose from; see comm/collectives.py."""
+"""Algorithms that a collective library may choose from; see comm/collectives.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from autopar.errors import PlanError
 from autopar.ir.plan import OFFLOAD_DEVICES, Precision
 
 PART_BYTES = 2.0**28
-"""Of the parameters of one part (`host_optimizer.PART_BYTES`)."""
+"""Bytes of the parameters of one part (`host_optimizer.PART_BYTES`)."""
 
 _PARTS = 2
 """Parts whose state is on the device: the one that is updated, and the one that is on its way."""

@@ -26,8 +26,8 @@ from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.schedules.placement import chunks_of_stages
 
-_MOST_TRACES = 8
-"""Of one block on one mesh that are remembered."""
+_MAX_TRACES = 8
+"""Traces of one block on one mesh that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def _call_trace(costs: BlockCosts, plan: BlockPlan) -> CallTrace:
     traces = costs.traces
     if id(plan) not in traces:
         traces[id(plan)] = plan, CallTrace.of(costs, plan)
-        if len(traces) > _MOST_TRACES:
+        if len(traces) > _MAX_TRACES:
             del traces[next(iter(traces))]
     trace: CallTrace = traces[id(plan)][1]
     return trace

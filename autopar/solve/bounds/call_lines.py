@@ -17,15 +17,15 @@ from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.problem.problem import Problem
 
 ROUNDING = 1e-6
-"""Of the programs."""
+"""The relative rounding of the programs."""
 
 _INPUTS_ALONE = (0.0, 1.0, 0.0)
 """Only schedules that take the backward apart have to do with it."""
 
 _DIRECTIONS = ((1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 1.0), _INPUTS_ALONE)
 
-_DEPTH = 3
-"""How often an edge of the frontier of saved bytes is halved."""
+_HALVINGS = 3
+"""The number of times that an edge of the frontier of saved bytes is halved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def saved_lines(block: BlockRelaxation) -> tuple[SavedLine, ...]:
     saving_all, saving_least = frontier.solve(1.0, ROUNDING), frontier.solve(ROUNDING, 1.0)
     if saving_all is None or saving_least is None:
         return ()
-    frontier.halve(saving_all, saving_least, _DEPTH)
+    frontier.halve(saving_all, saving_least, _HALVINGS)
     return tuple(frontier.lines)
 
 

@@ -29,14 +29,15 @@ _FORWARD, _INPUTS, _WEIGHTS, _FIRST, _LAST, _SENDS = range(KINDS + 1)
 """After the durations a row of the transfers between each chunk and the next, in either direction."""
 
 _MOST_PHASES = 3
-"""Of more chunks a stage, those between the first and the last one are one class, but for few chunks in all."""
+"""Phases that are classes of their own: of more chunks a stage, those in the middle are one class, but for few chunks in all."""
 
 _FEW_CHUNKS = 32
 
 _MOST_PLACES = 3
 
 _MOST_ACTIONS = 10_000
-"""Of schedules with more, only what each stage does by itself is looked at, and the micro-batches in flight of a shorter one."""
+"""Actions of a schedule with paths: longer ones count by what each stage does alone, and the micro-batches in flight of shorter
+ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ from autopar.solve.problem.problem import BlockTable, Problem
 _PRICES = 0.1, 1.0
 """The least and the largest: of all bytes that a call may save, in seconds of the fastest call."""
 
-_DEPTH = 2
-"""How often an edge of the frontier between them is halved."""
+_HALVINGS = 2
+"""The number of times that an edge of the frontier between them is halved."""
 
-_BETTER = 1e-3
+_MIN_GAIN = 1e-3
 """Relative: edges that a corner between them lowers by less are not looked at."""
 
 
@@ -40,7 +40,7 @@ def traded_lines(problem: Problem, block: BlockRelaxation, fastest_seconds: floa
     frontier = _Frontier(problem, block, fastest_seconds, most, seconds_left)
     cheap, dear = map(frontier.solve, _PRICES)
     if cheap is not None and dear is not None:
-        frontier.halve(cheap, dear, _DEPTH)
+        frontier.halve(cheap, dear, _HALVINGS)
     return tuple(frontier.lines)
 
 
@@ -73,11 +73,11 @@ class _Frontier:
     def halve(self, first: tuple[float, float], last: tuple[float, float], depth: int) -> None:
         """Lines between two corners."""
         longer, smaller = last[0] - first[0], first[1] - last[1]
-        if not depth or min(longer, smaller) < _BETTER:
+        if not depth or min(longer, smaller) < _MIN_GAIN:
             return
         price = longer / smaller
         corner = self.solve(price)
-        if corner is not None and corner[0] + price * corner[1] < (first[0] + price * first[1]) * (1 - _BETTER):
+        if corner is not None and corner[0] + price * corner[1] < (first[0] + price * first[1]) * (1 - _MIN_GAIN):
             self.halve(first, corner, depth - 1)
             self.halve(corner, last, depth - 1)
 

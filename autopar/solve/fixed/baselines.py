@@ -34,8 +34,8 @@ from autopar.solve.space.options import SearchOptions
 _REPEATED = 0.05
 """A tensor axis whose ranks all repeat more than this share of the FLOPs is too wide: nobody would use it."""
 
-_MOST_SIZES = 4
-"""Of a pipeline, so many sizes of micro-batches are tried, from the smallest on."""
+_MAX_SIZES = 4
+"""Sizes of micro-batches that are tried of a pipeline, from the smallest on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class _Pricer:
             return
         counts: Sequence[int] = micro_batch_counts(self.graph.batch, data, {}, self.whole)
         for recompute in recipe.recompute:
-            for count in sorted(counts)[-_MOST_SIZES if stages > 1 else 0 :]:
+            for count in sorted(counts)[-_MAX_SIZES if stages > 1 else 0 :]:
                 yield FixedConfiguration(
                     tp=tensor, sequence_parallel=tensor > 1, pp=stages, zero=recipe.zero if data > 1 else 0, micro_batches=count,
                     recompute=recompute, precision=self.options.precision, optimizer=self.options.optimizer,

@@ -20,7 +20,7 @@ from autopar.solve.ilp.linear_model import Terms, add, total
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable, Problem, StreamSeconds
 
-_LEAST = 0.1
+_MIN_BYTES = 0.1
 """Storages that take less of the device's memory than this, in units of bytes (hundredths of it), in all calls of a micro-batch
 are not worth a collective."""
 
@@ -50,7 +50,7 @@ def may_partition(problem: Problem) -> bool:
 
 
 def _worth_it(problem: Problem, block: str, size: float) -> bool:
-    return size * problem.graph.count(block) >= _LEAST
+    return size * problem.graph.count(block) >= _MIN_BYTES
 
 
 def _produced(problem: Problem, table: BlockTable) -> Iterator[tuple[str, tuple[Placements, ...]]]:

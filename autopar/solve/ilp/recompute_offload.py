@@ -26,7 +26,7 @@ from autopar.solve.ilp.partition import add_partition, partition_axes
 from autopar.solve.ilp.storages import boundary_values, recomputable_nodes, storage_names
 from autopar.solve.problem.problem import BlockTable, NodeStrategy
 
-_SMALL = 1e-3
+_MIN_SHARE = 1e-3
 """Storages below this share of all that a block could save are not worth a decision."""
 
 
@@ -51,7 +51,7 @@ def small_size(sizes: Mapping[PlacedValue, float]) -> float:
     least: dict[str, float] = {}
     for storage, size in sizes.items():
         least[storage[0]] = min(least.get(storage[0], INFINITY), size)
-    return _SMALL * sum(least.values())
+    return _MIN_SHARE * sum(least.values())
 
 
 def _save_everything(form: Formulation, out: StorageVariables) -> None:

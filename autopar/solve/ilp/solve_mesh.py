@@ -24,10 +24,10 @@ from autopar.solve.space.grid import GridPoint
 RATIO = 1.03
 """The evaluator's seconds may be at most this many times those of the ILP."""
 
-_TRIES = 4
-"""How often a problem is solved with less and less memory, while its solution does not fit by the evaluator."""
+_ATTEMPTS = 4
+"""Attempts to solve a problem with less and less memory, while its solution does not fit by the evaluator."""
 
-_REPEATS = 1e-6
+_REPEAT_TOLERANCE = 1e-6
 """The share of FLOPs above what a forced axis may repeat that is more than rounding."""
 
 
@@ -118,7 +118,7 @@ class MeshSolver:
         takes longer than `cutoff_seconds`. A large problem ends with its best plan after so many simplex `iterations`."""
         began = monotonic()
         margin = 0.0
-        for attempt in range(_TRIES):
+        for attempt in range(_ATTEMPTS):
             form = self._formulate_with_memory(margin)
             self.result.variables, self.result.constraints = form.model.variables, form.model.constraints
             left = time_limit_seconds - (monotonic() - began)
@@ -156,7 +156,7 @@ class MeshSolver:
             form.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap, cutoff=cutoff,
             iterations=iterations,
         )  # fmt: skip
-        if not outcome.values or all(outcome.values[slack] <= _REPEATS for slack in form.penalties):
+        if not outcome.values or all(outcome.values[slack] <= _REPEAT_TOLERANCE for slack in form.penalties):
             return outcome
         for slack in form.penalties:
             form.model.upper[slack] = 0.0

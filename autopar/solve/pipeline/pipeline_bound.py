@@ -25,7 +25,7 @@ from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.pipeline_grid import ScheduleOption
 
-_MINOR = 0.1
+_MINOR_SHARE = 0.1
 """Blocks with less of all calls' seconds are looked at less closely."""
 
 
@@ -138,7 +138,7 @@ def relaxed_calls(
 ) -> RelaxedCalls:
     """Relax the calls by the tables of a point's own micro-batch."""
     shares = {name: problem.graph.count(name) * call_seconds(problem, name, 0.0).both for name in problem.blocks}
-    minor = {name for name, seconds in shares.items() if seconds < _MINOR * sum(shares.values())}
+    minor = {name for name, seconds in shares.items() if seconds < _MINOR_SHARE * sum(shares.values())}
     lines = {each.name: _call_lines(problem, each, each.name in minor, seconds_left) for each in blocks}
     calls = {name: call_seconds(problem, name, each.durations[0].least_seconds) for name, each in lines.items()}
     return RelaxedCalls(_flow_seconds(problem, stages, calls), blocks, calls, lines)

@@ -16,7 +16,7 @@ from autopar.solve.space.pipeline_grid import ScheduleOption
 
 Estimates = list[tuple[float, GridPoint, ScheduleOption]]
 
-_MOST_PLACED = 40
+_MAX_FAMILIES = 40
 """Families of points that are placed: a third of a second each where their blocks are large."""
 
 
@@ -24,7 +24,7 @@ def rank_pipelines(
     search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float, with_memory: Callable[[GridPoint], float]
 ) -> Estimates:
     """Return the estimated step of each point (with its lower bound) with each of its schedules, the shortest first, where it is
-    below `best_seconds`. `with_memory` gives a sharper bound. At most `_MOST_PLACED` families of points are placed, those with
+    below `best_seconds`. `with_memory` gives a sharper bound. At most `_MAX_FAMILIES` families of points are placed, those with
     the least bounds first. AutoparError where a forced schedule fits none of the points."""
     estimates = _Ranking(search, points, best_seconds, with_memory).run()
     return sorted(estimates, key=lambda each: (each[0], each[1].stages, each[2].virtual))
@@ -58,7 +58,7 @@ class _Ranking:
                     continue
                 try:
                     if not self.placement.knows(point):
-                        if placed == _MOST_PLACED:
+                        if placed == _MAX_FAMILIES:
                             continue
                         if self.best_seconds < inf:
                             self.beyond[point] = self.with_memory(point) - self.points[point]

@@ -19,7 +19,7 @@ from autopar.ir.pipeline.stage_values import check_chunk_borders, crossing_value
 Matrix = Any
 """``[first call, end]`` of floats, as in ``calls[first:end]``; infinite where that cannot be a chunk."""
 
-_LIMITS = 6
+_LOAD_BOUNDS = 6
 """At most so many bounds on the largest load are tried, from the least one on."""
 
 
@@ -33,7 +33,7 @@ class StagePartition:
 
 
 def best_partition(
-    load_seconds: Sequence[Matrix], pass_seconds: Sequence[Matrix], bubble_passes: float, limits: int = _LIMITS
+    load_seconds: Sequence[Matrix], pass_seconds: Sequence[Matrix], bubble_passes: float, limits: int = _LOAD_BOUNDS
 ) -> StagePartition | None:
     """Return the best partition of chunks with these loads and passes, in the model's order. None where nothing fits.
 

@@ -23,11 +23,11 @@ from autopar.solve.ilp.linear_model import INFINITY, LinearModel, add, total
 from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.space.pipeline_grid import ScheduleOption
 
-_MOST_TIMED = 4_000
+_MAX_CLOCKED = 4_000
 """Actions of the schedules whose clock is looked at."""
 
-_TIMED = 800
-"""Of longer ones only about so many."""
+_CLOCKED_ACTIONS = 800
+"""Actions of longer ones that are looked at, about."""
 
 
 def schedule_bound(
@@ -48,7 +48,7 @@ def schedule_bound(
 
 def has_clock(stages: int, option: ScheduleOption, micro_batches: int) -> bool:
     """Return whether a schedule is short enough for a program with all of its actions."""
-    return 2 * stages * option.virtual * micro_batches <= _MOST_TIMED
+    return 2 * stages * option.virtual * micro_batches <= _MAX_CLOCKED
 
 
 class _Program:
@@ -284,5 +284,5 @@ def _passes(columns: Sequence[int], direction: DurationLine) -> Iterator[tuple[d
 @lru_cache(maxsize=64)
 def _timed(stages: int, virtual: int, schedule: str, micro_batches: int) -> TimedSchedule:
     actions = schedule_of(Pipeline(stages, virtual, schedule), micro_batches)
-    share = _TIMED / (2 * stages * virtual * micro_batches)
+    share = _CLOCKED_ACTIONS / (2 * stages * virtual * micro_batches)
     return timed_schedule(actions, range(micro_batches) if share >= 1 else spread_micro_batches(stages, micro_batches, share))

@@ -41,8 +41,8 @@ _MOST_PER_MESH = 4
 _WORTH_PRICING = 1.04
 """Estimates that are not above the best plan by more than that are worth pricing."""
 
-_TRIES = 3
-"""How often a pipeline that does not fit by the evaluator is partitioned with a smaller memory budget."""
+_ATTEMPTS = 3
+"""Attempts to partition a pipeline that does not fit by the evaluator, with smaller and smaller memory budgets."""
 
 
 class StageSearch:
@@ -136,7 +136,7 @@ class StageSearch:
         if placed is None:
             return None
         margin = 0.0
-        for _ in range(_TRIES):
+        for _ in range(_ATTEMPTS):
             partition = self._partition(placed, option, margin)
             if partition is None:
                 break

@@ -22,12 +22,12 @@ from autopar.schedules.synthesis.task import BACKWARDS, FORWARDS, WEIGHTS, Memor
 from autopar.solve.ilp.solver import Status
 
 _UNITS = 1_000_000
-"""Of the best known makespan, or of a stage's memory, where numbers are no multiples of a larger unit."""
+"""Units of the best known makespan, or of a stage's memory, where numbers are no multiples of a larger unit."""
 
-_NEAR = 1e-3
+_OPTIMAL_GAP = 1e-3
 """The relative gap at which a schedule counts as optimal; seconds are rounded down to units."""
 
-_ACTIONS = 50_000
+_ACTIONS_PER_EFFORT = 50_000
 """Actions that the greedy search over rules simulates for each unit of effort: about as long as CP-SAT takes for it."""
 
 
@@ -81,7 +81,7 @@ def synthesize(
     best, bound = builder_seconds, min(makespan_lower_bound(task), builder_seconds)
     if not _near(best, bound):
         actions = len(task.kinds) * len(task.rank_of) * task.micro_batches
-        _, ruled = search_rules(task, best, order, bound, ceil(effort * _ACTIONS / actions))
+        _, ruled = search_rules(task, best, order, bound, ceil(effort * _ACTIONS_PER_EFFORT / actions))
         best, order = min((best, order), (seconds_of(ruled), ruled), key=lambda each: each[0])
     if not _near(best, bound):
         found_order, proven = _Model(task, order, best, bound).solve(effort, workers)
@@ -104,7 +104,7 @@ def synthesize(
 
 
 def _near(seconds: float, bound: float) -> bool:
-    return seconds <= bound * (1 + _NEAR)
+    return seconds <= bound * (1 + _OPTIMAL_GAP)
 
 
 def _check_lengths(
@@ -221,7 +221,7 @@ class _Model:
         solver.parameters.interleave_search = True  # without it the workers' answers arrive in the order of the clock
         solver.parameters.max_deterministic_time = effort
         solver.parameters.random_seed = 1
-        solver.parameters.relative_gap_limit = _NEAR / 2
+        solver.parameters.relative_gap_limit = _OPTIMAL_GAP / 2
         status = solver.solve(self.model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return (), -inf

@@ -11,7 +11,7 @@ from autopar.ir.placement import Partial, Placement, Placements, Shard
 from autopar.rules.conversions import axis_conversion, placement_states
 
 EdgeKey = tuple[int, Placement, Placement, int]
-"""What the price of a conversion depends on: mesh axis, placements on it before and after, shards cut by the other axes."""
+"""The key of a conversion's price: mesh axis, placements on it before and after, shards cut by the other axes."""
 
 
 @dataclass(frozen=True, slots=True)

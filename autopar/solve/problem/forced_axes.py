@@ -17,8 +17,8 @@ from autopar.ir.plan import BlockPlan, Candidate
 from autopar.solve.problem.problem import NodeStrategy, Problem
 
 REDUNDANT_SHARE = 0.0133
-"""Of the FLOPs that a forced axis can shard it repeats at most this share, without recomputation. What is recomputed counts 1.5
-times at most (a product with one gradient: two passes, and one again), so that a plan repeats `MOST_REDUNDANT` at most."""
+"""The share that a forced axis repeats at most of the FLOPs that it can shard, without recomputation. What is recomputed counts
+1.5 times at most (a product with one gradient: two passes, and one again), so that a plan repeats `MOST_REDUNDANT` at most."""
 
 MOST_REDUNDANT = 0.02
 """The share that a plan may repeat, with recomputation."""

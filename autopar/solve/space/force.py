@@ -16,16 +16,16 @@ DEGREES = (*AXES, "pp", "virtual", "zero", "zero_group", "micro")
 """Numbers that can be fixed, one by one."""
 
 CONFIGURATION = ("tp", "pp", "zero", "micro_batches", "recompute", "zero_group", "sequence_parallel")
-"""What a fixed configuration says. The data degree is what the cluster leaves."""
+"""The parts of a fixed configuration. The data degree is what the cluster leaves."""
 
 _CONFIGURATION_MORE = ("virtual", "dp", "schedule", "weight_versions")
 _ONLY_CONFIGURATION = ("micro_batches", "recompute", "sequence_parallel")
 
 RECOMPUTE = ("none", "modules", "selective", "products", "full", "everything")
-"""Of a fixed configuration; `fixed_configuration.FixedConfiguration` says what each is."""
+"""Recomputation of a fixed configuration; `fixed.configuration.FixedConfiguration` says what each is."""
 
 OFFLOAD, NO_OFFLOAD = "offload_optimizer", "none"
-"""Where the optimizer's state lies between steps: one of `ir.plan.OFFLOAD_DEVICES`, or always on the device."""
+"""The place of the optimizer's state between steps: one of `ir.plan.OFFLOAD_DEVICES`, or always on the device."""
 
 SYNTHESIZED = "synthesized"
 """The schedule that is solved for, instead of a named one."""
