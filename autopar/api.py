@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -46,20 +46,21 @@ from autopar.planning import (
 )
 from autopar.precision import PrecisionLike, compute_dtype_of
 from autopar.program.build import build_program
-from autopar.runtime.code_reads import Code, code_of
 from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
 from autopar.runtime.comm.heartbeat import watched
 from autopar.runtime.comm.joining import join
 from autopar.runtime.comm.peer_watch import PATIENCE_SECONDS
-from autopar.runtime.compat import is_compiled
+from autopar.runtime.compat.modules import is_compiled
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
 from autopar.runtime.errors import MismatchProblem
-from autopar.runtime.frozen_reads import FrozenReads, Reads
 from autopar.runtime.parallel import Parallel
+from autopar.runtime.patches import apply_patches
+from autopar.runtime.plain.code_reads import Code, code_of
+from autopar.runtime.plain.frozen_reads import FrozenReads, Reads
+from autopar.runtime.plain.plain_model import PlainModel, hooked_modules
 from autopar.runtime.pretrained.source import pretrained_source
 from autopar.runtime.state.meta_buffers import fill_missing, named_state
-from autopar.runtime.state.plain_model import PlainModel, hooked_modules
 from autopar.runtime.state.weight_source import BroadcastSource
 from autopar.variants.maker import VariantMaker, on_first_rank
 
@@ -145,6 +146,7 @@ def _build(
 ) -> Parallel:
     """The parallel model, once there are example inputs. `named` is the cluster as the user says it."""
     cluster = cluster_named(named, processes=_launched())  # its size: rank 0 measures it once all processes are there
+    apply_patches()
     heartbeat = join(
         cluster.size, {cluster.name: cluster.size}, lambda rank: f"rank {rank}",
         patience_seconds=run.patience_seconds, join_seconds=run.join_seconds,
@@ -184,34 +186,46 @@ def _build(
             program.Program(mesh), source, compile=run.compile, form=form, heartbeat=heartbeat,
             plain=PlainModel(model, frozen, maker.right_in, agreed.graph.updated_buffers()),
             check_batch_every=run.check_batch_every, check_every=run.check_every, make_variant=maker.make,
+            plan=agreed, predicted_step=partial(predicted_step, agreed),
         )  # fmt: skip
         if parallel.variants is not None:
             fixed = 0 if agreed.graph.batch_is_symbolic else agreed.graph.batch
-            parallel.variants.learn_first(*split_inputs(example_inputs), parallel.captured_modes, fixed)
+            parallel.variants.learn_first(*split_inputs(example_inputs), fixed)
     except BaseException:
         if heartbeat is not None:
             heartbeat.close()
         raise
-    parallel.__dict__["plan"] = agreed
     parallel.memory.prediction = partial(memory_answer, agreed)
-    parallel.__dict__["predicted_step"] = partial(predicted_step, agreed)
     if dist.get_rank() == 0:
         say_plan(agreed)
     return parallel
 
 
+class _UnbuiltError(StateError, AttributeError):
+    """What a parallel model has only once it is built; so ``hasattr`` is False before."""
+
+
 class Deferred(Parallel):
-    """A parallel model that is built by its first call, when it sees a batch. Then it *becomes* that `Parallel`."""
+    """A parallel model that is built by its first call, when it sees a batch. Then it *becomes* that `Parallel`.
+
+    Until then it has a mode and nothing else: what needs weights or programs reaches for them, and ends in `__getattr__`."""
 
     def __init__(self, build: Callable[[tuple[Any, ...], dict[str, Any]], Parallel], training: bool) -> None:
         nn.Module.__init__(self)
         self.training = training
-        self.__dict__["build"] = build
+        vars(self)["build"] = build
+        del vars(self)["_parameters"], vars(self)["_buffers"]
+
+    def __getattr__(self, name: str) -> Any:
+        raise _UnbuiltError(
+            "this model is built by its first call and has no parameters yet: "
+            "pass example_inputs=batch to autopar.parallelize, and make the optimizer after that"
+        )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **batch: Any) -> Any:
         training = self.training
-        built = self.__dict__["build"](args, batch)
+        built = vars(self)["build"](args, batch)
         self.__class__ = Parallel  # type: ignore[assignment]
         self.__dict__ = built.__dict__
         if self.heartbeat is not None:
@@ -224,17 +238,8 @@ class Deferred(Parallel):
         nn.Module.train(self, mode)
         return self
 
-    def _too_early(self, *args: Any, **kwargs: Any) -> Any:
-        raise StateError(
-            "this model is built by its first call and has no parameters yet: "
-            "pass example_inputs=batch to autopar.parallelize, and make the optimizer after that"
-        )
-
-    parameters = named_parameters = buffers = named_buffers = state_dict = load_state_dict = _too_early
-    _apply = local_batch = sampler = clip_grad_norm_ = load_full_state = reseed = zero_grad = _too_early
-    expert_load = full_state = full_optimizer_state = full_gradients = flush = trace = _too_early
-    generate = load_full_optimizer_state = no_sync = save = load = save_pretrained = load_pretrained = _too_early
-    measure = report = offload_optimizer = __deepcopy__ = _too_early
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(list(super().named_parameters(*args, **kwargs)))  # refused at once, not when the generator is read
 
 
 # -- the steps

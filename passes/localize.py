@@ -23,9 +23,9 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Arg, Node, Value, draws_masks
 from autopar.ir.placement import Placements, Shard, local_shape
 from autopar.ir.plan import NodePlan
+from autopar.operations.space import FUNCTIONS as SPACE_FUNCTIONS
 from autopar.passes.base import CONVERT, BlockState, Context
 from autopar.rules.localize import localize_args, scale_batch
-from autopar.rules.table.space import FUNCTIONS as SPACE_FUNCTIONS
 from autopar.rules.uneven_shards import require_whole_examples, with_uneven_sizes
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autopar.errors import CaptureError
-from autopar.runtime.frozen_reads import EVERY_FIELD, LEAVES, NamedValue, Reads, class_name
+from autopar.runtime.plain.frozen_reads import EVERY_FIELD, LEAVES, NamedValue, Reads, class_name
 
 _NUMBERS = (bool, int, float, str)
 _NO_SETTINGS = frozenset(("torch", "sympy", "numpy", "autopar", "builtins", "functools", "collections", "types"))
@@ -31,13 +31,16 @@ _LIBRARY = (torch.__file__.rsplit("/", 1)[0], random.__file__, "/numpy/", "/auto
 @dataclass(eq=False)
 class ReadRecord:
     """`read` and `written`: (class, attribute) of modules; `fields`: of plain objects in them. `numbers`: the value that was read
-    first. `counters`: by (path, attribute), numbers that the forward read and then replaced, with the last one and the line.
-    `generators`: those of modules, with their state. `seeded`: generators that the forward itself seeds before it draws."""
+    first; `seen`: each (module, attribute) that was read, `reset`: those that the forward wrote before it read them. `counters`:
+    by (path, attribute), numbers that the forward read and then replaced, with the last one and the line. `generators`: those of
+    modules, with their state. `seeded`: generators that the forward itself seeds before it draws."""
 
     read: set[tuple[str, str]] = field(default_factory=set)
     written: set[tuple[str, str]] = field(default_factory=set)
     fields: set[tuple[str, str]] = field(default_factory=set)
     numbers: dict[tuple[int, str], Any] = field(default_factory=dict)
+    seen: set[tuple[int, str]] = field(default_factory=set)
+    reset: set[tuple[int, str]] = field(default_factory=set)
     counters: dict[tuple[str, str], tuple[Any, str]] = field(default_factory=dict)
     generators: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     seeded: set[str] = field(default_factory=set)
@@ -110,8 +113,11 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
     def write(module: nn.Module, name: str, value: Any) -> None:
         if name not in usual:
             record.written.add((class_name(module), name))
+            if (id(module), name) not in record.seen:
+                record.reset.add((id(module), name))
             before = record.numbers.get((id(module), name), value)
-            if type(value) in _NUMBERS and type(before) in _NUMBERS and value != before:
+            counts = (id(module), name) not in record.reset
+            if counts and type(value) in _NUMBERS and type(before) in _NUMBERS and value != before:
                 record.counters[paths.get(id(module), ""), name] = (value, _user_line(sys._getframe(1)))
         put(module, name, value)
 
@@ -138,6 +144,7 @@ class _Reading:
         if name in self.usual or name.startswith("__"):
             return object.__getattribute__(module, name)
         self.record.read.add((class_name(module), name))
+        self.record.seen.add((id(module), name))
         value = object.__getattribute__(module, name)
         if type(value) in _NUMBERS:
             self.record.numbers.setdefault((id(module), name), value)

@@ -34,6 +34,7 @@ class DType:
 
 
 Arg = Ref | Symbol | DType | int | float | bool | str | None | tuple["Arg", ...]
+Kwargs = tuple[tuple[str, Arg], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Node:
 
     op: str
     args: tuple[Arg, ...]
-    kwargs: tuple[tuple[str, Arg], ...]
+    kwargs: Kwargs
     outputs: tuple[Value, ...]
     module: str = ""
     source: str = ""
@@ -75,13 +76,18 @@ class Node:
         return found
 
 
+def leaves(arg: Arg) -> Iterator[Arg]:
+    """Every part of an argument that is no tuple, in order."""
+    if isinstance(arg, tuple):
+        for item in arg:
+            yield from leaves(item)
+    else:
+        yield arg
+
+
 def refs(arg: Arg) -> Iterator[Ref]:
     """Every `Ref` in an argument, in order."""
-    if isinstance(arg, Ref):
-        yield arg
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from refs(item)
+    return (leaf for leaf in leaves(arg) if isinstance(leaf, Ref))
 
 
 def draws_masks(node: Node) -> bool:
@@ -150,6 +156,8 @@ class Graph:
     The results are `loss`, a scalar, and the requested `outputs`. `interface` is how the user calls the model (None in graphs
     that are written by hand: by the names of the inputs). `batch` is the batch size of the example; sizes that depend on it are
     expressions in ``B``. `batch_is_symbolic` is false where capture had to specialise: then every size is an int.
+
+    `fingerprint` is of what it computes, `checksum` of all that the file says of it (empty where it is of no file).
     """
 
     name: str
@@ -163,6 +171,7 @@ class Graph:
     notes: tuple[str, ...] = ()
     outputs: tuple[Output, ...] = ()
     interface: Interface | None = None
+    checksum: str = field(default="", compare=False, repr=False)
     _counts: Counter[str] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property

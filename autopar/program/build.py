@@ -7,21 +7,14 @@ from types import ModuleType
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.passes.lower import lower
-from autopar.passes.lowered import Lowered
-from autopar.program.gate.gate import check_program
 from autopar.program.load import load_program
-from autopar.program.source import RUNTIME, render
+from autopar.program.source import render
 
 
 def program_text(graph: Graph, candidate: Candidate, *, uneven: bool = False) -> str:
     """The source of the program that trains `graph` as `candidate` says. PlanError where they do not fit each other. `uneven`:
     see `lower`."""
-    return checked_text(lower(graph, candidate, uneven=uneven))
-
-
-def checked_text(lowered: Lowered, runtime: str = RUNTIME) -> str:
-    """The text, which passed the gate: it has no code that the lowered program does not say."""
-    return check_program(render(lowered, runtime), lowered, runtime)
+    return render(lower(graph, candidate, uneven=uneven))
 
 
 def build_program(graph: Graph, candidate: Candidate, *, uneven: bool = False) -> ModuleType:

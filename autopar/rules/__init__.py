@@ -1,5 +1,5 @@
-"""Sharding rules: one line of factor notation per operation, and the strategies of an operation on a mesh axis that follow.
+"""From the sharding rules of `operations` to the strategies of an operation on a mesh axis.
 
-Start with `rule.Rule` and `table/aten.py`; `expand` turns rules into strategies, `conversions` lists the placement conversions
-(redistribute), `localize` turns an operation on global shapes into the one of a rank. Imports `ir` and `errors`.
+Start with `expand`, which turns rules into strategies; `registry` has the rules, `conversions` lists the placement conversions
+(redistribute), `localize` turns an operation on global shapes into the one of a rank. Imports `ir`, `operations` and `errors`.
 """

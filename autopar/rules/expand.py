@@ -11,6 +11,9 @@ from autopar.ir.dims import Dim, Shape, divisible, has_batch
 from autopar.ir.graph import Block, DType, Node, Value
 from autopar.ir.placement import Invariant, Partial, Placement, Placements, Replicate, Shard, can_shard
 from autopar.ir.plan import NodePlan
+from autopar.operations.notation.notation import FactorKind, FittedRule, parse_rule
+from autopar.operations.notation.rule import Derive, DerivedLine, NamedFunction, Rule, match_rule
+from autopar.operations.notation.rule import fit_to_node as refit
 from autopar.rules.fused_shards import (
     FactorShard,
     FittedNode,
@@ -20,10 +23,7 @@ from autopar.rules.fused_shards import (
     sharded_dims,
     useful_shards,
 )
-from autopar.rules.notation.notation import FactorKind, FittedRule, parse_rule
 from autopar.rules.registry import Registry
-from autopar.rules.rule import Derive, DerivedLine, NamedFunction, Rule, match_rule
-from autopar.rules.rule import fit_to_node as refit
 from autopar.rules.strategy import PASS, REDUNDANT, AxisStrategy
 
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}

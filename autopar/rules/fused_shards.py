@@ -17,7 +17,7 @@ from networkx.utils import UnionFind
 
 from autopar.ir.dims import Dim, as_sympy
 from autopar.ir.graph import Node
-from autopar.rules.notation.notation import FactorKind, FittedRule, Term
+from autopar.operations.notation.notation import FactorKind, FittedRule, Term
 
 PartShard = tuple[str, int, int]
 """A value, one of its dimensions, and the `parts` of ``Shard(dim, parts)``."""

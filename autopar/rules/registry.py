@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from autopar.rules.notation.notation import parse_rule
-from autopar.rules.rule import Rule
-from autopar.rules.table.aten import table
+from autopar.operations.notation.notation import parse_rule
+from autopar.operations.notation.rule import Rule
+from autopar.operations.priced_only import priced_table
+from autopar.operations.table import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +33,8 @@ class Registry:
 def default_registry() -> Registry:
     """The rules of this package."""
     return Registry(MappingProxyType(table()))
+
+
+def priced_registry() -> Registry:
+    """The rules of all operations, also of those that are only priced."""
+    return Registry(MappingProxyType({**table(), **priced_table()}))

@@ -4,36 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autopar.ir.dims import Shape
 from autopar.ir.placement import Placement
+from autopar.operations.notation.rule import OperationCollective
 
 REDUNDANT = "redundant"
 PASS = "pass"
-
-
-@dataclass(frozen=True, slots=True)
-class OperationCollective:
-    """A collective inside of a named function, on the function's axis. `shape` is the global shape of the tensor that it moves.
-
-    `kind` is ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``point_to_point`` (a message to a neighbour,
-    of `shape`); `backward`: it runs in the backward.
-    `group` is the number of neighbours on the axis that communicate with each other (0: all). With `tokens`, ranks of other axes
-    that shard the tokens are neighbours too. `copies` of a token to ranks of one node are sent once.
-    `operand` is the operand that it moves: other axes divide the bytes where they shard that operand (-1: where they shard any).
-    `factor`: it is on the axes that shard this factor (empty: the function's own).
-    `overlapped`: it overlaps with the computation of the function, one block of the axis at a time (ring attention).
-    """
-
-    kind: str
-    shape: Shape
-    dtype: str
-    backward: bool = False
-    group: int = 0
-    tokens: bool = False
-    copies: int = 1
-    overlapped: bool = False
-    operand: int = -1
-    factor: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .comm.convert import convert
 from .device.mesh import DATA_AXIS, MeshHandle
-from .errors import AutoparError, BatchError, RuntimeProblem, StateProblem
+from .errors import AutoparError, RuntimeProblem, StateError
 from .key_value_cache import KeyValueCache
 
 LOGGER = logging.getLogger("autopar")
@@ -70,7 +70,7 @@ class CachedGeneration:
         try:
             found = self._next_token(batch, rows)
         except AutoparError as error:
-            if isinstance(error, (RuntimeProblem, BatchError)) and not isinstance(error, StateProblem):
+            if isinstance(error, RuntimeProblem) and not isinstance(error, StateError):
                 raise
             self._refuse(str(error))  # it cannot be captured, or planned
             return None

@@ -27,20 +27,19 @@ def copied(parallel: _Model) -> _Model:
     if plain is not None:
         plain.training = parallel.training
     out: _Model = type(parallel)(
-        made(parallel.program.mesh), source, compile=parallel.__dict__["compile_option"], form=parallel.form, plain=plain,
+        made(parallel.program.mesh), source, compile=parallel.compiler, form=parallel.calls.first.form, plain=plain,
         patience_seconds=PATIENCE_SECONDS if heartbeat is None else heartbeat.patience_seconds,
-        check_batch_every=parallel.__dict__["check_batch_every"], check_every=parallel.checks.every,
+        check_batch_every=parallel.calls.check_batch_every, check_every=parallel.calls.checks.every, plan=parallel.plan,
         make_variant=None if parallel.variants is None else parallel.variants.make,
     )  # fmt: skip
     if parallel.variants is not None and out.variants is not None:
         out.variants.known.update(
-            (key, out.first_variant) for key, each in parallel.variants.known.items() if each is parallel.first_variant
+            (key, out.calls.first) for key, each in parallel.variants.known.items() if each is parallel.calls.first
         )
-        for mine, theirs in zip(out.mode_modules, parallel.mode_modules, strict=True):
+        for mine, theirs in zip(out.calls.nodes, parallel.calls.nodes, strict=True):
             mine.training = theirs.training
     for name, parameter in state.parameters.items():
         out.state.parameters[name].requires_grad_(parameter.requires_grad)
-    out.__dict__["plan"] = parallel.plan
     if out.variants is None and out.training != parallel.training:
         out.train(parallel.training)
     return out

@@ -30,14 +30,6 @@ def one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in plain)
 
 
-class BatchError(AutoparError):
-    """A batch does not fit the plan."""
-
-
-class StateError(AutoparError):
-    """Parameters are requested before they exist, or a state does not fit."""
-
-
 class RuntimeProblem(AutoparError):
     """Base of all errors of a running program: one line that says what is wrong, where, and how to mend it. `on_all_ranks`: all
     ranks raise it, so that none waits for another."""
@@ -49,8 +41,8 @@ class LaunchProblem(RuntimeProblem):
     """The program was launched with the wrong number of processes."""
 
 
-class BatchProblem(RuntimeProblem, BatchError):
-    """A batch that does not fit the plan, or that differs between ranks."""
+class BatchError(RuntimeProblem):
+    """A batch that does not fit the model or the plan, or that differs between ranks."""
 
     on_all_ranks = True
 
@@ -84,15 +76,15 @@ class MemoryProblem(RuntimeProblem):
     """A device, or the host, has too little memory for the plan."""
 
 
-class StateProblem(RuntimeProblem, StateError):
-    """State that does not fit the program."""
+class StateError(RuntimeProblem):
+    """State that does not fit the program, or parameters that are requested before they exist."""
 
 
 class AttributeProblem(RuntimeProblem, AttributeError):
     """An attribute that a parallel model has not, or whose value it does not have; `hasattr` says so too."""
 
 
-class CheckpointProblem(StateProblem):
+class CheckpointProblem(StateError):
     """A checkpoint that cannot be saved or loaded; all ranks raise it."""
 
     on_all_ranks = True

@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from .compat import profiling
+from .compat.modules import profiling
 from .device.mesh import MeshHandle
 from .device.rng import RestoredRng, RngRecorder
 from .ops.split_backward import SplitBackward

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -17,8 +19,12 @@ from .checkpoint.entry import Checkpoints, load_parallel, save_parallel
 from .checkpoint.loading import LoadedCheckpoint
 from .checkpoint.saving import PendingSave
 from .comm.heartbeat import Heartbeat
-from .errors import StateProblem
+from .errors import StateError
 from .module import Program
+from .plain.assignments import Assignments
+from .plain.module_tree import TreeNode
+from .plain.plain_attributes import attribute_of
+from .plain.plain_model import PlainModel
 from .pretrained.export import save_pretrained
 from .pretrained.load import load_pretrained
 from .state.gradient import stand_in
@@ -26,9 +32,26 @@ from .state.gradient_norm import clip_gradients
 from .state.host_optimizer import offload_optimizer
 from .state.materialize import State
 from .state.optimizer_state import full_optimizer_state, load_full_optimizer_state
-from .state.plain_model import PlainModel, ShardedStateDict, TreeNode
 from .state.weight_source import WeightSource
-from .step.out_of_memory import MemoryGuard
+from .step.out_of_memory import MemoryGuard, WatchedWork
+
+
+class ShardedStateDict(dict[str, Any]):
+    """The state dict of a parallel model: DTensors, of which each rank holds its shards. Pickling it (torch.save) warns."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        warnings.warn(
+            "parallel.state_dict() holds only this rank's shards (DTensors): save parallel.full_state(), which every rank calls, "
+            "or use torch.distributed.checkpoint on all ranks",
+            stacklevel=4,
+        )
+        return dict, (dict(self),)
+
+    def __copy__(self) -> ShardedStateDict:
+        return ShardedStateDict(self)
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
 
 
 class ShardedModule(TreeNode):
@@ -39,7 +62,9 @@ class ShardedModule(TreeNode):
     heartbeat: Heartbeat | None
     memory: MemoryGuard
     checkpoints: Checkpoints
-    plain: PlainModel | None = None
+    plain: PlainModel | None
+    _watch: WatchedWork
+    assignments: Assignments
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """A stage without parameters yields one without elements, since optimizers refuse an empty list."""
@@ -59,7 +84,7 @@ class ShardedModule(TreeNode):
         for tensor in (*self.state.parameters.values(), *self.state.buffers.values()):
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             if (after := fn(probe)).dtype != probe.dtype or after.device.type != probe.device.type:
-                raise StateProblem("a parallel model keeps its device and dtypes; choose them when planning (device, dtype=)")
+                raise StateError("a parallel model keeps its device and dtypes; choose them when planning (device, dtype=)")
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -73,7 +98,7 @@ class ShardedModule(TreeNode):
                 return further[name]
             if plain is None:
                 raise
-        return plain.attribute(self, name)
+        return attribute_of(plain.frozen, self, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """DTensors by name, for torch.distributed.checkpoint; pickling it warns, since a rank has only its shards."""
@@ -85,7 +110,7 @@ class ShardedModule(TreeNode):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """What `state_dict` gave, or the full state dict of the plain model; a part of it where not `strict`."""
         if assign:
-            raise StateProblem(
+            raise StateError(
                 "load_state_dict(assign=True) puts other tensors in the place of the shards, which programs do not see: leave "
                 "assign out, and the values are copied into them"
             )
@@ -95,20 +120,20 @@ class ShardedModule(TreeNode):
         missing, unexpected = self.plain.unfit_keys(state_dict)
         if strict and (missing or unexpected):
             problem = f"misses {missing[0]}" if missing else f"has {unexpected[0]}, which the model has not"
-            raise StateProblem(f"the state dict {problem}: pass that of the plain model, or of parallel.full_state()")
+            raise StateError(f"the state dict {problem}: pass that of the plain model, or of parallel.full_state()")
         self._load_full(state_dict, part=not strict)
         return _IncompatibleKeys(missing, unexpected)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What torch.save, pickle and copy.copy ask for."""
-        raise StateProblem(
+        raise StateError(
             "a parallel model cannot be pickled, since a rank has only its part: torch.save(parallel.full_state(), path), with "
             "full_state called on every rank, or parallel.save(folder, optimizer, step=...); copy.deepcopy copies it"
         )
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:  # what DistributedDataParallel asks for first
-        raise StateProblem(
+        raise StateError(
             "a parallel model reduces its own gradients: do not wrap it in DistributedDataParallel; with accelerate, take "
             "autopar.integrations.accelerate.Accelerator"
         )
@@ -123,16 +148,8 @@ class ShardedModule(TreeNode):
         mesh, holders = self.program.mesh, self.state.index.holders
         gradients = {n: p.grad for n, p in self.state.parameters.items() if isinstance(p.grad, DTensor)}
         first = [gradient for name, gradient in gradients.items() if holders[name][0] == mesh.pp.coordinate]
-        with self._watched("clip_grad_norm_"):
+        with self._watch("clip_grad_norm_"):
             return clip_gradients(list(gradients.values()), first, mesh, max_norm, norm_type)
-
-    @contextlib.contextmanager
-    def _watched(self, doing: str) -> Iterator[None]:
-        """A context around work that needs the other ranks, and memory."""
-        heartbeat, detail = self.heartbeat, self.memory.detail
-        watching = contextlib.nullcontext() if heartbeat is None else heartbeat.watching(lambda: detail() or doing, doing)
-        with watching, self.memory.catching(doing):
-            yield
 
     def load_full_state(self, source: WeightSource) -> None:
         """Copies a full state dict (or name -> full tensor) of the original model into the local shards."""
@@ -144,7 +161,7 @@ class ShardedModule(TreeNode):
             self.plain.load_unused(source)
             empty = {name: torch.empty(spec.shape, device="meta") for name, spec in self.state.index.specs.items() if spec.buffer}
             source = self.plain.canonical(source, empty | self.state.buffers)
-        with self._watched("load_full_state"):
+        with self._watch("load_full_state"):
             self.state.load_full(source, source.keys() if part and isinstance(source, Mapping) else None)
 
     def full_state(self) -> dict[str, torch.Tensor]:
@@ -152,19 +169,19 @@ class ShardedModule(TreeNode):
         specs = self.state.index.specs
         names = [name for name, spec in specs.items() if not spec.buffer]
         names += [name for name, spec in specs.items() if spec.buffer and spec.persistent]
-        with self._watched("full_state"):
+        with self._watch("full_state"):
             held = {name: self.state.broadcast_full(name) for name in names}
         return held if self.plain is None else self.plain.state_dict(held)
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state dict of the plain model's optimizer, with full tensors on every rank (all ranks must call)."""
-        with self._watched("full_optimizer_state"):
+        with self._watch("full_optimizer_state"):
             return full_optimizer_state(self.state, optimizer, self._parameter_order())
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Loads what `full_optimizer_state` gave, under this or another plan, or the state dict of the plain model's optimizer
         (all ranks must call)."""
-        with self._watched("load_full_optimizer_state"):
+        with self._watch("load_full_optimizer_state"):
             load_full_optimizer_state(self.state, optimizer, state, self._parameter_order())
 
     def offload_optimizer(self, optimizer: torch.optim.Optimizer, device: str = "cpu") -> None:
@@ -190,7 +207,7 @@ class ShardedModule(TreeNode):
         it, and so do ``.wait()`` of what is returned and `shut_down`; they raise CheckpointProblem on all ranks where it could
         not be written, and then the one before is the newest. All ranks must call."""
         self._check_steps_ended("save")
-        with self._watched("saving a checkpoint"):
+        with self._watch("saving a checkpoint"):
             return save_parallel(
                 self, folder, optimizer, step=step, extra=extra, keep=keep, asynchronous=asynchronous
             )  # fmt: skip
@@ -206,7 +223,7 @@ class ShardedModule(TreeNode):
         optimizer and the random state. Returns its step and `extra`; None where the folder has no checkpoint. One that is damaged
         is passed over with a warning. All ranks must call."""
         self._check_steps_ended("load")
-        with self._watched("loading a checkpoint"):
+        with self._watch("loading a checkpoint"):
             return load_parallel(self, folder, optimizer, step=step)
 
     def save_pretrained(
@@ -217,7 +234,7 @@ class ShardedModule(TreeNode):
         ``safetensors.torch.load_model`` load the folder. Floating-point weights are written as they are trained, or in `dtype`.
         No rank ever holds more than one whole tensor. All ranks must call."""
         self._check_steps_ended("save_pretrained")
-        with self._watched("writing the weights"):
+        with self._watch("writing the weights"):
             rounds = self.checkpoints.rounds(self.state.mesh.describe)
             return save_pretrained(self.state, self.plain, rounds, folder, max_shard_size=max_shard_size, dtype=dtype)
 
@@ -226,11 +243,11 @@ class ShardedModule(TreeNode):
         fit is refused before anything changes; without `strict` weights may be missing, unexpected or of a longer floating-point
         type than the model's, and what is missing or unexpected is returned, as by `load_state_dict`. All ranks must call."""
         self._check_steps_ended("load_pretrained")
-        with self._watched("loading weights"):
+        with self._watch("loading weights"):
             rounds = self.checkpoints.rounds(self.state.mesh.describe)
             return load_pretrained(self.state, self.plain, rounds, folder, strict=strict)
 
-    def _check_steps_ended(self, what: str) -> None:
+    def _check_steps_ended(self, action: str) -> None:
         """For plans with two weight versions, whose steps overlap."""
 
     def reseed(self, seed: int) -> None:
@@ -244,5 +261,5 @@ class ShardedModule(TreeNode):
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients by original name with full tensors, on every rank (all ranks must call)."""
         mine = {name: parameter.grad for name, parameter in self.state.parameters.items() if parameter.grad is not None}
-        with self._watched("full_gradients"):
+        with self._watch("full_gradients"):
             return {name: self.state.broadcast_full(name, mine.get(name)) for name in self.state.names_on_any_stage(mine)}

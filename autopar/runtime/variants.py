@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import warnings
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten_with_path
 
+from .call_keys import CallKey, KeyedCall, call_leaves, hash_of
 from .comm.agreement import Stated, require_agreement
-from .compat import apply
+from .compat.autograd import apply
 from .device.autocast import autocast_of
 from .device.groups import control_group
 from .device.mesh import MeshHandle
-from .errors import AutoparError
-from .frozen_reads import Change, FrozenReads, Reads
+from .errors import AutoparError, RuntimeProblem
 from .module import Program
 from .pipeline.pipeline_step import PipelineStep
+from .pipeline.stage_modules import PipelineProgram
 from .pipeline.weight_versions import PipeDreamStep
+from .plain.frozen_reads import FrozenReads, Reads
+from .plain.plain_model import PlainModel
+from .state.lend import lend_state
 from .state.materialize import State
 from .state.unfreeze import UnfrozenParameters
-from .step.constants import constant_text
-from .step.inputs import arguments_by_name, path_word
+from .step.inputs import arguments_by_name
 from .step.micro_batches import Batch, StepResult, run_micro_batches, split_result
 from .step.outputs import EVERYTHING, leaves_out
-from .step.placed_inputs import model_placements
 
 MOST_VARIANTS = 64
 """Programs that are kept; the least recently used one goes first."""
@@ -40,41 +40,6 @@ MANY_VALUES = 4
 """After so many values of one attribute, each with a program of its own, a warning says what costs less."""
 
 LOGGER = logging.getLogger("autopar")
-
-
-class CallKey(NamedTuple):
-    """What selects a variant. `modes`: training or evaluation, of each module. `leaves`: each argument by its path, in words that
-    leave the batch size out. `division`: how the batch divides over data ranks and micro-batches. `outputs`: what is asked for
-    beside the loss in this call. `unfrozen`: parameters that were frozen when the plan was made, and get gradients now.
-    `autocast`: the dtype of a ``torch.autocast`` around the call. `changed`: what programs read that is no argument (attributes,
-    globals), and is not as the first program read it."""
-
-    modes: tuple[bool, ...]
-    leaves: tuple[tuple[str, str], ...]
-    division: str
-    gradients: bool
-    outputs: tuple[str, ...] = ()
-    unfrozen: tuple[str, ...] = ()
-    autocast: str = ""
-    changed: tuple[Change, ...] = ()
-
-
-class KeyedCall(NamedTuple):
-    """A call of the parallel model: its arguments by name, key, global batch size, and how many times it is that of the
-    arguments (more than once for a local batch)."""
-
-    arguments: Mapping[str, Any]
-    key: CallKey
-    batch: int
-    times: int
-
-    def words(self) -> str:
-        """For messages."""
-        inputs = ", ".join(f"{path} {text}" for path, text in self.key.leaves)
-        trained = f", with gradients of {self.key.unfrozen[0]} ..." if self.key.unfrozen else ""
-        cast = f", under torch.autocast({self.key.autocast})" if self.key.autocast else ""
-        changed = "".join(f", {place} {text or 'gone'}" for place, text in self.key.changed[:3])
-        return f"{inputs}, batch {self.batch}{'' if all(self.key.modes) else ', in evaluation'}{trained}{cast}{changed}"
 
 
 class MadeVariant(NamedTuple):
@@ -106,6 +71,11 @@ class Variant:
         self.program, self.form, self.state, self.step = program, form, state, step
         self.whole_batch, self.fixed_batch = whole_batch, fixed_batch
         self.training = program.training
+
+    @property
+    def overlaps_steps(self) -> bool:
+        """Whether steps overlap, with two versions of the weights: then it is the only program."""
+        return isinstance(self.step, PipeDreamStep)
 
     @property
     def copies(self) -> int:
@@ -146,23 +116,29 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     return apply(_ScaleGradient, x, factor) if x.requires_grad else x
 
 
+def compile_blocks(program: Program, backend: Any) -> None:
+    """Compile each block. Blocks with selective recomputation or offloading are left out, since torch.compile decides itself what
+    to save; so are random blocks with full recomputation, whose numbers it would not repeat."""
+    left = sorted({type(block).__name__ for block in program.blocks() if block.selective_recompute or block.uses_rng})
+    if left:
+        warnings.warn(f"not compiled: {', '.join(left)}, whose plan says what is saved for the backward", stacklevel=3)
+    for block in program.blocks():
+        if not (block.selective_recompute or block.uses_rng):
+            block.forward = torch.compile(block.forward, backend=backend)
+
+
 MakeVariant = Callable[[KeyedCall, nn.Module], MadeVariant]
 
 
 class Variants:
-    """All programs of a parallel model. `make` captures and plans one of the model of `frozen` (all ranks call it together),
-    `load` gives it the weights; `modes_of` says in which modes a program is captured for the modes of a call, and in which mode
-    it then runs."""
+    """All programs of a parallel model. `make` captures and plans one of the plain model without data (all ranks call it
+    together). `modes`: training or evaluation of each module in the `first` one. `compiler`: the backend of torch.compile, or
+    False."""
 
     def __init__(
-        self,
-        first: Variant,
-        make: MakeVariant,
-        modes_of: Callable[[tuple[bool, ...]], tuple[tuple[bool, ...], bool]],
-        load: Callable[[MadeVariant, MeshHandle], Variant],
-        frozen: FrozenReads,
+        self, first: Variant, make: MakeVariant, plain: PlainModel, modes: tuple[bool, ...], compiler: Any = False
     ) -> None:
-        self.first, self.make, self.modes_of, self.load, self.frozen = first, make, modes_of, load, frozen
+        self.first, self.make, self.plain, self.captured_modes, self.compiler = first, make, plain, modes, compiler
         self._values: dict[str, set[str]] = {}
         self.known: OrderedDict[tuple[CallKey, int], Variant] = OrderedDict()
         self.uneven: dict[CallKey, MadeVariant] = {}  # a program for each number of examples, of one class
@@ -172,21 +148,25 @@ class Variants:
         self.autocast = ""
         self.unfrozen = UnfrozenParameters(first.state)
 
+    @property
+    def frozen(self) -> FrozenReads:
+        """What programs read of the plain model."""
+        return self.plain.frozen
+
+    @contextmanager
+    def returning(self, outputs: tuple[str, ...]) -> Iterator[None]:
+        """A context in which calls return these fields beside the loss."""
+        before, self.outputs = self.outputs, outputs
+        try:
+            yield
+        finally:
+            self.outputs = before
+
     def call(self, modes: tuple[bool, ...], args: tuple[Any, ...], keywords: Mapping[str, Any], times: int = 1) -> KeyedCall:
-        """A call in words. `times`: how often the global batch holds that of the arguments."""
+        """Return a call in words. `times`: how often the global batch holds that of the arguments."""
         program = self.first.program
-        given = arguments_by_name(program, args, keywords)
-        leaves = [(".".join(map(path_word, keys)), leaf) for keys, leaf in tree_flatten_with_path(given)[0]]
-        paths = {name: path for path, name in program.arguments.items()}
-        dims = {paths.get(name, name): dim for name, dim in program.batch_dims.items()}
-        own = batch_size(leaves, dims)
-        batch = own * times
-        known = {**program.constants, **program.defaults}
-        words = tuple(
-            (path, _words(leaf, own, dims.get(path, 0)))
-            for path, leaf in sorted(leaves, key=lambda leaf: leaf[0])
-            if not (leaf is None and path not in program.constants) and not _is_default(known, program.defaults, path, leaf)
-        )
+        arguments = arguments_by_name(program, args, keywords)
+        words, batch = call_leaves(program, arguments, times)
         ranks = program.mesh.dp.size
         division = "data ranks"
         if batch % (ranks * program.micro_batches) == 0:
@@ -196,27 +176,32 @@ class Variants:
         gradients = self.first.step is not None and torch.is_grad_enabled()
         outputs = self.outputs
         if outputs is None:
-            overlapping = isinstance(self.first.step, PipeDreamStep)  # it has one program
-            outputs = () if torch.is_grad_enabled() or overlapping else (EVERYTHING,)
+            outputs = () if torch.is_grad_enabled() or self.first.overlaps_steps else (EVERYTHING,)
         key = CallKey(modes, words, division, gradients, outputs, autocast=self.autocast, changed=self.frozen.changed())
-        return KeyedCall(given, key, batch, times)
+        return KeyedCall(arguments, key, batch, times)
 
-    def learn_first(
-        self, args: tuple[Any, ...], keywords: Mapping[str, Any], modes: tuple[bool, ...], fixed_batch: int = 0
-    ) -> None:
+    def learn_first(self, args: tuple[Any, ...], keywords: Mapping[str, Any], fixed_batch: int = 0) -> None:
         """The example inputs, which select the first program whether gradients are wanted or not. Under the active autocast."""
         self.autocast = autocast_of(self.first.program.mesh.device.type)
         self.first.fixed_batch = fixed_batch
-        key = self.call(modes, args, keywords).key._replace(division="micro-batches", outputs=())
+        key = self.call(self.captured_modes, args, keywords).key._replace(division="micro-batches", outputs=())
         for gradients in (False, True):
             self.known[key._replace(gradients=gradients), fixed_batch] = self.first
 
     def find(self, call: KeyedCall) -> tuple[Variant, bool]:
         """The variant of a call, made where it is new, and whether it runs in training mode. All ranks must come here
         together."""
-        modes, training = self.modes_of(call.key.modes)
+        modes, training = self._program_modes(call.key.modes)
         call = call._replace(key=call.key._replace(modes=modes))
         return (self._complete(call) if EVERYTHING in call.key.outputs else self._find(call)), training
+
+    def _program_modes(self, modes: tuple[bool, ...]) -> tuple[tuple[bool, ...], bool]:
+        """Return the modes in which the program of a call is captured, and the one in which it runs: a program without another
+        branch in evaluation just leaves dropout out."""
+        alike = modes != self.captured_modes and len(set(modes)) == 1
+        if alike and not self.frozen.changed() and self.plain.right_in(modes[0]):  # it answers for the first program's attributes
+            return self.captured_modes, modes[0]
+        return modes, True
 
     def _complete(self, call: KeyedCall) -> Variant:
         """A program that returns all fields: that of training where it leaves none out, else one that is asked for them. Where
@@ -252,10 +237,25 @@ class Variants:
         if made.uneven:
             self.uneven[call.key] = made
         uneven_batch = call.batch if made.uneven else 0
-        variant = self.load(made, self.first.program.mesh.for_variant(made.whole_batch, uneven_batch))
+        variant = self._load(made, self.first.program.mesh.for_variant(made.whole_batch, uneven_batch))
         self.known[call.key, uneven_batch or made.fixed_batch] = variant
         self._evict()
         return variant
+
+    def _load(self, made: MadeVariant, mesh: MeshHandle) -> Variant:
+        """Return the variant with the weights of the first one."""
+        program = made.program(mesh)
+        lend_state(program, self.first.program, self.first.state)
+        step: PipelineStep | None = None
+        if isinstance(program, PipelineProgram):
+            if not isinstance(self.first.step, PipelineStep):
+                raise RuntimeProblem(
+                    "with two versions of the weights all calls must be like the first one: take weight_versions=1"
+                )
+            step = PipelineStep(program, self.first.state, self.first.step)
+        if self.compiler:
+            compile_blocks(program, self.compiler)
+        return Variant(program, made.form, self.first.state, step, whole_batch=made.whole_batch, fixed_batch=made.fixed_batch)
 
     def _made(self, call: KeyedCall) -> MadeVariant:
         made = self.make(call, self.frozen.model)
@@ -305,31 +305,3 @@ class Variants:
             self.unfrozen.agree(several, describe)
         unfrozen = self.unfrozen.names if torch.is_grad_enabled() else ()
         return call._replace(key=call.key._replace(unfrozen=unfrozen))
-
-
-def hash_of(value: object) -> int:
-    """Equal on all ranks for equal values; 60 bits."""
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 4
-
-
-def batch_size(leaves: list[tuple[str, Any]], dims: Mapping[str, int]) -> int:
-    """The size of the batch's dimension of most tensors: `dims` by path, 0 of others."""
-    shapes = [(leaf.shape, dims.get(path, 0)) for path, leaf in leaves if hasattr(leaf, "shape")]
-    sizes = Counter(int(shape[dim]) for shape, dim in shapes if len(shape) > dim)
-    return sizes.most_common(1)[0][0] if sizes else 1
-
-
-def _words(leaf: Any, batch: int, dim: int) -> str:
-    shape = getattr(leaf, "shape", None)
-    if shape is None:
-        return constant_text(leaf)
-    sizes = ["B" if number == dim and size == batch else str(int(size)) for number, size in enumerate(shape)]
-    flows = isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
-    dtype = str(getattr(leaf, "dtype", type(leaf).__name__)).removeprefix("torch.")
-    placed = model_placements(leaf) if isinstance(leaf, DTensor) else {}
-    return f"{dtype} ({', '.join(sizes)}){' with gradient' if flows else ''}{f' {placed}' if placed else ''}"
-
-
-def _is_default(known: Mapping[str, str], defaults: Mapping[str, str], path: str, leaf: Any) -> bool:
-    """Whether an argument says what is taken for it anyway."""
-    return path in defaults and (not known[path] or constant_text(leaf) == known[path])

@@ -25,7 +25,7 @@ from autopar.errors import AutoparError, FileError
 from autopar.files import read_bytes, write_whole
 from autopar.ir.graph import Graph
 from autopar.ir.plan_file import plan_file as planfile
-from autopar.ir.plan_file.codec import encode_graph
+from autopar.ir.plan_file.codec import encode
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.schedules.named_schedules import INTERLEAVED
 from autopar.solve.space.options import SearchOptions
@@ -88,7 +88,7 @@ def question_of(graph: Graph, cluster: Cluster, options: Any, search: SearchOpti
     """Return all that an answer depends on: the user's `options` and those of the search (any frozen dataclasses), the cluster,
     the graph (but for its lines of source), and the software."""
     parts = {
-        "graph": msgspec.to_builtins(encode_graph(_without_sources(graph))), "cluster": plain_data(cluster),
+        "graph": msgspec.to_builtins(encode(_without_sources(graph))), "cluster": plain_data(cluster),
         **{f"options.{name}": value for name, value in plain_data(options).items()},
         **{f"search.{name}": value for name, value in plain_data(search).items()},
         "software": software(),

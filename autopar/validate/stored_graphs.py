@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 from autopar.ir.graph import Graph
-from autopar.ir.plan_file.codec import decode_graph, encode_graph
-from autopar.ir.plan_file.document import GraphDoc
+from autopar.ir.plan_file.codec import decode, encode
 from autopar.validate.architectures import Architecture
 
 
@@ -35,12 +34,12 @@ def stored_key(kind: Architecture, dtype: str) -> str:
 def stored_graph(kind: Architecture, dtype: str) -> Graph | None:
     """The graph of a kind, if it is in the file."""
     found = _stored().get(stored_key(kind, dtype))
-    return decode_graph(msgspec.json.decode(found, type=GraphDoc)) if found is not None else None
+    return decode(Graph, msgspec.json.decode(found)) if found is not None else None
 
 
 def store(graphs: Mapping[str, Graph], path: Path) -> None:
     """Writes the file: graphs by `stored_key`. The same graphs give the same bytes."""
-    data = {key: encode_graph(graph) for key, graph in sorted(graphs.items())}
+    data = {key: encode(graph) for key, graph in sorted(graphs.items())}
     path.write_bytes(gzip.compress(msgspec.json.encode(data), mtime=0))
 
 

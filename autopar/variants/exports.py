@@ -14,7 +14,7 @@ from autopar.capture.lengths import CaptureOptions, Export
 from autopar.errors import CaptureError
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Graph
-from autopar.runtime.frozen_reads import Change
+from autopar.runtime.plain.frozen_reads import Change
 
 MOST_EXPORTS = 16
 """Exports with symbolic lengths that are kept; the least recently used one goes first."""

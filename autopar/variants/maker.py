@@ -26,11 +26,12 @@ from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.program.build import build_program
 from autopar.rules.registry import Registry
+from autopar.runtime.call_keys import KeyedCall
 from autopar.runtime.device.axis import shares_of
-from autopar.runtime.frozen_reads import FrozenReads, Reads
+from autopar.runtime.plain.frozen_reads import FrozenReads, Reads
 from autopar.runtime.step.inputs import path_word
 from autopar.runtime.step.outputs import EVERYTHING
-from autopar.runtime.variants import LOGGER, KeyedCall, MadeVariant
+from autopar.runtime.variants import LOGGER, MadeVariant
 from autopar.variants.exports import Exports
 from autopar.variants.placed import placed_values
 from autopar.variants.planner import plan_variant

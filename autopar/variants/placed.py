@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Placement, parse_placement
+from autopar.runtime.call_keys import KeyedCall
 from autopar.runtime.step.inputs import path_word
 from autopar.runtime.step.placed_inputs import model_placements
-from autopar.runtime.variants import KeyedCall
 
 
 def placed_values(graph: Graph, call: KeyedCall) -> dict[str, Mapping[str, Placement]]:

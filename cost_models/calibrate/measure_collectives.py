@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from autopar.runtime import compat
+from autopar.runtime.compat import collectives
 
 SMALL_SIZES, SIZES = (2**12, 2**22), (2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 """Bytes of the whole tensor, of which a GPU takes eight times as many. Of the largest ones a collective's own buffers are fresh
@@ -53,10 +53,10 @@ def calls_of_size(device: torch.device, size: int, full: int, group: dist.Proces
     part = torch.ones(count // size, device=device)
     other = torch.ones_like(part)
     name = (group or dist.distributed_c10d._get_default_group()).group_name
-    yield "all_reduce", 4.0 * count, lambda: compat.wait_tensor(compat.all_reduce(whole, "sum", name))
-    yield "all_gather", 4.0 * count, lambda: compat.wait_tensor(compat.all_gather(part, size, name))
-    yield "reduce_scatter", 4.0 * count, lambda: compat.wait_tensor(compat.reduce_scatter(whole, "sum", size, name))
-    yield "all_to_all", 4.0 * count, lambda: compat.wait_tensor(compat.all_to_all(part, size, name))
+    yield "all_reduce", 4.0 * count, lambda: collectives.wait_tensor(collectives.all_reduce(whole, "sum", name))
+    yield "all_gather", 4.0 * count, lambda: collectives.wait_tensor(collectives.all_gather(part, size, name))
+    yield "reduce_scatter", 4.0 * count, lambda: collectives.wait_tensor(collectives.reduce_scatter(whole, "sum", size, name))
+    yield "all_to_all", 4.0 * count, lambda: collectives.wait_tensor(collectives.all_to_all(part, size, name))
     yield "point_to_point", 4.0 * part.numel(), partial(_shift, part, other, group)
 
 

@@ -14,7 +14,7 @@ from autopar.cost_models.hardware.mesh_links import links_across, links_of_axis,
 from autopar.errors import PlanError
 from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
 from autopar.ir.placement import Placements, Shard
-from autopar.rules.strategy import OperationCollective
+from autopar.operations.notation.rule import OperationCollective
 
 
 def state_links(cluster: Cluster, mesh: Mesh, zero_group: int) -> tuple[AxisLink, AxisLink | None]:

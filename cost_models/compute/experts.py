@@ -86,9 +86,7 @@ class ExpertsCost:
         forward_bytes, backward_bytes = (copies * self.itemsize * each for each in accesses)
         floor, operands = device.launch_seconds, copies * self.itemsize * (2 * hidden + up + down)
         return (
-            _grouped_seconds(device, forward, weights, operands, 2)
-            + streaming_seconds(device, forward_bytes)
-            + _KERNELS * floor,
+            _grouped_seconds(device, forward, weights, operands, 2) + streaming_seconds(device, forward_bytes) + _KERNELS * floor,
             _grouped_seconds(device, backward, 3 * weights, 2 * operands, 4)
             + streaming_seconds(device, backward_bytes)
             + _KERNELS * floor,

@@ -15,10 +15,8 @@ from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.plan import NodePlan
-from autopar.rules.registry import Registry
-from autopar.rules.rule import NamedFunction
-from autopar.rules.strategy import OperationCollective
-from autopar.rules.table.priced_only import priced_registry
+from autopar.operations.notation.rule import NamedFunction, OperationCollective
+from autopar.rules.registry import Registry, priced_registry
 
 
 @lru_cache(maxsize=1)

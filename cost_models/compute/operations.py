@@ -44,8 +44,8 @@ from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, Shard
 from autopar.ir.plan import NodePlan
-from autopar.rules.rule import argument
-from autopar.rules.table.space import PADDED
+from autopar.operations.notation.rule import argument
+from autopar.operations.space import PADDED
 
 _PRODUCTS = ("aten.linear", "ap.linear_kn", "ap.linear_float8", "ap.linear_float8_dynamic", "aten.mm", "aten.bmm", "aten.matmul")
 

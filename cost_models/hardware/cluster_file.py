@@ -107,9 +107,26 @@ _KEPT = ("launch_seconds", "latency_seconds", "base_bytes", "communicator_bytes"
 """Written even where they are 0."""
 
 
+@lru_cache(maxsize=1)
+def _fabrics() -> dict[str, Any]:
+    return read_yaml(Path(__file__).parent / "fabrics.yaml")
+
+
+def _with_fabric(link: dict[str, Any]) -> dict[str, Any]:
+    """Lay a link over the network that it names as `fabric`. ValueError where the name is unknown."""
+    name = link.get("fabric")
+    if name is None:
+        return link
+    if not isinstance(name, str) or name not in _fabrics():
+        raise ValueError(f"links has fabric {str(name)[:40]!r}: write one of {', '.join(_fabrics())}")
+    return _with_fabric(_fabrics()[name]) | {key: value for key, value in link.items() if key != "fabric"}
+
+
 def with_base(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a file's content laid over that of the preset that it names as `like`: keys of a device, host or NVMe one by one,
-    links as a whole, in which a name stands for the preset's link. ValueError where a name is unknown."""
+    """Lay a file's content over that of the preset that it names as `like`: keys of a device, host or NVMe one by one, links as
+    a whole, in which a name stands for the preset's link, and `fabric` for a network. ValueError where a name is unknown."""
+    if isinstance(links := data.get("links"), list):
+        data["links"] = [_with_fabric(link) if isinstance(link, dict) else link for link in links]
     if "like" not in data:
         return data
     base = data.pop("like")

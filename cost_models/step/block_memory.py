@@ -16,8 +16,8 @@ from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
 from autopar.cost_models.tensors.flops import VIEWS, packet
 from autopar.ir.graph import Graph
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
+from autopar.operations.space import PADDED
 from autopar.rules.conversions import axis_conversion, changed_axis
-from autopar.rules.table.space import PADDED
 
 OFFLOAD_WINDOW = 2.0
 """Calls whose offloaded tensors are on the device: the one that runs, and the one whose copy is under way."""

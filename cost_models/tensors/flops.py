@@ -8,7 +8,7 @@ from math import prod
 
 from autopar.cost_models.tensors.expert_shapes import ExpertShapes
 from autopar.ir.graph import Node
-from autopar.rules.rule import argument
+from autopar.operations.notation.rule import argument
 
 Sizes = tuple[int, ...]
 

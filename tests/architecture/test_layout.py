@@ -13,8 +13,21 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ORDER = [
-    *("runtime", "errors", "files", "ir", "schedules", "ops", "capture", "rules", "cost_models", "solve", "explain", "validate"),
-    *("precision", "options", "planning", "passes", "program", "variants", "dryrun", "given_plan", "api"),
+    *(
+        "runtime",
+        "errors",
+        "files",
+        "ir",
+        "operations",
+        "schedules",
+        "ops",
+        "capture",
+        "rules",
+        "cost_models",
+        "solve",
+        "explain",
+    ),
+    *("validate", "precision", "options", "planning", "passes", "program", "variants", "dryrun", "given_plan", "api"),
     *("integrations", "verification", "doctor", "cli"),
 ]
 FOLDERS = {"passes": ROOT / "passes", "cost_models": ROOT / "cost_models"}

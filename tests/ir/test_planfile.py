@@ -17,7 +17,7 @@ from autopar.ir.pipeline.split_blocks import split_block, split_like
 from autopar.ir.placement import Invariant, Partial, Placements, Replicate, Shard
 from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan, Precision
 from autopar.ir.plan_file import plan_file as planfile
-from autopar.ir.plan_file.codec import decode_arg, decode_graph, encode_arg, encode_graph
+from autopar.ir.plan_file.codec import decode, decode_arg, encode, encode_arg
 from autopar.ir.plan_file.document import ClusterInfo, ModelInfo, Parallelism
 
 R, I, P = Replicate(), Invariant(), Partial()  # noqa: E741
@@ -118,8 +118,8 @@ blocks = st.builds(
 @given(st.builds(dataclasses.replace, st.just(small_graph()), blocks=st.lists(blocks, max_size=2).map(tuple), name=names))
 @settings(max_examples=60, deadline=None)
 def test_any_graph_round_trips(graph: Graph) -> None:
-    text = json.loads(json.dumps(json.loads(planfile.msgspec.json.encode(encode_graph(graph)))))
-    assert decode_graph(planfile.msgspec.convert(text, type(encode_graph(graph)))) == graph
+    text = json.loads(json.dumps(json.loads(planfile.msgspec.json.encode(encode(graph)))))
+    assert decode(Graph, text) == graph
 
 
 @given(args)

@@ -10,7 +10,7 @@ from support.models.handwritten_blocks import gpt2_graph
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.ir.pipeline.split_blocks import single_tensor_cuts, split_block
+from autopar.ir.pipeline.split_blocks import single_tensor_cuts, split_block, split_like
 from autopar.ir.pipeline.stage_variants import with_stage_variants, without_stage_variants
 from autopar.ir.plan_file.document import ClusterInfo, ModelInfo, Parallelism
 from autopar.ir.plan_file.fingerprint import graph_fingerprint
@@ -59,3 +59,16 @@ def test_its_file_is_used_alone_and_on_the_model(is_split: bool, tmp_path: Path)
 def test_of_another_model_it_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(PlanError):
         planned(False).with_graph(gpt2_graph(layers=5, batch=16))
+
+
+def test_equal_parts_of_different_blocks_stay_apart() -> None:
+    """A frozen layer and another one are split alike: their operations without parameters are equal blocks of other names."""
+    layer = GRAPH.block(GRAPH.calls[1].block)
+    parameters = tuple(replace(each, trainable=False) for each in layer.parameters)
+    frozen = replace(layer, name="Frozen", parameters=parameters)
+    calls = (GRAPH.calls[0], replace(GRAPH.calls[1], block="Frozen"), *GRAPH.calls[2:])
+    graph = replace(GRAPH, blocks=(GRAPH.blocks[0], frozen, *GRAPH.blocks[1:]), calls=calls)
+    places = range(1, len(layer.nodes))
+    split = split_block(split_block(graph, "Frozen", places), layer.name, places)
+    assert len(without_stage_variants(split).blocks) < len(split.blocks)
+    assert split_like(graph, split) == split

@@ -9,10 +9,10 @@ from support.models.operation_examples import TensorSpec, build, m, t
 
 from autopar.ir.graph import Block
 from autopar.ir.placement import Shard
+from autopar.operations.attention import is_mirrored, last_rank_imbalance
 from autopar.rules.expand import block_strategies, combine_axes
 from autopar.rules.registry import default_registry
 from autopar.rules.strategy import AxisStrategy
-from autopar.rules.table.attention import is_mirrored, last_rank_imbalance
 
 SDPA = "aten.scaled_dot_product_attention"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.rules.notation.common_factors import common_factors
-from autopar.rules.notation.notation import fit_rule, parse_rule
+from autopar.operations.notation.common_factors import common_factors
+from autopar.operations.notation.notation import fit_rule, parse_rule
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from support.oracles.simulate_ranks import LABELS, assert_sharded_equals_whole
 
 from autopar.ir.dims import Dim
 from autopar.ir.graph import Block
+from autopar.operations.table import WHOLE as NEVER_SHARDED
 from autopar.rules.expand import block_strategies, combine_axes, factor_strategy, fit_node, missing_rules
 from autopar.rules.fused_shards import is_legal
 from autopar.rules.registry import Registry, default_registry
 from autopar.rules.strategy import AxisStrategy
-from autopar.rules.table.aten import WHOLE as NEVER_SHARDED
 
 REGISTRY = default_registry()
 CASES = [*single_operations(), *further_operations()]

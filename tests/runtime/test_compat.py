@@ -1,4 +1,4 @@
-"""Each private torch call of runtime/compat.py does what autopar thinks it does, on this version of torch."""
+"""Each private torch call of runtime/compat does what autopar thinks it does, on this version of torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import inspect
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,21 @@ from support.harness.rank_pool import RankPool
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autopar.runtime
-from autopar.runtime import compat
+from autopar.runtime.compat import autograd, collectives, dtensor, hooks, modules
 from autopar.runtime.device.mesh import MeshHandle
-from autopar.runtime.tensors.mixed_operations import mix_whole_tensors
+from autopar.runtime.patches import apply_patches, undo_patches
 
 
 def functional(axes: dict[str, int]) -> dict[str, list[float]]:
     tp = MeshHandle(axes).tp
     x, group, size = torch.arange(8.0) + tp.coordinate, tp.group_name, tp.size
     return {
-        "sum": compat.wait_tensor(compat.all_reduce(x, "sum", group)).tolist(),
-        "max": compat.wait_tensor(compat.all_reduce(x, "max", group)).tolist(),
-        "min": compat.wait_tensor(compat.all_reduce(x, "min", group)).tolist(),
-        "gather": compat.wait_tensor(compat.all_gather(x[:1], size, group)).tolist(),
-        "scatter": compat.wait_tensor(compat.reduce_scatter(x, "sum", size, group)).tolist(),
-        "all_to_all": compat.wait_tensor(compat.all_to_all(x, size, group)).tolist(),
+        "sum": collectives.wait_tensor(collectives.all_reduce(x, "sum", group)).tolist(),
+        "max": collectives.wait_tensor(collectives.all_reduce(x, "max", group)).tolist(),
+        "min": collectives.wait_tensor(collectives.all_reduce(x, "min", group)).tolist(),
+        "gather": collectives.wait_tensor(collectives.all_gather(x[:1], size, group)).tolist(),
+        "scatter": collectives.wait_tensor(collectives.reduce_scatter(x, "sum", size, group)).tolist(),
+        "all_to_all": collectives.wait_tensor(collectives.all_to_all(x, size, group)).tolist(),
         "x": x.tolist(),
     }
 
@@ -51,7 +52,7 @@ def rows(axes: dict[str, int]) -> list[list[float]]:
     counts = [[0 if r == s else r + s for s in range(tp.size)] for r in range(tp.size)]
     send, receive = counts[tp.coordinate], [counts[r][tp.coordinate] for r in range(tp.size)]
     x = torch.tensor([[tp.coordinate, float(s)] for s in range(tp.size) for _ in range(send[s])])
-    return compat.wait_tensor(compat.all_to_all_rows(x, receive, send, tp.group_name)).tolist()  # type: ignore[no-any-return]
+    return collectives.wait_tensor(collectives.all_to_all_rows(x, receive, send, tp.group_name)).tolist()  # type: ignore[no-any-return]
 
 
 def test_rows_to_each_rank(ranks: RankPool) -> None:
@@ -62,12 +63,13 @@ def test_rows_to_each_rank(ranks: RankPool) -> None:
 def test_what_has_data() -> None:
     with FakeTensorMode():
         fake = torch.ones(2)
-    assert compat.has_data(torch.ones(2)) and not compat.has_data(fake) and not compat.has_data(torch.ones(2, device="meta"))
+    assert autograd.has_data(torch.ones(2))
+    assert not autograd.has_data(fake) and not autograd.has_data(torch.ones(2, device="meta"))
 
 
 def test_autograd_inside_of_an_operator() -> None:
     def sine_gradient(x: torch.Tensor) -> torch.Tensor:
-        with compat.autograd_in_kernel():
+        with autograd.autograd_in_kernel():
             leaf = x.detach().requires_grad_()
             return torch.autograd.grad(leaf.view(-1).sin().sum(), leaf)[0]
 
@@ -81,14 +83,14 @@ def test_callbacks_run_at_the_end_of_backward() -> None:
     a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
 
     def first(_: Any) -> None:
-        assert compat.in_backward()
-        compat.at_end_of_backward(lambda: order.append("end"))
+        assert autograd.in_backward()
+        autograd.at_end_of_backward(lambda: order.append("end"))
         order.append("b")
 
     b.register_post_accumulate_grad_hook(first)
     a.register_post_accumulate_grad_hook(lambda _: order.append("a"))
     ((a * 2).exp() * b).sum().backward()
-    assert sorted(order[:2]) == ["a", "b"] and order[2:] == ["end"] and not compat.in_backward()
+    assert sorted(order[:2]) == ["a", "b"] and order[2:] == ["end"] and not autograd.in_backward()
 
 
 class _Divides(torch.autograd.Function):
@@ -107,30 +109,62 @@ def test_errors_of_a_backward_are_translated() -> None:
     def translate(error: Exception) -> Exception | None:
         return KeyError("translated") if isinstance(error, ZeroDivisionError) else None
 
-    compat.translate_backward_errors(translate, first=True)
-    try:
-        x = torch.ones(2, requires_grad=True)
+    x = torch.ones(2, requires_grad=True)
+    with hooks.engine_calls(lambda *_: NotImplemented, (translate,)):
         for run in (torch.Tensor.backward, torch.autograd.backward, lambda loss: torch.autograd.grad(loss, x)):
             with pytest.raises(KeyError, match="translated") as found:
-                run(compat.apply(_Divides, x).sum())
+                run(autograd.apply(_Divides, x).sum())
             assert isinstance(found.value.__cause__, ZeroDivisionError)
             with pytest.raises(RuntimeError, match="does not require grad"):
                 run(torch.ones(2).sum())
-    finally:
-        compat._BACKWARD_TRANSLATORS.remove(translate)
+    with pytest.raises(ZeroDivisionError):
+        autograd.apply(_Divides, x).sum().backward()
+
+
+def changed_places() -> dict[str, Any]:
+    """What `apply_patches` may change, by name."""
+    from torch.distributed.checkpoint import state_dict
+    from torch.distributed.tensor import DTensor
+
+    owners = {"DTensor": DTensor, "GradScaler": torch.amp.GradScaler, "Optimizer": torch.optim.Optimizer, "sys": sys}
+    owners |= {"init": torch.nn.init, "autograd": torch.autograd, "state_dict": state_dict}
+    found = {f"{name}.{key}": value for name, owner in owners.items() for key, value in vars(owner).items()}
+    found |= {str(op): handler for op, handler in dtensor.operations_of_shards().items()}
+    return {key: id(value) for key, value in found.items()} | {"warnings": list(map(str, warnings.filters))}
+
+
+def patched() -> tuple[int, int, list[str]]:
+    """How many places the patches change, how many a second call does, and which are not as before once they are undone."""
+    undo_patches()
+    before = changed_places()
+    apply_patches()
+    first = changed_places()
+    apply_patches()
+    second = changed_places()
+    undo_patches()
+    after = changed_places()
+    differ = [sum(a.get(key) != b.get(key) for key in a | b) for a, b in ((before, first), (first, second))]
+    return differ[0], differ[1], [key for key in before | after if before.get(key) != after.get(key)]
+
+
+def test_patches_are_made_once_and_taken_back(ranks: RankPool) -> None:
+    changed, more, left = ranks.run_alone(patched)
+    assert changed > 100 and more == 0 and left == []
 
 
 def test_strided_shard_cuts_the_minor_part() -> None:
-    placement = compat.strided_shard(0, 3)
+    placement = dtensor.strided_shard(0, 3)
     pieces, _ = placement._split_tensor(torch.arange(12), 2, with_padding=False)
     assert [piece.tolist() for piece in pieces] == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
-    assert compat.is_strided(placement) and not compat.is_strided(torch.distributed.tensor.Shard(0))
+    assert dtensor.is_strided(placement) and not dtensor.is_strided(torch.distributed.tensor.Shard(0))
 
 
 def test_every_public_function_of_compat_is_used() -> None:
     folder = Path(inspect.getfile(autopar.runtime)).parents[1]
     text = "".join(path.read_text() for path in folder.rglob("*.py"))
-    names = [name for name, value in vars(compat).items() if inspect.isfunction(value) and value.__module__ == compat.__name__]
+    every = (autograd, collectives, dtensor, hooks, modules)
+    values = [(name, value, each.__name__) for each in every for name, value in vars(each).items()]
+    names = [name for name, value, module in values if inspect.isfunction(value) and value.__module__ == module]
     assert all(text.count(name) > 1 for name in names)
 
 
@@ -193,11 +227,11 @@ def test_one_process_without_a_launcher(tmp_path: Path) -> None:
 
 def test_sole_holder_counts_views() -> None:
     flat = torch.zeros(4)
-    assert compat.sole_holder(flat)
+    assert autograd.sole_holder(flat)
     view = flat[1:].view(3, 1)
-    assert not compat.sole_holder(flat)
+    assert not autograd.sole_holder(flat)
     del view
-    assert compat.sole_holder(flat)
+    assert autograd.sole_holder(flat)
 
 
 class Twice(torch.autograd.Function):
@@ -205,7 +239,7 @@ class Twice(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return compat.alias(x)
+        return autograd.alias(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -226,9 +260,9 @@ def test_an_alias_keeps_its_function_in_compiled_code() -> None:
 
 
 def own_stores() -> bool:
-    compat.own_store().set("compat", "there")
+    collectives.own_store().set("compat", "there")
     torch.distributed.barrier()
-    return bool(compat.own_store().check(["compat"]))
+    return bool(collectives.own_store().check(["compat"]))
 
 
 def test_an_own_store_is_the_same_store(ranks: RankPool) -> None:
@@ -260,15 +294,15 @@ def reductions() -> Any:
     for _ in range(2):
         two(torch.ones(4)).backward()
     before = len(two._get_fsdp_state()._comm_ctx.post_forward_order)  # type: ignore[no-untyped-call]
-    compat.clear_forward_order(two)
+    modules.clear_forward_order(two)
     groups = two._get_fsdp_state()._fsdp_param_groups
     indices = [group._post_forward_indices for group in groups]
     two.b.backward(torch.full((4,), 3.0, dtype=two.b.dtype))
     two.set_requires_gradient_sync(True)
     two.set_reshard_after_backward(True)
     two.set_is_last_backward(True)
-    compat.reduce_gradients(two)
-    compat.finish_backward(two)
+    modules.reduce_gradients(two)
+    modules.finish_backward(two)
     return before, indices, {name: parameters[name].grad.full_tensor().tolist() for name in ("a", "b")}  # type: ignore[union-attr]
 
 
@@ -283,7 +317,7 @@ def trained_later() -> list[list[float]]:
     fully_shard(layer, mesh=MeshHandle({"dp": 2}).device_mesh["dp"])
     layer(torch.ones(1, 4))
     layer.weight.requires_grad_(True)
-    compat.train_more(layer)
+    modules.train_more(layer)
     layer(torch.ones(1, 4)).sum().backward()
     return layer.weight.grad.full_tensor().tolist()  # type: ignore[no-any-return, union-attr]
 
@@ -295,8 +329,7 @@ def test_parameters_that_train_later_are_reduced(ranks: RankPool) -> None:
 def masked() -> tuple[list[list[float]], list[list[float]], list[float]]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    compat.further_operations()
-    mix_whole_tensors()
+    apply_patches()
     mesh = MeshHandle({"dp": 2}).device_mesh["dp"]
     x = distribute_tensor(torch.arange(8.0).view(4, 2) - 4, mesh, [Shard(0)])
     x[x.lt(0)] = 9.0
@@ -312,12 +345,12 @@ def _set_data() -> tuple[float, float]:
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
     mesh = init_device_mesh("cpu", (4,))
-    compat.data_by_values()
     plain, filled = (torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()])) for _ in range(2))
     given: list[torch.Tensor] = []
     filled.autopar_values = type("Values", (), {"fill": staticmethod(given.append)})()  # type: ignore[attr-defined]
-    for parameter in (plain, filled):
-        parameter.data = parameter.data * 3
+    with hooks.data_by_values():
+        for parameter in (plain, filled):
+            parameter.data = parameter.data * 3
     assert len(given) == 1
     return float(plain.to_local().sum()), float(given[0].to_local().sum())  # type: ignore[attr-defined]
 

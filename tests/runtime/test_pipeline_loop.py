@@ -18,7 +18,7 @@ from support.models.handwritten_pipeline import Model, batch, built_schedule, mo
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from autopar.program.load import load_program
-from autopar.runtime.errors import BatchProblem, LaunchProblem, RuntimeProblem, StateProblem
+from autopar.runtime.errors import BatchError, LaunchProblem, RuntimeProblem, StateError
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.state.weight_source import BroadcastSource, WeightSource
 
@@ -69,7 +69,7 @@ def loop(program: str) -> dict[str, Any]:
     out["clipped"] = gradients()
     try:
         parallel(**batch(examples=6))
-    except BatchProblem as problem:
+    except BatchError as problem:
         out["small"] = str(problem)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     parallel.zero_grad()
@@ -132,7 +132,7 @@ def sources(program: str) -> Any:
         try:
             bad()
             problems.append("")
-        except StateProblem as problem:
+        except StateError as problem:
             problems.append(str(problem))
     return whole, asked, loss, problems, sorted(parallel.state_dict()), {name: different[name] for name in whole}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from autopar.ir.graph import Node, Ref, Value
-from autopar.rules.table.attention import ring_collectives
+from autopar.operations.attention import ring_collectives
 from autopar.runtime import collectives as C
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.ops.attention.merge import AttentionTile

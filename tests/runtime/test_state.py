@@ -16,7 +16,7 @@ from support.models.handwritten_program import Model, make
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
 from autopar.runtime.device.mesh import MeshHandle
-from autopar.runtime.errors import BatchProblem, LaunchProblem, StateProblem
+from autopar.runtime.errors import BatchError, LaunchProblem, StateError
 from autopar.runtime.module import BlockModule, ParameterSpec, Program
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.state.layout import dtensor_placements, model_shard, zero_dim, zero_shard
@@ -142,12 +142,12 @@ def complaints(state: dict[str, torch.Tensor]) -> list[str]:
     out = []
     good = batch(0)
     for call, problem in (
-        (lambda: parallel(**{name: value[:6] for name, value in good.items()}), BatchProblem),
-        (lambda: parallel(ids=good["ids"]), BatchProblem),
-        (lambda: parallel(**good, mask=good["ids"]), BatchProblem),
-        (lambda: parallel.half(), StateProblem),
-        (lambda: Parallel(make({"dp": 4}, 0), {}), StateProblem),
-        (lambda: Parallel(make({"dp": 4}, 0), {**state, "embed.weight": torch.zeros(3, 3)}), StateProblem),
+        (lambda: parallel(**{name: value[:6] for name, value in good.items()}), BatchError),
+        (lambda: parallel(ids=good["ids"]), BatchError),
+        (lambda: parallel(**good, mask=good["ids"]), BatchError),
+        (lambda: parallel.half(), StateError),
+        (lambda: Parallel(make({"dp": 4}, 0), {}), StateError),
+        (lambda: Parallel(make({"dp": 4}, 0), {**state, "embed.weight": torch.zeros(3, 3)}), StateError),
         (lambda: MeshHandle({"dp": 2, "tp": 4}), LaunchProblem),
     ):
         try:
@@ -233,9 +233,9 @@ def layouts(axes: dict[str, int], zero: bool) -> list[str]:
     """Stored pieces that do not come back as the whole through DTensor, or through a checkpoint's chunks."""
     from torch.distributed.tensor import DTensor
 
-    from autopar.runtime.compat import save_strided_shards
+    from autopar.runtime.patches import apply_patches
 
-    save_strided_shards()
+    apply_patches()
     mesh, bad = MeshHandle(axes), []
     whole = torch.arange(24.0 * 12).view(24, 12)
     for stored in STORED:

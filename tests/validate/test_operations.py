@@ -11,9 +11,9 @@ from support.models.operation_examples import build, t
 from support.oracles import simulate_ranks
 from torch import Tensor
 
+from autopar.operations.priced_only import priced_table
 from autopar.rules.expand import block_strategies
-from autopar.rules.registry import default_registry
-from autopar.rules.table.priced_only import priced_registry, priced_table
+from autopar.rules.registry import default_registry, priced_registry
 
 
 def experts(x: Tensor, scores: Tensor, up: Tensor, down: Tensor, top_k: int) -> Tensor:

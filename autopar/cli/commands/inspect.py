@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from autopar.cli.console import Console, size
@@ -12,8 +12,9 @@ from autopar.cli.evaluation import with_plan
 from autopar.cli.tables.gradients import gradient_table
 from autopar.cli.tables.memory import memory_table
 from autopar.cli.tables.timeline import timeline
-from autopar.ir.placement import Shard
+from autopar.ir.placement import Placements, Shard, format_placements
 from autopar.ir.plan import Conversion
+from autopar.ir.plan_file.document import OpInfo
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.rules.conversions import COLLECTIVES, axis_conversion, changed_axis
 
@@ -41,30 +42,31 @@ def _ops(plan: Plan, console: Console) -> None:
         rows += [{"block": block.name, "source": nodes[op.node].source, **_op(op)} for op in infos]
         title = f"{block.name} x {plan.graph.count(block.name)}, ZeRO-{chosen.zero}"
         cells = [
-            (op.node, op.function or op.op, ", ".join(op.operands), ", ".join(op.results), " ".join(op.factors)) for op in infos
+            (op.node, op.function or op.op, ", ".join(_texts(op.operands)), ", ".join(_texts(op.results)), " ".join(op.factors))
+            for op in infos
         ]
         console.table(title, ("value", "operation", "operands", "results", "sharded by"), cells)
         stored = [
-            (p.path, list(p.value.shape), place) for p, place in zip(block.parameters, _stored(plan, block.name), strict=True)
+            (p.path, list(p.value.shape), place) for p, place in zip(block.parameters, _texts(chosen.parameters), strict=True)
         ]
         if stored:
             console.table(f"{block.name}: parameters as stored", ("parameter", "shape", "placement"), stored)
     console.document({"mesh": str(plan.candidate.mesh), "ops": rows})
 
 
-def _op(op: Any) -> dict[str, Any]:
+def _op(op: OpInfo) -> dict[str, Any]:
     return {
         "node": op.node,
         "op": op.op,
         "function": op.function,
-        "operands": list(op.operands),
-        "results": list(op.results),
+        "operands": _texts(op.operands),
+        "results": _texts(op.results),
         "factors": list(op.factors),
     }
 
 
-def _stored(plan: Plan, block: str) -> tuple[str, ...]:
-    return next(info.parameters for info in plan.document.blocks if info.block == block)
+def _texts(placements: Sequence[Placements]) -> list[str]:
+    return [format_placements(each) for each in placements]
 
 
 def _comm(plan: Plan, console: Console) -> None:

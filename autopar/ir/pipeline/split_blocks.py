@@ -53,15 +53,18 @@ def split_block(graph: Graph, name: str, places: Sequence[int]) -> Graph:
 
 
 def split_like(graph: Graph, other: Graph) -> Graph:
-    """`graph` with those of its blocks split that are split in `other`, which has the same operations, at the same places. A
-    graph that is not so related is split as far as it goes."""
-    left = list(other.blocks)
-    for block in graph.blocks:
-        places = [0]
-        while left and places[-1] < len(block.nodes):
-            places.append(places[-1] + len(left.pop(0).nodes))
-        if len(places) > 2 and places[-1] == len(block.nodes):
-            graph = split_block(graph, block.name, places[1:-1])
+    """`graph` with those of its blocks split that are split in `other`, which makes the same operations in the same order, at the
+    same places. A graph that is not so related is split as far as it goes."""
+    sizes = [len(other.block(call.block).nodes) for call in other.calls]
+    places: dict[str, list[int]] = {}
+    for call in graph.calls:  # by calls: parts of different blocks may be equal, as the activations of a frozen layer and another
+        ends, size = [0], len(graph.block(call.block).nodes)
+        while sizes and ends[-1] < size:
+            ends.append(ends[-1] + sizes.pop(0))
+        if len(ends) > 2 and ends[-1] == size:
+            places.setdefault(call.block, ends[1:-1])
+    for name, inside in places.items():
+        graph = split_block(graph, name, inside)
     return graph
 
 

@@ -1,36 +1,46 @@
-"""Converts graphs and candidates to the structs of `document` and back, exactly. ValueError on text that is no placement."""
+"""Writes dataclasses of the IR as plain data and reads them back, as their annotations say.
+
+A class of plain fields is msgspec's own matter; of another one msgspec checks a struct that is derived from the class. Placements
+and arguments of operations have a text of their own (`_HOOKS`). ValueError, of msgspec with the path of the fault, on other data.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from autopar.ir.graph import Arg, Block, Call, DType, Graph, Node, Parameter, Ref, Symbol, Value
-from autopar.ir.interface import Argument, Interface, Output
-from autopar.ir.mesh import Axis, Mesh
-from autopar.ir.placement import Placements, format_placements, parse_placements
-from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan, Pipeline, Precision
-from autopar.ir.plan_file.document import (
-    ArgumentDoc,
-    AxisInfo,
-    BlockDoc,
-    BlockInfo,
-    CallDoc,
-    ConversionInfo,
-    GraphDoc,
-    InterfaceDoc,
-    MeshInfo,
-    NodeDoc,
-    OpInfo,
-    OutputDoc,
-    ParameterDoc,
-    PlanDocument,
-    PrecisionInfo,
-    ScheduleInfo,
-    ValueDoc,
-)
+import msgspec
+
+from autopar.ir.graph import Arg, DType, Node, Parameter, Ref, Symbol
+from autopar.ir.interface import Argument
+from autopar.ir.placement import format_placements, parse_placements
+from autopar.ir.plan import BlockPlan, Pipeline, Precision
 
 _INT64 = 2**63
+T = TypeVar("T")
+
+
+def encode(value: Any) -> Any:
+    """An instance of a dataclass as what msgspec writes."""
+    hint: Any = type(value)
+    return _codec_of(hint).encode(value)
+
+
+def decode(cls: type[T], data: Any) -> T:
+    """The inverse of `encode`, for the content of a JSON document."""
+    hint: Any = cls
+    codec = _codec_of(hint)
+    found: T = codec.decode(msgspec.convert(data, codec.type))
+    return found
+
+
+def file_type(cls: Any) -> Any:
+    """The type that msgspec checks for a dataclass."""
+    return _codec_of(cls).type
 
 
 def encode_arg(arg: Arg) -> Any:
@@ -54,260 +64,113 @@ def decode_arg(data: Any) -> Arg:
     """The inverse of `encode_arg`."""
     if isinstance(data, list | tuple):
         return tuple(decode_arg(item) for item in data)
-    if not isinstance(data, dict):
-        if data is None or isinstance(data, int | float | str):
-            return data
-        raise ValueError(f"{data!r} is not an argument")
-    (key, value), *rest = data.items() or ((None, None),)
-    if rest or key not in ("ref", "size", "dtype", "float", "int") or not isinstance(value, str | int):
-        raise ValueError(f"{data!r} is not an argument; write {{ref}}, {{size}}, {{dtype}}, {{float}} or {{int}}")
-    if key == "size":
-        return Symbol(value)
-    if key in ("float", "int"):
-        return float(value) if key == "float" else int(value)
-    return Ref(str(value)) if key == "ref" else DType(str(value))
+    if data is None or isinstance(data, int | float | str):
+        return data
+    if isinstance(data, dict) and len(data) == 1:
+        ((key, value),) = data.items()
+        if key in _TAGS and isinstance(value, str if key in ("ref", "dtype") else str | int):
+            return _TAGS[key](value)
+    raise ValueError(f"{str(data)[:80]} is not an argument; write {{ref}}, {{size}}, {{dtype}}, {{float}} or {{int}}")
 
 
-def encode_value(value: Value) -> ValueDoc:
-    return ValueDoc(value.name, value.shape, value.dtype, value.differentiable)
+_TAGS: Mapping[str, Callable[[Any], Arg]] = {"ref": Ref, "size": Symbol, "dtype": DType, "float": float, "int": int}
 
 
-def decode_value(doc: ValueDoc) -> Value:
-    return Value(doc.name, doc.shape, doc.dtype, doc.differentiable)
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    """How values of one annotation stand in a file: the type that msgspec checks, and both directions (None: as they are)."""
+
+    type: Any
+    to_file: Callable[[Any], Any] | None = None
+    from_file: Callable[[Any], Any] | None = None
+
+    def encode(self, value: Any) -> Any:
+        return value if self.to_file is None else self.to_file(value)
+
+    def decode(self, data: Any) -> Any:
+        return data if self.from_file is None else self.from_file(data)
 
 
-def _encode_node(node: Node) -> NodeDoc:
-    return NodeDoc(
-        op=node.op,
-        args=tuple(encode_arg(arg) for arg in node.args),
-        outputs=tuple(encode_value(value) for value in node.outputs),
-        kwargs={key: encode_arg(arg) for key, arg in node.kwargs},
-        module=node.module,
-        source=node.source,
-        no_grad=node.no_grad,
-    )
+_ARGUMENT = _Codec(Any, encode_arg, decode_arg)
+_HOOKS = {
+    "Arg": _ARGUMENT,
+    "Form": _ARGUMENT,
+    "Kwargs": _Codec(
+        dict[str, Any],
+        lambda pairs: {key: encode_arg(arg) for key, arg in pairs},
+        lambda found: tuple((key, decode_arg(data)) for key, data in found.items()),
+    ),
+    "Placements": _Codec(str, format_placements, parse_placements),
+}
+"""By the name of an annotation."""
+
+_KEYS: Mapping[type[Any], str] = {
+    Node: "op args outputs kwargs? module? source? no_grad?",
+    Parameter: "value path trainable? buffer? expert_parallel?",
+    Argument: "path input? constant? optional? batch_dim?",
+    Precision: "compute! master! offload_optimizer? reduce? float8?",
+    BlockPlan: "block zero recompute! inputs parameters outputs conversions recompute_nodes recompute_conversions offload"
+    " partition_saved",
+    Pipeline: "schedule=name stages virtual layers cuts repeated actions weight_versions",
+}
+"""The fields of a class in the file, where they are not all in their order (the nodes of a block stand in `ops`). ``?``: it is
+left out where it is the default, ``!``: it must be there although it has a default, ``=``: the key in the file."""
+_FIELD = re.compile(r"(\w+)(?:=(\w+))?([?!]?)")
 
 
-def _decode_node(doc: NodeDoc) -> Node:
-    return Node(
-        op=doc.op,
-        args=tuple(decode_arg(arg) for arg in doc.args),
-        kwargs=tuple((key, decode_arg(arg)) for key, arg in doc.kwargs.items()),
-        outputs=tuple(decode_value(value) for value in doc.outputs),
-        module=doc.module,
-        source=doc.source,
-        no_grad=doc.no_grad,
-    )
-
-
-def encode_graph(graph: Graph) -> GraphDoc:
-    """The graph as structs of the file."""
-    blocks = tuple(
-        BlockDoc(
-            name=block.name,
-            inputs=tuple(encode_value(value) for value in block.inputs),
-            parameters=tuple(
-                ParameterDoc(encode_value(p.value), p.path, p.trainable, p.buffer, p.expert_parallel) for p in block.parameters
-            ),
-            nodes=tuple(_encode_node(node) for node in block.nodes),
-            outputs=block.outputs,
-            updates=block.updates,
+@cache
+def _codec_of(hint: Any) -> _Codec:
+    if isinstance(hint, _Codec):
+        return hint
+    if is_dataclass(hint):
+        return _codec_of_class(hint)
+    parts = get_args(hint)
+    codecs = [_codec_of(part) for part in parts if part is not ...]
+    if all(each.to_file is None for each in codecs):
+        return _Codec(hint)
+    first = codecs[0]
+    if get_origin(hint) is not tuple:  # a class, or None
+        return _Codec(
+            first.type | None,
+            lambda value: None if value is None else first.encode(value),
+            lambda data: None if data is None else first.decode(data),
         )
-        for block in graph.blocks
-    )
-    return GraphDoc(
-        name=graph.name,
-        inputs=tuple(encode_value(value) for value in graph.inputs),
-        blocks=blocks,
-        calls=tuple(CallDoc(c.block, c.prefix, c.inputs, c.outputs, c.parameters) for c in graph.calls),
-        loss=graph.loss,
-        batch=graph.batch,
-        fingerprint=graph.fingerprint,
-        batch_is_symbolic=graph.batch_is_symbolic,
-        notes=graph.notes,
-        outputs=tuple(OutputDoc(each.path, each.value, each.kind) for each in graph.outputs),
-        interface=_encode_interface(graph.interface),
-    )
-
-
-def _encode_interface(interface: Interface | None) -> InterfaceDoc | None:
-    if interface is None:
-        return None
-    arguments = tuple(
-        ArgumentDoc(each.path, each.input, each.constant, each.optional, each.batch_dim) for each in interface.arguments
-    )
-    return InterfaceDoc(interface.positional, arguments, encode_arg(interface.returns), interface.left_out)
-
-
-def _decode_interface(doc: InterfaceDoc | None) -> Interface | None:
-    if doc is None:
-        return None
-    arguments = tuple(Argument(each.path, each.input, each.constant, each.optional, each.batch_dim) for each in doc.arguments)
-    returns: Any = decode_arg(doc.returns)
-    return Interface(doc.positional, arguments, returns, doc.left_out)
-
-
-def decode_graph(doc: GraphDoc) -> Graph:
-    """The inverse of `encode_graph`."""
-    blocks = tuple(
-        Block(
-            name=block.name,
-            inputs=tuple(decode_value(value) for value in block.inputs),
-            parameters=tuple(
-                Parameter(decode_value(p.value), p.path, p.trainable, p.buffer, p.expert_parallel) for p in block.parameters
-            ),
-            nodes=tuple(_decode_node(node) for node in block.nodes),
-            outputs=block.outputs,
-            updates=block.updates,
+    if ... in parts:
+        return _Codec(
+            tuple[first.type, ...],  # type: ignore[name-defined]
+            lambda items: tuple(map(first.encode, items)),
+            lambda items: tuple(map(first.decode, items)),
         )
-        for block in doc.blocks
-    )
-    return Graph(
-        name=doc.name,
-        inputs=tuple(decode_value(value) for value in doc.inputs),
-        blocks=blocks,
-        calls=tuple(Call(c.block, c.prefix, c.inputs, c.outputs, c.parameters) for c in doc.calls),
-        loss=doc.loss,
-        batch=doc.batch,
-        fingerprint=doc.fingerprint,
-        batch_is_symbolic=doc.batch_is_symbolic,
-        notes=doc.notes,
-        outputs=tuple(Output(each.path, each.value, each.kind) for each in doc.outputs),
-        interface=_decode_interface(doc.interface),
+    return _Codec(
+        tuple[tuple(each.type for each in codecs)],  # type: ignore[misc]
+        lambda items: tuple(each.encode(item) for each, item in zip(codecs, items, strict=True)),
+        lambda items: tuple(each.decode(item) for each, item in zip(codecs, items, strict=True)),
     )
 
 
-def _texts(placements: tuple[Placements, ...]) -> tuple[str, ...]:
-    return tuple(format_placements(each) for each in placements)
+def _codec_of_class(cls: Any) -> _Codec:
+    hints = get_type_hints(cls, localns=_HOOKS)
+    own = {each.name: each.default for each in fields(cls) if each.init}
+    written = _FIELD.findall(_KEYS.get(cls, " ".join(own)))
+    codecs = {name: _codec_of(hints[name]) for name, _, _ in written}
+    if cls not in _KEYS and len(own) == len(fields(cls)) and all(each.to_file is None for each in codecs.values()):
+        return _Codec(cls)
+    keys = {name: key or name for name, key, _ in written}
+    empty = {name: () if default is MISSING else default for name, default in own.items()}
+    omitted = {name: empty[name] for name, _, mark in written if mark == "?"}
+    absent = {name: empty[name] for name in own.keys() - codecs.keys()}
 
+    def to_file(value: Any) -> dict[str, Any]:
+        items = {name: getattr(value, name) for name in keys}
+        return {keys[name]: codecs[name].encode(item) for name, item in items.items() if item != omitted.get(name, MISSING)}
 
-def _encode_conversions(conversions: tuple[Conversion, ...]) -> tuple[ConversionInfo, ...]:
-    return tuple(ConversionInfo(c.value, format_placements(c.source), format_placements(c.target)) for c in conversions)
+    def from_file(data: Any) -> Any:
+        return cls(**{name: codecs[name].decode(getattr(data, key)) for name, key in keys.items()}, **absent)
 
+    def struct_field(name: str, mark: str) -> Any:
+        if mark == "!" or (own[name] is MISSING and mark != "?"):
+            return keys[name], codecs[name].type
+        return keys[name], codecs[name].type, msgspec.field(default_factory=lambda: codecs[name].encode(empty[name]))
 
-def _decode_conversions(infos: tuple[ConversionInfo, ...]) -> tuple[Conversion, ...]:
-    return tuple(Conversion(c.value, parse_placements(c.source), parse_placements(c.target)) for c in infos)
-
-
-def _placements(texts: tuple[str, ...]) -> tuple[Placements, ...]:
-    return tuple(parse_placements(text) for text in texts)
-
-
-def encode_blocks(graph: Graph, candidate: Candidate) -> tuple[tuple[BlockInfo, ...], tuple[OpInfo, ...]]:
-    """The block plans, and the node plans of all blocks in one flat table."""
-    ops = {(block.name, node.name): node.op for block in graph.blocks for node in block.nodes}
-    infos, table = [], []
-    for plan in candidate.blocks:
-        infos.append(
-            BlockInfo(
-                block=plan.block,
-                zero=plan.zero,
-                recompute=plan.recompute,
-                inputs=_texts(plan.inputs),
-                parameters=_texts(plan.parameters),
-                outputs=_texts(plan.outputs),
-                conversions=_encode_conversions(plan.conversions),
-                recompute_nodes=plan.recompute_nodes,
-                recompute_conversions=_encode_conversions(plan.recompute_conversions),
-                offload=tuple((value, format_placements(at)) for value, at in plan.offload),
-                partition_saved=tuple((value, format_placements(at), axis) for value, at, axis in plan.partition_saved),
-            )
-        )
-        table += [_encode_node_plan(plan.block, node, ops.get((plan.block, node.node), "")) for node in plan.nodes]
-    return tuple(infos), tuple(table)
-
-
-def _encode_node_plan(block: str, plan: NodePlan, op: str) -> OpInfo:
-    return OpInfo(
-        block=block,
-        node=plan.node,
-        op=op,
-        operands=_texts(plan.operands),
-        results=_texts(plan.results),
-        factors=plan.factors,
-        function=plan.function,
-    )
-
-
-def decode_blocks(infos: tuple[BlockInfo, ...], ops: tuple[OpInfo, ...]) -> tuple[BlockPlan, ...]:
-    """The inverse of `encode_blocks`."""
-    nodes: dict[str, list[NodePlan]] = {info.block: [] for info in infos}
-    for op in ops:
-        if op.block not in nodes:
-            raise ValueError(f"ops name the block {op.block!r}, which is not in `blocks`")
-        nodes[op.block].append(NodePlan(op.node, _placements(op.operands), _placements(op.results), op.factors, op.function))
-    return tuple(
-        BlockPlan(
-            block=info.block,
-            inputs=_placements(info.inputs),
-            parameters=_placements(info.parameters),
-            outputs=_placements(info.outputs),
-            nodes=tuple(nodes[info.block]),
-            conversions=_decode_conversions(info.conversions),
-            zero=info.zero,
-            recompute=info.recompute,
-            recompute_nodes=info.recompute_nodes,
-            recompute_conversions=_decode_conversions(info.recompute_conversions),
-            offload=tuple((value, parse_placements(at)) for value, at in info.offload),
-            partition_saved=tuple((value, parse_placements(at), axis) for value, at, axis in info.partition_saved),
-        )
-        for info in infos
-    )
-
-
-def encode_mesh(candidate: Candidate) -> MeshInfo:
-    return MeshInfo(tuple(AxisInfo(axis.name, axis.size) for axis in candidate.mesh.axes), candidate.zero_group)
-
-
-def decode_mesh(info: MeshInfo) -> Mesh:
-    return Mesh(tuple(Axis(axis.name, axis.size) for axis in info.axes))
-
-
-def decode_candidate(document: PlanDocument) -> Candidate:
-    """The candidate of a loaded file."""
-    batch = document.batch
-    return Candidate(
-        mesh=decode_mesh(document.mesh),
-        blocks=decode_blocks(document.blocks, document.ops),
-        batch=batch.global_,
-        precision=decode_precision(document.precision),
-        micro_batches=batch.num_microbatches,
-        zero_group=document.mesh.zero_group,
-        pipeline=decode_pipeline(document.schedule),
-    )
-
-
-def decode_precision(info: PrecisionInfo) -> Precision:
-    return Precision(info.compute, info.master, info.offload_optimizer, info.reduce, info.float8)
-
-
-def encode_pipeline(pipeline: Pipeline) -> ScheduleInfo:
-    """The schedule of a pipeline; ``none`` where there is one stage only."""
-    if pipeline.stages == 1:
-        return ScheduleInfo()
-    return ScheduleInfo(
-        name=pipeline.schedule,
-        stages=pipeline.stages,
-        virtual=pipeline.virtual,
-        layers=pipeline.layers,
-        cuts=pipeline.cuts,
-        repeated=pipeline.repeated,
-        actions=pipeline.actions,
-        weight_versions=pipeline.weight_versions,
-    )
-
-
-def decode_pipeline(info: ScheduleInfo) -> Pipeline:
-    """The inverse of `encode_pipeline`."""
-    if info.stages == 1:
-        return Pipeline()
-    return Pipeline(
-        stages=info.stages,
-        virtual=info.virtual,
-        schedule=info.name,
-        layers=info.layers,
-        cuts=info.cuts,
-        repeated=info.repeated,
-        actions=info.actions,
-        weight_versions=info.weight_versions,
-    )
+    struct = msgspec.defstruct(cls.__name__, [struct_field(name, mark) for name, _, mark in written], kw_only=True)
+    return _Codec(struct, to_file, from_file)

@@ -1,10 +1,20 @@
-"""The schema of ``plan.json``, one struct per object of the file. msgspec checks the types on load, `verify` what they mean."""
+"""The schema of ``plan.json``: `PlanDocument` holds classes of the IR (see `codec`) and what only the file has.
+
+msgspec checks the types on load, `verify` what they mean.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Axis
+from autopar.ir.placement import Placements
+from autopar.ir.plan import BlockPlan, Candidate, NodePlan, Pipeline, Precision
 
 SCHEMA_VERSION = 2
 """2: the field's words for keys (`conversions`, `recompute_nodes`, `factors`, ...). Files of another version are refused."""
@@ -27,15 +37,10 @@ class ClusterInfo(msgspec.Struct, frozen=True):
     description: dict[str, Any] = {}
 
 
-class AxisInfo(msgspec.Struct, frozen=True):
-    name: str
-    size: int
-
-
 class MeshInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """The device mesh of one pipeline stage. State is sharded over `zero_group` neighbours on the data axis (0: all)."""
 
-    axes: tuple[AxisInfo, ...]
+    axes: tuple[Axis, ...]
     zero_group: int = 0
 
 
@@ -62,19 +67,6 @@ class BatchInfo(msgspec.Struct, frozen=True):
     seq: int | None = None
 
 
-class ScheduleInfo(msgspec.Struct, frozen=True):
-    """The pipeline schedule; `name` is ``none`` without a pipeline. The other fields are those of `plan.Pipeline`."""
-
-    name: str = "none"
-    stages: int = 1
-    virtual: int = 1
-    layers: tuple[int, ...] = ()
-    cuts: tuple[int, ...] = ()
-    repeated: tuple[str, ...] = ()
-    actions: str = ""
-    weight_versions: int = 1
-
-
 class StageInfo(msgspec.Struct, frozen=True):
     """One pipeline stage: its calls, by index in `graph.calls`, and its model chunks, both in the model's order."""
 
@@ -82,48 +74,17 @@ class StageInfo(msgspec.Struct, frozen=True):
     chunks: tuple[int, ...] = (0,)
 
 
-class PrecisionInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A `plan.Precision`."""
-
-    compute: str
-    master: str
-    offload_optimizer: str = ""
-    reduce: str = ""
-    float8: bool = False
-
-
-class OpInfo(msgspec.Struct, frozen=True):
-    """A `plan.NodePlan`: placements are texts with one word per mesh axis (``S(0) R``)."""
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """A `plan.NodePlan` with its block and operation."""
 
     block: str
     node: str
     op: str
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
+    operands: tuple[Placements, ...]
+    results: tuple[Placements, ...]
     factors: tuple[str, ...]
     function: str = ""
-
-
-class ConversionInfo(msgspec.Struct, frozen=True):
-    value: str
-    source: str
-    target: str
-
-
-class BlockInfo(msgspec.Struct, frozen=True):
-    """A `plan.BlockPlan` without its nodes, which are in `ops`."""
-
-    block: str
-    zero: int
-    recompute: bool
-    inputs: tuple[str, ...]
-    parameters: tuple[str, ...]
-    outputs: tuple[str, ...]
-    conversions: tuple[ConversionInfo, ...]
-    recompute_nodes: tuple[str, ...] = ()
-    recompute_conversions: tuple[ConversionInfo, ...] = ()
-    offload: tuple[tuple[str, str], ...] = ()
-    partition_saved: tuple[tuple[str, str, str], ...] = ()
 
 
 class Predicted(msgspec.Struct, frozen=True):
@@ -199,92 +160,9 @@ class SearchInfo(msgspec.Struct, frozen=True):
     cut_short: str = ""
 
 
-class ValueDoc(msgspec.Struct, frozen=True):
-    name: str
-    shape: tuple[int | str, ...]
-    dtype: str
-    differentiable: bool = False
-
-
-class NodeDoc(msgspec.Struct, frozen=True, omit_defaults=True):
-    op: str
-    args: tuple[Any, ...]
-    outputs: tuple[ValueDoc, ...]
-    kwargs: dict[str, Any] = {}
-    module: str = ""
-    source: str = ""
-    no_grad: bool = False
-
-
-class ParameterDoc(msgspec.Struct, frozen=True, omit_defaults=True):
-    value: ValueDoc
-    path: str
-    trainable: bool = True
-    buffer: bool = False
-    expert_parallel: int = 1
-
-
-class BlockDoc(msgspec.Struct, frozen=True):
-    name: str
-    inputs: tuple[ValueDoc, ...]
-    parameters: tuple[ParameterDoc, ...]
-    nodes: tuple[NodeDoc, ...]
-    outputs: tuple[str, ...]
-    updates: tuple[tuple[str, str], ...] = ()
-
-
-class CallDoc(msgspec.Struct, frozen=True):
-    block: str
-    prefix: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    parameters: tuple[str, ...]
-
-
-class OutputDoc(msgspec.Struct, frozen=True):
-    """A field of the model's result that the program returns beside the loss."""
-
-    path: str
-    value: str
-    kind: str = "dtensor"
-
-
-class ArgumentDoc(msgspec.Struct, frozen=True, omit_defaults=True):
-    path: str
-    input: str = ""
-    constant: str = ""
-    optional: bool = False
-    batch_dim: int = 0
-
-
-class InterfaceDoc(msgspec.Struct, frozen=True):
-    """An `interface.Interface`; `left_out` names the fields of the result that come back as None."""
-
-    positional: tuple[str, ...] = ()
-    arguments: tuple[ArgumentDoc, ...] = ()
-    returns: Any = None
-    left_out: tuple[str, ...] = ()
-
-
-class GraphDoc(msgspec.Struct, frozen=True):
-    """A `graph.Graph`. `fingerprint` is of what it computes, `checksum` of all that stands here."""
-
-    name: str
-    inputs: tuple[ValueDoc, ...]
-    blocks: tuple[BlockDoc, ...]
-    calls: tuple[CallDoc, ...]
-    loss: str
-    batch: int
-    fingerprint: str
-    batch_is_symbolic: bool = True
-    notes: tuple[str, ...] = ()
-    outputs: tuple[OutputDoc, ...] = ()
-    interface: InterfaceDoc | None = None
-    checksum: str = ""
-
-
-class PlanDocument(msgspec.Struct, frozen=True):
-    """The whole file."""
+@dataclass(frozen=True, slots=True)
+class PlanDocument:
+    """The whole file. `blocks` are without their nodes, which `ops` has; the `schedule` of one stage is called ``none``."""
 
     schema_version: int
     model: ModelInfo
@@ -292,11 +170,11 @@ class PlanDocument(msgspec.Struct, frozen=True):
     mesh: MeshInfo
     parallelism: Parallelism
     batch: BatchInfo
-    precision: PrecisionInfo
+    precision: Precision
     optimizer: str
-    schedule: ScheduleInfo
+    schedule: Pipeline
     stages: tuple[StageInfo, ...]
-    blocks: tuple[BlockInfo, ...]
+    blocks: tuple[BlockPlan, ...]
     ops: tuple[OpInfo, ...]
     recompute: tuple[str, ...]
     predicted: Predicted
@@ -304,4 +182,27 @@ class PlanDocument(msgspec.Struct, frozen=True):
     search: SearchInfo
     replicated_ops: tuple[str, ...]
     replicated_share: dict[str, float]
-    graph: GraphDoc
+    graph: Graph
+
+
+def divide_blocks(graph: Graph, candidate: Candidate) -> tuple[tuple[BlockPlan, ...], tuple[OpInfo, ...]]:
+    """The block plans without their nodes, and the node plans of all blocks in one flat table."""
+    ops = {(block.name, node.name): node.op for block in graph.blocks for node in block.nodes}
+    table = (
+        OpInfo(
+            plan.block, each.node, ops.get((plan.block, each.node), ""), each.operands, each.results, each.factors, each.function
+        )
+        for plan in candidate.blocks
+        for each in plan.nodes
+    )
+    return tuple(replace(plan, nodes=()) for plan in candidate.blocks), tuple(table)
+
+
+def join_blocks(blocks: Sequence[BlockPlan], ops: Sequence[OpInfo]) -> tuple[BlockPlan, ...]:
+    """The inverse of `divide_blocks`."""
+    nodes: dict[str, list[NodePlan]] = {plan.block: [] for plan in blocks}
+    for op in ops:
+        if op.block not in nodes:
+            raise ValueError(f"ops name the block {op.block!r}, which is not in `blocks`")
+        nodes[op.block].append(NodePlan(op.node, op.operands, op.results, op.factors, op.function))
+    return tuple(replace(plan, nodes=tuple(nodes[plan.block])) for plan in blocks)

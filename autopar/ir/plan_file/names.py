@@ -6,15 +6,14 @@ A plan is data from anywhere, and some of its strings become the text of a progr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from autopar.ir.graph import Node
+from autopar.ir.graph import Block, DType, Graph, Node, Ref, Symbol, Value, leaves
 from autopar.ir.interface import OUTPUT_KINDS
 from autopar.ir.plan import OFFLOAD_DEVICES
-from autopar.ir.plan_file.codec import decode_arg
-from autopar.ir.plan_file.document import BlockDoc, GraphDoc, NodeDoc, PlanDocument, ValueDoc
-from autopar.ir.regions import REGION_OPS, inner_nodes
+from autopar.ir.plan_file.document import PlanDocument
+from autopar.ir.regions import inner_nodes
 from autopar.ir.size_grammar import parse_size
 
 DTYPES = frozenset(
@@ -40,7 +39,7 @@ def check_names(document: PlanDocument) -> None:
         raise ValueError(
             f"offload_optimizer {document.precision.offload_optimizer[:40]!r} is none of {', '.join(OFFLOAD_DEVICES)}"
         )
-    _all(_SCHEDULE, "the name of a schedule", [document.schedule.name])
+    _all(_SCHEDULE, "the name of a schedule", [document.schedule.schedule])
     _all(_ACTIONS, "the text of a schedule", [document.schedule.actions], longest=10_000_000)
     _all(_NAME, "the name of a value", document.schedule.repeated)
     _all(_LINE, "one line", (document.model.name, document.model.source, document.cluster.name, document.optimizer))
@@ -60,7 +59,7 @@ def check_names(document: PlanDocument) -> None:
     _graph(document.graph)
 
 
-def _graph(graph: GraphDoc) -> None:
+def _graph(graph: Graph) -> None:
     _all(_NAME, "the name of a graph", [graph.name])
     for value in graph.inputs:
         _value(value)
@@ -80,7 +79,7 @@ def _graph(graph: GraphDoc) -> None:
             _all(_LINE, "one line", (argument.path, argument.input, argument.constant))
 
 
-def _block(block: BlockDoc) -> None:
+def _block(block: Block) -> None:
     _all(_NAME, "the name of a block or value", (block.name, *block.outputs, *(value for _, value in block.updates)))
     _all(_PATH, "the path of a buffer", (path for path, _ in block.updates))
     for value in (*block.inputs, *(parameter.value for parameter in block.parameters)):
@@ -90,37 +89,25 @@ def _block(block: BlockDoc) -> None:
         _node(node)
 
 
-def _node(node: NodeDoc) -> None:
+def _node(node: Node) -> None:
     _all(_OP, "an operation", [node.op])
-    if node.op in REGION_OPS:
-        inside = Node(node.op, tuple(map(decode_arg, node.args)), (), ())
-        _all(_OP, "an operation", [inner.op for inner in inner_nodes(inside)])
-    _all(_NAME, "the name of an argument", node.kwargs)
+    _all(_OP, "an operation", [inner.op for inner in inner_nodes(node)])
+    _all(_NAME, "the name of an argument", (key for key, _ in node.kwargs))
     _all(_LINE, "one line", (node.module, node.source))
     for value in node.outputs:
         _value(value)
-    for kind, text in _tagged((*node.args, *node.kwargs.values())):
-        if kind == "ref":
-            _all(_NAME, "the name of a value", [text])
-        elif kind == "dtype":
-            _all(None, "a dtype", [text])
-        elif kind == "text":
-            _all(_LINE, "one line", [text])
-        elif kind == "size" and isinstance(text, str):
-            parse_size(text)
-
-
-def _tagged(args: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    for arg in args:
-        if isinstance(arg, dict):
-            yield from arg.items()
-        elif isinstance(arg, (list, tuple)):
-            yield from _tagged(arg)
+    for arg in leaves((*node.args, *(arg for _, arg in node.kwargs))):
+        if isinstance(arg, Ref):
+            _all(_NAME, "the name of a value", [arg.name])
+        elif isinstance(arg, DType):
+            _all(None, "a dtype", [arg.name])
         elif isinstance(arg, str):
-            yield "text", arg
+            _all(_LINE, "one line", [arg])
+        elif isinstance(arg, Symbol) and isinstance(arg.dim, str):
+            parse_size(arg.dim)
 
 
-def _value(value: ValueDoc) -> None:
+def _value(value: Value) -> None:
     _all(_NAME, "the name of a value", [value.name])
     _all(None, "a dtype", [value.dtype])
     for dim in value.shape:

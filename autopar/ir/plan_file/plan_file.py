@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -14,24 +14,26 @@ from autopar.errors import AutoparError, PlanError
 from autopar.files import read_bytes, write_whole
 from autopar.ir.describe import describe
 from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.split_blocks import split_like
-from autopar.ir.pipeline.stage_variants import with_variants_like, without_stage_variants
+from autopar.ir.pipeline.stage_variants import with_variants_like
 from autopar.ir.plan import Candidate, Pipeline
-from autopar.ir.plan_file.codec import decode_candidate, decode_graph, encode_blocks, encode_graph, encode_mesh, encode_pipeline
+from autopar.ir.plan_file.codec import decode, encode
 from autopar.ir.plan_file.document import (
     SCHEMA_VERSION,
     Baseline,
     BatchInfo,
     ClusterInfo,
-    GraphDoc,
+    MeshInfo,
     ModelInfo,
     Parallelism,
     PlanDocument,
-    PrecisionInfo,
     Predicted,
     SearchInfo,
     StageInfo,
+    divide_blocks,
+    join_blocks,
 )
 from autopar.ir.plan_file.fingerprint import checksum, graph_fingerprint
 from autopar.ir.plan_file.names import check_names
@@ -64,12 +66,12 @@ class Plan:
     def with_graph(self, graph: Graph) -> Plan:
         """The decisions of this plan, among them where blocks are split or have a plan for each stage, on a graph of the same
         fingerprint that was captured here: what the file says of the graph is not used. PlanError where they do not fit."""
-        split = split_like(replace(graph, batch=self.graph.batch), without_stage_variants(self.graph))
+        split = split_like(replace(graph, batch=self.graph.batch), self.graph)
         graph = with_variants_like(split, self.graph)
         if graph == self.graph:
             return self
         verify_candidate(graph, self.candidate, self.document.cluster.devices)
-        return Plan(msgspec.structs.replace(self.document, graph=_graph_document(graph)), graph, self.candidate)
+        return Plan(replace(self.document, graph=_with_checksum(graph)), graph, self.candidate)
 
     def describe(self) -> str:
         """The plan in one line: ``dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears, attention heads)``."""
@@ -102,17 +104,17 @@ def assemble_plan(
     that nothing invalid is ever written."""
     verify_graph(graph)
     verify_candidate(graph, candidate, cluster.devices)
-    blocks, ops = encode_blocks(graph, candidate)
+    blocks, ops = divide_blocks(graph, candidate)
     document = PlanDocument(
         schema_version=SCHEMA_VERSION,
         model=model,
         cluster=cluster,
-        mesh=encode_mesh(candidate),
+        mesh=MeshInfo(candidate.mesh.axes, candidate.zero_group),
         parallelism=parallelism,
         batch=BatchInfo(candidate.batch, candidate.micro_batch // candidate.mesh.size_of("dp"), candidate.micro_batches, seq),
-        precision=PrecisionInfo(*astuple(candidate.precision)),
+        precision=candidate.precision,
         optimizer=optimizer,
-        schedule=encode_pipeline(candidate.pipeline),
+        schedule=candidate.pipeline if candidate.pipeline.stages > 1 else Pipeline(schedule="none"),
         stages=_stages(graph, candidate.pipeline, stage_chunks),
         blocks=blocks,
         ops=ops,
@@ -124,14 +126,13 @@ def assemble_plan(
         search=search or SearchInfo(),
         replicated_ops=replicated_ops,
         replicated_share=replicated_share or {},
-        graph=_graph_document(graph),
+        graph=_with_checksum(graph),
     )
     return Plan(document, graph, candidate)
 
 
-def _graph_document(graph: Graph) -> GraphDoc:
-    document = encode_graph(graph)
-    return msgspec.structs.replace(document, checksum=checksum(document))
+def _with_checksum(graph: Graph) -> Graph:
+    return replace(graph, checksum=checksum(graph))
 
 
 def _stages(graph: Graph, pipeline: Pipeline, stage_chunks: Sequence[tuple[int, ...]]) -> tuple[StageInfo, ...]:
@@ -143,7 +144,7 @@ def _stages(graph: Graph, pipeline: Pipeline, stage_chunks: Sequence[tuple[int, 
 
 def encode_document(document: PlanDocument) -> str:
     """JSON, two blanks of indentation."""
-    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+    return msgspec.json.format(msgspec.json.encode(encode(document)), indent=2).decode() + "\n"
 
 
 def decode_plan(text: str | bytes, name: str = "plan") -> Plan:
@@ -159,18 +160,29 @@ def decode_plan(text: str | bytes, name: str = "plan") -> Plan:
         mend = PLAN_AGAIN if version < SCHEMA_VERSION else f"update autopar, or {PLAN_AGAIN}"
         raise PlanError(f"{name} has schema version {version}, this autopar reads version {SCHEMA_VERSION} only: {mend}")
     try:
-        document = msgspec.convert(head, PlanDocument)
+        document = decode(PlanDocument, head)
         check_names(document)
-        graph = decode_graph(document.graph)
-        candidate = decode_candidate(document)
+        candidate = _candidate(document)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise PlanError(f"{name} is not a valid plan: {error}; {PLAN_AGAIN}") from None
-    _verify(document, graph, candidate, name)
-    return Plan(document, graph, candidate)
+    _verify(document, candidate, name)
+    return Plan(document, document.graph, candidate)
 
 
-def _verify(document: PlanDocument, graph: Graph, candidate: Candidate, name: str) -> None:
-    batch = document.batch
+def _candidate(document: PlanDocument) -> Candidate:
+    return Candidate(
+        mesh=Mesh(document.mesh.axes),
+        blocks=join_blocks(document.blocks, document.ops),
+        batch=document.batch.global_,
+        precision=document.precision,
+        micro_batches=document.batch.num_microbatches,
+        zero_group=document.mesh.zero_group,
+        pipeline=document.schedule if document.schedule.stages != 1 else Pipeline(),
+    )
+
+
+def _verify(document: PlanDocument, candidate: Candidate, name: str) -> None:
+    batch, graph = document.batch, document.graph
     try:
         with refuse_misfits(name):
             verify_graph(graph)

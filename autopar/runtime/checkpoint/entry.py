@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from ..device.groups import control_group
 from ..errors import CheckpointProblem
+from ..plain.plain_model import PlainModel
 from ..state.materialize import State
-from ..state.plain_model import PlainModel
 from .folders import check_step
 from .held import as_optimizers, held_by_parallel, held_by_plain
 from .loading import LoadedCheckpoint, load
@@ -30,7 +30,7 @@ class ParallelModel(Protocol):
     plain: PlainModel | None
     checkpoints: Checkpoints
     plan: Any
-    program_digest: str
+    calls: Any
 
     def reseed(self, seed: int) -> None: ...
 
@@ -70,7 +70,7 @@ class Checkpoints:
 def _plan_words(parallel: ParallelModel) -> str:
     """The plan in words, and what tells two apart that have the same ones."""
     words = parallel.plan.describe() if parallel.plan is not None else "an exported program"
-    return f"{words} (program {parallel.program_digest[:8]})"
+    return f"{words} (program {parallel.calls.program_digest[:8]})"
 
 
 def save_parallel(

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..device.mesh import MeshHandle
-from ..errors import StateProblem
+from ..errors import StateError
+from ..plain.plain_model import PlainModel
 from ..state.materialize import State
-from ..state.plain_model import PlainModel
 
 
 @dataclass
@@ -105,20 +105,20 @@ def as_optimizers(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Opt
 
 
 def names_by_group(held: HeldState, optimizer: Optimizer) -> list[list[str]]:
-    """The names of this rank's parameters in each group. StateProblem where the optimizer has one of another model, or state that
+    """The names of this rank's parameters in each group. StateError where the optimizer has one of another model, or state that
     belongs to none."""
     names = {id(parameter): name for name, parameter in held.parameters.items()}
     groups: list[list[str]] = []
     known: set[int] = set()
     for group in optimizer.param_groups:
         if any(id(parameter) not in names and parameter.numel() for parameter in group["params"]):
-            raise StateProblem("the optimizer has a parameter that is not of this model: make it from the parallel model's")
+            raise StateError("the optimizer has a parameter that is not of this model: make it from the parallel model's")
         known |= {id(parameter) for parameter in group["params"]}
         groups.append([names[id(parameter)] for parameter in group["params"] if id(parameter) in names])
     odd = next((key for key in optimizer.state if id(key) not in known), None)
     if odd is not None:
         what = f"under {odd!r}" if isinstance(odd, str) else "of a tensor that is in no group"
-        raise StateProblem(f"{type(optimizer).__name__} has state {what}, which belongs to no parameter: save it through extra=")
+        raise StateError(f"{type(optimizer).__name__} has state {what}, which belongs to no parameter: save it through extra=")
     return groups
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from ..errors import CheckpointProblem, DamagedCheckpoint, StateProblem
+from ..errors import CheckpointProblem, DamagedCheckpoint, StateError
 from .held import HeldState, local_tensor, names_by_group
 from .manifest import Manifest
 
@@ -28,7 +28,7 @@ def tensor_name(index: int, name: str, key: str) -> str:
 
 
 def describe(held: HeldState, optimizer: Optimizer, index: int) -> tuple[Described, dict[str, torch.Tensor]]:
-    """Of this rank: plain values, and the tensors. StateProblem for state that cannot be sharded."""
+    """Of this rank: plain values, and the tensors. StateError for state that cannot be sharded."""
     groups = names_by_group(held, optimizer)
     tensors: dict[str, torch.Tensor] = {}
     kept: dict[str, dict[str, Any]] = {}
@@ -50,10 +50,10 @@ def describe(held: HeldState, optimizer: Optimizer, index: int) -> tuple[Describ
 def _how(parameter: torch.Tensor, name: str, key: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         if isinstance(value, (list, tuple, dict, set)) or callable(value):
-            raise StateProblem(f"the optimizer's {key} of {name} is no tensor or number (a history?): save without the optimizer")
+            raise StateError(f"the optimizer's {key} of {name} is no tensor or number (a history?): save without the optimizer")
         return [VALUE, value]
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.dim():
-        raise StateProblem(
+        raise StateError(
             f"the optimizer's {key} of {name} is a plain tensor of shape {tuple(value.shape)}, of which nothing says how ranks "
             "share it: make it with torch.zeros_like(parameter)"
         )
@@ -72,9 +72,9 @@ def _on_cpu(value: Any) -> Any:
 
 
 def merged(stages: Sequence[Described]) -> Described:
-    """Of what each stage of a pipeline has. StateProblem where their groups differ."""
+    """Of what each stage of a pipeline has. StateError where their groups differ."""
     if len({len(each["groups"]) for each in stages}) > 1:
-        raise StateProblem("the optimizers of the stages have different numbers of groups: give all of them the same groups")
+        raise StateError("the optimizers of the stages have different numbers of groups: give all of them the same groups")
     groups = [
         {"names": list(dict.fromkeys(name for group in same for name in group["names"])), "options": same[0]["options"]}
         for same in zip(*(each["groups"] for each in stages), strict=True)
@@ -88,11 +88,11 @@ def merged(stages: Sequence[Described]) -> Described:
 def check_groups(
     stages: Sequence[Sequence[Sequence[str]]], whole: bool, optimizer: Optimizer, saved: Described, index: int
 ) -> None:
-    """StateProblem where the groups of the optimizer are other ones than the saved ones. `stages`: the names by group of each
+    """StateError where the groups of the optimizer are other ones than the saved ones. `stages`: the names by group of each
     stage. `whole`: of a plain model, whose optimizer may have parameters that the program does not read."""
     which = f"optimizer {index}" if index else "the optimizer"
     if len(saved["groups"]) != len(optimizer.param_groups):
-        raise StateProblem(
+        raise StateError(
             f"{which} of the checkpoint has {len(saved['groups'])} groups, this one has {len(optimizer.param_groups)}: give it "
             "the same groups"
         )
@@ -100,7 +100,7 @@ def check_groups(
         mine = {name for stage in stages for name in stage[number]}
         other = set(group["names"]) - mine if whole else set(group["names"]) ^ mine
         if other:
-            raise StateProblem(
+            raise StateError(
                 f"group {number} of {which} has other parameters than that of the checkpoint ({min(other)}): give it the same "
                 "groups"
             )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..device.mesh import MeshHandle
-from ..errors import BatchProblem, MismatchProblem, RuntimeProblem, StateProblem
+from ..errors import BatchError, MismatchProblem, RuntimeProblem, StateError
 
 
 class Stated(NamedTuple):
@@ -100,18 +100,18 @@ def program_digest(program: nn.Module) -> str:
 
 def agree_on_batch(bind: Callable[[], dict[str, torch.Tensor]], describe: Callable[[int], str]) -> dict[str, torch.Tensor]:
     """What `bind` returns. A batch that it refuses on one rank is refused on all."""
-    refused: BatchProblem | None = None
+    refused: BatchError | None = None
     inputs: dict[str, torch.Tensor] = {}
     try:
         inputs = bind()
-    except BatchProblem as error:
+    except BatchError as error:
         refused = error
     said: Sequence[str] = gather(str(refused or ""))
     if refused is not None:
         raise refused
     rank = next((rank for rank, text in enumerate(said) if text), None)
     if rank is not None:
-        raise BatchProblem(f"{describe(rank)} was given another batch than this rank: {said[rank]}")
+        raise BatchError(f"{describe(rank)} was given another batch than this rank: {said[rank]}")
     return inputs
 
 
@@ -128,7 +128,7 @@ def refused_together(asked: bool, describe: Callable[[int], str]) -> Iterator[No
         raise refused
     for rank, text in enumerate(said):
         if text:
-            raise StateProblem(f"{describe(rank)}: {text}")
+            raise StateError(f"{describe(rank)}: {text}")
 
 
 def _state_lines(model: nn.Module) -> dict[str, str]:

@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from ..compat import all_gather, all_reduce, all_to_all, reduce_scatter, wait_tensor
+from ..compat.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait_tensor
 from .conversions import AxisOperation, apply_locally, join_shards, split_shards
 
 

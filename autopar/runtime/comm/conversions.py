@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..compat import alias
+from ..compat.autograd import alias
 
 COMMUNICATING = ("gather", "reduce_scatter", "all_to_all", "all_reduce")
 

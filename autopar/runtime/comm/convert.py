@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..compat import alias, apply
+from ..compat.autograd import alias, apply
 from ..device.axis import AxisHandle
 from .coalesced import finish_collectives, launch_collectives, needs_gather
 from .conversions import apply_locally, parse_conversion, result_shape

@@ -6,13 +6,11 @@ collectives whose peers are stopped. The timer here is a thread of `faulthandler
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from functools import cache
 from typing import IO, Any
 
@@ -26,12 +24,10 @@ _uncaught_by = NEVER
 """When a process in which an exception was uncaught has to have ended."""
 
 
-def watch_the_end(patience_seconds: float, problem_by: Callable[[], float]) -> None:
-    """From now on: when Python ends after an uncaught exception, or before the moment that `problem_by` gives, the process ends
-    in time."""
+def lengthen_patience(patience_seconds: float) -> None:
+    """Let the process take its share of this patience at least, after an uncaught exception."""
     global _longest_patience
     _longest_patience = max(_longest_patience, patience_seconds)
-    _register(problem_by)
 
 
 def end_within(seconds: float) -> None:
@@ -65,14 +61,12 @@ def is_late() -> bool:
     return True
 
 
-@cache
-def _register(problem_by: Callable[[], float]) -> None:
-    def ending() -> None:
-        left = min(_uncaught_by, problem_by()) - time.monotonic()
-        if 0 < left < NEVER:
-            end_within(left)
-
-    atexit.register(ending)
+def end_in_time(problem_by: float) -> None:
+    """End the process, for which Python runs its handlers at exit, in time after an uncaught exception, or before the moment
+    `problem_by`."""
+    left = min(_uncaught_by, problem_by) - time.monotonic()
+    if 0 < left < NEVER:
+        end_within(left)
 
 
 @cache

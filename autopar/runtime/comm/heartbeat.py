@@ -17,18 +17,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cache
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..compat import at_end_of_backward, in_backward, own_store, translate_backward_errors
+from ..compat.autograd import at_end_of_backward, in_backward
+from ..compat.collectives import own_store
 from ..device.mesh import STARTED
 from ..errors import PeerProblem, RuntimeProblem
 from .beats import is_communication_error, own_cause
-from .ending import NEVER, uncaught, watch_the_end
+from .ending import NEVER, lengthen_patience, uncaught
 from .peer_watch import BEAT_SECONDS, PATIENCE_SECONDS, PeerWatch
 
 
@@ -38,12 +38,10 @@ class Heartbeat(PeerWatch):
     finalizer: Any = None
 
     def start(self) -> None:
-        """Starts the threads. An exception that ends this process, or a backward, is told to the other ranks from now on."""
+        """Start the threads. Hooks that tell it of exceptions which end this process, or a backward, are in `runtime.patches`."""
         _ALL.add(self)
         STARTED.add(self)
-        _tell_uncaught_exceptions()
-        _tell_failed_backwards()
-        watch_the_end(self.patience_seconds, _problem_by)
+        lengthen_patience(self.patience_seconds)
         self.thread.start()
         self.judge.start()
 
@@ -191,28 +189,22 @@ def glancing(section: str) -> Iterator[None]:
         yield
 
 
-def _problem_by() -> float:
-    """When this process has to have ended because of a problem of another rank."""
+def ends_by() -> float:
+    """Return the moment by which this process has to have ended because of a problem of another rank."""
     return min((heartbeat.ends_by for heartbeat in list(_ALL)), default=NEVER)
 
 
-def _tell_uncaught_exceptions() -> None:
-    """Adds to Python's handling of uncaught exceptions: first as before, then each heartbeat is told."""
-    before = sys.excepthook
-    if getattr(before, "autopar", False):
-        return
-
-    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if kind is KeyboardInterrupt and (own := _interrupted()):
-            print(own, file=sys.stderr, flush=True)
-        else:
-            before(kind, error, trace)
-        uncaught()
-        for heartbeat in list(_ALL):
-            heartbeat.process_failed(error)
-
-    tell.autopar = True  # type: ignore[attr-defined]
-    sys.excepthook = tell
+def report_uncaught(
+    usual: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Handle an uncaught exception as `usual` does, then tell each heartbeat."""
+    if kind is KeyboardInterrupt and (own := _interrupted()):
+        print(own, file=sys.stderr, flush=True)
+    else:
+        usual(kind, error, trace)
+    uncaught()
+    for heartbeat in list(_ALL):
+        heartbeat.process_failed(error)
 
 
 def _interrupted() -> str:
@@ -226,19 +218,15 @@ def _interrupted() -> str:
     return f"{heartbeat.describe(heartbeat.rank)}: interrupted {heartbeat.where}"
 
 
-@cache
-def _tell_failed_backwards() -> None:
-    """An exception that ends a backward is told to each heartbeat that watches one."""
-
-    def tell(error: Exception) -> Exception | None:
-        for heartbeat in list(_ALL):
-            try:
-                heartbeat.backward_failed(error)
-            except PeerProblem as problem:
-                return problem
-        return None
-
-    translate_backward_errors(tell)
+def report_failed_backward(error: Exception) -> PeerProblem | None:
+    """Tell each heartbeat that watches a backward of an exception that ends one. Return the problem of another rank that caused
+    it."""
+    for heartbeat in list(_ALL):
+        try:
+            heartbeat.backward_failed(error)
+        except PeerProblem as problem:
+            return problem
+    return None
 
 
 def start_heartbeat(describe: Callable[[int], str], patience_seconds: float = PATIENCE_SECONDS) -> Heartbeat | None:

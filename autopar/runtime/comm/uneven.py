@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..compat import all_gather, all_reduce, apply, reduce_scatter, wait_tensor
+from ..compat.autograd import apply
+from ..compat.collectives import all_gather, all_reduce, reduce_scatter, wait_tensor
 from ..device.axis import AxisHandle
 from .conversions import AxisOperation, apply_locally, parse_conversion
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..compat import group_name
+from ..compat.collectives import group_name
 from ..errors import LaunchProblem
 from .axis import AxisHandle, shares_of
 from .groups import shared_mesh

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from ..compat import apply
+from ..compat.autograd import apply
 from .axis import AxisHandle
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat import has_data
+from ..compat.autograd import has_data
 from ..errors import RuntimeProblem
 from .opaque import reach_all
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..compat import in_backward
+from ..compat.autograd import in_backward
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,16 @@ def recording_copies() -> Iterator[list[ComputedCopies]]:
         yield recorded
     finally:
         _recorded.reset(before)
+
+
+@contextmanager
+def expert_load(device: torch.device | str, times: int) -> Iterator[list[MeasuredExpertLoad]]:
+    """A context whose list has, once it ends, the load of each mixture of experts in the step that ran inside, in `times`
+    micro-batches. All ranks enter it."""
+    loads: list[MeasuredExpertLoad] = []
+    with recording_copies() as recorded:
+        yield loads
+    loads += gather_expert_load(recorded, device, times)
 
 
 def gather_expert_load(

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..compat import alias, all_to_all, all_to_all_rows, apply, has_data, wait_tensor
+from ..compat.autograd import alias, apply, has_data
+from ..compat.collectives import all_to_all, all_to_all_rows, wait_tensor
 from ..device.axis import AxisHandle
 from .expert_activations import ExpertActivation
 from .expert_load import record_copies

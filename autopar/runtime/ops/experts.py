@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..compat import apply, autograd_in_kernel, has_data
+from ..compat.autograd import apply, autograd_in_kernel, has_data
 from .expert_activations import ExpertActivation
 from .expert_load import record_copies
 from .grouped_matmul import grouped_outer, grouped_product, grouped_sum

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..compat import all_reduce, apply, wait_tensor
+from ..compat.autograd import apply
+from ..compat.collectives import all_reduce, wait_tensor
 from ..device.axis import AxisHandle
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from ..compat import has_data
+from ..compat.autograd import has_data
 
 _ALIGNED_BYTES = 16
 _CPU = (torch.float32, torch.bfloat16, torch.float16)

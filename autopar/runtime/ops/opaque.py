@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat import apply
+from ..compat.autograd import apply
 from ..device.mesh import MeshHandle
 from ..errors import RuntimeProblem
 

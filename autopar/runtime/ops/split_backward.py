@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..compat import apply
+from ..compat.autograd import apply
 from .functions import linear_kn
 
 Plain = Callable[..., torch.Tensor]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..compat import clear_forward_order, finish_backward, reduce_gradients
+from ..compat.modules import clear_forward_order, finish_backward, reduce_gradients
 from ..device.groups import shared_group
 from ..module import BlockModule
 from ..state.fsdp import set_backward_prefetch

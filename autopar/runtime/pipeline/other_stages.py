@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import StateProblem
+from ..errors import StateError
 from ..module import ParameterSpec
 from ..state.materialize import State
 
@@ -34,7 +34,7 @@ class OnAnotherStage(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         me = next((each for each in args if isinstance(each, OnAnotherStage)), None)
-        raise StateProblem(me.said if me is not None else f"{word} of a parameter of another stage")
+        raise StateError(me.said if me is not None else f"{word} of a parameter of another stage")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<{self.said}>"

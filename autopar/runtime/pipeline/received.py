@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..compat import alias, apply
+from ..compat.autograd import alias, apply
 
 
 class InputGradient:

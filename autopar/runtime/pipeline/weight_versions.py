@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from ..comm.p2p import PendingSend
-from ..compat import storage_key
+from ..compat.autograd import storage_key
 from ..errors import RuntimeProblem
 from ..state.materialize import State
 from ..step.micro_batches import Batch, StepResult, batch_totals, run_with_deferred_gradients, split_micro_batches, sum_losses

@@ -18,9 +18,9 @@ from ..checkpoint.held import local_tensor
 from ..checkpoint.rounds import Failed, Rounds, attempt
 from ..checkpoint.tensor_file import dtype_name
 from ..errors import CheckpointProblem
+from ..plain.plain_model import PlainModel
 from ..state.layout import gather_full, shard_specs
 from ..state.materialize import State
-from ..state.plain_model import PlainModel
 from .conversions import hub_tensors
 from .header import WeightFileWriter, header_bytes
 from .layout import ExportedTensor, Part, aside, byte_count, discard, divide, file_names, finish

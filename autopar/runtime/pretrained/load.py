@@ -13,9 +13,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 from ..checkpoint.held import local_tensor
 from ..checkpoint.rounds import Rounds, attempt
 from ..errors import CheckpointProblem
+from ..plain.plain_model import PlainModel
 from ..state.layout import model_shard, zero_shard
 from ..state.materialize import State
-from ..state.plain_model import PlainModel
 from .conversions import transforms_of
 from .weight_files import PretrainedWeights, misfit, open_weights
 

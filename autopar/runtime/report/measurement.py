@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ..comm.agreement import gather
 from ..device.mesh import DATA_AXIS, MeshHandle
 from ..errors import RuntimeProblem
+from ..step.inputs import LocalBatch
 from .clock import clock_of
 from .meter import Meter, StepTimes, block_class
 from .observe import PeakWatch
@@ -84,7 +85,7 @@ class Measurement:
         return any(id(parameter) in own for parameter in given) or all(not each.numel() for each in given)
 
     def _begun(self, arguments: Any) -> None:
-        self.examples += _examples(arguments, self.parallel.program.mesh)
+        self.examples += _examples(arguments)
         if len(self.steps) == self.wanted and self.held is None:
             held = self._held(arguments)
             if self.peak.start():
@@ -142,6 +143,23 @@ class Measurement:
         }
 
 
+class Measurements:
+    """The measurement of a parallel model that was begun last."""
+
+    last: Measurement | None = None
+
+    def start(self, parallel: Any, steps: int) -> Measurement:
+        """Begin another one, in place of the last."""
+        if self.last is not None:
+            self.last.stop()
+        self.last = Measurement(parallel, steps)
+        return self.last
+
+    def report(self, parallel: Any) -> StepReport:
+        """Return the report of the last one, or of one that begins now."""
+        return (self.last or self.start(parallel, 3)).report()
+
+
 def _axes(mesh: MeshHandle) -> dict[str, str]:
     """Names of process groups -> mesh axes; the parts of the data axis (HSDP) count as it."""
     found: dict[str, str] = {}
@@ -154,12 +172,11 @@ def _axes(mesh: MeshHandle) -> dict[str, str]:
     return found
 
 
-def _examples(arguments: Any, mesh: MeshHandle) -> int:
-    """Of the global batch: the size of the first tensor, times the data ranks where each passes its own part."""
+def _examples(arguments: Any) -> int:
+    """Return the size of the global batch: that of the first tensor, times the data ranks where each passes its own part."""
     args, _ = arguments
     first = next((int(each.shape[0]) for each in _tensors(arguments) if each.dim()), 0)
-    local = len(args) == 1 and type(args[0]).__name__ == "LocalBatch"
-    return first * (mesh.dp.size if local else 1)
+    return first * (args[0].times if len(args) == 1 and isinstance(args[0], LocalBatch) else 1)
 
 
 def _tensors(arguments: Any) -> list[torch.Tensor]:

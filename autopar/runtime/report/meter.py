@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from ..compat import at_end_of_backward, in_backward
+from ..compat.autograd import at_end_of_backward, in_backward
 from ..module import BlockModule
 from .clock import Clock
 from .observe import Launched, Observer, observing

@@ -16,7 +16,8 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.utils._pytree import tree_leaves
 
-from ..compat import in_backward, profiling
+from ..compat.autograd import in_backward
+from ..compat.modules import profiling
 
 _GROUP_METHODS = {
     "allreduce": "all-reduce",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..device.mesh import DATA_AXIS, PIPELINE_AXIS
-from ..errors import StateProblem
+from ..errors import StateError
 from .compare import comparison, scalars
 from .meter import TIED
 from .text import as_text
@@ -65,7 +65,7 @@ class StepReport:
             aside.write_text(json.dumps({"format": FORMAT, "version": VERSION, **self.measured}, indent=1), encoding="utf-8")
             aside.replace(target)
         except OSError as error:
-            raise StateProblem(f"the report cannot be written to {target}: {error.strerror or error}") from None
+            raise StateError(f"the report cannot be written to {target}: {error.strerror or error}") from None
 
 
 def combine(ranks: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], device: str) -> dict[str, Any]:

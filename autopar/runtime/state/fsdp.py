@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from ..compat import clear_forward_order
+from ..compat.modules import clear_forward_order
 from ..module import BlockModule, ParameterSpec, Program, RootModule
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..compat import at_end_of_backward, sole_holder
+from ..compat.autograd import at_end_of_backward, sole_holder
 from .gradient import gradient_of, local_gradient
 
 

@@ -11,9 +11,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..comm.conversions import local_shard
 from ..comm.convert import convert
-from ..compat import strided_shard
+from ..compat.dtensor import strided_shard
 from ..device.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, MeshHandle
-from ..errors import StateProblem
+from ..errors import StateError
 
 
 class ShardSpec(NamedTuple):
@@ -25,7 +25,7 @@ class ShardSpec(NamedTuple):
 
 
 def shard_specs(shape: Sequence[int], placements: Mapping[str, str], mesh: MeshHandle) -> tuple[ShardSpec, ...]:
-    """The shardings on model axes in mesh order. StateProblem where a dimension does not divide."""
+    """The shardings on model axes in mesh order. StateError where a dimension does not divide."""
     out: list[ShardSpec] = []
     extents = list(shape)
     wanted = {axis.name: _shard(placements.get(axis.name, "I"), len(shape)) for axis in mesh.model_axes if axis.size > 1}
@@ -36,7 +36,7 @@ def shard_specs(shape: Sequence[int], placements: Mapping[str, str], mesh: MeshH
         dim, parts = shard
         whole = prod(mesh.axis(name).size for name, other in wanted.items() if other and other[0] == dim and other[1] < parts)
         if parts % whole or extents[dim] % (parts // whole * axis.size):
-            raise StateProblem(f"shape {tuple(shape)} does not divide for {placements[axis.name]} on {axis.name}={axis.size}")
+            raise StateError(f"shape {tuple(shape)} does not divide for {placements[axis.name]} on {axis.name}={axis.size}")
         extents[dim] //= axis.size
         out.append(ShardSpec(axis.name, dim, parts // whole))
     return tuple(out)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..errors import StateProblem
+from ..errors import StateError
 from ..module import BlockModule, ParameterSpec, Program, RootModule
 from .materialize import State
 from .parameter_table import ParameterEntry, Table
@@ -41,7 +41,7 @@ def run_inside(owner: nn.Module, function: Callable[..., Any], *args: Any, **kwa
 
 
 def lend_state(program: Program, owner: Program, state: State) -> None:
-    """Fills `program`, whose blocks are on meta, with the weights of `owner`, for good. StateProblem where it stores a parameter
+    """Fills `program`, whose blocks are on meta, with the weights of `owner`, for good. StateError where it stores a parameter
     in another way or on another stage."""
     program.__dict__["state_program"] = owner
     holders = {root.position: (root, table) for root, table in zip(state.roots, state.tables, strict=True)}
@@ -61,7 +61,7 @@ def _lend_block(block: BlockModule, holder: RootModule | None, table: Table, sta
         name = block.original_names[spec.path]
         if spec.buffer:
             if name not in state.buffers:
-                raise StateProblem(f"it reads the buffer {name}, which the first program does not")
+                raise StateError(f"it reads the buffer {name}, which the first program does not")
             block.register_buffer(spec.attribute, state.buffers[name], persistent=spec.persistent)
             continue
         entry = table.get(name) or _replicated(name, state)
@@ -81,7 +81,7 @@ def _replicated(name: str, state: State) -> ParameterEntry:
     for table in state.tables:
         if name in table and table[name].zero_dim is None:
             return table[name]
-    raise StateProblem(f"it reads {name} where the first program does not")
+    raise StateError(f"it reads {name} where the first program does not")
 
 
 def _check(name: str, spec: ParameterSpec, entry: ParameterEntry) -> None:
@@ -90,7 +90,7 @@ def _check(name: str, spec: ParameterSpec, entry: ParameterEntry) -> None:
         (entry.spec.shape, dict(entry.spec.placements), entry.spec.dtype),
     )
     if mine != stored:
-        raise StateProblem(f"it stores {name} as {mine}, the first program as {stored}")
+        raise StateError(f"it stores {name} as {mine}, the first program as {stored}")
 
 
 def _loan(spec: ParameterSpec, entry: ParameterEntry, holder: RootModule) -> _Loan:

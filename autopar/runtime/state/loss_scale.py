@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from ..comm.heartbeat import watched
-from ..compat import after_unscaling
 
 USUAL = 2.0**15
 """In the first step; a `GradScaler` starts with twice as much."""
@@ -49,24 +48,20 @@ class LossScale:
         return gradient / used
 
 
-def agree_on_overflow() -> None:
-    """From now on, for optimizers that have parameters of a parallel model."""
-    after_unscaling(_agree)
-
-
-def _agree(optimizer: torch.optim.Optimizer, found: dict[torch.device, torch.Tensor], none: torch.Tensor) -> None:
-    """`found`: by device, whether gradients are not finite (1) or are (0); empty where there are none. `none`: a 0."""
+def agree_on_overflow(optimizer: torch.optim.Optimizer, flags: dict[torch.device, torch.Tensor], none: torch.Tensor) -> None:
+    """Make all ranks skip the same steps of an optimizer that has parameters of a parallel model. `flags`: by device, whether
+    gradients are not finite (1) or are (0); empty where there are none. `none`: a 0."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     place: Any = next((each for p in parameters if (each := getattr(p, "autopar_place", None)) is not None), None)
     elsewhere = place is None and any(p.numel() for p in parameters)
     if elsewhere or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    seen = torch.stack([none.new_tensor(float(bool(found))), *(each.to(none.device).reshape(()) for each in found.values())])
-    seen = torch.stack([seen[0], seen[1:].amax() if found else none.reshape(())])
+    seen = torch.stack([none.new_tensor(float(bool(flags))), *(each.to(none.device).reshape(()) for each in flags.values())])
+    seen = torch.stack([seen[0], seen[1:].amax() if flags else none.reshape(())])
     stage = place[0] if place is not None else None
     with watched(stage.heartbeat if stage is not None else None, "GradScaler.unscale_"):
         dist.all_reduce(seen, dist.ReduceOp.MAX)
-    if seen[0] and not found:  # torch refuses a step without any gradients
-        found[none.device] = none.clone()
-    for flag in found.values():
+    if seen[0] and not flags:  # torch refuses a step without any gradients
+        flags[none.device] = none.clone()
+    for flag in flags.values():
         flag.fill_(float(seen[1]))

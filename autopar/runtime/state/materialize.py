@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..device.mesh import MeshHandle
-from ..errors import StateProblem
+from ..errors import StateError
 from ..module import ParameterSpec, Program, RootModule
 from .fsdp import hoist_shared, shard_block, shard_root
 from .gradient import StageGradients, own
@@ -124,10 +124,10 @@ class State:
 @contextlib.contextmanager
 def _refused_together(mesh: MeshHandle, source: WeightSource) -> Iterator[None]:
     """A state that one stage refuses is refused by all."""
-    problem: StateProblem | None = None
+    problem: StateError | None = None
     try:
         yield
-    except StateProblem as error:
+    except StateError as error:
         problem = error
     if isinstance(source, OrderedSource):
         source.finish()
@@ -135,7 +135,7 @@ def _refused_together(mesh: MeshHandle, source: WeightSource) -> Iterator[None]:
             refused = torch.tensor(0 if problem is None else 1 + mesh.pp.coordinate, device=mesh.device)
             dist.all_reduce(refused, dist.ReduceOp.MAX, mesh.group(mesh.pp.name))
             if problem is None and int(refused):
-                problem = StateProblem(f"stage {int(refused) - 1} refuses the state: see the error of its ranks")
+                problem = StateError(f"stage {int(refused) - 1} refuses the state: see the error of its ranks")
     if problem is not None:
         raise problem
 
@@ -149,7 +149,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 def _checked_weight(source: WeightSource, name: str, spec: ParameterSpec) -> torch.Tensor:
     full = full_weight(source, name)
     if tuple(full.shape) != tuple(spec.shape):
-        raise StateProblem(f"{name} has shape {tuple(full.shape)} but the plan is for {tuple(spec.shape)}")
+        raise StateError(f"{name} has shape {tuple(full.shape)} but the plan is for {tuple(spec.shape)}")
     return full.detach()
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..errors import StateProblem
+from ..errors import StateError
 from .layout import model_shard, zero_shard
 from .materialize import State
 
@@ -49,7 +49,7 @@ def full_optimizer_state(state: State, optimizer: Optimizer, order: Sequence[str
     )
     stages = _on_all_stages(state, described)
     if len({len(each.groups) for each in stages}) > 1:
-        raise StateProblem("the optimizers of the stages have different numbers of groups: give all of them the same groups")
+        raise StateError("the optimizers of the stages have different numbers of groups: give all of them the same groups")
     every = [sorted({n for each in stages for n in each.groups[index]}, key=order.index) for index in range(len(mine))]
     if len(every) == 1 and all(each.covers_all for each in stages):
         every = [list(order)]
@@ -74,14 +74,14 @@ def load_full_optimizer_state(state: State, optimizer: Optimizer, saved: Mapping
     mine = _names_by_group(state, optimizer)
     groups = saved["param_groups"]
     if len(groups) != len(mine):
-        raise StateProblem(f"the saved optimizer has {len(groups)} groups, this one has {len(mine)}: give it the same groups")
+        raise StateError(f"the saved optimizer has {len(groups)} groups, this one has {len(mine)}: give it the same groups")
     stages = _on_all_stages(state, mine)
     numbers: dict[str, int] = {}
     for index, group in enumerate(groups):
         has = sorted({name for each in stages for name in each[index]}, key=order.index)
         names = list(order) if len(groups) == 1 and len(group["params"]) == len(order) else has
         if len(names) != len(group["params"]):
-            raise StateProblem(
+            raise StateError(
                 f"group {index} of the saved optimizer has {len(group['params'])} parameters, this one has {len(names)}: "
                 "give it the same groups"
             )
@@ -111,7 +111,7 @@ def refuse_full_states(state: State) -> None:
         if parameter is None or all(isinstance(each, DTensor) or not _like(each, parameter) for each in values):
             return
         if id(parameter) in {id(each) for each in found.parameters.values()}:
-            raise StateProblem(
+            raise StateError(
                 f"this {type(optimizer).__name__} was given the state of a plain model's optimizer: load it with "
                 "parallel.load_full_optimizer_state(optimizer, state)"
             )
@@ -125,13 +125,13 @@ def _like(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def _names_by_group(state: State, optimizer: Optimizer) -> list[list[str]]:
-    """StateProblem where the optimizer has a parameter of another model. The one without elements of a stage without parameters
+    """StateError where the optimizer has a parameter of another model. The one without elements of a stage without parameters
     has no name."""
     names = {id(parameter): name for name, parameter in state.parameters.items()}
     groups = []
     for group in optimizer.param_groups:
         if any(id(parameter) not in names and parameter.numel() for parameter in group["params"]):
-            raise StateProblem(
+            raise StateError(
                 "the optimizer has a parameter that is not of this parallel model: make it from parallel.parameters()"
             )
         groups.append([names[id(parameter)] for parameter in group["params"] if id(parameter) in names])
@@ -147,7 +147,7 @@ def _described(name: str, value: Any) -> Any:
     if isinstance(value, DTensor):
         return _Tensor(tuple(value.shape), value.dtype)
     if isinstance(value, (list, tuple, dict)):
-        raise StateProblem(
+        raise StateError(
             f"the optimizer's state of {name} is no tensor or number (a history?), and cannot be made full: save "
             "parallel.full_state() only"
         )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..device.mesh import MeshHandle
-from ..errors import StateProblem
+from ..errors import StateError
 from ..module import BlockModule, ParameterSpec, RootModule
 from .layout import zero_dim
 
@@ -70,7 +70,7 @@ def _table(root: RootModule, mesh: MeshHandle) -> Table:
 
 def _check_same(entry: ParameterEntry, spec: ParameterSpec, block: BlockModule) -> None:
     if (entry.spec.shape, dict(entry.spec.placements)) != (spec.shape, dict(spec.placements)):
-        raise StateProblem(f"{entry.name} is stored in two ways by {entry.blocks[0].prefix!r} and {block.prefix!r}: plan again")
+        raise StateError(f"{entry.name} is stored in two ways by {entry.blocks[0].prefix!r} and {block.prefix!r}: plan again")
 
 
 def by_block(root: RootModule, table: Table) -> dict[BlockModule, list[ParameterEntry]]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..comm.agreement import Stated, gather, require_agreement
-from ..compat import train_more
+from ..compat.modules import train_more
 from .gradient import own
 from .gradient_buckets import GradientBuckets, redirect_gradients
 from .materialize import State

@@ -10,18 +10,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..errors import StateProblem
+from ..errors import StateError
 
 WeightSource = Callable[[str], torch.Tensor] | Mapping[str, torch.Tensor]
 """Full tensors by original name."""
 
 
 def full_weight(source: WeightSource, name: str) -> torch.Tensor:
-    """The full tensor. StateProblem if there is none."""
+    """The full tensor. StateError if there is none."""
     try:
         return source[name] if isinstance(source, Mapping) else source(name)
     except KeyError:
-        raise StateProblem(f"the state has no {name!r}; pass the state dict of the model that was planned") from None
+        raise StateError(f"the state has no {name!r}; pass the state dict of the model that was planned") from None
 
 
 class OrderedSource:

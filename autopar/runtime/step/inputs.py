@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path
 
 from ..comm.convert import convert
-from ..compat import apply
+from ..compat.autograd import apply
 from ..device.mesh import DATA_AXIS
-from ..errors import BatchProblem
+from ..errors import BatchError
 from ..module import Program
 from .constants import constant_text
 from .outputs import refuse_second_order
@@ -22,7 +22,7 @@ REPLAN = "plan again with other example inputs"
 
 
 def bind_arguments(program: Program, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The inputs by name. BatchProblem, which names the argument, if the call differs from the one that was planned."""
+    """The inputs by name. BatchError, which names the argument, if the call differs from the one that was planned."""
     given = _given(program, args, keywords)
     wanted = {name: name for name in program.input_placements} | {name: path for path, name in _renamed(program)}
     constants = {**program.constants, **program.defaults}
@@ -31,12 +31,12 @@ def bind_arguments(program: Program, args: tuple[Any, ...], keywords: Mapping[st
     unknown = sorted(given.keys() - paths - constants.keys())
     if unknown or missing:
         problem = f"misses {', '.join(missing)}" if missing else f"has unplanned {', '.join(unknown)}"
-        raise BatchProblem(f"the batch {problem}; this plan takes {', '.join((*wanted.values(), *program.constants))} ({REPLAN})")
+        raise BatchError(f"the batch {problem}; this plan takes {', '.join((*wanted.values(), *program.constants))} ({REPLAN})")
     for path, text in constants.items():
         found = given.get(path)
         if path in given and text and constant_text(found) != text:
             shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else constant_text(found)
-            raise BatchProblem(f"argument {path} is {shown}, the plan is for {text}: pass that, or {REPLAN}")
+            raise BatchError(f"argument {path} is {shown}, the plan is for {text}: pass that, or {REPLAN}")
     return _checked(
         program,
         {
@@ -50,10 +50,19 @@ def bind_arguments(program: Program, args: tuple[Any, ...], keywords: Mapping[st
 def _batch_first(program: Program, name: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
     dim = program.batch_dims.get(name, 0)
     if dim >= tensor.dim() and dim:
-        raise BatchProblem(f"input {path} of shape {tuple(tensor.shape)} has no dimension {dim}, where its batch was planned")
+        raise BatchError(f"input {path} of shape {tuple(tensor.shape)} has no dimension {dim}, where its batch was planned")
     if dim and isinstance(tensor, DTensor):
-        raise BatchProblem(f"input {path} is a DTensor, and has its batch at dimension {dim}: pass its full_tensor()")
+        raise BatchError(f"input {path} is a DTensor, and has its batch at dimension {dim}: pass its full_tensor()")
     return tensor.movedim(dim, 0) if dim else tensor
+
+
+class LocalBatch(dict[str, Any]):
+    """A batch of which each data-parallel rank passes its own part, made by `Parallel.local_batch`. `times`: as many of them make
+    the global batch."""
+
+    def __init__(self, batch: Mapping[str, Any], times: int) -> None:
+        super().__init__(batch)
+        self.times = times
 
 
 class NamedBatch(dict[str, torch.Tensor]):
@@ -66,7 +75,7 @@ def bind_named_batch(program: Program, batch: Mapping[str, Any]) -> dict[str, to
     names = tuple(program.input_placements)
     if set(batch) != set(names):
         different = ", ".join(sorted(set(batch) ^ set(names)))
-        raise BatchProblem(f"the batch and the plan differ in {different}; this program takes {', '.join(names)}")
+        raise BatchError(f"the batch and the plan differ in {different}; this program takes {', '.join(names)}")
     return _checked(program, {name: _tensor(program, name, batch[name], False) for name in names}, {name: name for name in names})
 
 
@@ -86,7 +95,7 @@ def _local_input(program: Program, name: str, tensor: torch.Tensor) -> torch.Ten
         return tensor
     dim = int(text[2:-1])
     if tensor.dim() <= dim or not dp.divides(tensor.shape[dim]):
-        raise BatchProblem(
+        raise BatchError(
             f"input {name} of shape {tuple(tensor.shape)} does not divide over {dp.size} data-parallel ranks; "
             f"pass a batch whose size is a multiple of {dp.size}"
         )
@@ -99,7 +108,7 @@ def _with_gradient(program: Program, name: str, tensor: torch.Tensor) -> torch.T
     for axis in mesh.axes:
         text = program.input_placements[name].get(axis, "R")
         if text.startswith("S") and not mesh.axis(axis).divides(tensor.shape[int(text[2:-1])]):
-            raise BatchProblem(
+            raise BatchError(
                 f"input {name} of shape {tuple(tensor.shape)} does not divide over {axis}={mesh.axis(axis).size}; "
                 f"pass a batch whose size is a multiple of {mesh.axis(axis).size}"
             )
@@ -122,14 +131,14 @@ class _FirstOrderInput(torch.autograd.Function):
 
 
 def arguments_by_name(program: Program, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name. BatchProblem where there are too many, or one is given twice."""
+    """The arguments of a call by name. BatchError where there are too many, or one is given twice."""
     names = program.positional or tuple(program.input_placements)
     if len(args) > len(names):
-        raise BatchProblem(f"{len(args)} arguments by position, the model takes {len(names)}: {', '.join(names)}")
+        raise BatchError(f"{len(args)} arguments by position, the model takes {len(names)}: {', '.join(names)}")
     placed = dict(zip(names, args, strict=False))
     twice = sorted(placed.keys() & keywords.keys())
     if twice:
-        raise BatchProblem(f"argument {twice[0]} is given by position and by name: pass it once")
+        raise BatchError(f"argument {twice[0]} is given by position and by name: pass it once")
     return {**placed, **keywords}
 
 
@@ -155,14 +164,14 @@ def path_word(key: Any) -> str:
 
 def _tensor(program: Program, path: str, value: Any, flows: bool) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled() and not flows:
-        raise BatchProblem(
+        raise BatchError(
             f"argument {path} requires a gradient, and this program computes none into it: pass {path}.detach(), or make what "
             "computes it part of the model"
         )
     try:
         return torch.as_tensor(value).to(program.mesh.device, non_blocking=True)
     except (TypeError, ValueError, RuntimeError):
-        raise BatchProblem(
+        raise BatchError(
             f"argument {path} is a {type(value).__name__}, the plan is for a tensor: pass one, or {REPLAN}"
         ) from None
 
@@ -171,12 +180,12 @@ def _checked(program: Program, tensors: dict[str, torch.Tensor], paths: Mapping[
     for name, wanted in program.input_dtypes.items():
         found = str(tensors[name].dtype).removeprefix("torch.")
         if found != wanted:
-            raise BatchProblem(f"input {paths[name]} is {found}, the plan is for {wanted}: cast it, or plan again")
+            raise BatchError(f"input {paths[name]} is {found}, the plan is for {wanted}: cast it, or plan again")
     for name, planned in program.input_shapes.items():
         shape = tuple(tensors[name].shape)
         if len(shape) != len(planned) or any(want not in (None, size) for want, size in zip(planned, shape, strict=True)):
             wanted = ", ".join("batch" if size is None else str(size) for size in planned)
-            raise BatchProblem(f"input {paths[name]} has shape {shape}, the plan is for ({wanted}): pad it, or plan again")
+            raise BatchError(f"input {paths[name]} has shape {shape}, the plan is for ({wanted}): pad it, or plan again")
     _same_batch(program, tensors, paths)
     return tensors
 
@@ -187,7 +196,7 @@ def _same_batch(program: Program, tensors: Mapping[str, torch.Tensor], paths: Ma
     for name, planned in program.input_shapes.items():
         if planned[:1] == (None,) and program.input_placements[name].get(DATA_AXIS, "R") == "S(0)":
             if first and tensors[name].shape[0] != tensors[first].shape[0]:
-                raise BatchProblem(
+                raise BatchError(
                     f"input {paths[name]} has {tensors[name].shape[0]} examples, {paths[first]} has {tensors[first].shape[0]}: "
                     "pass one batch"
                 )

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import apply
+from ..compat.autograd import apply
 from ..device.mesh import DATA_AXIS
-from ..errors import BatchProblem, RuntimeProblem
+from ..errors import BatchError, RuntimeProblem
 from ..module import Program
 from ..state.fsdp import prepare_backward
 from ..state.loss_scale import LossScale
@@ -111,7 +111,7 @@ def split_micro_batches(program: Program, inputs: Batch) -> list[Batch]:
             dim = int(where[2:-1])
             if tensor.shape[dim] % count:
                 ranks = program.mesh.dp.size
-                raise BatchProblem(
+                raise BatchError(
                     f"the {tensor.shape[dim] * ranks} examples of input {name} do not divide over {ranks} data-parallel ranks "
                     f"and {count} micro-batches; pass a batch whose size is a multiple of {ranks * count}"
                 )

@@ -9,19 +9,17 @@ from __future__ import annotations
 import os
 import re
 import resource
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import cache, partial
-from types import TracebackType
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..compat import translate_backward_errors
+from ..comm.heartbeat import Heartbeat
 from ..errors import MemoryProblem
 from ..state.materialize import State
 
@@ -87,7 +85,6 @@ class MemoryGuard:
         for register, begins in ((register_optimizer_step_pre_hook, True), (register_optimizer_step_post_hook, False)):
             handle = register(partial(_optimizer_step, me, begins))
             weakref.finalize(self, handle.remove)
-        _translate()
 
     @contextmanager
     def catching(self, doing: str) -> Iterator[None]:
@@ -152,6 +149,20 @@ def _bytes(tensors: Iterable[Any]) -> int:
         return sum(each.numel() * each.element_size() for each in locals_)
 
 
+class WatchedWork:
+    """A context around work that needs the other ranks, and memory: failed ranks are named, failed allocations explained."""
+
+    def __init__(self, heartbeat: Heartbeat | None, memory: MemoryGuard) -> None:
+        self.heartbeat, self.memory = heartbeat, memory
+
+    @contextmanager
+    def __call__(self, doing: str) -> Iterator[None]:
+        heartbeat, detail = self.heartbeat, self.memory.detail
+        watching = nullcontext() if heartbeat is None else heartbeat.watching(lambda: detail() or doing, doing)
+        with watching, self.memory.catching(doing):
+            yield
+
+
 _latest: Callable[[], MemoryGuard | None] = lambda: None  # noqa: E731
 """The guard of the model that ran last."""
 
@@ -167,23 +178,7 @@ def _optimizer_step(guard: Callable[[], MemoryGuard | None], begins: bool, optim
         found.doing = "optimizer.step" if begins else ""
 
 
-@cache
-def _translate() -> None:
-    """Of backwards, and of errors that end the process."""
-
-    def translate(error: Exception) -> Exception | None:
-        guard = _latest()
-        return guard.answer(error) if guard is not None else None
-
-    translate_backward_errors(translate, first=True)
-    before = sys.excepthook
-
-    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        guard = _latest()
-        problem = guard.answer(error) if guard is not None else None
-        if problem is not None:
-            print(f"autopar: {problem}", file=sys.stderr, flush=True)
-
-    tell.autopar = getattr(before, "autopar", False)  # type: ignore[attr-defined]
-    sys.excepthook = tell
+def latest_answer(error: BaseException) -> MemoryProblem | None:
+    """Return the failed allocation in one line, as the guard of the model that ran last says it; None for any other error."""
+    guard = _latest()
+    return guard.answer(error) if guard is not None else None

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
 from ..comm.convert import convert
-from ..compat import apply
+from ..compat.autograd import apply
 from ..device.mesh import DATA_AXIS, MeshHandle
 from ..errors import RuntimeProblem
 from ..module import Program

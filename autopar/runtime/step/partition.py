@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..compat import all_gather, wait_tensor
+from ..compat.collectives import all_gather, wait_tensor
 from ..device.axis import AxisHandle
 from ..device.offload import storage_span
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..compat import apply, translate_backward_errors, whole
+from ..compat.autograd import apply
+from ..compat.dtensor import whole
 from ..errors import RuntimeProblem
 
 
@@ -16,11 +17,6 @@ def with_plain_gradient(loss: torch.Tensor, stages: int) -> torch.Tensor:
     """`loss`, whose gradient may come as a DTensor. RuntimeProblem in the backward where it does on one of several pipeline
     `stages`: each has added the term of its own parameters only."""
     return apply(_PlainGradient, loss, stages)  # type: ignore[no-any-return]
-
-
-def explain_penalties() -> None:
-    """From now on, what DTensor says of a term of the parameters in a loss outside of the program is said with its remedy."""
-    translate_backward_errors(_mixed, first=True)
 
 
 class _PlainGradient(torch.autograd.Function):
@@ -41,7 +37,8 @@ class _PlainGradient(torch.autograd.Function):
         return whole(grad).to_local(), None
 
 
-def _mixed(error: Exception) -> Exception | None:
+def explain_penalty(error: Exception) -> RuntimeProblem | None:
+    """Return DTensor's error for a term of the parameters in a loss outside of the program, with its remedy."""
     if "got mixed torch.Tensor and DTensor" not in str(error):
         return None
     return RuntimeProblem(

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..compat import storage_key
+from ..compat.autograd import storage_key
 from ..device.axis import AxisHandle
 from ..device.offload import HostMemory, OffloadedTensor
 from ..device.rng import RngRecorder

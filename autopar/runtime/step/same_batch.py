@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..device.mesh import DATA_AXIS, MeshHandle
-from ..errors import BatchProblem
+from ..errors import BatchError
 
 FIRST_CALLS = 3
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -43,7 +43,7 @@ def checksum_on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor] | None, names: tuple[str, ...], local: bool) -> None:
-    """BatchProblem on every rank where ranks passed different batches. All ranks call it; one that refused its own batch passes
+    """BatchError on every rank where ranks passed different batches. All ranks call it; one that refused its own batch passes
     None. A `local` batch is this data rank's part, equal along the other axes only."""
     backend = dist.get_backend()
     if dist.get_world_size() == 1 or backend == "fake":
@@ -57,7 +57,7 @@ def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor] | None
     if inputs is None:
         return
     if refused is not None:
-        raise BatchProblem(
+        raise BatchError(
             f"{mesh.describe(refused)} refused its batch: see its own error, and pass the global batch on every rank"
         )
     first: dict[int, int] = {}
@@ -65,7 +65,7 @@ def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor] | None
         other = first.setdefault(mesh.data_coordinate(rank) if local else 0, rank)
         different = next((name for name, a, b in zip(names, found[other][1:], each[1:], strict=True) if a != b), None)
         if different is not None:
-            raise BatchProblem(_said(mesh, different, (other, rank), local))
+            raise BatchError(_said(mesh, different, (other, rank), local))
 
 
 def _checksum(tensor: torch.Tensor) -> int:

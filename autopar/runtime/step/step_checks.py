@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..comm.agreement import gather
-from ..compat import in_backward
+from ..compat.autograd import in_backward
 from ..errors import NotFiniteProblem
 from ..module import BlockModule, Program
 from ..state.materialize import State

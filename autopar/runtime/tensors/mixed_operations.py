@@ -4,6 +4,7 @@ refuses: an ordinary tensor is the whole tensor, with one value on all ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
-from ..compat import in_backward, operations_of_shards, usual_operation
-from ..errors import StateProblem
+from ..compat.autograd import in_backward
+from ..compat.dtensor import operations_of_shards, usual_operation
+from ..compat.hooks import shard_operations
+from ..errors import StateError
 from ..state.gradient import Gradient, place_of
 from ..step.same_batch import checksum
 from .random_draws import ranks_agree
@@ -22,18 +25,19 @@ _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "equal", "rsub")
 _OF_LISTS = ("copy", "add", "sub", "mul", "div", "lerp")
 
 
-def mix_whole_tensors() -> None:
-    """Teaches DTensor the element-wise operations that averages, copies and comparisons of weights are written with."""
+def mix_whole_tensors() -> AbstractContextManager[None]:
+    """Teach DTensor the element-wise operations that averages, copies and comparisons of weights are written with."""
     names = [*_COMPARED, *_MIXED, *(f"{name}_" for name in _MIXED)]
     names += [f"_foreach_{name}{end}" for name in _OF_LISTS for end in ("", "_")]
-    handlers = operations_of_shards()
+    handlers = {torch.ops.aten._foreach_copy_.default: _mixed_by(_copy_all)}
+    known = operations_of_shards()
     for name in names:
         packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             op = getattr(packet, overload)
-            if "out" not in overload and op not in handlers:
+            if "out" not in overload and op not in known and op not in handlers:
                 handlers[op] = _mixed_by(usual_operation)
-    handlers[torch.ops.aten._foreach_copy_.default] = _mixed_by(_copy_all)
+    return shard_operations(handlers)
 
 
 def _mixed_by(usual: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
@@ -75,7 +79,7 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
         return op(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
     mesh = shards[0].device_mesh
     if op._schema.is_mutable and not ranks_agree(hash(tuple(map(checksum, plain))) >> 9, shards[0]):
-        raise StateProblem(
+        raise StateError(
             "ranks write different values into a parallel model's parameter or gradient: make the same tensor on every rank "
             "(seed alike, load it on all), or call parallel.load_state_dict(state)"
         )
@@ -94,16 +98,16 @@ def _gathered(value: Any) -> Any:
 
 
 def _check_pair(value: DTensor, plain: list[torch.Tensor]) -> None:
-    """StateProblem where scripts that pair parameters by their order pair wrong ones."""
+    """StateError where scripts that pair parameters by their order pair wrong ones."""
     stage, name = (value.stage, value.parameter_name) if isinstance(value, Gradient) else place_of(value)
     theirs = any(isinstance(each, nn.Parameter) for each in plain)
     if name and stage is not None and (theirs or any(each.shape == value.shape for each in plain)):
-        raise StateProblem(
+        raise StateError(
             f"an ordinary tensor with {name}, of which a stage of a pipeline may not be the pair in order: load values by "
             "parallel.load_state_dict(state), read them from parallel.full_state(), average them by AveragedModel(parallel)"
         )
     if theirs and getattr(value, "autopar_unpaired", False):
-        raise StateProblem(
+        raise StateError(
             f"a plain model's parameter with {name}: the plain model has parameters that its program never uses, so that zip "
             "pairs others: pair them by name, and pass plain.detach()"
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -22,7 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
 from ..comm.heartbeat import glancing
-from ..compat import has_data, local_of, operations_of_shards, own_part, random_operations
+from ..compat.autograd import has_data
+from ..compat.dtensor import local_of, own_part, random_operations
+from ..compat.hooks import replaced, shard_operations
 from ..device.rng import named_key, seed_stream
 from ..errors import RuntimeProblem
 from ..state.gradient import StageGradients
@@ -43,15 +45,13 @@ def stages_in_use() -> list[StageGradients]:
     return list(_STAGES)
 
 
-def draw_whole_tensors() -> None:
-    """Teaches DTensor all random operations, and `nn.init` those of whole matrices, once in a process."""
-    handlers = operations_of_shards()
-    operations = random_operations()
-    if operations[0] in handlers:
-        return
-    handlers.update({each: _draw for each in operations})
+def draw_whole_tensors() -> ExitStack:
+    """Teach DTensor all random operations, and `nn.init` those of whole matrices, until the stack is closed."""
+    hooks = ExitStack()
+    hooks.enter_context(shard_operations(dict.fromkeys(random_operations(), _draw)))
     for name in _OF_WHOLE_MATRICES:
-        setattr(nn.init, name, _of_whole_matrix(getattr(nn.init, name)))
+        hooks.enter_context(replaced(nn.init, name, _of_whole_matrix(getattr(nn.init, name))))
+    return hooks
 
 
 def _draw(op: Any, args: Any, kwargs: Any) -> Any:

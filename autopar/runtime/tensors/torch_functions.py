@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ..comm.heartbeat import glancing
-from ..compat import (
-    before_full_states,
-    collective_operations,
-    data_by_values,
-    further_operations,
-    gradients_by,
-    graph_of,
-    operations_of_shards,
-    whole_items,
-)
-from ..errors import RuntimeProblem, StateProblem
+from ..compat.autograd import graph_of
+from ..compat.dtensor import collective_operations
+from ..compat.hooks import replaced, shard_operations
+from ..errors import RuntimeProblem, StateError
 from ..state.gradient import place_of, stand_in
 from ..state.materialize import State
-from .mixed_operations import mix_whole_tensors
-from .random_draws import draw_whole_tensors, stages_in_use
-
-
-def teach_torch() -> None:
-    """Once in a process: random numbers, reductions and writes that DTensor has not, collectives by hand, full states of
-    pipelines, and optimizers of parameters that a stage has none of."""
-    whole_items(glancing)
-    data_by_values()
-    further_operations()
-    draw_whole_tensors()
-    mix_whole_tensors()
-    operations_of_shards().update(dict.fromkeys(collective_operations(), _refuse_collective))
-    before_full_states(_refuse_one_stage)
-    _allow_empty_optimizers()
-    gradients_by(_gradients)
+from .random_draws import stages_in_use
 
 
 def mark_result(result: torch.Tensor, state: State) -> None:
@@ -48,7 +26,7 @@ def mark_result(result: torch.Tensor, state: State) -> None:
         metadata["autopar"] = weakref.ref(state)
 
 
-def _gradients(
+def parameter_gradients(
     engine: Callable[..., Any], results: Any, gradients: Any, retain: bool, create: bool, inputs: Any, allow_unused: bool
 ) -> Any:
     """``torch.autograd.grad`` of a result of a parallel model by its parameters: those of a whole backward, which gathers and
@@ -85,27 +63,31 @@ def _gradients(
     return found
 
 
+def refuse_collectives() -> AbstractContextManager[None]:
+    """Refuse collectives by hand (``dist.all_reduce(p.grad)``) of DTensors."""
+    return shard_operations(dict.fromkeys(collective_operations(), _refuse_collective))
+
+
 def _refuse_collective(op: Any, args: Any, kwargs: Any) -> Any:
     word = str(op).removeprefix("c10d.").partition(".")[0].strip("_")
-    raise StateProblem(
+    raise StateError(
         f"{word} of a DTensor, which has one value on all ranks: leave it out, with a division by the number of ranks (gradients "
         "are reduced in the backward), or pass x.full_tensor()"
     )
 
 
-def _refuse_one_stage(parameters: Iterable[torch.Tensor]) -> None:
+def refuse_one_stage(parameters: Iterable[torch.Tensor]) -> None:
+    """StateError for a full state dict of parameters that are on one stage of a pipeline."""
     if any(place_of(each)[0] is not None for each in parameters):
-        raise StateProblem(
+        raise StateError(
             "a full state dict of torch.distributed.checkpoint has the parameters of one stage of a pipeline only: call "
             "parallel.full_state() and parallel.full_optimizer_state(optimizer) on all ranks, or leave full_state_dict out"
         )
 
 
-def _allow_empty_optimizers() -> None:
-    """An optimizer of some of the parameters, of which a stage of a pipeline has none, gets one without elements there."""
-    original: Any = Optimizer.__init__
-    if getattr(original, "autopar", False):
-        return
+def allow_empty_optimizers() -> AbstractContextManager[None]:
+    """Give an optimizer of some of the parameters, of which a stage of a pipeline has none, one without elements there."""
+    usual: Any = Optimizer.__init__
 
     def init(self: Any, params: Any, defaults: dict[str, Any]) -> None:
         if not isinstance(params, (torch.Tensor, dict)):
@@ -113,7 +95,6 @@ def _allow_empty_optimizers() -> None:
             stages = stages_in_use()
             if not params and stages:
                 params = [stand_in(stages[0].mesh.device, stages[0])]
-        original(self, params, defaults)
+        usual(self, params, defaults)
 
-    init.autopar = True  # type: ignore[attr-defined]
-    Optimizer.__init__ = init  # type: ignore[method-assign]
+    return replaced(Optimizer, "__init__", init)

@@ -13,9 +13,9 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import BatchError, ClusterError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, Mesh
-from autopar.rules.notation.notation import BATCH_DIMS
+from autopar.operations.experts import indivisible_experts
+from autopar.operations.notation.notation import BATCH_DIMS
 from autopar.rules.registry import Registry
-from autopar.rules.table.experts import indivisible_experts
 from autopar.solve.space.meshes import meshes
 from autopar.solve.space.micro_batches import MICRO, expert_axis_fits, micro_batch_counts, why_one_micro_batch
 

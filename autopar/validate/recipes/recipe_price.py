@@ -10,7 +10,7 @@ from autopar.cost_models.step.evaluate import Evaluation, evaluate, stage_traces
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
-from autopar.rules.table.priced_only import priced_registry
+from autopar.rules.registry import priced_registry
 from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration

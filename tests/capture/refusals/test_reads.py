@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.capture.reads import recorded_reads
 from autopar.capture.tracing.fake_copy import copy_without_data
-from autopar.runtime.frozen_reads import FrozenReads
+from autopar.runtime.plain.frozen_reads import FrozenReads
 
 
 class Settings:

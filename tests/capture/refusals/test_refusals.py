@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.capture.reads import recorded_reads
 from autopar.errors import CaptureError
-from autopar.runtime.code_reads import code_of
-from autopar.runtime.frozen_reads import FrozenReads
+from autopar.runtime.plain.code_reads import code_of
+from autopar.runtime.plain.frozen_reads import FrozenReads
 
 
 class Net(nn.Module):
@@ -52,6 +52,11 @@ def _cached(model: Any, x: Tensor) -> Tensor:
     return x
 
 
+def _counted_in_a_forward(model: Any, x: Tensor) -> Tensor:
+    model.calls = 1
+    return _counted(model, x)
+
+
 def _seeded(model: Any, x: Tensor) -> Tensor:
     numpy.random.seed(3)
     return x * float(numpy.random.permutation(5)[0])
@@ -66,6 +71,7 @@ FROZEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a branch": (lambda model, x: x if numpy.random.random() < 0.1 else 2 * x, "numpy's random generator"),
     "its own generator": (lambda model, x: x * model.draws.gauss(0, 1), "Random random generator"),
     "a counter": (_counted, "the forward counts in calls, which would be 2 for ever"),
+    "a counter of one forward": (_counted_in_a_forward, ""),
     "a branch that is never taken": (lambda model, x: x if random.random() < 0.0 else 2 * x, ""),
     "a number that nobody uses": (lambda model, x: (random.random(), x)[1], ""),
     "a cache": (_cached, ""),

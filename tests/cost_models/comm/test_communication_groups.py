@@ -23,7 +23,7 @@ from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Invariant, Placements, Replicate, Shard
-from autopar.rules.strategy import OperationCollective
+from autopar.operations.notation.rule import OperationCollective
 
 TWO = Cluster.parse("dgx-h100:2")
 INNER, OUTER = TWO.links[0].name, TWO.links[-1].name

@@ -18,9 +18,9 @@ from autopar.cost_models.step.block_memory import backward_working_bytes, forwar
 from autopar.ir.graph import Block
 from autopar.ir.placement import Invariant, Replicate, Shard
 from autopar.ir.plan import NodePlan
+from autopar.operations.space import HALO, OWN
 from autopar.rules.expand import block_strategies
 from autopar.rules.registry import default_registry
-from autopar.rules.table.space import HALO, OWN
 
 R, I = Replicate(), Invariant()  # noqa: E741
 CLUSTER, TP = Cluster.parse("dgx-h100:1"), mesh_of(dp=1, tp=8)

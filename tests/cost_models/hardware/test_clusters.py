@@ -40,6 +40,18 @@ def test_racks_are_filled_evenly(trays: int, in_a_rack: int) -> None:
     assert Cluster.from_dict(cluster.to_dict()) == cluster
 
 
+def test_a_link_names_its_network(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    link = "{name: ib, fabric: infiniband-ndr, devices: 8, bandwidth_gb_per_second: 45}"
+    path.write_text(f"like: dgx-h100\nlinks: [nvlink, {link}]\n")
+    ours, theirs = Cluster.parse(str(path)).links[1], Cluster.parse("dgx-h100").links[1]
+    assert ours == replace(theirs, name="ib", bandwidth_bytes_per_second=45e9)
+    for wrong in ("infiniband-nrd", "[1]"):
+        path.write_text(f"like: dgx-h100\nlinks: [{{name: ib, fabric: {wrong}, devices: 8}}]\n")
+        with pytest.raises(ClusterError, match="links has fabric .*: write one of infiniband, infiniband-edr"):
+            Cluster.parse(str(path))
+
+
 def test_a_preset_like_another(tmp_path: Path) -> None:
     """The figures of a device stand in one file."""
     one, other = Cluster.parse("dgx-h200"), Cluster.parse("aws-p5en")

@@ -21,9 +21,9 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import ClusterError
 from autopar.ir.graph import Node
 from autopar.ir.plan import Pipeline, Precision
+from autopar.operations.experts import FUNCTIONS, moe_experts_rule
+from autopar.operations.notation.rule import DerivedLine
 from autopar.rules.registry import Registry, default_registry
-from autopar.rules.rule import DerivedLine
-from autopar.rules.table.experts import FUNCTIONS, moe_experts_rule
 from autopar.solve.search import search
 from autopar.solve.space.micro_batches import why_one_micro_batch
 from autopar.solve.space.options import SearchOptions

@@ -132,4 +132,4 @@ def test_another_sequence_length_is_refused(ranks: RankPool) -> None:
     text = program(case, plan(case, {"dp": 4, "zero": 0}))
     shorter = {name: tensor[:, :1] for name, tensor in case.batch.items()}
     said = ranks.run(answer, text, case.state, shorter, True)[0]
-    assert said.startswith("BatchProblem") and "(16, 1), the plan is for (batch, 16)" in said
+    assert said.startswith("BatchError") and "(16, 1), the plan is for (batch, 16)" in said

@@ -134,7 +134,7 @@ def test_full_state_round_trip(ranks: RankPool) -> None:
 
 def sizes(text: str, state: State, given: list[Batch]) -> tuple[list[float], list[str], list[int]]:
     """On a rank: losses of batches of several sizes, and what is said of the others; then parts of a batch."""
-    from autopar.runtime.errors import BatchProblem
+    from autopar.runtime.errors import BatchError
 
     parallel = made(text, state)
     losses, said = [], []
@@ -143,7 +143,7 @@ def sizes(text: str, state: State, given: list[Batch]) -> tuple[list[float], lis
             loss = parallel(**batch)
             loss.backward()
             losses.append(loss.item())
-        except BatchProblem as problem:
+        except BatchError as problem:
             said.append(str(problem))
     dp = parallel.program.mesh.dp
     mine = {name: tensor.chunk(dp.size)[dp.coordinate] for name, tensor in given[0].items()}

@@ -27,12 +27,11 @@ from autopar.errors import PlanError
 from autopar.ir.describe import describe
 from autopar.ir.placement import Shard
 from autopar.ir.plan import BlockPlan, Candidate, Precision
-from autopar.ir.plan_file.codec import decode_blocks, encode_blocks
+from autopar.ir.plan_file.document import divide_blocks, join_blocks
 from autopar.ir.verify import verify_candidate
 from autopar.passes.lower import lower
-from autopar.program.build import checked_text, program_text
-from autopar.program.gate.gate import check_program
-from autopar.program.source import RUNTIME
+from autopar.program.build import program_text
+from autopar.program.source import render
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
 
@@ -145,14 +144,11 @@ def left_by_forward(jobs: list[tuple[str, dict[str, Tensor], dict[str, Tensor]]]
 def test_the_plan_file_has_it_and_the_program_shows_it() -> None:
     prepared = prepare("gpt2", torch.float32, batch=16)
     candidate = with_partition(prepared.graph, megatron(prepared, 2), CLUSTER, "tp")
-    assert decode_blocks(*encode_blocks(prepared.graph, candidate)) == candidate.blocks
+    assert join_blocks(*divide_blocks(prepared.graph, candidate)) == candidate.blocks
     lowered = lower(prepared.graph, candidate)
-    text = checked_text(lowered)
+    text = render(lowered)
     assert "recompute.partition(hidden, tp)" in text.replace("h0", "hidden") and "# each rank of tp saves a part" in text
     assert "activations of" in describe(prepared.graph, candidate) and "saved in parts" in describe(prepared.graph, candidate)
-    for old, new in (("recompute.partition(", "recompute.offload("), (", tp)  # each rank", ", dp)  # each rank")):
-        with pytest.raises(PlanError):
-            check_program(text.replace(old, new, 1), lowered, RUNTIME)
 
 
 def wrong(candidate: Candidate, **change: object) -> Candidate:

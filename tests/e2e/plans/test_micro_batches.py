@@ -77,7 +77,7 @@ def _mlp() -> tuple[Any, ...]:
 
 def on_a_rank(text: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> dict[str, Any]:
     """One process of four: everything that a loop may do with the loss."""
-    from autopar.runtime.errors import BatchProblem, RuntimeProblem
+    from autopar.runtime.errors import BatchError, RuntimeProblem
 
     parallel = parallel_model(text, state)
     out: dict[str, Any] = {}
@@ -109,7 +109,7 @@ def on_a_rank(text: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> 
     out["direct"] = {n: parallel.state.full(n, g) for n, g in zip(dict(parallel.named_parameters()), direct, strict=True)}
     try:
         parallel(**{name: tensor[:4] for name, tensor in batch.items()})
-    except BatchProblem as problem:
+    except BatchError as problem:
         out["small"] = str(problem)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     parallel.zero_grad()

@@ -29,7 +29,9 @@ def fail(what_hangs: str) -> None:
 
     from autopar.runtime.comm.ending import end_now
     from autopar.runtime.comm.heartbeat import Heartbeat
+    from autopar.runtime.patches import apply_patches
 
+    apply_patches()
     heartbeat = Heartbeat(Store(), 0, 2, str, PATIENCE_SECONDS)
     heartbeat.start()
     if what_hangs == "a thread":
@@ -70,7 +72,9 @@ def go_on(patience_seconds: float) -> tuple[bool, bool]:
 
     from autopar.runtime.comm import ending
     from autopar.runtime.comm.heartbeat import Heartbeat
+    from autopar.runtime.patches import apply_patches
 
+    apply_patches()
     heartbeat, owner = Heartbeat(Store(), 0, 2, str, patience_seconds), Owner()
     heartbeat.start()
     heartbeat.stop_with(owner)

@@ -13,7 +13,8 @@ from support.key_value_store import Store
 
 from autopar.runtime.comm import ending
 from autopar.runtime.comm.heartbeat import Heartbeat
-from autopar.runtime.errors import BatchProblem, PeerProblem
+from autopar.runtime.errors import BatchError, PeerProblem
+from autopar.runtime.patches import apply_patches
 
 
 def beating(store: Store, rank: int, size: int = 3, patience_seconds: float = 1.5) -> Heartbeat:
@@ -132,6 +133,7 @@ def test_a_store_that_hangs_is_noticed(exits: list[int]) -> None:
 
 def test_an_exception_that_ends_a_process_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ending, "_uncaught_by", ending.NEVER)  # this process goes on
+    apply_patches()
     store = Store()
     first, second = beating(store, 0, 2), beating(store, 1, 2)
     first.step = second.step = 3
@@ -171,8 +173,8 @@ def test_the_first_failure_is_told() -> None:
 
 def test_a_refused_batch_is_no_failure() -> None:
     heart = beating(Store(), 0)
-    with pytest.raises(BatchProblem), heart.watching(lambda: "a step"):
-        raise BatchProblem("too small")
+    with pytest.raises(BatchError), heart.watching(lambda: "a step"):
+        raise BatchError("too small")
     assert heart.problem is None
     heart.close()
 

@@ -73,8 +73,10 @@ def uncaught() -> list[str]:
     import contextlib
     import io
 
+    from autopar.runtime.patches import apply_patches
     from autopar.runtime.step import out_of_memory
 
+    apply_patches()
     guard = out_of_memory.MemoryGuard(torch.device("cpu"))
     with guard.catching("forward"):
         pass

@@ -34,7 +34,7 @@ def refusals(kind: str) -> str:
     if odd and kind == "refused":
         batch = {"ids": good["ids"]}
     if odd and kind == "program":
-        parallel.__dict__["program_digest"] = "another"
+        parallel.calls.program_digest = "another"
     if odd and kind == "version":
         agreement.metadata.version = lambda name: "0.0.1"
     if kind == "local":
@@ -42,7 +42,7 @@ def refusals(kind: str) -> str:
     try:
         parallel(**batch) if kind != "local" else parallel(batch)
     except RuntimeProblem as problem:
-        parallel.__dict__["program_digest"] = "the same"
+        parallel.calls.program_digest = "the same"
         agreement.metadata.version = versions
         assert torch.isfinite(parallel(**good))
         return f"{type(problem).__name__}: {problem}"
@@ -54,7 +54,7 @@ def refusals(kind: str) -> str:
     [
         ("shape", ("MismatchProblem: rank 2 (dp=1, tp=0)", "has input ids int64 (4, 5), rank 0 (dp=0, tp=0) has int64 (8, 5)")),
         ("dtype", ("rank 2 (dp=1, tp=0)", "input labels int32 (8, 5)")),
-        ("refused", ("BatchProblem", "misses labels")),
+        ("refused", ("BatchError", "misses labels")),
         ("program", ("rank 2 (dp=1, tp=0)", "program another", "start all ranks with one plan")),
         ("version", ("rank 2 (dp=1, tp=0)", "autopar 0.0.1", "install the same version")),
         ("local", ("rank 2 (dp=1, tp=0)", "input ids of data rank 1 int64", "(2, 5)", "pass the same batch")),

@@ -8,9 +8,9 @@ import torch
 from support.harness.rank_pool import RankPool
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from autopar.runtime.compat import local_of, own_part, random_operations, strided_shard
+from autopar.runtime.compat.dtensor import local_of, own_part, random_operations, strided_shard
 from autopar.runtime.device.mesh import MeshHandle
-from autopar.runtime.tensors.random_draws import draw_whole_tensors
+from autopar.runtime.patches import apply_patches
 
 NO_TENSOR = ("rand", "randn", "randint", "randperm", "normal.float_float", "gru", "lstm", "rnn", "miopen", "cudnn")
 """Of sizes, or of several layers: no shard comes to them but in inference mode."""
@@ -37,7 +37,7 @@ def results_of(op: Any, x: torch.Tensor) -> list[torch.Tensor]:
 
 def different_operations() -> tuple[int, list[str]]:
     """How many operations were tried, and those that do not give the numbers of the whole tensor."""
-    draw_whole_tensors()
+    apply_patches()
     mesh = MeshHandle({"dp": 2, "tp": 2}).device_mesh
     x = torch.rand(6, 5, dtype=torch.float64)
     tried, wrong = 0, []

@@ -12,9 +12,9 @@ from autopar.capture import capture
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate, Precision
+from autopar.operations import space
 from autopar.rules.expand import block_strategies
 from autopar.rules.registry import default_registry
-from autopar.rules.table import space
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from autopar.capture.tracing.decompose import COMPOSITE, TABLED
+from autopar.operations.table import WHOLE
 from autopar.rules.registry import default_registry
-from autopar.rules.table.aten import WHOLE
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 HEAD = "## Operations that every rank computes whole"

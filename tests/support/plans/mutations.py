@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -9,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from autopar.ir.plan_file.codec import decode_graph
-from autopar.ir.plan_file.document import GraphDoc
+from autopar.ir.graph import Graph
+from autopar.ir.plan_file.codec import decode, encode
 from autopar.ir.plan_file.fingerprint import checksum, graph_fingerprint
 
 Place = tuple[str | int, ...]
@@ -103,10 +104,10 @@ def resealed(document: dict[str, Any], change: Callable[[dict[str, Any]], object
     """The file with a changed graph, and with checksums and fingerprints as if it had been written so."""
     document = json.loads(json.dumps(document))
     change(document)
-    graph = msgspec.convert(document["graph"], GraphDoc)
-    graph = msgspec.structs.replace(graph, fingerprint=graph_fingerprint(decode_graph(graph)))
-    graph = msgspec.structs.replace(graph, checksum=checksum(graph))
-    document["graph"] = msgspec.to_builtins(graph)
+    graph = decode(Graph, document["graph"])
+    graph = dataclasses.replace(graph, fingerprint=graph_fingerprint(graph))
+    graph = dataclasses.replace(graph, checksum=checksum(graph))
+    document["graph"] = msgspec.to_builtins(encode(graph))
     document["model"]["fingerprint"] = graph.fingerprint
     return json.dumps(document)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Shard
+from autopar.operations.space import HALO, OWN
 from autopar.rules.expand import block_strategies
 from autopar.rules.registry import default_registry
-from autopar.rules.table.space import HALO, OWN
 
 
 def space_pins(graph: Graph, size: int) -> dict[str, str]:

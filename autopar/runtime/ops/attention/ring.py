@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from ...compat import all_to_all_rows, apply, wait_tensor
+from ...compat.autograd import apply
+from ...compat.collectives import all_to_all_rows, wait_tensor
 from ...device.axis import AxisHandle
 from .merge import AttentionGradients, AttentionTile, MergedAttention
 from .rectangles import Band, Spans, any_visible

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...compat import apply
+from ...compat.autograd import apply
 from ...device.axis import AxisHandle
 from .merge import AttentionGradients, AttentionTile, MergedAttention
 from .rectangles import BANDED, Band, Rectangle

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...compat import apply
+from ...compat.autograd import apply
 from ...device.axis import AxisHandle
 from .halo import Halo, split_gradient, with_halo
 

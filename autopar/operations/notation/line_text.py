@@ -1,0 +1,45 @@
+"""Helpers for rules whose line depends on shapes: they write the words of a line, and read arguments that are dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.ir.dims import Dim
+from autopar.ir.graph import Node
+from autopar.operations.notation.rule import argument
+
+
+def letter(index: int) -> str:
+    """The name of the factor of dimension `index` in a derived line."""
+    return "abcdefghijklmnopqrstuvwxyz"[index]
+
+
+def fixed(size: Dim) -> str:
+    """The word of a dimension that is never sharded."""
+    return str(size) if isinstance(size, int) else "0"
+
+
+def tensor_text(terms: Iterable[str]) -> str:
+    """One tensor of a line, from the words of its dimensions."""
+    return " ".join(terms) or "()"
+
+
+def line_text(operands: Iterable[Iterable[str]], results: Iterable[Iterable[str]]) -> str:
+    """A line, from the words of the dimensions of its tensors."""
+    return f"{', '.join(map(tensor_text, operands))} -> {', '.join(map(tensor_text, results))}"
+
+
+def dims_argument(node: Node, index: int, name: str, rank: int) -> tuple[int, ...]:
+    """The non-negative dimensions of an argument that is one dimension, a tuple, or absent (all dimensions)."""
+    found = argument(node, index, name)
+    if found is None or found == ():
+        return tuple(range(rank))
+    items = found if isinstance(found, tuple) else (found,)
+    return tuple(int(item) % max(rank, 1) for item in items)  # type: ignore[arg-type]
+
+
+def dim_argument(node: Node, index: int, rank: int, default: int = 0, name: str = "dim") -> int:
+    """The non-negative dimension of an argument."""
+    found = argument(node, index, name, default)
+    assert isinstance(found, int)
+    return found % max(rank, 1)

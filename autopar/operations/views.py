@@ -1,0 +1,136 @@
+"""Rules of view-like operations, whose line follows from the shapes of operands and results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from autopar.ir.dims import Shape
+from autopar.ir.graph import Node
+from autopar.operations.notation.common_factors import common_factors
+from autopar.operations.notation.line_text import dim_argument, dims_argument, fixed, letter, line_text
+from autopar.operations.notation.rule import DerivedLine, argument
+from autopar.operations.pointwise import elementwise_rule
+
+
+def reshape_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``aten.reshape``: the common factors of both shapes, e.g. ``a b (c d) -> a b c d``."""
+    names = (letter(index) for index in count())
+    left, right, sizes = common_factors(shapes[0], node.outputs[0].shape)
+    name = {index: next(names) for index in range(len(sizes))}
+
+    def terms(groups: Sequence[Sequence[int]], shape: Shape) -> list[str]:
+        return [
+            fixed(size) if not group else name[group[0]] if len(group) == 1 else "(" + " ".join(name[i] for i in group) + ")"
+            for group, size in zip(groups, shape, strict=True)
+        ]
+
+    known = tuple((name[index], size) for index, size in enumerate(sizes))
+    return DerivedLine(line_text([terms(left, shapes[0])], [terms(right, node.outputs[0].shape)]), known)
+
+
+def permute_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``aten.permute(x, dims)``, ``aten.transpose.int(x, a, b)``, ``aten.t``."""
+    rank = len(shapes[0])
+    order = list(range(rank))
+    if node.op.startswith("aten.permute"):
+        order = list(dims_argument(node, 1, "dims", rank))
+    elif rank > 1:
+        one, two = (
+            (0, 1) if node.op == "aten.t" else (dim_argument(node, 1, rank, 0, "dim0"), dim_argument(node, 2, rank, 0, "dim1"))
+        )
+        order[one], order[two] = order[two], order[one]
+    return DerivedLine(line_text([map(letter, range(rank))], [map(letter, order)]))
+
+
+def squeeze_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``unsqueeze``, ``squeeze``: dimensions of size 1 are added or removed."""
+    left = [letter(i) if size != 1 else "1" for i, size in enumerate(shapes[0])]
+    remaining = iter([term for term in left if term != "1"])
+    return DerivedLine(line_text([left], [["1" if size == 1 else next(remaining) for size in node.outputs[0].shape]]))
+
+
+def expand_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``aten.expand``: new and grown dimensions are factors of the result only."""
+    return elementwise_rule(node, shapes)
+
+
+def split_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``slice split chunk``: equal, aligned parts of a dimension are its minor factor: ``a (3 b) -> a b, a b, a b``."""
+    position = 2 if node.op.startswith(("aten.split", "aten.chunk")) else 1
+    dim = dim_argument(node, position, len(shapes[0]))
+    whole, sizes = shapes[0][dim], [value.shape[dim] for value in node.outputs]
+    size = sizes[0]
+    aligned = isinstance(whole, int) and isinstance(size, int) and size > 0 and whole % size == 0 and set(sizes) == {size}
+    if aligned and node.op.startswith("aten.slice"):
+        start = argument(node, 2, "start") or 0
+        step = argument(node, 4, "step", 1)
+        aligned = isinstance(start, int) and start % size == 0 and step == 1  # type: ignore[operator]
+    same = sizes == [whole]
+    term = letter(dim) if same else f"({whole // size} {letter(dim)})" if aligned else fixed(whole)  # type: ignore[operator]
+    left = [term if i == dim else letter(i) for i in range(len(shapes[0]))]
+    results = [
+        [letter(i) if i != dim or aligned or same else fixed(value.shape[i]) for i in range(len(left))] for value in node.outputs
+    ]
+    return DerivedLine(line_text([left], results))
+
+
+def select_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``aten.select.int(x, dim, index)`` and ``aten.unbind(x, dim)``: all but the selected dimension, which is removed."""
+    dim = dim_argument(node, 1, len(shapes[0]))
+    left = [fixed(size) if i == dim else letter(i) for i, size in enumerate(shapes[0])]
+    return DerivedLine(line_text([left], [[letter(i) for i in range(len(left)) if i != dim]] * len(node.outputs)))
+
+
+def concatenate_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``aten.cat``: operands of equal size are the minor factor of the result: ``a b, a b -> a (2 b)``."""
+    rank = len(node.outputs[0].shape)
+    dim = dim_argument(node, 1, rank)
+    sizes = {shape[dim] for shape in shapes if len(shape) == rank}
+    equal = len(sizes) == 1 and all(len(shape) == rank for shape in shapes) and isinstance(shapes[0][dim], int)
+    operands = [
+        [letter(i) if i != dim or equal else fixed(size) for i, size in enumerate(shape)]
+        if len(shape) == rank
+        else [fixed(shape[0])]
+        for shape in shapes
+    ]
+    whole = f"({len(shapes)} {letter(dim)})" if equal else fixed(node.outputs[0].shape[dim])
+    return DerivedLine(line_text(operands, [[letter(i) if i != dim else whole for i in range(rank)]]))
+
+
+def repeat_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
+    """``aten.repeat(x, repeats)``: copies are a major factor of the result: ``a -> (3 a)``."""
+    repeats = node.args[1]
+    if 0 in node.outputs[0].shape:
+        return None
+    assert isinstance(repeats, tuple)
+    offset = len(repeats) - len(shapes[0])
+    terms = [letter(i + offset) if size != 1 else "1" for i, size in enumerate(shapes[0])]
+    result = [fixed(size) for size in node.outputs[0].shape]
+    for i, term in enumerate(terms):
+        times = repeats[i + offset]
+        if term != "1" and isinstance(times, int):
+            result[i + offset] = term if times == 1 else f"({times} {term})"
+        elif term != "1":
+            terms[i] = fixed(shapes[0][i])
+    return DerivedLine(line_text([terms], [result]))
+
+
+def repeat_interleave_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
+    """``aten.repeat_interleave.self_int(x, repeats, dim)``: copies are a minor factor of the result: ``a -> (a 3)``."""
+    times = argument(node, 1, "repeats")
+    if len(shapes) > 1 or not isinstance(times, int) or argument(node, 2, "dim") is None:
+        return None
+    rank = len(shapes[0])
+    dim = dim_argument(node, 2, rank)
+    return DerivedLine(
+        line_text([map(letter, range(rank))], [[f"({letter(i)} {times})" if i == dim else letter(i) for i in range(rank)]])
+    )
+
+
+def stack_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``aten.stack``: all but the new dimension."""
+    rank = len(shapes[0])
+    result = [letter(i) for i in range(rank)]
+    result.insert(dim_argument(node, 1, rank + 1), str(len(shapes)))
+    return DerivedLine(line_text([[letter(i) for i in range(rank)]] * len(shapes), [result]))

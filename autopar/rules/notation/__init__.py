@@ -1,5 +1,0 @@
-"""The factor notation of sharding rules: `notation` parses a line and fits it to shapes, `line_text` helps to write lines that
-depend on shapes, `common_factors` finds how a reshape views one shape as another.
-
-Start with `notation.parse_rule`. Imports `ir` only (`line_text` also `rules.rule`).
-"""

@@ -1,0 +1,97 @@
+"""The key of a call of a parallel model: everything about it that selects a program, in words that are equal on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten_with_path
+
+from .module import Program
+from .plain.frozen_reads import Change
+from .step.constants import constant_text
+from .step.inputs import path_word
+from .step.placed_inputs import model_placements
+
+
+class CallKey(NamedTuple):
+    """What selects a variant. `modes`: training or evaluation, of each module. `leaves`: each argument by its path, in words that
+    leave the batch size out. `division`: how the batch divides over data ranks and micro-batches. `outputs`: what is asked for
+    beside the loss in this call. `unfrozen`: parameters that were frozen when the plan was made, and get gradients now.
+    `autocast`: the dtype of a ``torch.autocast`` around the call. `changed`: what programs read that is no argument (attributes,
+    globals), and is not as the first program read it."""
+
+    modes: tuple[bool, ...]
+    leaves: tuple[tuple[str, str], ...]
+    division: str
+    gradients: bool
+    outputs: tuple[str, ...] = ()
+    unfrozen: tuple[str, ...] = ()
+    autocast: str = ""
+    changed: tuple[Change, ...] = ()
+
+
+class KeyedCall(NamedTuple):
+    """A call of the parallel model: its arguments by name, key, global batch size, and how many times it is that of the
+    arguments (more than once for a local batch)."""
+
+    arguments: Mapping[str, Any]
+    key: CallKey
+    batch: int
+    times: int
+
+    def words(self) -> str:
+        """For messages."""
+        inputs = ", ".join(f"{path} {text}" for path, text in self.key.leaves)
+        trained = f", with gradients of {self.key.unfrozen[0]} ..." if self.key.unfrozen else ""
+        cast = f", under torch.autocast({self.key.autocast})" if self.key.autocast else ""
+        changed = "".join(f", {place} {text or 'gone'}" for place, text in self.key.changed[:3])
+        return f"{inputs}, batch {self.batch}{'' if all(self.key.modes) else ', in evaluation'}{trained}{cast}{changed}"
+
+
+def call_leaves(program: Program, arguments: Mapping[str, Any], times: int) -> tuple[tuple[tuple[str, str], ...], int]:
+    """Return the arguments of a call by path, in words, and the size of its global batch, which has `times` that of the
+    arguments."""
+    leaves = [(".".join(map(path_word, keys)), leaf) for keys, leaf in tree_flatten_with_path(arguments)[0]]
+    paths = {name: path for path, name in program.arguments.items()}
+    dims = {paths.get(name, name): dim for name, dim in program.batch_dims.items()}
+    own = batch_size(leaves, dims)
+    known = {**program.constants, **program.defaults}
+    words = tuple(
+        (path, _words(leaf, own, dims.get(path, 0)))
+        for path, leaf in sorted(leaves, key=lambda leaf: leaf[0])
+        if not (leaf is None and path not in program.constants) and not _is_default(known, program.defaults, path, leaf)
+    )
+    return words, own * times
+
+
+def hash_of(value: object) -> int:
+    """Equal on all ranks for equal values; 60 bits."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 4
+
+
+def batch_size(leaves: list[tuple[str, Any]], dims: Mapping[str, int]) -> int:
+    """The size of the batch's dimension of most tensors: `dims` by path, 0 of others."""
+    shapes = [(leaf.shape, dims.get(path, 0)) for path, leaf in leaves if hasattr(leaf, "shape")]
+    sizes = Counter(int(shape[dim]) for shape, dim in shapes if len(shape) > dim)
+    return sizes.most_common(1)[0][0] if sizes else 1
+
+
+def _words(leaf: Any, batch: int, dim: int) -> str:
+    shape = getattr(leaf, "shape", None)
+    if shape is None:
+        return constant_text(leaf)
+    sizes = ["B" if number == dim and size == batch else str(int(size)) for number, size in enumerate(shape)]
+    flows = isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+    dtype = str(getattr(leaf, "dtype", type(leaf).__name__)).removeprefix("torch.")
+    placed = model_placements(leaf) if isinstance(leaf, DTensor) else {}
+    return f"{dtype} ({', '.join(sizes)}){' with gradient' if flows else ''}{f' {placed}' if placed else ''}"
+
+
+def _is_default(known: Mapping[str, str], defaults: Mapping[str, str], path: str, leaf: Any) -> bool:
+    """Whether an argument says what is taken for it anyway."""
+    return path in defaults and (not known[path] or constant_text(leaf) == known[path])

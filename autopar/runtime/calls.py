@@ -1,0 +1,229 @@
+"""The calls of a parallel model: each is checked, finds its program, gets its part of the batch, runs, and its result is put
+together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .comm.agreement import Stated, agree_on_batch, refused_together, require_agreement, stated_step
+from .compat.autograd import in_backward
+from .device.autocast import autocast_of, under_autocast
+from .errors import BatchError, RuntimeProblem
+from .module import Program
+from .pipeline.weight_versions import PipeDreamStep
+from .plain.assignments import Assignments
+from .plain.plain_model import PlainModel, check_parameters
+from .state.fsdp import reshard_all
+from .state.materialize import State
+from .step.inputs import LocalBatch, NamedBatch, bind_arguments, bind_named_batch, local_inputs
+from .step.micro_batches import StepResult
+from .step.out_of_memory import WatchedWork
+from .step.outputs import build_result, plain_result, returned_outputs
+from .step.penalties import with_plain_gradient
+from .step.placed_inputs import plain_inputs
+from .step.same_batch import check_same_batch, is_checked
+from .step.step_checks import StepChecks
+from .tensors.torch_functions import mark_result
+from .variants import Variant, Variants
+
+
+class Calls:
+    """Runs the calls of one parallel model. `variants`: its programs (None for an exported program, which is the `first` one).
+    `nodes`: its modules, whose modes are those of a call. Ranks compare checksums of their batches in the first calls and then in
+    one of `check_batch_every` (0: never)."""
+
+    def __init__(
+        self,
+        first: Variant,
+        variants: Variants | None,
+        watch: WatchedWork,
+        checks: StepChecks,
+        assignments: Assignments,
+        *,
+        nodes: list[nn.Module],
+        plain: PlainModel | None,
+        digest: str,
+        check_batch_every: int,
+    ) -> None:
+        self.first, self.variants, self.watch, self.checks, self.assignments = first, variants, watch, checks, assignments
+        self.nodes, self.plain, self.program_digest, self.check_batch_every = nodes, plain, digest, check_batch_every
+        self.program: Program = first.program
+        self.state: State = first.state
+        self.heartbeat = watch.heartbeat
+        self.number = 0
+        self.compared = False
+
+    def run(self, args: tuple[Any, ...], batch: dict[str, Any], training: bool) -> Any:
+        """Return the result of a call. `training`: the mode of the whole model."""
+        if torch.is_inference_mode_enabled():  # what is made in it (programs, gathered weights) could never train
+            with torch.inference_mode(False), torch.no_grad():
+                return self.run(args, batch, training)
+        device = self.program.mesh.device.type
+        if cast := autocast_of(device):  # the casts are part of the program
+            if self.variants is None:
+                raise RuntimeProblem(
+                    "this program was exported, with the casts that it was captured with: call it outside of torch.autocast"
+                )
+            with under_autocast(device, ""):
+                return self._run(args, batch, training, cast)
+        return self._run(args, batch, training)
+
+    def _run(self, args: tuple[Any, ...], batch: dict[str, Any], training: bool, autocast: str = "") -> Any:
+        """Return the result of a call under that ``torch.autocast``."""
+        if self.variants is not None:
+            self.variants.autocast = autocast
+        with self._refused_together():
+            more = self.variants is not None and not self.first.overlaps_steps
+            check_parameters(self.state.parameters, lambda name: more or self.state.specs[name].trainable)
+            self.assignments.check_tree()
+            if self.plain is not None:
+                self.plain.check_unchanged(self._equals)
+        variant, training = self._variant(args, batch, training)
+        inputs = self._inputs(variant.program, args, batch)
+        if not in_backward():
+            reshard_all(self.program)  # a call without a backward left weights gathered, which may have changed since
+            for buckets in (self.state.buckets, *self.state.chunk_buckets):
+                buckets.reset()
+        loss, others = self._step(variant, inputs, training)
+        return self._result(variant, loss, others)
+
+    def _result(self, variant: Variant, loss: Any, others: Any) -> Any:
+        """Return the model's result, whose backward is watched."""
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            loss = with_plain_gradient(loss, self.program.mesh.pp.size)
+        program = variant.program
+        if not torch.is_grad_enabled() or program.forward_only:
+            reshard_all(self.program)
+        outputs = returned_outputs(program, others) if program.outputs else {}
+        taking = (output for path, output in outputs.items() if program.output_kinds.get(path) == "gradient")
+        for output in (loss, *taking):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                mark_result(output, self.state)
+                if self.heartbeat is not None:
+                    self.heartbeat.watch_backward(output)
+        return plain_result(program, loss, outputs) if variant.form is None else build_result(variant.form, loss, outputs)
+
+    @contextlib.contextmanager
+    def _refused_together(self) -> Iterator[None]:
+        """A stage of a pipeline sees only its own parameters: what it refuses in a call that is checked is refused on all."""
+        mesh, checked = self.program.mesh, is_checked(self.number, self.check_batch_every)
+        asked = checked and mesh.pp.size > 1 and self.heartbeat is not None
+        with self.watch("the check of parameters"), refused_together(asked, mesh.describe):
+            yield
+
+    def _equals(self, name: str, value: torch.Tensor) -> bool:
+        """Whether this rank's part of a tensor of the model has this value."""
+        if self.plain is not None and name in self.plain.unused:
+            return torch.equal(self.plain.unused[name], value)
+        return self.state.holds(name, value)
+
+    def _variant(self, args: tuple[Any, ...], batch: dict[str, Any], training: bool) -> tuple[Variant, bool]:
+        """Return the program of this call, and whether it runs in training mode."""
+        whole = args[0] if len(args) == 1 else None
+        if self.variants is None or isinstance(whole, NamedBatch):
+            if not training:
+                self._check_evaluation()
+            return self.first, training
+        backwards = 0 if self.heartbeat is None else self.heartbeat.backwards
+        modes = tuple(node.training for node in self.nodes)
+        with self.watch("choosing the program of this call"):
+            if isinstance(whole, LocalBatch):
+                call = self.variants.call(modes, (), whole, whole.times)
+            else:
+                call = self.variants.call(modes, args, batch)
+            agreed = self.variants.agree(call, self.program.mesh.describe, backwards)
+            if self.heartbeat is not None:
+                self.heartbeat.agreed()
+            return self.variants.find(agreed)
+
+    def _check_evaluation(self) -> None:
+        """RuntimeProblem where this program does not compute what the model does in evaluation."""
+        if any(block.batch_statistics for block in self.program.blocks()):
+            raise RuntimeProblem(
+                "this program normalises by the statistics of the batch and was captured for training: call train(), or evaluate "
+                "the original model with parallel.full_state()"
+            )
+        if any(block.training_noise for block in self.program.blocks()):
+            raise RuntimeProblem(
+                "this program draws random numbers as the model did in training (stochastic depth, channel dropout, noise): call "
+                "train(), or evaluate the original model with parallel.full_state()"
+            )
+        if self.plain is not None and not self.plain.right_in(False):
+            raise RuntimeProblem(
+                "this program was captured in training, and the model computes something else in evaluation (a branch on "
+                "self.training?): call train(), or evaluate the original model with parallel.full_state()"
+            )
+
+    def _inputs(self, program: Program, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return this rank's part of the batch. BatchError where it does not fit, or where ranks passed different ones; before
+        the first step all ranks compare the structure of their batches, programs and versions too."""
+        first = args[0] if len(args) == 1 else None
+        local, checked = isinstance(first, LocalBatch), is_checked(self.number, self.check_batch_every)
+        self.number += 1
+        bound: dict[str, torch.Tensor] | None = None
+        stated: dict[str, Stated] = {}
+        comparing = None if self.compared else self.heartbeat
+
+        def bind() -> dict[str, torch.Tensor]:
+            nonlocal bound
+            if isinstance(first, NamedBatch):
+                whole = bind_named_batch(program, first)
+            else:
+                whole = bind_arguments(program, () if local else args, first if isinstance(first, LocalBatch) else batch)
+            inputs = plain_inputs(whole) if local else local_inputs(program, whole)
+            if comparing is not None:
+                stated.update(stated_step(self.program.mesh, self.program_digest, whole, own_part=local))
+            bound = whole
+            return inputs
+
+        if comparing is not None:
+            with comparing.watching(lambda: "comparing the ranks"):
+                inputs = agree_on_batch(bind, self.program.mesh.describe)
+                require_agreement(stated, self.program.mesh.describe)
+            self.compared = True
+        else:
+            try:
+                inputs = bind()
+            except BatchError:
+                if checked:
+                    with self.watch("the comparison of batches"):
+                        check_same_batch(self.program.mesh, None, tuple(program.input_placements), local)
+                raise
+        if checked:
+            with self.watch("the comparison of batches"):
+                check_same_batch(self.program.mesh, bound, tuple(program.input_placements), local)
+        return inputs
+
+    def _step(self, variant: Variant, inputs: dict[str, torch.Tensor], training: bool) -> StepResult:
+        """Return the loss, and this rank's shard of each output."""
+        if torch.is_grad_enabled() and not in_backward():
+            self.watch.memory.step += 1
+            if self.heartbeat is not None:
+                self.heartbeat.step += 1
+        if self.variants is None and self.heartbeat is not None:
+            self.heartbeat.agreed()
+        with self.watch("forward" if torch.is_grad_enabled() else "evaluation"):
+            return self.checks.run(variant.program, lambda: variant.run(inputs, training))
+
+    def returning(self, outputs: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
+        """A context in which calls return these fields beside the loss."""
+        if self.variants is None:
+            raise RuntimeProblem("this program was exported, and returns what it was planned with: pass outputs= when planning")
+        return self.variants.returning(outputs)
+
+    def flush(self) -> torch.Tensor:
+        """Return the loss of the last batch, where steps overlap."""
+        if not isinstance(self.first.step, PipeDreamStep):
+            raise RuntimeProblem("every batch of this plan ends with its own step: flush() is for two versions of weights")
+        with self.watch("flush"):
+            return self.first.step.flush()
+
+    def check_steps_ended(self, action: str) -> None:
+        """RuntimeProblem while a batch is not ended, whose gradients and weights no checkpoint has."""
+        if isinstance(self.first.step, PipeDreamStep) and self.first.step.windows_run:
+            raise RuntimeProblem(f"the last batch is not ended: call flush() and optimizer.step() before {action}()")

@@ -1,0 +1,77 @@
+"""Autograd Functions, the graph of a backward, the backward that runs now, and tensors by their storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``; torch's own is untyped."""
+    return function.apply(*args)
+
+
+def alias(x: torch.Tensor) -> torch.Tensor:
+    """A new tensor over the same data, for the result of an autograd.Function.
+
+    Compiled code that returns a view of another of its results rebuilds the view outside of the graph, which loses the function's
+    backward. Seen on 2.13.0; what ``_unsafe_view`` makes has no base.
+    """
+    if not torch.compiler.is_compiling():
+        return x.view_as(x)
+    result: torch.Tensor = torch.ops.aten._unsafe_view(x, x.shape)
+    return result
+
+
+@contextmanager
+def autograd_in_kernel() -> Iterator[None]:
+    """Enables autograd inside the kernel of a custom operator, where dispatch leaves it out. Seen on 2.13.0."""
+    left_out = torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradOther", "AutogradFunctionality", "ADInplaceOrView"):
+        left_out = left_out.remove(getattr(torch._C.DispatchKey, name))
+    guard: Any = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out)
+    with guard, torch.enable_grad():
+        yield
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs `callback` when the backward that is running now ends. Seen on 2.13.0 (FSDP2 and DDP use the same)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside a backward. Seen on 2.13.0."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def graph_of(results: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The nodes that a backward of the results may run. Seen on 2.13.0."""
+    waiting = [each.grad_fn for each in results if each.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        further = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= further
+        waiting += further
+
+
+def has_data(x: torch.Tensor) -> bool:
+    """Whether the tensor has values: fake tensors (dry run) and meta tensors have only shapes. Seen on 2.13.0."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
+
+
+def sole_holder(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor has this one's storage. Seen on 2.13.0: one count is the tensor's, one is `untyped_storage()`'s."""
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
+
+
+def storage_key(tensor: torch.Tensor) -> object:
+    """A key that is equal exactly for tensors of one storage, as long as the key lives. Seen on 2.13.0: a weak reference, which
+    keeps the address of a freed storage from being reused."""
+    return StorageWeakRef(tensor.untyped_storage())

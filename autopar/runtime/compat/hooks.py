@@ -1,0 +1,193 @@
+"""Hooks that torch 2.13.0 does not offer: each replaces a function of torch for as long as its context lasts."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from .dtensor import boxes, operations_of_shards, usual_operation, whole
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Put `value` in the place of an attribute of a class, module or object, inside the context. What another library has put
+    there since stays."""
+    own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if vars(owner).get(name) is value:
+            if own:
+                setattr(owner, name, before)
+            else:
+                delattr(owner, name)
+
+
+@contextmanager
+def shard_operations(handlers: Mapping[Any, Callable[[Any, Any, Any], Any]]) -> Iterator[None]:
+    """Let DTensor call these for their operations, with the operation, its arguments and its keywords, in place of its own
+    dispatch."""
+    table = operations_of_shards()
+    before = {op: table[op] for op in handlers if op in table}
+    table.update(handlers)
+    try:
+        yield
+    finally:
+        for op in handlers:
+            table.pop(op, None)
+        table.update(before)
+
+
+def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> ExitStack:
+    """Let ``.item()`` of a partial number of a DTensor (a norm, a sum) be that of the whole tensor: on 2.13.0 it is this rank's
+    part, without a word. All ranks of the mesh must ask, here and for ``.full_tensor()``: both run in a context of `watching`,
+    which is told what they are."""
+    usual: Any = DTensor.full_tensor
+
+    def item(op: Any, args: Any, kwargs: Any) -> Any:
+        with watching(".item() of a sharded tensor"):
+            return op(whole(args[0]).to_local(), *args[1:], **kwargs)
+
+    def full_tensor(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with watching(".full_tensor()"):
+            return usual(self, *args, **kwargs)
+
+    hooks = ExitStack()
+    hooks.enter_context(shard_operations({torch.ops.aten._local_scalar_dense.default: item}))
+    hooks.enter_context(replaced(DTensor, "full_tensor", full_tensor))
+    return hooks
+
+
+def data_by_values() -> AbstractContextManager[None]:
+    """Let ``parameter.data = values`` fill a DTensor that says how (``autopar_values``). On 2.13.0 a DTensor keeps the shard
+    that it had, without a word."""
+    usual: Any = torch.Tensor.data
+
+    def put(self: Any, value: torch.Tensor) -> None:
+        values = self.__dict__.get("autopar_values")
+        if values is None:
+            usual.__set__(self, value)
+        else:
+            values.fill(value)
+
+    return replaced(DTensor, "data", property(usual.__get__, put))
+
+
+def masked_writes() -> AbstractContextManager[None]:
+    """Let DTensor do ``x[mask] = number`` where the mask is placed like `x` (in `torch.optim.Rprop`): 2.13.0 has no rule."""
+
+    def put(op: Any, args: Any, kwargs: Any) -> Any:
+        x, indices, value, *more = args
+        mask: Any = indices[0] if len(indices) == 1 else None
+        alike = isinstance(mask, DTensor) and mask.dtype == torch.bool and mask.placements == x.placements
+        if alike and not more and not kwargs and not value.dim() and not any(each.is_partial() for each in x.placements):
+            x._local_tensor.masked_fill_(mask._local_tensor, value.to_local() if isinstance(value, DTensor) else value)
+            return x
+        return usual_operation(op, args, kwargs)
+
+    return shard_operations({torch.ops.aten.index_put_.default: put})
+
+
+def engine_calls(
+    gradients: Callable[..., Any], translations: tuple[Callable[[Exception], Exception | None], ...]
+) -> AbstractContextManager[None]:
+    """Stand before the engine of every backward of this process.
+
+    ``torch.autograd.grad`` asks `gradients` first, with the engine and its arguments (results, their gradients, whether to
+    retain and to create a graph, inputs, whether some may be unused); NotImplemented goes on as usual. An error that ends a
+    backward is passed to each translation in turn, and what that returns goes on in its place. Seen on 2.13.0: Tensor.backward,
+    torch.autograd.backward and torch.autograd.grad all go through this function."""
+    outer: Any = torch.autograd
+    usual = outer._engine_run_backward
+
+    def run(*args: Any, **options: Any) -> Any:
+        try:
+            if options.get("accumulate_grad") is False and (own := gradients(usual, *args)) is not NotImplemented:
+                return own
+            return usual(*args, **options)
+        except Exception as error:
+            other: Exception = error
+            for translate in translations:
+                other = translate(other) or other
+            if other is error:
+                raise
+            raise other from error
+
+    return replaced(outer, "_engine_run_backward", run)
+
+
+def before_full_states(check: Callable[[list[torch.Tensor]], None]) -> AbstractContextManager[None]:
+    """Call `check` with the parameters before torch.distributed.checkpoint makes a full state dict (of a model or of its
+    optimizer). Seen on 2.13.0: both go through this function."""
+    outer: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    usual = outer._maybe_full_or_cpu_state_dict
+
+    def make(state: Any, info: Any) -> Any:
+        if info.full_state_dict:
+            check([each for each in info.fqn_param_mapping if isinstance(each, torch.Tensor)])
+        return usual(state, info)
+
+    return replaced(outer, "_maybe_full_or_cpu_state_dict", make)
+
+
+def after_unscaling(
+    agree: Callable[[torch.optim.Optimizer, dict[torch.device, torch.Tensor], torch.Tensor], None],
+) -> AbstractContextManager[None]:
+    """Call `agree` whenever a `torch.amp.GradScaler` has looked at the gradients of an optimizer, with its flags by device (to be
+    changed in place) and a 0. Seen on 2.13.0: `unscale_`, and `step` without it, go through this method."""
+    usual: Any = torch.amp.GradScaler._unscale_grads_
+
+    def unscale(self: Any, optimizer: Any, inverse: torch.Tensor, zero: torch.Tensor, *options: Any) -> Any:
+        none = zero.clone()
+        flags = usual(self, optimizer, inverse, zero, *options)
+        agree(optimizer, flags, none)
+        return flags
+
+    return replaced(torch.amp.GradScaler, "_unscale_grads_", unscale)
+
+
+def boxes_in_checkpoints() -> ExitStack:
+    """Tell torch.distributed.checkpoint that the local shard of a DTensor may be several separate boxes of the full tensor.
+
+    On 2.13.0 DTensor names one box (the first offset, the local size) even for `_StridedShard`, whose elements lie apart: a fused
+    query-key-value matrix sharded by heads would be saved at wrong offsets without an error. Shards of one box are untouched.
+    """
+    usual: Any = DTensor
+    chunk_list = usual.__create_chunk_list__
+    write_items = usual.__create_write_items__
+    shard_of = usual.__get_tensor_shard__
+
+    def create_chunk_list(self: Any) -> list[Any]:
+        parts = boxes(self)
+        return chunk_list(self) if len(parts) == 1 else [ChunkStorageMetadata(p.offsets, p.sizes) for p in parts]
+
+    def create_write_items(self: Any, fqn: str, tensor: Any) -> list[Any]:
+        parts = boxes(self)
+        if len(parts) == 1:
+            return write_items(self, fqn, tensor)  # type: ignore[no-any-return]
+        properties = TensorProperties.create_from_tensor(tensor.to_local())
+        chunks = [TensorWriteData(ChunkStorageMetadata(p.offsets, p.sizes), properties, tensor.size()) for p in parts]
+        return [WriteItem(MetadataIndex(fqn, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data) for data in chunks]
+
+    def get_tensor_shard(self: Any, index: Any) -> torch.Tensor:
+        parts = boxes(self)
+        if len(parts) == 1:
+            return shard_of(self, index)  # type: ignore[no-any-return]
+        box = next(p for p in parts if p.offsets == torch.Size(index.offset))
+        local = self.to_local()
+        for dim, (start, size) in enumerate(zip(box.starts, box.sizes, strict=True)):
+            local = local.narrow(dim, start, size)
+        return local  # type: ignore[no-any-return]
+
+    hooks = ExitStack()
+    for function in (create_chunk_list, create_write_items, get_tensor_shard):
+        hooks.enter_context(replaced(DTensor, f"__{function.__name__}__", function))
+    return hooks

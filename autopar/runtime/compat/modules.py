@@ -1,0 +1,62 @@
+"""FSDP2's modules and their parameter groups, compiled modules, and whether a profiler looks at them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def clear_forward_order(root: Any) -> None:
+    """Clears the order of forwards by which FSDP2 prefetches in the backward. It does so itself only after a last backward
+    (``set_is_last_backward``). Before the first forward there is none. Seen on 2.13.0."""
+    order: list[Any] = getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", [])
+    for group in order:
+        group._post_forward_indices.clear()
+    order.clear()
+
+
+def reduce_gradients(module: Any) -> None:
+    """Runs FSDP2's post-backward reduction of a module's gradients at once. Seen on 2.13.0 (2.11 has one group a module).
+
+    FSDP2 refuses a reduction where only some gradients were accumulated before in the reduction's dtype; here all are made so.
+    """
+    for group in _param_groups(module._get_fsdp_state()):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+        group.post_backward()
+
+
+def _param_groups(state: Any) -> list[Any]:
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+def train_more(root: nn.Module) -> None:
+    """Tells FSDP2's modules in `root` that further parameters of theirs train, whose dtypes they took down at the first forward.
+    Seen on 2.13.0."""
+    for module in root.modules():
+        for group in _param_groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
+            group._init_mp_dtypes()
+
+
+def finish_backward(root: Any) -> None:
+    """Runs FSDP2's end of a backward of `root`: reduces the gradients of each module that were not reduced yet, then waits as
+    ``set_is_last_backward`` says. Seen on 2.13.0."""
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile was applied to the model or a part of it. Seen on 2.13.0: a wrapper, or ``module.compile()``, which
+    sets an attribute of the module."""
+    wrapper = torch._dynamo.OptimizedModule
+    return any(isinstance(module, wrapper) or module._compiled_call_impl is not None for module in model.modules())
+
+
+def profiling() -> bool:
+    """Whether a profiler runs in this thread; takes 40 ns. Seen on 2.13.0."""
+    return bool(torch._C._autograd._profiler_enabled())

@@ -1,0 +1,103 @@
+"""Everything that autopar changes in torch and in this process: `apply_patches` does it once, `undo_patches` takes it back.
+
+Hooks that end with an object (of optimizers' steps, of a loss) are not here: they stand beside it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from types import TracebackType
+
+from .comm.ending import end_in_time
+from .comm.heartbeat import ends_by, glancing, report_failed_backward, report_uncaught
+from .compat.hooks import (
+    after_unscaling,
+    before_full_states,
+    boxes_in_checkpoints,
+    data_by_values,
+    engine_calls,
+    masked_writes,
+    replaced,
+    whole_items,
+)
+from .state.loss_scale import agree_on_overflow
+from .step.out_of_memory import latest_answer
+from .step.penalties import explain_penalty
+from .tensors.mixed_operations import mix_whole_tensors
+from .tensors.random_draws import draw_whole_tensors
+from .tensors.torch_functions import allow_empty_optimizers, parameter_gradients, refuse_collectives, refuse_one_stage
+
+_FSDP2_WARNING = "FSDP2-wrapped module"
+"""It warns of in-place writes into views that a block returns; generated code never writes in place."""
+
+
+def apply_patches() -> None:
+    """Change torch and this process as parallel models need it; only the first call does anything."""
+    _patches()
+    warnings.filterwarnings("ignore", message=_FSDP2_WARNING)  # again: a script's catch_warnings takes it back
+
+
+def undo_patches() -> None:
+    """Take all of it back. Parallel models that are still there must not be used any more."""
+    if _patches.cache_info().currsize:
+        _patches().close()
+        _patches.cache_clear()
+        warnings.filters[:] = [each for each in warnings.filters if _FSDP2_WARNING not in str(each)]  # type: ignore[index]
+
+
+@cache
+def _patches() -> ExitStack:
+    patches = ExitStack()
+    for patch in (
+        boxes_in_checkpoints,
+        # DTensor is right, or refuses in a line
+        lambda: whole_items(glancing),
+        data_by_values,
+        masked_writes,
+        draw_whole_tensors,
+        mix_whole_tensors,
+        refuse_collectives,
+        lambda: before_full_states(refuse_one_stage),
+        allow_empty_optimizers,
+        # gradients
+        lambda: engine_calls(parameter_gradients, (latest_answer, explain_penalty, report_failed_backward)),
+        lambda: after_unscaling(agree_on_overflow),
+        # the end of the process
+        _uncaught_exceptions,
+        _end,
+    ):
+        patches.enter_context(patch())
+    return patches
+
+
+@contextmanager
+def _uncaught_exceptions() -> Iterator[None]:
+    """Tell the other ranks of an exception that ends this process, and answer a failed allocation, after its traceback."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        report_uncaught(before, kind, error, trace)
+        if problem := latest_answer(error):
+            print(f"autopar: {problem}", file=sys.stderr, flush=True)
+
+    with replaced(sys, "excepthook", hook):
+        yield
+
+
+@contextmanager
+def _end() -> Iterator[None]:
+    """End the process in time once one of its ranks has failed."""
+
+    def ending() -> None:
+        end_in_time(ends_by())
+
+    atexit.register(ending)
+    try:
+        yield
+    finally:
+        atexit.unregister(ending)

@@ -1,0 +1,169 @@
+"""What becomes of values that a script assigns on the tree of a parallel model.
+
+An attribute is set on the model without data, from which programs are captured, and a program that read another value does not
+run again (`frozen_reads`). Values of parameters and buffers go to where the weights are. Other tensors and modules in their
+places are refused: a program has neither their shards nor their operations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import StateError
+from ..state.materialize import State
+from .module_tree import Container
+from .plain_model import PlainModel
+
+_BEFORE = "do it before autopar.parallelize"
+
+
+class Assignments:
+    """Of the tree below `root`; `plain` is None for a program that was exported."""
+
+    def __init__(self, root: nn.Module, state: State, plain: PlainModel | None) -> None:
+        self.state, self.plain = state, plain
+        self.paths = {id(node): path for path, node in root.named_modules(remove_duplicate=False)}
+        entries = [(path, each) for path, node in root.named_modules() for each in _members(node)]
+        self._entries = [each for _, each in entries]
+        self._sizes = [len(each) for each in self._entries]
+        self._getters = [(each.get, name) for each in self._entries for name in each]
+        self._seen = [value for each in self._entries for value in each.values()]
+        self._places = [_join(path, name) for path, each in entries for name in each]
+        for name, parameter in state.parameters.items():
+            parameter.autopar_values = _Values(state, name)  # type: ignore[attr-defined]
+        for _, node in root.named_modules():
+            if isinstance(node, Container):
+                node.__dict__["assignments"] = self
+
+    def check_tree(self) -> None:
+        """StateError where a parameter, buffer or module was replaced, added or deleted past ``setattr``."""
+        now = [get(name) for get, name in self._getters]
+        if all(map(is_, now, self._seen)) and list(map(len, self._entries)) == self._sizes:
+            return
+        odd = next((place for place, a, b in zip(self._places, now, self._seen, strict=True) if a is not b), "")
+        added = (list(each)[-1] for each, size in zip(self._entries, self._sizes, strict=True) if len(each) != size)
+        raise self._refused(odd or next(added))
+
+    def assign(self, node: nn.Module, name: str, value: Any) -> None:
+        """``node.name = value``."""
+        where = _join(self.paths.get(id(node), ""), name)
+        further = node.__dict__.get("further_tensors", {})
+        held = next((each[name] for each in (*_members(node), further) if name in each), None)
+        if held is not None and held is value:  # node.name += 1
+            return
+        spec = self.state.index.specs.get(self._first_name(where))
+        trained = spec is not None and not spec.buffer  # also a parameter of another stage
+        if trained or isinstance(held, nn.Module) or isinstance(value, (nn.Parameter, nn.Module)) or name == "forward":
+            raise self._refused(where)
+        if held is not None or self._is_unused(where):
+            self._fill(where, value)
+        else:
+            self._set_attribute(node, where, name, value)
+
+    def refuse(self, node: nn.Module, name: str = "") -> None:
+        """For methods of modules that would change their parameters, buffers and modules."""
+        raise self._refused(_join(self.paths.get(id(node), ""), name).removesuffix(".") or "the model")
+
+    def _refused(self, where: str) -> StateError:
+        return StateError(
+            f"{where} of the parallel model was replaced, added or deleted, which its programs do not see: {_BEFORE}, or fill "
+            "the parameter that is there (parameter.data = values, load_full_state)"
+        )
+
+    def _first_name(self, where: str) -> str:
+        return where if self.plain is None else self.plain.names.get(where, where)
+
+    def _is_unused(self, where: str) -> bool:
+        return self.plain is not None and where in self.plain.unused
+
+    def _fill(self, where: str, value: Any) -> None:
+        """The values of a buffer. On other stages of a pipeline it is nowhere, or nobody reads it."""
+        own = {**self.state.buffers, **(self.plain.unused if self.plain is not None else {})}
+        name = where if where in own else self._first_name(where)
+        spec = self.state.index.specs.get(name)
+        shape = tuple(own[name].shape) if name in own else tuple(spec.shape) if spec is not None else ()
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
+            kind = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise StateError(f"the buffer {where} has shape {shape}, and {kind} was assigned: {_BEFORE}")
+        if name in own:
+            if value.dtype != own[name].dtype:
+                raise StateError(f"the buffer {where} is {own[name].dtype}, and {value.dtype} was assigned: {_BEFORE}")
+            with torch.no_grad():
+                own[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+
+    def _set_attribute(self, node: nn.Module, where: str, name: str, value: Any) -> None:
+        model = node.__dict__.get("without_data") if isinstance(node, Container) else getattr(self.plain, "skeleton", None)
+        if model is None:
+            if self.plain is None and not name.startswith("_"):
+                warnings.warn(
+                    f"{where} was set on an exported program, which has the attributes of the model: set it there, export again",
+                    stacklevel=4,
+                )
+            node.__dict__[name] = value
+            return
+        known = inspect.getattr_static(type(model), name, None)
+        if isinstance(known, property):
+            if known.fset is None:
+                raise AttributeError(f"{where} is a property without a setter")
+            known.fset(node, value)
+            return
+        if isinstance(value, DTensor) and any(name == each for _, each in self._reads()):
+            raise StateError(f"{where} is read by the forward, and a DTensor was assigned: assign value.full_tensor()")
+        model.__dict__[name] = value
+        if name.startswith("_") or isinstance(value, torch.Tensor):  # which are not read from there
+            node.__dict__[name] = value
+
+    def _reads(self) -> frozenset[tuple[str, str]]:
+        return self.plain.frozen.reads.attributes if self.plain is not None else frozenset()
+
+    def delete(self, node: nn.Module, name: str) -> None:
+        """``del node.name``."""
+        where = _join(self.paths.get(id(node), ""), name)
+        if any(name in each for each in (*_members(node), node.__dict__.get("further_tensors", {}))):
+            raise self._refused(where)
+        model = node.__dict__.get("without_data") if isinstance(node, Container) else getattr(self.plain, "skeleton", None)
+        found = [each.__dict__.pop(name, None) for each in (node, model) if each is not None and name in each.__dict__]
+        if not found:
+            raise AttributeError(f"there is no {where}")
+
+
+class _Values:
+    """What ``parameter.data = values`` does: the values go into this rank's shard."""
+
+    def __init__(self, state: State, name: str) -> None:
+        self.state, self.name = weakref.ref(state), name
+
+    def fill(self, value: Any) -> None:
+        state = self.state()
+        assert state is not None, "it has the parameter"
+        parameter: Any = state.parameters[self.name]
+        if tuple(value.shape) != tuple(parameter.shape) or value.dtype != parameter.dtype:
+            raise StateError(
+                f"{self.name} is {parameter.dtype} {tuple(parameter.shape)}, and its .data was set to {value.dtype} "
+                f"{tuple(value.shape)}: choose shapes and dtypes before autopar.parallelize"
+            )
+        with torch.no_grad():
+            local = parameter.to_local()
+            if isinstance(value, DTensor):
+                same = value.placements == parameter.placements and value.device_mesh == parameter.device_mesh
+                if same:
+                    local.copy_(value.to_local())
+                    return
+                value = value.full_tensor()
+            local.copy_(state.local_part(self.name, value))
+
+
+def _members(node: nn.Module) -> tuple[dict[str, Any], ...]:
+    return node._parameters, node._buffers, node._modules
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

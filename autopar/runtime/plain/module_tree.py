@@ -1,0 +1,174 @@
+"""The tree of a parallel model's modules: those of the plain model by their paths, with its parameters and modes, and without its
+computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import RuntimeProblem
+from ..pipeline.other_stages import further_tensors
+from ..state.materialize import State
+from .plain_attributes import check_attribute
+from .plain_model import PlainModel
+
+
+class TreeNode(nn.Module):
+    """A module of the tree of a parallel model. Once the tree is whole, `assignments` decides on what is set in it."""
+
+    def keeps(self, name: str) -> bool:
+        """Whether an attribute is this object's own, and not the model's."""
+        return name == "training"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assignments = self.__dict__.get("assignments")
+        if assignments is None or self.keeps(name):
+            super().__setattr__(name, value)
+        else:
+            assignments.assign(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self.__dict__["assignments"].delete(self, name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._add(name)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        self._add(name)
+        super().register_buffer(name, tensor, persistent)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self._add(name)
+        super().add_module(name, module)
+
+    def register_module(self, name: str, module: nn.Module | None) -> None:
+        self.add_module(name, module)
+
+    def _add(self, name: str) -> None:
+        assignments = self.__dict__.get("assignments")
+        if assignments is not None:
+            assignments.refuse(self, name)
+
+
+class Container(TreeNode):
+    """A module of the model by its path, with its parameters and its mode. It computes nothing, so its hooks would never run; to
+    ``isinstance`` it is of the class that it stands for."""
+
+    def stands_for(self, module: nn.Module) -> None:
+        """Says which module of the plain model it is; `module` is without data."""
+        self.__dict__["kind"], self.__dict__["without_data"] = type(module), module
+
+    def __getattr__(self, name: str) -> Any:
+        """Also tied parameters, those of other stages of a pipeline, without values, and what the module has beside tensors and
+        modules (``in_features``)."""
+        further = self.__dict__.get("further_tensors", {})
+        plain = getattr(self.__dict__.get("without_data"), "__dict__", {})
+        if name in further:
+            return further[name]
+        if name in plain and not name.startswith("_") and not isinstance(plain[name], torch.Tensor):
+            check_attribute(self.__dict__["assignments"].plain.frozen, self.__dict__["without_data"], name)
+            return plain[name]
+        return super().__getattr__(name)
+
+    def _no_module(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["assignments"].refuse(self)
+
+    append = extend = insert = pop = update = __setitem__ = __delitem__ = _no_module
+
+    def __getitem__(self, key: int | str) -> nn.Module:
+        """A child, as of ModuleList, Sequential and ModuleDict."""
+        return list(self.children())[key] if isinstance(key, int) else self.get_submodule(key)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(list(self.children()))
+
+    @property  # type: ignore[override, misc, unused-ignore]
+    def __class__(self) -> Any:  # what isinstance asks for
+        return self.__dict__.get("kind", Container)
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:  # what torch.nn.utils.parametrize does
+        self._no_module()
+
+    def _no_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeProblem(
+            "a hook of a part of the parallel model would never run: register it on the parallel model itself, or ask for the "
+            'value with parallelize(..., outputs=("..."))'
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What a part without tensors of its own (an activation) computes; any other part has no program."""
+        module = self.__dict__.get("without_data")
+        if module is not None and not any(True for _ in (*module.parameters(), *module.buffers())):
+            return module.train(self.training)(*args, **kwargs)
+        raise RuntimeProblem(
+            f"a part of the parallel model ({type(module).__name__}) computes nothing alone: call the whole model, ask for the "
+            'value with parallelize(..., outputs=("...")), or parallelize the part as a model of its own'
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeProblem("a part of the parallel model cannot be pickled: save parallel.full_state(), which every rank calls")
+
+    register_forward_hook = register_forward_pre_hook = register_full_backward_hook = _no_hook
+    register_full_backward_pre_hook = register_backward_hook = _no_hook
+
+
+def mirror_modules(root: nn.Module, plain: PlainModel) -> list[nn.Module]:
+    """Give `root` the tree of the model's modules, each in its mode: ``parallel.encoder.eval()`` and ``isinstance`` work on them.
+    Return all of them."""
+    root.training = plain.training
+    nodes: list[nn.Module] = []
+    for path, module in plain.skeleton.named_modules():
+        node = _child(root, path.split(".") if path else [])
+        if isinstance(node, Container):
+            node.stands_for(module)
+            node.training = module.training
+        nodes.append(node)
+    return nodes
+
+
+def register_state(root: nn.Module, state: State, plain: PlainModel | None) -> None:
+    """Register parameters and buffers under their names, in the order of the plain model."""
+    order = list(state.parameters) if plain is None else plain.parameter_names
+    unpaired = plain is not None and not set(order) <= state.index.specs.keys()
+    for name, parameter in sorted(state.parameters.items(), key=lambda each: order.index(each[0])):
+        parameter.autopar_unpaired = unpaired  # type: ignore[attr-defined]
+        node, leaf = node_of(root, name)
+        node.register_parameter(leaf, parameter)
+    for name in state.index.specs:  # modules of other stages too
+        node_of(root, name)
+    for name, buffer in state.buffers.items():
+        node, leaf = node_of(root, name)
+        saved = state.specs[name].persistent and (plain is None or name in plain.names.values())
+        node.register_buffer(leaf, buffer, persistent=saved)
+
+
+def register_further_tensors(root: nn.Module, state: State, plain: PlainModel) -> None:
+    """Add tied parameters, and those of other stages, without values."""
+    for name, tensor in further_tensors(state, plain.names).items():
+        node, leaf = node_of(root, name)
+        node.__dict__.setdefault("further_tensors", {})[leaf] = tensor
+
+
+def node_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the container of a dotted name, made where missing, and the last part."""
+    *path, leaf = name.split(".")
+    return _child(root, path), leaf
+
+
+def _child(node: nn.Module, path: list[str]) -> nn.Module:
+    for part in path:
+        child = node._modules.setdefault(part, Container())  # a part may be called like an attribute of `Parallel`
+        assert child is not None
+        node = child
+    return node

@@ -1,0 +1,143 @@
+"""The attributes of the plain model, as the parallel model has them, and those that programs read, which are watched."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import weakref
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import AttributeProblem, RuntimeProblem
+from .frozen_reads import LEAVES, Fields, FrozenReads, Reads, leaves, read_attributes
+
+_LIBRARIES = ("torch", "transformers", "diffusers")
+_MISSING = object()
+
+
+class PlainAttributes:
+    """The attributes of the plain model that programs read, which are not seen there once the parallel model has its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(path, weakref.ref(module)) for path, module in model.named_modules()]
+        self._reads: Reads | None = None
+        self._fields: Fields = {}
+        self._before: dict[str, tuple[weakref.ref[nn.Module], str, Any]] = {}
+
+    def check_unchanged(self, frozen: FrozenReads) -> None:
+        """RuntimeProblem where one is another now, and not the same on the parallel model."""
+        if place := self._changed(frozen):
+            raise RuntimeProblem(
+                f"{place} of the plain model was changed after autopar.parallelize, which the parallel model does not see: set "
+                "it on the parallel model (too); for another value in the plain model take a copy (copy.deepcopy) of it"
+            )
+
+    def _changed(self, frozen: FrozenReads) -> str:
+        """The place of one that is another now, and not the same on the parallel model; empty where none is."""
+        if self._reads != frozen.reads:
+            self._take(frozen)
+        unchanged: set[tuple[int, int]] = set()  # settings that many modules share are looked into once
+        for place, (reference, name, before) in self._before.items():
+            if (module := reference()) is None:
+                continue
+            value = vars(module).get(name, _MISSING)
+            if value is before or (id(value), id(before)) in unchanged:
+                continue
+            now = _content(value, self._fields)
+            if all(map(dict(_content(before, {})).items().__contains__, now)):
+                unchanged.add((id(value), id(before)))
+                continue
+            path = place.removesuffix(name).removesuffix(".")
+            if now != _content(vars(frozen.model.get_submodule(path)).get(name, _MISSING), self._fields):
+                return place
+        return ""
+
+    def _take(self, frozen: FrozenReads) -> None:
+        """Takes down the values of attributes that are read for the first time."""
+        self._reads, self._fields = frozen.reads, frozen.reads.fields_by_class()
+        modules = [(path, module) for path, each in self._modules if (module := each()) is not None]
+        contents: dict[int, _Content] = {}
+        for place, module, name in read_attributes(modules, frozen.reads):
+            value = vars(module).get(name, _MISSING)
+            if place not in self._before and name != "training" and not frozen.is_written(module, name):
+                if not isinstance(value, LEAVES):
+                    value = contents.setdefault(id(value), _Content(value, {}))
+                self._before[place] = weakref.ref(module), name, value
+
+
+class _Content(list[tuple[str, Any]]):
+    """The plain values in an object, which is not kept. None of code and tensors, which would be."""
+
+    def __init__(self, value: Any, fields: Fields) -> None:
+        found = leaves("", value, fields) if value is not _MISSING else ()
+        super().__init__((where, each if isinstance(each, LEAVES) else type(each).__qualname__) for where, each in found)
+
+
+def _content(value: Any, fields: Fields) -> _Content:
+    return value if isinstance(value, _Content) else _Content(value, fields)
+
+
+def attribute_of(frozen: FrozenReads, parallel: nn.Module, name: str) -> Any:
+    """Return an attribute of the model that is no module or tensor, or a method of its own class (see `_called`).
+    AttributeProblem where there is none, or the forward has set it."""
+    skeleton = frozen.model
+    check_attribute(frozen, skeleton, name)
+    if name.startswith("_") or not (name in skeleton.__dict__ or hasattr(type(skeleton), name)):
+        remedy = ": leave it out, a parallel model is no wrapper" if name == "module" else ""  # of DistributedDataParallel
+        raise AttributeProblem(f"neither the parallel model nor {type(skeleton).__name__} has an attribute {name!r}{remedy}")
+    if name in skeleton.__dict__:
+        value = skeleton.__dict__[name]
+        if not isinstance(value, torch.Tensor):
+            return value
+    found = inspect.getattr_static(type(skeleton), name, None)
+    owner = next((each for each in type(skeleton).__mro__ if name in each.__dict__), type(None))
+    if owner.__module__.split(".")[0] not in _LIBRARIES:
+        if isinstance(found, FunctionType):
+            return partial(_called, found, skeleton, parallel)
+        if isinstance(found, (staticmethod, classmethod)):
+            return getattr(type(skeleton), name)
+        if isinstance(found, property) and found.fget is not None:
+            return found.fget(parallel)
+        if found is not None and not callable(found):
+            return found
+    raise AttributeProblem(
+        f"{type(skeleton).__name__}.{name} is not there on the parallel model: load parallel.full_state() into a plain model"
+    )
+
+
+def check_attribute(frozen: FrozenReads, model: nn.Module, name: str) -> None:
+    """AttributeProblem for an attribute that the forward sets, whose value the parallel model does not have."""
+    if frozen.is_written(model, name):
+        raise AttributeProblem(
+            f"{type(model).__name__}.{name} is set by the forward, which a parallel program does not do: return it from the "
+            "forward, or make it a buffer"
+        )
+
+
+def _called(method: FunctionType, skeleton: nn.Module, parallel: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A method of the model's class. What counts (parameters, FLOPs) is asked of the model without data, which has all of the
+    parameters under every plan; what does more than return numbers or text runs on the parallel model."""
+    if all(_is_plain(each) for each in (*args, *kwargs.values())):
+        said, found, before = io.StringIO(), None, [(module, dict(vars(module))) for module in skeleton.modules()]
+        with contextlib.suppress(Exception), contextlib.redirect_stdout(said), torch.no_grad():
+            found = method(skeleton, *args, **kwargs)
+        if found is not None and _is_plain(found):
+            print(said.getvalue(), end="")
+            return found
+        for module, attributes in before:  # what it has set is set once more by the parallel model
+            vars(module).clear()
+            vars(module).update(attributes)
+    return method(parallel, *args, **kwargs)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(each) for each in value)
+    if isinstance(value, dict):
+        return all(_is_plain(each) for each in value.values())
+    return value is None or isinstance(value, (int, float, complex, str, torch.dtype))
