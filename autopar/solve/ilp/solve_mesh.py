@@ -169,7 +169,7 @@ class MeshSolver:
         add_memory_constraint(form, margin_bytes)
         return form
 
-    def shortage_bytes(self, time_limit_seconds: float | None = None) -> float:
+    def shortage_bytes(self) -> float:
         """Return the least bytes that a device lacks (linear relaxation), whatever is recomputed or offloaded; 0 where a plan may
         fit."""
         unavoidable = unavoidable_shortage_bytes(self.problem)
@@ -177,7 +177,7 @@ class MeshSolver:
             return unavoidable
         form = formulate(self.problem, recompute=True)
         add_memory_constraint(form, minimise_excess=True)
-        outcome = solve(form.model, relaxed=True, time_limit_seconds=time_limit_seconds)
+        outcome = solve(form.model, relaxed=True)
         return max(0.0, outcome.objective) * form.byte_unit if outcome.values else 0.0
 
     def has_useless_axis(self) -> bool:
