@@ -30,7 +30,7 @@ class OperatorError(AutoparError):
 
 
 class UnsupportedOp(AutoparError):
-    """Under ``strict``: an operation has no sharding rule."""
+    """An operation has no sharding rule, under ``strict``."""
 
 
 class Infeasible(AutoparError):

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from autopar.errors import AutoparError, FileError
 
 PART = ".part"
-"""How the names of unfinished files end."""
+"""The ending of the names of unfinished files."""
 
 
 MOST_BYTES = 256 * 2**20
@@ -27,7 +27,7 @@ MOST_BYTES = 256 * 2**20
 
 
 def _parts(file: BinaryIO, most: int) -> Iterator[bytes]:
-    """Up to `most` bytes and a part: one read of so many would take them in memory at once, however short the file is."""
+    """Yield up to `most` bytes and a part: one read of so many would take them in memory at once, however short the file is."""
     count = 0
     while count <= most and (part := file.read(2**20)):
         yield part
@@ -35,7 +35,7 @@ def _parts(file: BinaryIO, most: int) -> Iterator[bytes]:
 
 
 def read_bytes(path: str | Path, error: type[AutoparError], what: str, most: int = MOST_BYTES) -> bytes:
-    """The content of a file; `error`, one line, where it cannot be read."""
+    """Return the content of a file; `error`, one line, where it cannot be read."""
     try:
         with open(path, "rb") as file:
             content = b"".join(_parts(file, most))
@@ -50,7 +50,7 @@ def read_bytes(path: str | Path, error: type[AutoparError], what: str, most: int
 
 
 def read_text(path: str | Path, error: type[AutoparError], what: str, most: int = MOST_BYTES) -> str:
-    """The same as text in UTF-8."""
+    """Read a file of text in UTF-8."""
     try:
         return read_bytes(path, error, what, most).decode("utf-8-sig")
     except UnicodeDecodeError as fault:
@@ -58,7 +58,7 @@ def read_text(path: str | Path, error: type[AutoparError], what: str, most: int 
 
 
 def read_json(path: str | Path, error: type[AutoparError], what: str, most: int = MOST_BYTES) -> Any:
-    """The same as JSON."""
+    """Read a file of JSON."""
     text = read_text(path, error, what, most)
     try:
         return json.loads(text)
@@ -67,7 +67,7 @@ def read_json(path: str | Path, error: type[AutoparError], what: str, most: int 
 
 
 def check_target(path: str | Path) -> None:
-    """FileError where no file can be written there, for what takes long before it writes."""
+    """Raise FileError where no file can be written there, for what takes long before it writes."""
     try:
         target = Path(os.path.realpath(path))
         if target.is_dir():
@@ -85,7 +85,7 @@ def check_target(path: str | Path) -> None:
 
 
 def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], None]) -> Path:
-    """Writes the file, and gives its path; `content` may write itself into an open file. A link keeps leading to its target; what
+    """Write the file, and return its path; `content` may write itself into an open file. A link keeps leading to its target; what
     is no regular file (``/dev/stdout``) is written into. FileError, one line, where it cannot be written."""
     try:
         target = Path(os.path.realpath(path))
@@ -126,7 +126,7 @@ def _fill(file: BinaryIO, content: str | bytes | Callable[[BinaryIO], None]) -> 
 
 
 def part_of(target: Path) -> Path:
-    """The name of the unfinished file or folder beside the target; it names the process that writes it."""
+    """Return the name of the unfinished file or folder beside the target; it names the process that writes it."""
     return target.with_name(f".{target.name[:100]}.{_host()}.{os.getpid()}{PART}")
 
 
@@ -135,7 +135,7 @@ def _host() -> str:
 
 
 def remove_left_over(target: Path) -> None:
-    """Removes what processes of this machine left unfinished beside the target when they were killed."""
+    """Remove what processes of this machine left unfinished beside the target when they were killed."""
     start = f".{target.name[:100]}.{_host()}."
     with contextlib.suppress(OSError):
         for path in target.parent.iterdir():
@@ -155,7 +155,7 @@ def _is_running(process: int) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Renames inside of the folder outlast a loss of power, where the system can do that."""
+    """Sync a folder, so that renames inside of it outlast a loss of power, where the system can do that."""
     with contextlib.suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:

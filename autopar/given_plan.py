@@ -1,4 +1,4 @@
-"""A plan that was made before: whether it is for this model, cluster and these options. PlanMismatch says what is not."""
+"""A plan that was made before: checks that it is for this model, cluster and these options. PlanMismatch says what differs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from autopar.solve.space.force import Force
 def check_options(
     plan: Plan, model: nn.Module, precision: PrecisionLike | None, force: str | Mapping[str, int | str] | Force | None
 ) -> None:
-    """PlanMismatch where the options ask for something else than the given plan has."""
+    """Raise PlanMismatch where the options ask for something else than the given plan has."""
     has = plan.candidate.precision
     if precision is not None:
         wanted = precision_of(precision, model)
@@ -51,7 +51,7 @@ def check_plan(
     outputs: Sequence[str] = (),
     loss_fn: LossFunction | None = None,
 ) -> Plan:
-    """The given plan. PlanMismatch where it was made for another model, batch shape, number of devices or without outputs."""
+    """Return the given plan. PlanMismatch where it was made for another model, batch shape, devices or outputs."""
     loaded = plan if isinstance(plan, Plan) else planfile.load_plan(plan)
     if loaded.candidate.devices != cluster.size:
         raise PlanMismatch(
@@ -87,7 +87,7 @@ def check_plan(
 
 
 def check_float8(agreed: Plan, compiled: bool | str) -> None:
-    """AutoparError where the plan has float8 products that this process cannot run; a warning where they are not compiled."""
+    """Raise AutoparError where this process cannot run the plan's float8 products, and warn where they are not compiled."""
     if not agreed.candidate.precision.float8:
         return
     if problem := float8_problem("cuda" if torch.cuda.is_available() else "cpu"):
@@ -97,7 +97,7 @@ def check_float8(agreed: Plan, compiled: bool | str) -> None:
 
 
 def cluster_of_plan(plan: Plan, other: Cluster) -> Cluster:
-    """The cluster that a plan was made for, by which the programs of other calls are priced too; `other` where it names none."""
+    """Return the cluster that a plan was made for, by which programs of other calls are priced too; else `other`."""
     try:
         return Cluster.from_dict(plan.document.cluster.description)
     except ClusterError:
@@ -105,6 +105,6 @@ def cluster_of_plan(plan: Plan, other: Cluster) -> Cluster:
 
 
 def batch_dims(agreed: Plan) -> tuple[tuple[str, int], ...]:
-    """Where the tensors of the user have the batch, by argument, if not at dimension 0."""
+    """Return where the tensors of the user have the batch, by argument, if not at dimension 0."""
     interface = agreed.graph.interface
     return () if interface is None else interface.said_batch_dims

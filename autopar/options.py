@@ -23,7 +23,7 @@ from autopar.precision import PrecisionLike
 from autopar.solve.space.force import Force, parse_force
 
 _MOST_DIMS = 64
-"""Of a tensor, in torch."""
+"""Dimensions of a tensor in torch, at most."""
 
 _LARGEST = 2**31 - 1
 """For batches, lengths and seconds: what is larger is a mistake, and may not fit the integers of a solver."""
@@ -31,7 +31,7 @@ _LARGEST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What a user asks of planning, beside model, cluster and example inputs. AutoparError where a value makes no sense.
+    """Options of planning, beside model, cluster and example inputs. AutoparError where a value makes no sense.
 
     precision: dtypes of a step, see `parallelize` (None: those of the model).
     force: degrees that are fixed (``"tp=4,zero=3"``), or a whole configuration, which is priced as it is.
@@ -76,13 +76,13 @@ class PlanOptions:
 
     @property
     def forced(self) -> Force:
-        """What `force` fixes."""
+        """The degrees and choices that `force` fixes."""
         return self.force if isinstance(self.force, Force) else parse_force(self.force)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeOptions:
-    """What a user asks of running, see `parallelize`.
+    """Options of running, see `parallelize`.
 
     plan: one that was made before, or its path (None: search).
     compile: blocks by torch.compile; a text is its mode.
@@ -116,7 +116,7 @@ class RuntimeOptions:
 
 
 def _check_texts(options: PlanOptions) -> None:
-    """A text that stands in a plan is one line of printable characters."""
+    """Check that a text that stands in a plan is one line of printable characters."""
     for what in ("optimizer", "name", "source"):
         text = getattr(options, what)
         if not isinstance(text, str) or len(text) > LONGEST or not (text == "" or text.isprintable()):
@@ -125,7 +125,7 @@ def _check_texts(options: PlanOptions) -> None:
 
 
 def _check_force(options: PlanOptions) -> None:
-    """What does not parse is refused now, not after the model was captured."""
+    """Refuse what does not parse now, not after the model was captured."""
     if not isinstance(options.force, Force):
         parse_force(options.force)
 

@@ -168,7 +168,8 @@ def _capture(model: nn.Module, example_inputs: ExampleInputs, options: PlanOptio
 
 
 def _warn_of_narrowing(inputs: object, compute: str | None) -> None:
-    """One process would refuse float64 inputs, or compute in float64, where the program casts them as any other input."""
+    """Warn of float64 inputs where the step computes in less: one process would refuse them, or compute in float64, where the
+    program casts them as any other input."""
     tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.dtype == torch.float64]
     if tensors and compute not in (None, "float64"):
         warnings.warn(
@@ -194,7 +195,7 @@ def _search_options(options: PlanOptions, forced: Force, precision: Precision, g
 def _with_schedule(
     cluster: Cluster, options: SearchOptions, forced: Force, result: PlanResult, progress: Progress | None
 ) -> PlanResult:
-    """With a schedule of its own where that is faster and no named one is forced."""
+    """Return the result with a schedule of its own where that is faster and no named one is forced."""
     if options.schedule:
         return result
     least = 0.0 if forced.synthesize else options.indifference
@@ -209,7 +210,7 @@ _USER_RULES: dict[str, str] = {}
 
 
 def register_rule(op: str, line: str) -> None:
-    """Adds a sharding rule for an operation: ``register_rule("mylib::rope", "b s (h d!) , s d! -> b s (h d!)")``.
+    """Add a sharding rule for an operation: ``register_rule("mylib::rope", "b s (h d!) , s d! -> b s (h d!)")``.
 
     The line is in factor notation (README, "A sharding rule"). ValueError where it does not parse. Holds for this process.
     """
@@ -226,8 +227,8 @@ def registry() -> Registry:
 
 
 def cache_folder() -> Path | None:
-    """Where measurements of this machine are kept: in ``$XDG_CACHE_HOME/autopar`` or ``~/.cache/autopar``; None where the user
-    has no home."""
+    """Return where measurements of this machine are kept: ``$XDG_CACHE_HOME/autopar`` or ``~/.cache/autopar``; None where the
+    user has no home."""
     folder = os.path.expandvars("$XDG_CACHE_HOME")  # as it is where the variable is not set
     if os.path.isabs(folder):
         return Path(folder) / "autopar"
@@ -238,7 +239,7 @@ def cache_folder() -> Path | None:
 
 
 def plan_folder() -> Path | None:
-    """Where plans are kept; None where the user has no home."""
+    """Return where plans are kept; None where the user has no home."""
     folder = cache_folder()
     return folder / "plans" if folder is not None else None
 
@@ -255,7 +256,7 @@ def cluster_named(
 
 
 def check_model(model: object) -> None:
-    """CaptureError for what is no module to be captured."""
+    """Raise CaptureError for what is no module to be captured."""
     if isinstance(model, nn.Module):
         if hasattr(model, "full_state") and hasattr(model, "checkpoints"):
             raise CaptureError("this model is parallel already: pass the plain model, and use what parallelize returned as it is")

@@ -21,8 +21,8 @@ CONVERT, CONVERT_MANY, START, WAIT = "ap.convert", "ap.convert_many", "ap.start"
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a pass knows besides the block. `batch` is the micro-batch of one data-parallel rank, in examples; with `uneven` data
-    ranks have uneven shards of the batch, and it is the largest."""
+    """The knowledge of a pass besides the block. `batch` is the micro-batch of one data-parallel rank, in examples; with `uneven`
+    data ranks have uneven shards of the batch, and it is the largest."""
 
     mesh: Mesh
     plan: BlockPlan
@@ -71,7 +71,7 @@ class Pass(Protocol):
 
 
 def map_refs(arg: Arg, operands: Iterator[str]) -> Arg:
-    """`arg` with each reference replaced, in order, by the next name of `operands`."""
+    """Return `arg` with each reference replaced, in order, by the next name of `operands`."""
     if isinstance(arg, Ref):
         return Ref(next(operands))
     if isinstance(arg, tuple):
@@ -80,7 +80,7 @@ def map_refs(arg: Arg, operands: Iterator[str]) -> Arg:
 
 
 def with_operands(node: Node, operands: list[str]) -> Node:
-    """`node` with other operands, in the order of `Node.operands()`."""
+    """Return `node` with other operands, in the order of `Node.operands()`."""
     names = iter(operands)
     args = tuple(map_refs(arg, names) for arg in node.args)
     return replace(node, args=args, kwargs=tuple((name, map_refs(arg, names)) for name, arg in node.kwargs))
@@ -103,7 +103,7 @@ def conversion_of(node: Node, state: BlockState, context: Context) -> AxisConver
 
 
 def first_use_indices(block: Block) -> dict[str, int]:
-    """For each value the index of the first node that reads it; ``len(nodes)`` for outputs and updates."""
+    """Return for each value the index of the first node that reads it; ``len(nodes)`` for outputs and updates."""
     out: dict[str, int] = {}
     for index, node in enumerate(block.nodes):
         for name in node.operands():
@@ -114,19 +114,19 @@ def first_use_indices(block: Block) -> dict[str, int]:
 
 
 def producer_indices(block: Block) -> dict[str, int]:
-    """For each value the index of the node that produces it, -1 for inputs and parameters."""
+    """Return for each value the index of the node that produces it, -1 for inputs and parameters."""
     out = {value.name: -1 for value in (*block.inputs, *(parameter.value for parameter in block.parameters))}
     out.update((value.name, index) for index, node in enumerate(block.nodes) for value in node.outputs)
     return out
 
 
 def only_gradient_changes(a: Placement, b: Placement) -> bool:
-    """Whether a conversion between the two changes no value: Replicate and Invariant differ in the gradient's placement only."""
+    """Return whether a conversion changes no value: Replicate and Invariant differ in the gradient's placement only."""
     return str(a) in ("R", "I") and str(b) in ("R", "I")
 
 
 def fresh_name(name: str, names: set[str]) -> str:
-    """`name`, or the first of ``name_2, name_3, ...`` that is not in `names`, which gets it."""
+    """Return `name`, or the first of ``name_2, name_3, ...`` that is not in `names`, which gets it."""
     chosen, number = name, 2
     while chosen in names:
         chosen, number = f"{name.rstrip('_')}_{number}", number + 1
@@ -135,7 +135,8 @@ def fresh_name(name: str, names: set[str]) -> str:
 
 
 def convert_node(source: Value, name: str, axis: str, change: str, like: Node | None = None) -> Node:
-    """``%name = ap.convert(%source, axis, change)``, `change` like ``S(1) -> R``. The shape is the source's until localized.
+    """Return ``%name = ap.convert(%source, axis, change)``, `change` like ``S(1) -> R``. The shape is the source's until
+    localized.
 
     Module and source line are those of `like`.
     """

@@ -37,7 +37,7 @@ class BucketConversions:
     name: str = "bucket_conversions"
 
     def run(self, state: BlockState, context: Context) -> BlockState:
-        """Until nothing changes: the results of a bucket may be converted together on another axis next."""
+        """Coalesce until nothing changes: the results of a bucket may be converted together on another axis next."""
         buckets = [bucket for bucket in self._buckets(state, context) if len(bucket.members) > 1]
         if not buckets:
             return state

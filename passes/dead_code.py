@@ -22,7 +22,7 @@ from autopar.passes.base import BlockState, Context
 
 @dataclass(frozen=True, slots=True)
 class DeadCode:
-    """One sweep from the end. The graph is functional, so an operation without a reader has no effect."""
+    """A sweep from the end. The graph is functional, so an operation without a reader has no effect."""
 
     name: str = "dead_code"
 

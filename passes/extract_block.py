@@ -1,4 +1,4 @@
-"""Extracts some nodes of a block into a block of its own, with the matching part of the plan.
+"""Extraction of some nodes of a block into a block of its own, with the matching part of the plan.
 
 Used by `split_totals` and `split_stages`.
 """
@@ -30,7 +30,7 @@ class SubBlock:
 
 
 def produced_placements(block: Block, plan: BlockPlan) -> dict[str, Placements]:
-    """The placement in which each result of a node is produced."""
+    """Return the placement in which each result of a node is produced."""
     outputs = {node.name: node.outputs for node in block.nodes}
     return {value.name: at for node in plan.nodes for value, at in zip(outputs[node.node], node.results, strict=True)}
 
@@ -38,7 +38,7 @@ def produced_placements(block: Block, plan: BlockPlan) -> dict[str, Placements]:
 def extract_block(
     name: str, block: Block, plan: BlockPlan, nodes: Sequence[str], outputs: Sequence[str], placements: Sequence[Placements]
 ) -> SubBlock:
-    """The block `name` of these `nodes` (by first output), which returns `outputs` in these `placements`."""
+    """Return the block `name` of these `nodes` (by first output), which returns `outputs` in these `placements`."""
     chosen = set(nodes)
     extracted = tuple(node for node in block.nodes if node.name in chosen)
     read = {operand for node in extracted for operand in node.operands()} | set(outputs)

@@ -31,11 +31,11 @@ NAME_SUFFIXES = {
     "pad": "padded",
     None: "replicated",
 }
-"""By what the forward of a conversion does: how its result is named."""
+"""The names of results, by what the forward of a conversion does."""
 
 
 def conversion_text(source: Placements, target: Placements, mesh: Mesh, axis: int) -> str:
-    """``S(1) -> R`` on one axis, as local tensors see it: `parts` counts only what the other axes left."""
+    """Return ``S(1) -> R`` on one axis, as local tensors see it: `parts` counts only what the other axes left."""
 
     def local(placements: Placements) -> str:
         place = placements[axis]
@@ -64,7 +64,7 @@ class _ConversionInserter:
         self.placements[value.name] = placements
 
     def need(self, name: str, placements: Placements, like: Node | None) -> str:
-        """The name of the value in this placement; the conversions that lead there are inserted now unless they exist."""
+        """Return the name of the value in this placement; the conversions that lead there are inserted now unless they exist."""
         value = self.known.get((name, placements))
         if value is None:
             source = self.sources.get((name, placements))
@@ -122,7 +122,8 @@ class InsertConversions:
 
     @staticmethod
     def _updated(inserter: _ConversionInserter, buffer: str, value: str) -> str:
-        """A buffer's new value in the buffer's placement; without a conversion in the plan, axis by axis, the innermost first."""
+        """Return a buffer's new value in the buffer's placement; without the plan's conversion, axis by axis, the innermost
+        first."""
         target, where = inserter.placements[buffer], inserter.placements[value]
         for axis in reversed(range(len(target))):
             if not only_gradient_changes(where[axis], target[axis]) and where[axis] != target[axis]:

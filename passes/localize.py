@@ -1,4 +1,5 @@
-"""Makes all shapes those of one rank, and replaces operations by the functions that compute them on shards.
+"""Localization of shapes: makes all shapes those of one rank, and replaces operations by the functions that compute them on
+shards.
 
 Before (dp=2, tp=4; sizes are global, ``B`` is the global batch)::
 
@@ -29,7 +30,7 @@ from autopar.rules.uneven_shards import require_whole_examples, with_uneven_size
 
 
 def localize_value(value: Value, placements: Placements, context: Context) -> Value:
-    """The value with the shape of one rank's shard. PlanError where a sharded dimension is not divisible."""
+    """Return the value with the shape of one rank's shard. PlanError where a sharded dimension is not divisible."""
     shape = tuple(scale_batch(dim, context.data_ranks) for dim in value.shape)
     try:
         return replace(value, shape=local_shape(shape, placements, context.mesh.sizes))
@@ -62,11 +63,11 @@ FUNCTIONS: dict[str, tuple[int, int, Callable[[Node, str], Node]]] = {
     "ap.attention_heads": (0, -3, _by_axis),
     **dict.fromkeys((each.name for found in SPACE_FUNCTIONS.values() for each in found), (0, SPACE, _by_axis)),
 }
-"""By function: the operand and the dimension of it that are sharded on its mesh axis, and how its arguments are written."""
+"""Functions of shards: the operand and its dimension that are sharded on their mesh axis, and how arguments are written."""
 
 
 def _function(node: Node, plan: NodePlan, ranks: tuple[int, ...], context: Context) -> Node:
-    """The node as a call of the plan's function, on the mesh axis that shards the operand which that function names."""
+    """Return the node as a call of the plan's function, on the mesh axis that shards the operand which that function names."""
     operand, dim, write = FUNCTIONS.get(plan.function, (0, -1, _by_axis))
     rank, placements = ranks[operand], plan.operands[operand]
     axes = {
@@ -123,7 +124,7 @@ class Localize:
 
     @staticmethod
     def _with_sharded_axes(node: Node, placements: Placements, context: Context) -> Node:
-        """The axes whose ranks hold different elements, and so draw different random numbers."""
+        """Add the axes whose ranks hold different elements, and so draw different random numbers."""
         pairs = zip(context.mesh.names, placements, context.mesh.sizes, strict=True)
         axes = tuple(name for name, where, size in pairs if isinstance(where, Shard) and size > 1)
         return replace(node, kwargs=(*node.kwargs, ("sharded_axes", axes)))

@@ -1,4 +1,4 @@
-"""Lowers a captured graph under a plan to the program of one rank: the list of all passes, and the driver that runs them."""
+"""Lowering of a captured graph under a plan to the program of one rank: the list of all passes, and the driver that runs them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Dump = Callable[[str, str], None]
 
 
 def passes() -> tuple[Pass, ...]:
-    """All rewrites of a block, in order."""
+    """Return all rewrites of a block, in order."""
     return (
         InsertConversions(),
         MarkRecompute(),
@@ -53,7 +53,7 @@ def passes() -> tuple[Pass, ...]:
 
 
 def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None, *, uneven: bool = False) -> Lowered:
-    """The program of one rank. PlanError where the candidate does not fit the graph. `dump` gets the IR after each pass.
+    """Return the program of one rank. PlanError where the candidate does not fit the graph. `dump` gets the IR after each pass.
     `uneven`: the batch does not divide over the data ranks, whose shards of it differ by one example; PlanError where something
     in the graph does not allow that."""
     data_ranks = candidate.mesh.size_of(DATA_AXIS)
@@ -100,7 +100,7 @@ def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None, *, uneve
 
 
 def _outputs(graph: Graph, candidate: Candidate) -> tuple[LoweredOutput, ...]:
-    """Each output with its placement at the end of the program."""
+    """Return each output with its placement at the end of the program."""
     places = {
         name: where for call in graph.calls for name, where in zip(call.outputs, candidate.block(call.block).outputs, strict=True)
     }
@@ -111,7 +111,7 @@ def _outputs(graph: Graph, candidate: Candidate) -> tuple[LoweredOutput, ...]:
 
 
 def _output_placements(placements: Placements, candidate: Candidate, kind: str) -> tuple[tuple[str, str], ...]:
-    """Where it takes gradients, Invariant and Replicate differ."""
+    """Return the placements of an output; where it takes gradients, Invariant and Replicate differ."""
     if kind != "gradient":
         return _placement_texts(placements, candidate)
     pairs = zip(candidate.mesh.names, placements, strict=True)
@@ -119,7 +119,7 @@ def _output_placements(placements: Placements, candidate: Candidate, kind: str) 
 
 
 def _schedule(staged: ChunkedGraph) -> Schedule:
-    """The actions of all pipeline ranks, communication included. PlanError where the plan's weight versions are not possible."""
+    """Return the actions of all ranks, communication included. PlanError where its weight versions are not possible."""
     candidate = staged.candidate
     pipeline = candidate.pipeline
     if pipeline.weight_versions == 1:
@@ -129,7 +129,7 @@ def _schedule(staged: ChunkedGraph) -> Schedule:
 
 
 def _zero_of_chunks(staged: ChunkedGraph) -> tuple[int, ...] | None:
-    """The ZeRO stage of each model chunk: 1 or 2 where some of its blocks all-gather once a step, 3 where all gather per call."""
+    """Return the ZeRO stage of each model chunk: 1 or 2 where some of its blocks gather once a step, 3 where all do per call."""
     if staged.candidate.mesh.size_of(DATA_AXIS) == 1:
         return None
     plans = {plan.block: plan for plan in staged.candidate.blocks}
@@ -141,7 +141,7 @@ def _zero_of_chunks(staged: ChunkedGraph) -> tuple[int, ...] | None:
 
 
 def _chunks(staged: ChunkedGraph, context: Context) -> tuple[LoweredChunk, ...]:
-    """The model chunks, with the local shapes of what is sent between them."""
+    """Return the model chunks, with the local shapes of what is sent between them."""
     graph, candidate = staged.graph, staged.candidate
     values: dict[str, Value] = {}
     sent_names = {name for chunk in staged.chunks for name in (*chunk.receives, *chunk.sends)}
@@ -182,7 +182,7 @@ def _lower_block(block: Block, candidate: Candidate, batch: int, uneven: bool, d
 
 
 def captured_placements(block: Block, plan: BlockPlan) -> dict[str, Placements]:
-    """The placement in which the plan produces each value, before any conversion."""
+    """Return the placement in which the plan produces each value, before any conversion."""
     results = {each.node: each.results for each in plan.nodes}
     if results.keys() != {node.name for node in block.nodes}:
         raise PlanError(f"block {block.name}: the plan's operations are not those of the graph; plan the model again")
@@ -212,7 +212,7 @@ def _stored_parameters(block: Block, candidate: Candidate) -> tuple[StoredParame
 
 
 def _placement_texts(placements: Placements, candidate: Candidate, model: bool = False) -> tuple[tuple[str, str], ...]:
-    """(axis, placement) for each axis on which it is neither Replicate nor Invariant, the default."""
+    """Return (axis, placement) for each axis on which it is neither Replicate nor Invariant, the default."""
     pairs = zip(candidate.mesh.names, placements, strict=True)
     return tuple(
         (axis, str(where))
@@ -222,7 +222,7 @@ def _placement_texts(placements: Placements, candidate: Candidate, model: bool =
 
 
 def _input_placements(graph: Graph, candidate: Candidate) -> dict[str, Placements]:
-    """The placement of each input of the batch at the start of the program; an input that is never read is replicated."""
+    """Return the placement of each input of the batch at the start of the program; an input that is never read is replicated."""
     replicated: Placements = (Replicate(),) * len(candidate.mesh.axes)
     out = {value.name: replicated for value in graph.inputs}
     for call in graph.calls:

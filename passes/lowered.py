@@ -50,7 +50,7 @@ class LoweredBlock:
         return bool(self.recomputed or self.offloaded or self.partitioned)
 
     def recomputes(self, node: Node) -> bool:
-        """Whether the backward recomputes this node."""
+        """Return whether the backward recomputes this node."""
         return any(value.name in self.recomputed for value in node.outputs)
 
 
@@ -118,7 +118,7 @@ class Lowered:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """What the program returns."""
+        """The names that the program returns."""
         return (self.loss, *(output.value for output in self.outputs))
 
     @property

@@ -60,7 +60,7 @@ def _planned_node(nodes: dict[str, Node], name: str) -> Node:
 
 
 def _placed_values(state: BlockState) -> Iterator[tuple[str, PlacedValue]]:
-    """For each value of the rewritten block: the captured value and the placement that it stands for."""
+    """Yield for each value of the rewritten block the captured value and the placement that it stands for."""
     roots = {name: name for name in state.block.values()}
     for node in state.block.nodes:
         if node.op == CONVERT:
@@ -69,8 +69,8 @@ def _placed_values(state: BlockState) -> Iterator[tuple[str, PlacedValue]]:
 
 
 def _name_of(value: PlacedValue, placed: dict[str, PlacedValue], context: Context) -> str:
-    """The name that a placed value has in the rewritten block. Axes of size 1, and conversions that change no value, have no
-    node of their own."""
+    """Return the name that a placed value has in the rewritten block. Axes of size 1, and conversions that change no value, have
+    no node of their own."""
 
     def matches(names: PlacedValue, ignore_gradient: bool) -> bool:
         axes = zip(names[1], value[1], context.mesh.sizes, strict=True)

@@ -118,7 +118,7 @@ class _StartsAndWaits:
         self.placements = dict(self.state.placements)
 
     def split(self, node: Node, start_op: str, wait_op: str) -> tuple[Node, Node]:
-        """`node` as a start, whose result is pending, and the wait for it."""
+        """Return `node` as a start, whose result is pending, and the wait for it."""
         pending = replace(node.outputs[0], name=fresh_name(f"{node.name}_start", self.taken))
         self.placements[pending.name] = self.placements[node.name]
         start = replace(node, op=start_op, outputs=(pending,))

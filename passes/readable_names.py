@@ -51,14 +51,15 @@ TRAILING_NUMBER = re.compile(r"(_\d+)+$")
 
 
 def identifier(text: str) -> str:
-    """`text` as a Python identifier that shadows neither a keyword, a builtin nor an import of the program."""
+    """Return `text` as a Python identifier that shadows neither a keyword, a builtin nor an import of the program."""
     name = re.sub(r"\W", "_", text).strip("_") or "value"
     name = CLEARER.get(name, name)
     return f"x{name}" if name[0].isdigit() else f"{name}_" if name in RESERVED else name
 
 
 def layer_name(node: Node) -> str | None:
-    """The name of the module of a layer: ``q_proj``, or ``mlp_0`` where the last part is a number; None for other operations."""
+    """Return the name of the module of a layer: ``q_proj``, or ``mlp_0`` where the last part is a number; None for other
+    operations."""
     if not node.module or ".".join(node.op.split(".")[:2]) not in LAYERS:
         return None
     parts = node.module.split(".")

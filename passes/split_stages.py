@@ -27,7 +27,7 @@ from autopar.passes.extract_block import extract_block
 
 @dataclass(frozen=True, slots=True)
 class ChunkCalls:
-    """One model chunk: its calls in order, and the values that it receives from the previous chunk and sends to the next."""
+    """The calls of a model chunk in order, and the values that it receives from the previous one and sends to the next."""
 
     calls: tuple[Call, ...]
     receives: tuple[str, ...]
@@ -44,7 +44,7 @@ class ChunkedGraph:
 
 
 def split_stages(graph: Graph, candidate: Candidate) -> ChunkedGraph:
-    """The model chunks in the model's order; for one stage, one chunk of all calls. PlanError where the split is impossible."""
+    """Return the model chunks in the model's order; for one stage, one chunk of all calls. PlanError where that is impossible."""
     pipeline = candidate.pipeline
     if pipeline.stages == 1:
         return ChunkedGraph(graph, candidate, (ChunkCalls(graph.calls, (), graph.results),))

@@ -34,7 +34,7 @@ class GraphAndTotals:
 
 
 def split_totals(graph: Graph, candidate: Candidate) -> GraphAndTotals:
-    """Nothing changes for one micro-batch. PlanError where the batch cannot be split in micro-batches."""
+    """Split off the totals; nothing changes for one micro-batch. PlanError where the batch cannot be split in micro-batches."""
     totals = candidate_totals(graph, candidate) if candidate.micro_batches > 1 else ()
     split = GraphAndTotals(graph, candidate)
     for name in dict.fromkeys(total.block for total in totals):

@@ -12,13 +12,13 @@ from autopar.passes.base import CONVERT, CONVERT_MANY, BlockState, Context, text
 
 
 def verify(state: BlockState, context: Context, culprit: str) -> None:
-    """AssertionError at the first problem, which names the pass (`culprit`), the block and the value."""
+    """Raise AssertionError at the first problem, which names the pass (`culprit`), the block and the value."""
     for problem in problems(state, context):
         raise AssertionError(f"after {culprit}, block {state.block.name}: {problem}")
 
 
 def problems(state: BlockState, context: Context) -> Iterator[str]:
-    """Every violation of the invariants in `state`."""
+    """Yield every violation of the invariants in `state`."""
     block = state.block
     values: dict[str, Value] = {}
     for value in (*block.inputs, *(parameter.value for parameter in block.parameters)):
@@ -58,7 +58,7 @@ def _defined(value: Value, values: dict[str, Value], state: BlockState, context:
 
 
 def _conversion(node: Node, values: dict[str, Value], state: BlockState, context: Context) -> Iterator[str]:
-    """The local shape of a conversion's result follows from its placements."""
+    """Check that the local shape of a conversion's result follows from its placements."""
     axis = text_kwarg(node, "axis")
     index, size = context.mesh.index(axis), context.mesh.size_of(axis)
     for source, result in zip(node.operands(), node.outputs, strict=True):

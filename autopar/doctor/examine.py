@@ -1,4 +1,4 @@
-"""Captures a model and lists what is refused, replicated, fixed or slow. Nothing is planned."""
+"""The examination of a model: captures it and lists what is refused, replicated, fixed or slow. Nothing is planned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """`graph` is None where no plan can be made; `examined_lengths` whether inputs were tried with open lengths."""
+    """The findings on a model. `graph` is None where no plan can be made; `examined_lengths`: inputs were tried with open
+    lengths."""
 
     graph: Graph | None
     findings: tuple[Finding, ...]
@@ -41,7 +42,7 @@ class Examination:
 def examine(
     model: nn.Module, example: ExampleInputs, compute: str, batch_dim: int | Mapping[str, int] | None = None
 ) -> Examination:
-    """Every finding, the worst first. The model may be on the meta device; it is not changed."""
+    """Return every finding, the worst first. The model may be on the meta device; it is not changed."""
     args, kwargs = split_inputs(example)
     results: list[Finding] = []
     for check in (refuse_hooks, refuse_complex):
@@ -77,7 +78,7 @@ def _refusal(check: Callable[[nn.Module], None], model: nn.Module) -> list[Findi
 
 
 def _as_finding(problem: AutoparError) -> Finding:
-    """``where: what; remedy`` of a message."""
+    """Split a message ``where: what; remedy``."""
     text = str(problem)
     where, what = "the model", text
     if match := re.match(r"(\S+\.py:\d+(?: \(module [^)]*\))?): (.*)", text, re.S):
@@ -110,7 +111,7 @@ def _capture(
 
 
 def _leave_whole(model: nn.Module, path: str) -> nn.Module | None:
-    """The refused module, made opaque; None where there is none, or it is opaque already or has a forward of its own."""
+    """Return the refused module, made opaque; None where there is none, or it is opaque already or has a forward of its own."""
     try:
         module = model.get_submodule(path)
     except AttributeError:
@@ -121,7 +122,7 @@ def _leave_whole(model: nn.Module, path: str) -> nn.Module | None:
 def _fixed_lengths(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: CaptureOptions
 ) -> dict[str, tuple[int, ...]]:
-    """Dimensions of inputs that are fixed although they were left open."""
+    """Return the dimensions of inputs that are fixed although they were left open."""
     tensors = bind_inputs(model, args, kwargs).tensors
     lengths = findings.lengths_of(tensors, batch_of(tensors))
     if not lengths:

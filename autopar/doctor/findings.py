@@ -26,7 +26,7 @@ _LEAST_LAYERS = 3
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`kind` is one of `KINDS`; `where` a file and line with the module, `count` how many operations or layers have it."""
+    """A finding: `kind` is one of `KINDS`; `where` file, line and module, `count` the operations or layers that have it."""
 
     kind: str
     what: str
@@ -36,7 +36,7 @@ class Finding:
 
 
 def place(graph: Graph, block: str, node: Node) -> str:
-    """``model.py:12 (layers.0.mlp)``, of the first call of a block."""
+    """Return ``model.py:12 (layers.0.mlp)``, of the first call of a block."""
     prefix = next((call.prefix for call in graph.calls if call.block == block), "")
     module = ".".join(filter(None, (prefix, node.module)))
     return f"{node.source} ({module})" if node.source and module else node.source or module or "the model"
@@ -79,7 +79,7 @@ def fixed_sizes(graph: Graph, closed: Mapping[str, tuple[int, ...]]) -> Iterator
 
 
 def _fixed_at(graph: Graph) -> str:
-    """The line that makes a number of the batch."""
+    """Return the line that makes a number of the batch."""
     place = next((note.removeprefix(FIXED_AT).strip() for note in graph.notes if note.startswith(FIXED_AT)), "")
     return place.rsplit("/", 1)[-1] or "the model's forward"
 
@@ -131,7 +131,7 @@ def unfolded_layers(graph: Graph, model: nn.Module) -> Iterator[Finding]:
 
 
 def _inside(layer: str, blocks: Mapping[str, str], counts: Mapping[str, int]) -> bool:
-    """Whether a layer is a call of a repeated block, or lies in one, or consists of some."""
+    """Return whether a layer is a call of a repeated block, or lies in one, or consists of some."""
     parts = layer.split(".")
     around = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
     own = [blocks[path] for path in around if path in blocks]
@@ -140,7 +140,7 @@ def _inside(layer: str, blocks: Mapping[str, str], counts: Mapping[str, int]) ->
 
 
 def source_of(kind: type) -> str:
-    """``file.py:line`` of a class."""
+    """Return ``file.py:line`` of a class."""
     try:
         file, line = inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)[1]
     except (OSError, TypeError):
@@ -149,7 +149,7 @@ def source_of(kind: type) -> str:
 
 
 def lengths_of(tensors: Mapping[str, Tensor], batch: int) -> dict[str, tuple[int, ...]]:
-    """The dimensions of inputs that may be lengths: those behind the batch."""
+    """Return the dimensions of inputs that may be lengths: those behind the batch."""
     return {
         name: tuple(range(1, tensor.dim())) for name, tensor in tensors.items() if tensor.dim() > 1 and tensor.shape[0] == batch
     }

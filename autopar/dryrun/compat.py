@@ -45,7 +45,7 @@ COLLECTIVES = {
 
 @contextlib.contextmanager
 def fake_group(rank: int, size: int) -> Iterator[None]:
-    """This process as one of `size` whose collectives return at once, with nothing sent."""
+    """Make this process one of `size` whose collectives return at once, with nothing sent."""
     if dist.is_initialized():
         raise AutoparError("a dry run plays one rank of another cluster, but this process has joined a group: run it by itself")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -78,7 +78,7 @@ class LiveStorage:
 
 
 class MemoryWatch(MemTracker):
-    """torch's tracker of live storages, which also records where its peak is and what is live there. `_update_peak_stats` is
+    """A tracker (torch's) of live storages, which also records where its peak is and what is live there. `_update_peak_stats` is
     called after each operation, `_update_snap` at each change; `_curr_mem_snap` holds bytes per device, `_WINFO` the live
     storages.
 
@@ -122,7 +122,7 @@ class MemoryWatch(MemTracker):
         super()._pre_fw_hook(module, inputs)
 
     def _update_peak_stats(self, peak_state: Any) -> None:
-        """In the place of torch's, which keeps a table for every module besides."""
+        """Replace torch's, which keeps a table for every module besides."""
         total = self.current_bytes()
         if total > self.peak.bytes:
             self.peak = MeasuredPeak(total, self.operations, str(self._running), self._module(), _line())
@@ -136,7 +136,7 @@ class MemoryWatch(MemTracker):
         super()._update_snap(u_type, winfo, *rest, **more)
 
     def current_bytes(self) -> int:
-        """All that is live now."""
+        """Return the bytes of all that is live now."""
         return sum(int(snapshot["Total"]) for snapshot in self._curr_mem_snap.values())
 
     def live(self) -> list[LiveStorage]:
@@ -148,7 +148,7 @@ class MemoryWatch(MemTracker):
         ]
 
     def start_step(self, forget_peak: bool = False) -> None:
-        """Resets the modules (torch refuses a second step otherwise) and the collectives."""
+        """Reset the modules (torch refuses a second step otherwise) and the collectives."""
         self.reset_mod_stats()
         if forget_peak:
             self.peak = MeasuredPeak(0, -1, "", "", "")
@@ -171,8 +171,8 @@ class MemoryWatch(MemTracker):
 
 
 class _Modules(ModTracker):
-    """torch's tracker drops the running modules when a backward ends, also those around it: micro-batches run their backward in a
-    forward."""
+    """The running modules, which torch's tracker drops when a backward ends, also those around it: micro-batches run their
+    backward in a forward."""
 
     def _get_pop_fn(self, w_mod: Any, name: str, is_bw: bool) -> Any:
         pop = super()._get_pop_fn(w_mod, name, is_bw)  # type: ignore[no-untyped-call]
@@ -181,7 +181,7 @@ class _Modules(ModTracker):
 
 @dataclass(frozen=True, slots=True)
 class _Lock:
-    """Held while DTensor computes shapes."""
+    """A lock that is held while DTensor computes shapes."""
 
     watch: MemoryWatch
 
@@ -193,7 +193,7 @@ class _Lock:
 
 
 def _group(arguments: Any) -> str:
-    """The name of the process group among a collective's arguments: as such, or as a boxed ProcessGroup."""
+    """Return the name of the process group among a collective's arguments: as such, or as a boxed ProcessGroup."""
     for argument in reversed(tree_leaves(arguments)):
         if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min", "product"):
             return argument
@@ -203,7 +203,7 @@ def _group(arguments: Any) -> str:
 
 
 def _line() -> str:
-    """The line of the program that runs, or which part of torch or of the runtime does; empty in a plain backward."""
+    """Return the line of the program that runs, or which part of torch or of the runtime does; empty in a plain backward."""
     frame: FrameType | None = sys._getframe(2)
     place = ""
     while frame is not None:

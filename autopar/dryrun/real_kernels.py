@@ -1,4 +1,4 @@
-"""One rank of a plan on the device at hand: real kernels on real tensors, while collectives move nothing."""
+"""The run of one rank of a plan on the device at hand: real kernels on real tensors, while collectives move nothing."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SCALE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class RealRun:
-    """What one rank took. `measured`: as `runtime.report` combines it, of this rank alone; its waits are of collectives that
-    moved nothing. `peak_bytes`: of its tensors, as the allocator counted them."""
+    """The measurement of one rank. `measured`: as `runtime.report` combines it, of this rank alone; its waits are of collectives
+    that moved nothing. `peak_bytes`: of its tensors, as the allocator counted them."""
 
     rank: int
     stage: int
@@ -40,9 +40,8 @@ class RealRun:
 
 
 def measure_rank(plan: Plan, rank: int = 0, steps: int = 5, threads: int = 1) -> RealRun:
-    """Trains `steps` steps with random weights and a random batch, and one more for its memory. AutoparError where the plan has
-    no such rank. On a CPU it computes with so many `threads`
-    (torchrun gives each rank one)."""
+    """Train `steps` steps with random weights and a random batch, and one more for its memory. AutoparError where the plan has no
+    such rank. On a CPU it computes with so many `threads` (torchrun gives each rank one)."""
     candidate = plan.candidate
     if not 0 <= rank < candidate.devices:
         raise AutoparError(f"rank {rank} is not in the plan, which has ranks 0 to {candidate.devices - 1}")
@@ -63,7 +62,7 @@ def measure_rank(plan: Plan, rank: int = 0, steps: int = 5, threads: int = 1) ->
 
 
 def _parallel(program_class: Any) -> Parallel:
-    """The program of this rank with random weights, each made when it is asked for."""
+    """Build the program of this rank with random weights, each made when it is asked for."""
     program = program_class(MeshHandle(program_class.mesh_axes))
     roots = [root for stage in program.roots() for root in stage]
     specs = {block.original_names[spec.path]: spec for root in roots for block in root.blocks() for spec in block.specs}
@@ -76,7 +75,7 @@ def _parallel(program_class: Any) -> Parallel:
 
 
 def _random(spec: ParameterSpec, generator: torch.Generator) -> torch.Tensor:
-    """One for what may be a scale, normal numbers for the rest."""
+    """Draw a parameter: ones for what may be a scale, normal numbers for the rest."""
     dtype = getattr(torch, spec.dtype)
     if not dtype.is_floating_point:
         return torch.zeros(spec.shape, dtype=dtype)
@@ -86,7 +85,7 @@ def _random(spec: ParameterSpec, generator: torch.Generator) -> torch.Tensor:
 
 
 class _OtherStages(PointToPoint):
-    """Receives normal numbers (integers: zeros) instead of what lies in new memory, which may be no numbers."""
+    """A transport that receives normal numbers (integers: zeros) instead of what lies in new memory, which may be no numbers."""
 
     def receive(self, tensors: list[torch.Tensor], stage: int, tag: int) -> PendingReceive:
         for each in tensors:
@@ -97,14 +96,14 @@ class _OtherStages(PointToPoint):
         return super().receive(tensors, stage, tag)
 
     def _numbers(self, like: torch.Tensor) -> torch.Tensor:
-        """Four thousand numbers, repeated: a copy of as many bytes as a message."""
+        """Return four thousand numbers, repeated: a copy of as many bytes as a message."""
         few = torch.linspace(-3 * _SCALE, 3 * _SCALE, 4096, dtype=like.dtype, device=like.device)
         times = -(-like.numel() // few.numel())
         return few.expand(times, -1).reshape(-1)[: like.numel()].view(like.shape)
 
 
 def _measure(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, steps: int) -> dict[str, Any]:
-    """After one step that is not counted, which makes the optimizer's state."""
+    """Measure steps after one that is not counted, which makes the optimizer's state."""
 
     def train(count: int) -> None:
         for _ in range(count):
@@ -122,7 +121,7 @@ def _measure(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: torc
 
 
 def compare_with_plan(plan: Plan, run: RealRun) -> dict[str, Any]:
-    """`tables` of text and `compute` (seconds): computing time and memory beside the prediction, where the plan has one."""
+    """Return `tables` of text and `compute` (seconds): computing time and memory beside the plan's prediction, if any."""
     predicted = predicted_step(plan) if plan.document.cluster.description else None
     predicted_tables = {name: [r for r in predicted[name] if r["stage"] == run.stage] for name in _TOLD} if predicted else {}
     (row,) = run.measured["stages"]

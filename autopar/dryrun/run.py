@@ -45,9 +45,10 @@ class TensorGroup:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """`peak_bytes` are live after `function` in `module` (at `line` of the program if it is in a forward); `memory` has them by
-    kind, `tensors` by place, largest first. `host_bytes`: the peak of offloaded bytes. `reserved_bytes`, `shown_bytes`: what the
-    allocator would reserve on the plan's devices, and the device show (0 where the plan does not describe them)."""
+    """The result of a dry run. `peak_bytes` are live after `function` in `module` (at `line` of the program if it is in a
+    forward); `memory` has them by kind, `tensors` by place, largest first. `host_bytes`: the peak of offloaded bytes.
+    `reserved_bytes`, `shown_bytes`: what the allocator would reserve on the plan's devices, and the device show (0 where the plan
+    does not describe them)."""
 
     rank: int
     coordinates: tuple[tuple[str, int], ...]
@@ -64,7 +65,7 @@ class DryRun:
 
 
 def dry_run(plan: Plan, rank: int = 0) -> DryRun:
-    """Runs the program on one rank of the plan's cluster. AutoparError if the plan has no such rank."""
+    """Run the program on one rank of the plan's cluster. AutoparError if the plan has no such rank."""
     candidate = plan.candidate
     if not 0 <= rank < candidate.devices:
         raise AutoparError(f"rank {rank} is not in the plan, which has ranks 0 to {candidate.devices - 1}")
@@ -89,7 +90,7 @@ def dry_run(plan: Plan, rank: int = 0) -> DryRun:
 
 
 def _on_device(plan: Plan, result: DryRun) -> DryRun:
-    """With what the tensors take on a device of the plan's cluster, by the planner's allocator model."""
+    """Return the result with what the tensors take on a device of the plan's cluster, by the planner's allocator model."""
     description, candidate = plan.document.cluster.description, plan.candidate
     if not description:
         return result
@@ -119,8 +120,8 @@ class FakeHostMemory(HostMemory):
 
 
 def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, rank: int) -> DryRun:
-    """Three steps: the first has no optimizer state, the second finds the peak, the third lists what is live there. Also runs on
-    real tensors, on every rank at once."""
+    """Run three steps: the first has no optimizer state, the second finds the peak, the third lists what is live there. Also runs
+    on real tensors, on every rank at once."""
     watch = MemoryWatch()
     watch.track_external(parallel, *batch.values())
     groups: list[TensorGroup] = []
@@ -128,8 +129,7 @@ def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: t
         for step in range(3):
             watch.start_step(forget_peak=step == 1)
             if step == 2:
-                take = lambda: groups.extend(_groups(watch.live(), parallel, optimizer, batch))  # noqa: E731
-                watch.at_operation = watch.peak.operation, take
+                watch.at_operation = watch.peak.operation, lambda: groups.extend(_sums(watch.live(), parallel, optimizer, batch))
             result = parallel(NamedBatch(batch))
             loss = result if isinstance(result, torch.Tensor) else result.loss
             loss.backward()
@@ -158,7 +158,7 @@ def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: t
 
 
 def make_optimizer(name: str, parallel: Parallel, foreach: bool) -> torch.optim.Optimizer:
-    """The optimizer that a plan names; AdamW, as which it is priced, if torch has none of that name."""
+    """Return the optimizer that a plan names; AdamW, as which it is priced, if torch has none of that name."""
     parameters = [parameter for parameter in parallel.parameters() if parameter.requires_grad]
     match name:
         case "sgd" | "momentum":
@@ -172,10 +172,10 @@ def make_optimizer(name: str, parallel: Parallel, foreach: bool) -> torch.optim.
     return torch.optim.AdamW(parameters, foreach=foreach)
 
 
-def _groups(
+def _sums(
     live: list[LiveStorage], parallel: Parallel, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> list[TensorGroup]:
-    """The live tensors by kind and place, largest first."""
+    """Return the live tensors by kind and place, largest first."""
     places: dict[int, str] = {}
     places.update((_storage(tensor), "inputs") for tensor in batch.values())
     places.update((_storage(tensor), "buffers") for tensor in parallel.state.buffers.values())

@@ -86,7 +86,7 @@ class _MeasuredFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_measured(path: str | Path, plan: Plan) -> dict[str, Any]:
-    """The measured step. FileError where it is none, PlanMismatch where another plan was measured."""
+    """Read the measured step. FileError where it is none, PlanMismatch where another plan was measured."""
     content = read_bytes(path, FileError, "the measured step", _MOST_BYTES)
     remedy = "name a file that parallel.report().save(...) wrote"
     try:

@@ -1,4 +1,4 @@
-"""What a plan predicted of its memory, and the nearest plan that would have fitted, for a step that ran out of it."""
+"""The answer to a step that ran out of memory: what its plan predicted, and the nearest plan that would have fitted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GIB = 2.0**30
 
 
 def memory_answer(plan: Plan, usage: Usage) -> str:
-    """The predicted peak by kind, and the fastest change of the plan that takes as much less as was missing."""
+    """Write the predicted peak by kind, and the fastest change of the plan that takes as much less as was missing."""
     predicted = plan.document.predicted
     peak = predicted.peak_memory_bytes
     if not peak:
@@ -22,7 +22,7 @@ def memory_answer(plan: Plan, usage: Usage) -> str:
 
 
 def _remedy(plan: Plan, wanted_bytes: float) -> str:
-    """The change whose predicted peak is at most `wanted_bytes`, or the one that takes least memory."""
+    """Write the change whose predicted peak is at most `wanted_bytes`, or the one that takes least memory."""
     cluster = Cluster.from_dict(plan.document.cluster.description)
     peak = plan.document.predicted.peak_memory_bytes or 0
     changes = [
@@ -41,7 +41,7 @@ def _remedy(plan: Plan, wanted_bytes: float) -> str:
 
 
 def _words(plan: Plan, change: EvaluatedChange) -> str:
-    """The change, what it is predicted to take, and how it is asked for."""
+    """Write the change, what it is predicted to take, and how it is asked for."""
     pipeline = plan.candidate.pipeline
     degrees = ([f"pp={pipeline.stages}"] if pipeline.stages > 1 else []) + [
         f"{axis.name}={axis.size}" for axis in plan.candidate.mesh.axes if axis.size > 1

@@ -21,7 +21,7 @@ _OUTSIDE = ("base", "slack")
 
 
 def predicted_step(plan: Plan) -> dict[str, Any]:
-    """JSON. PlanError where the plan does not describe its cluster."""
+    """Return the predicted step as JSON. PlanError where the plan does not describe its cluster."""
     description, candidate = plan.document.cluster.description, plan.candidate
     if not description:
         raise PlanError("the plan does not describe its cluster, so that there are no times: plan again with --cluster")
@@ -49,7 +49,7 @@ def predicted_step(plan: Plan) -> dict[str, Any]:
 
 
 def _stage(number: int, plan: Plan, stage: StageTime, traces: Mapping[str, CallTrace]) -> dict[str, Any]:
-    """The parts add up to the step; a stage that ends before the slowest one waits for it."""
+    """Return a stage, whose parts add up to the step; a stage that ends before the slowest one waits for it."""
     micro_batches = plan.candidate.micro_batches
     calls = [traces[plan.graph.calls[index].block] for index in stage.calls]
     compute, exposed = (
@@ -79,7 +79,7 @@ def _blocks(number: int, plan: Plan, stage: StageTime, traces: Mapping[str, Call
 
 
 def _collectives(number: int, plan: Plan, cluster: Cluster) -> Iterator[dict[str, Any]]:
-    """By kind and mesh axis, overlapped or exposed."""
+    """Yield the collectives by kind and mesh axis, overlapped or exposed."""
     sums: dict[tuple[str, str], list[float]] = {}
     for cost in cost_breakdown(plan.graph, plan.candidate, cluster, plan.document.optimizer, number).collectives:
         kinds = list(_kinds(cost))
@@ -92,7 +92,7 @@ def _collectives(number: int, plan: Plan, cluster: Cluster) -> Iterator[dict[str
 
 
 def _kinds(cost: CollectiveCost) -> Iterator[str]:
-    """Of one call of it."""
+    """Yield the kinds of collectives of one call."""
     kinds = [STATE_KINDS.get(kind, kind) for kind, _, _ in cost.collectives] or list(cost.kinds)
     if not kinds:
         kinds = [cost.origin.name.partition(" ")[0]] if isinstance(cost.origin, StateCollective) else ["inside operations"]
@@ -100,7 +100,7 @@ def _kinds(cost: CollectiveCost) -> Iterator[str]:
 
 
 def _memory(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    """As the tensors show it: without the framework and the allocator."""
+    """Yield the memory as the tensors show it: without the framework and the allocator."""
     for number, each in enumerate(evaluation.stage_memory):
         table = each.table
         peak = each.peak_bytes - sum(table.get(kind, 0) for kind in _OUTSIDE)

@@ -1,4 +1,4 @@
-"""What is said while rank 0 plans, and of the plan that it chose: lines of the logger ``autopar``."""
+"""Lines while rank 0 plans, and on the plan that it chose, by the logger ``autopar``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGGER = logging.getLogger("autopar")
 
 @contextlib.contextmanager
 def saying_progress(model: str, cluster: str, time_limit_seconds: float, every_seconds: float = 5.0) -> Iterator[None]:
-    """A line at the start, and one now and then; on a terminal it is written over itself, and gone at the end."""
+    """Write a line at the start, and one now and then; on a terminal it is written over itself, and gone at the end."""
     started, done = time.monotonic(), threading.Event()
     LOGGER.info("planning %s for %s (at most %g s)", model, cluster, time_limit_seconds)
     terminal = sys.stderr.isatty()
@@ -41,12 +41,12 @@ def saying_progress(model: str, cluster: str, time_limit_seconds: float, every_s
 
 
 def say_measuring(line: str) -> None:
-    """A line before, and one after, this machine is measured: as a warning, since somebody waits who sees nothing else."""
+    """Write a line before, and one after, this machine is measured: as a warning, since somebody waits who sees nothing else."""
     LOGGER.warning("%s", line)
 
 
 def say_plan(plan: Plan) -> None:
-    """One line: the model, the plan, and what it is predicted to take."""
+    """Write one line: the model, the plan, and what it is predicted to take."""
     predicted = plan.document.predicted
     step = f", {1e3 * predicted.step_seconds:.3g} ms a step" if predicted.step_seconds else ""
     memory = f", {predicted.peak_memory_bytes / 2**30:.3g} GiB a device" if predicted.peak_memory_bytes else ""

@@ -21,7 +21,7 @@ from autopar.rules.conversions import changed_axis
 
 @dataclass(frozen=True, slots=True)
 class CostRow:
-    """One operation, collective, or copy to host memory of a distinct block.
+    """The row of an operation, collective, or copy to host memory of a distinct block.
 
     what: the operation or collective, in words.
     where, source: its place in the model, and its line in the user's code.
@@ -41,7 +41,7 @@ class CostRow:
 
 
 def module_path(graph: Graph, block: str, module: str = "") -> str:
-    """The place in the user's model: ``model.layers.*.mlp.up_proj`` where several calls differ in a number."""
+    """Return the place in the user's model: ``model.layers.*.mlp.up_proj`` where several calls differ in a number."""
     prefixes = [call.prefix for call in graph.calls if call.block == block]
     parts = [prefix.split(".") for prefix in prefixes]
     if parts and len({len(each) for each in parts}) == 1:
@@ -52,7 +52,7 @@ def module_path(graph: Graph, block: str, module: str = "") -> str:
 
 
 def operation_rows(graph: Graph, breakdown: CostBreakdown) -> list[CostRow]:
-    """Every operation, the costliest first. Communication inside named functions is in `collective_rows`."""
+    """Return every operation, the costliest first. Communication inside named functions is in `collective_rows`."""
     out = []
     for cost in breakdown.operations:
         node = _node(graph, cost.block, cost.plan)
@@ -63,8 +63,7 @@ def operation_rows(graph: Graph, breakdown: CostBreakdown) -> list[CostRow]:
 
 
 def collective_rows(graph: Graph, breakdown: CostBreakdown) -> list[CostRow]:
-    """Every collective, the costliest first, overlapped or exposed: of conversions, of named functions, and of parameter
-    state."""
+    """Return every collective, the costliest first, overlapped or exposed: of conversions, named functions, and state."""
     out = []
     for cost in breakdown.collectives:
         what, where, source = _collective_words(graph, cost)
@@ -84,7 +83,7 @@ def collective_rows(graph: Graph, breakdown: CostBreakdown) -> list[CostRow]:
 
 
 def offload_rows(graph: Graph, breakdown: CostBreakdown) -> list[CostRow]:
-    """The copies of offloaded tensors to host memory and back, the costliest first, overlapped or exposed."""
+    """Return the copies of offloaded tensors to host memory and back, the costliest first, overlapped or exposed."""
     return [
         CostRow(
             what="saved tensors" if cost.block else "optimizer state",
@@ -102,16 +101,16 @@ def offload_rows(graph: Graph, breakdown: CostBreakdown) -> list[CostRow]:
 def other_operations(
     rows: Sequence[CostRow], breakdown: CostBreakdown, parts: Sequence[tuple[str, float]]
 ) -> list[tuple[str, float]]:
-    """(what, seconds) of all of the step that is not in a table of operations: operations without a row of their own (`rows`),
-    compute of no operation, and the `parts` of the step in which the device does not compute. With the table they add up to the
-    step."""
+    """Return (what, seconds) of all of the step that is not in a table of operations: operations without a row of their own
+    (`rows`), compute of no operation, and the `parts` of the step in which the device does not compute. With the table they add
+    up to the step."""
     rest = sum(seconds for name, seconds in parts if name != COMPUTE)
     others = [(_more(rows, "operations"), sum(row.seconds for row in rows)), *breakdown.other_seconds, ("not computing", rest)]
     return [(name, seconds) for name, seconds in others if seconds]
 
 
 def other_collectives(rows: Sequence[CostRow]) -> list[tuple[str, float]]:
-    """(what, seconds) of collectives without a row of their own."""
+    """Return (what, seconds) of collectives without a row of their own."""
     return [(_more(rows, "collectives"), sum(row.seconds for row in rows))] if rows else []
 
 
@@ -120,14 +119,14 @@ def _more(rows: Sequence[CostRow], what: str) -> str:
 
 
 def row_formulas(row: CostRow, breakdown: CostBreakdown) -> Iterator[CostFormula]:
-    """The formulas behind a row, each of one call: of an operation, or of each collective."""
+    """Return the formulas behind a row, each of one call: of an operation, or of each collective."""
     if isinstance(row.cost, OperationCost):
         return operation_formulas(row.cost, breakdown.costs[row.cost.block])
     return collective_formulas(row.cost) if isinstance(row.cost, CollectiveCost) else iter(())
 
 
 def _collective_words(graph: Graph, cost: CollectiveCost) -> tuple[str, str, str]:
-    """(what, where, source) of a collective."""
+    """Return (what, where, source) of a collective."""
     block, origin = graph.block(cost.block), cost.origin
     if isinstance(origin, StateCollective) and origin.shared:
         return f"{origin.name}, ZeRO-{origin.zero}", "parameters that several blocks share", ""
@@ -146,7 +145,7 @@ def _collective_words(graph: Graph, cost: CollectiveCost) -> tuple[str, str, str
 
 
 def _change(conversion: Conversion) -> str:
-    """``S(0) -> R``, on the axis that changes."""
+    """Return ``S(0) -> R``, on the axis that changes."""
     axis = changed_axis(conversion.source, conversion.target)
     return f"{conversion.source[axis]} -> {conversion.target[axis]}"
 

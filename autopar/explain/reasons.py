@@ -1,4 +1,4 @@
-"""What the step and the memory of a plan are made of, in sentences, and what single changes of the plan would cost."""
+"""The parts of the step and the memory of a plan in sentences, and what single changes of the plan would cost."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class EvaluatedChange:
 
 
 def stage_words(evaluation: Evaluation) -> str:
-    """Of which stage a table of the step is: ``, of stage 3 of 8 (the bottleneck)``; empty without a pipeline."""
+    """Say of which stage a table of the step is: ``, of stage 3 of 8 (the bottleneck)``; empty without a pipeline."""
     stages = len(evaluation.stages)
     return f", of stage {evaluation.bottleneck} of {stages} (the bottleneck)" if stages > 1 else ""
 
 
 def parts_of_step(evaluation: Evaluation) -> list[tuple[str, float]]:
-    """(what, seconds), the largest first; they add up to the step of the bottleneck stage."""
+    """Return (what, seconds), the largest first; they add up to the step of the bottleneck stage."""
     parts = [
         (COMPUTE, evaluation.compute_seconds),
         (
@@ -61,7 +61,7 @@ def parts_of_step(evaluation: Evaluation) -> list[tuple[str, float]]:
 
 
 def plan_reasons(graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: Evaluation) -> Iterator[str]:
-    """What the time goes into, which axis communicates most, and whether memory binds."""
+    """Say what the time goes into, which axis communicates most, and whether memory binds."""
     parts = parts_of_step(evaluation)
     shares = [(name, seconds / evaluation.step_seconds) for name, seconds in parts]
     text = ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= _SMALLEST_SHARE)
@@ -77,7 +77,7 @@ def plan_reasons(graph: Graph, candidate: Candidate, cluster: Cluster, evaluatio
 
 
 def _stages(candidate: Candidate, evaluation: Evaluation) -> str:
-    """How balanced the stages are, and their bubble."""
+    """Say how balanced the stages are, and their bubble."""
     busy = [stage.busy_seconds for stage in evaluation.stages]
     calls = [len(stage.calls) for stage in evaluation.stages]
     return (
@@ -101,7 +101,7 @@ def _links(candidate: Candidate, cluster: Cluster, evaluation: Evaluation) -> st
 
 
 def _memory(graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: Evaluation) -> str:
-    """Whether memory binds: little is left, or more would be taken than there is without what saves memory."""
+    """Say whether memory binds: little is left, or more would be taken than there is without what saves memory."""
     used, capacity = evaluation.peak_memory_bytes, evaluation.memory_budget_bytes
     kind, size = max(evaluation.memory, key=lambda row: row[1])
     share, tight = used / capacity, used / capacity >= _TIGHT
@@ -130,7 +130,7 @@ def _memory_savings(candidate: Candidate) -> str:
 
 
 def evaluate_changes(graph: Graph, candidate: Candidate, cluster: Cluster, optimizer: str) -> list[EvaluatedChange]:
-    """One change at a time: every ZeRO stage, nothing recomputed, all repeated blocks recomputed, half and twice the
+    """Evaluate one change at a time: every ZeRO stage, nothing recomputed, all repeated blocks recomputed, half and twice the
     micro-batches."""
     out = []
     for name, force, changed in _single_changes(graph, candidate):
@@ -143,7 +143,7 @@ def evaluate_changes(graph: Graph, candidate: Candidate, cluster: Cluster, optim
 
 
 def _single_changes(graph: Graph, candidate: Candidate) -> Iterator[tuple[str, str, Candidate]]:
-    """What is changed in words and as what is forced, and the changed plan."""
+    """Yield each change in words and as what is forced, and the changed plan."""
     plans = candidate.blocks
     if candidate.mesh.size_of(DATA_AXIS) > 1:
         for zero in range(4):

@@ -24,8 +24,8 @@ _MOST = {"nodes": 1e5, "memory": 1e6, "batch": 1e9}
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """The changed constraints: `force` fixes degrees, as in ``tp=8,zero=3``; `nodes` and `memory_gib` change the cluster, `batch`
-    the global batch (0: as it is)."""
+    """Changed constraints: `force` fixes degrees, as in ``tp=8,zero=3``; `nodes` and `memory_gib` change the cluster, `batch` the
+    global batch (0: as it is)."""
 
     force: Force = field(default_factory=lambda: Force({}))
     nodes: int = 0
@@ -34,7 +34,7 @@ class WhatIf:
 
 
 def parse_what_if(text: str) -> WhatIf:
-    """``tp=8``, ``nodes=16``, ``memory=160`` (GiB per device), ``batch=64``, or several with commas. AutoparError otherwise."""
+    """Parse ``tp=8``, ``nodes=16``, ``memory=160`` (GiB per device), ``batch=64``, or several with commas."""
     entries = dict(item.partition("=")[::2] for item in text.split(",") if item.strip())
     changes: dict[str, float] = {}
     for key in [key for key in entries if key.strip() in (*CLUSTER_KEYS, "batch")]:
@@ -56,7 +56,7 @@ def parse_what_if(text: str) -> WhatIf:
 def plan_what_if(
     graph: Graph, cluster: Cluster, options: SearchOptions, question: WhatIf, progress: Callable[[str], None] | None = None
 ) -> tuple[Cluster, PlanResult]:
-    """Searches under the changed constraints. Raises what `search` does (Infeasible)."""
+    """Search under the changed constraints. Raises what `search` does (Infeasible)."""
     if question.nodes:
         cluster = enlarged(cluster, question.nodes)
     if question.memory_gib:
@@ -73,7 +73,7 @@ def plan_what_if(
 def compare_plans(
     before: tuple[Candidate, Evaluation], after: tuple[Candidate, Evaluation], devices: tuple[int, int]
 ) -> list[tuple[str, str, str]]:
-    """(what, before, after): the figures of both plans, and where they differ in mesh, ZeRO and recomputation."""
+    """Return (what, before, after): the figures of both plans, and where they differ in mesh, ZeRO and recomputation."""
     rows = []
     (old, a), (new, b) = before, after
     per = [each.step_seconds / plan.batch * count for (plan, each), count in zip((before, after), devices, strict=True)]

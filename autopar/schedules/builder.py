@@ -15,18 +15,18 @@ Passes = list[tuple[int, int]]
 
 
 def chunked_bubble(virtual: int, micro_batches: int) -> float:
-    """1F1B: filling and draining take one pass of a chunk for each further stage."""
+    """Return the bubble of 1F1B: filling and draining take one pass of a chunk for each further stage."""
     return 1.0 / virtual
 
 
 def stages_in_flight(stages: int, virtual: int, micro_batches: int) -> float:
-    """As many micro-batches as there are stages."""
+    """Return as many micro-batches as there are stages."""
     return float(stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleBuilder:
-    """A schedule that is known by its name.
+    """A named schedule.
 
     `actions(stages, virtual, micro_batches, rank)` are the computing actions of one pipeline stage, and `check` says for which
     numbers. `position` orders names in messages, in the search and among schedules of one makespan.
@@ -51,7 +51,7 @@ class ScheduleBuilder:
     in_flight: Callable[[int, int, int], float] = stages_in_flight
 
     def check(self, stages: int, virtual: int, micro_batches: int) -> None:
-        """PlanError where these numbers make no such schedule."""
+        """Raise PlanError where these numbers make no such schedule."""
         if min(stages, virtual, micro_batches) < 1:
             raise PlanError(
                 f"a schedule of {stages} stages, {virtual} chunks and {micro_batches} micro-batches: each is 1 or more"
@@ -66,14 +66,14 @@ class ScheduleBuilder:
 
 
 def group_of(stages: int, micro_batches: int) -> int:
-    """How many micro-batches go through a chunk before the stage takes its next chunk: p, or as many more as make the groups
-    equal (`ScheduleInterleaved1F1B` of torch: 10 micro-batches on 4 stages are two groups of 5)."""
+    """Return how many micro-batches go through a chunk before the stage takes its next chunk: p, or as many more as make the
+    groups equal (`ScheduleInterleaved1F1B` of torch: 10 micro-batches on 4 stages are two groups of 5)."""
     groups = max(1, micro_batches // stages)
     return stages if micro_batches % groups else micro_batches // groups
 
 
 def interleaved_passes(stages: int, virtual: int, micro_batches: int, rank: int) -> tuple[Passes, Passes]:
-    """The order of the forwards and that of the backwards, in whole groups: what is beyond `micro_batches` is left out
+    """Return the order of the forwards and that of the backwards, in whole groups: what is beyond `micro_batches` is left out
     afterwards. That keeps the order free of deadlocks, since micro-batches do not depend on each other."""
     group = group_of(stages, micro_batches) if virtual > 1 else micro_batches
     starts = range(0, micro_batches, group)
@@ -84,7 +84,8 @@ def interleaved_passes(stages: int, virtual: int, micro_batches: int, rank: int)
 
 
 class VShapedStage:
-    """The actions of a stage: per chunk (0 or 1, on the way there or back) the next micro-batch of each kind."""
+    """The actions of a stage with two chunks, c and, on the way back, 2p - 1 - c (ZB-V, DualPipeV). It counts per chunk (0 or 1,
+    on the way there or back) the next micro-batch of each kind."""
 
     def __init__(self, stages: int, rank: int) -> None:
         self.chunks = rank, 2 * stages - 1 - rank
@@ -96,7 +97,7 @@ class VShapedStage:
         return self.counts[way, kind]
 
     def add(self, *steps: str) -> None:
-        """``"F0"``: the next forward on the way there. I and W count as one half of B each."""
+        """Append actions, such as ``"F0"``: the next forward on the way there. I and W count as one half of B each."""
         for step in steps:
             kind, way = step[0], int(step[1])
             number = self.counts[way, INPUT if kind == BACKWARD else kind]
@@ -107,7 +108,7 @@ class VShapedStage:
                 self.deferred.append((way, number))
 
     def add_weight_gradients(self) -> None:
-        """Of the oldest input-gradient action whose weight gradients are deferred, if there is one."""
+        """Append the weight gradients of the oldest input-gradient action that deferred them, if there is one."""
         if self.deferred:
             way, number = self.deferred.popleft()
             self.actions.append(Action(self.chunks[way], WEIGHT, number))
@@ -115,5 +116,5 @@ class VShapedStage:
 
 
 def v_bubble(virtual: int, micro_batches: int) -> float:
-    """Both ends of the V are on stage 0: almost no stage waits."""
+    """Return the bubble of a V, of which both ends are on stage 0: almost no stage waits."""
     return 1 / 6

@@ -1,4 +1,4 @@
-"""Whether a schedule can run: every action once, forwards before backwards, no deadlock, and how much is in flight."""
+"""The check of a schedule: every action once, forwards before backwards, no deadlock, and how much is in flight."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _SHOWN_CELLS = 3
 
 
 def check(schedule: Schedule, limits: Sequence[int] = ()) -> tuple[int, ...]:
-    """The peak of (chunk, micro-batch) pairs in flight on each rank, from F to B or W. PlanError marks the faulty cell: an action
-    twice or missing, one before what it needs, a chunk on two ranks, a deadlock, more than `limits` in flight."""
+    """Return the peak of (chunk, micro-batch) pairs in flight on each rank, from F to B or W. PlanError marks the faulty cell: an
+    action twice or missing, one before what it needs, a chunk on two ranks, a deadlock, more than `limits` in flight."""
     compute = schedule.compute
     if not all(compute.ranks):
         raise PlanError(f"schedule {schedule.name}: rank {compute.ranks.index(())} has nothing to do")
@@ -38,7 +38,7 @@ def check(schedule: Schedule, limits: Sequence[int] = ()) -> tuple[int, ...]:
 
 
 def _order(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
-    """Each once, F before B or I, I before W."""
+    """Check that each action is there once, F before B or I, I before W."""
     seen: dict[Action, int] = {}
     for cell, action in enumerate(actions):
         chunk, kind, micro = action.chunk, action.kind, action.micro_batch
@@ -80,7 +80,7 @@ def _at(schedule: Schedule, rank: int, cell: int) -> str:
 
 
 def _mark_cell(actions: Sequence[Action], cell: int) -> str:
-    """``0F0 >>0B1<< 0F1``, with a few cells around it."""
+    """Return ``0F0 >>0B1<< 0F1``, with a few cells around it."""
     first, last = max(0, cell - _SHOWN_CELLS), min(len(actions), cell + _SHOWN_CELLS + 1)
     words = [f">>{actions[at]}<<" if at == cell else str(actions[at]) for at in range(first, last)]
     return " ".join([*["..."] * (first > 0), *words, *["..."] * (last < len(actions))])

@@ -16,9 +16,9 @@ _SLOTS = (FORWARD, BACKWARD, INPUT, WEIGHT, "first forward", "last backward", "l
 
 @dataclass(frozen=True, slots=True)
 class ChunkSeconds:
-    """One micro-batch through a chunk. The first forward and the last backward of a step differ (weights are gathered, gradients
-    reduced). A backward in two parts takes `input_backward` and `weight_backward`, or half of `backward` each; what the last
-    backward takes more is then in its weights' part."""
+    """The seconds of one micro-batch through a chunk. The first forward and the last backward of a step differ (weights are
+    gathered, gradients reduced). A backward in two parts takes `input_backward` and `weight_backward`, or half of `backward`
+    each; what the last backward takes more is then in its weights' part."""
 
     forward: float
     backward: float
@@ -29,7 +29,7 @@ class ChunkSeconds:
 
     @property
     def parts(self) -> tuple[float, float]:
-        """(I, W)."""
+        """The parts of a backward, (I, W)."""
         if self.input_backward is not None and self.weight_backward is not None:
             return self.input_backward, self.weight_backward
         if self.weight_backward is not None:
@@ -39,7 +39,7 @@ class ChunkSeconds:
 
     @property
     def slots(self) -> tuple[float, ...]:
-        """In the order of ``_SLOTS``."""
+        """The durations in the order of ``_SLOTS``."""
         inputs, weights = self.parts
         first = self.forward if self.first_forward is None else self.first_forward
         last = self.backward if self.last_backward is None else self.last_backward
@@ -48,8 +48,8 @@ class ChunkSeconds:
 
 @dataclass(frozen=True, slots=True)
 class RankSeconds:
-    """One rank on the clock. `busy_seconds` runs actions (and sends, where that blocks), `end_seconds` is when the last one ends;
-    the rest of it is the bubble."""
+    """The seconds of one rank on the clock. `busy_seconds` runs actions (and sends, where that blocks), `end_seconds` is when the
+    last one ends; the rest of it is the bubble."""
 
     busy_seconds: float
     end_seconds: float
@@ -84,7 +84,7 @@ class ScheduleClock:
 
     @classmethod
     def of(cls, schedule: Schedule) -> ScheduleClock:
-        """PlanError where the schedule has a deadlock."""
+        """Order the actions of a schedule. PlanError where it has a deadlock."""
         compute = schedule.compute
         order = topological_order(compute)
         if order.stuck:
@@ -105,9 +105,9 @@ class ScheduleClock:
     def run(
         self, chunks: Sequence[ChunkSeconds], transfer_seconds: Sequence[float] = (), blocking: bool = False
     ) -> tuple[RankSeconds, ...]:
-        """`transfer_seconds[c]` is one transfer between chunks c and c + 1, the same both ways, where they are on different
-        ranks; what one rank sends to another one goes one after the other. With `blocking` the sender does nothing else
-        meanwhile. The makespan is the largest end."""
+        """Run the schedule. `transfer_seconds[c]` is one transfer between chunks c and c + 1, the same both ways, where they are
+        on different ranks; what one rank sends to another one goes one after the other. With `blocking` the sender does nothing
+        else meanwhile. The makespan is the largest end."""
         free, _ = self._walk(chunks, transfer_seconds, blocking)
         table = [seconds for chunk in chunks for seconds in chunk.slots]
         busy = [sum(table[slot] * count for slot, count in each) for each in self.busy]
@@ -121,7 +121,7 @@ class ScheduleClock:
     def action_spans(
         self, chunks: Sequence[ChunkSeconds], transfer_seconds: Sequence[float] = (), blocking: bool = False
     ) -> tuple[tuple[ActionSpan, ...], ...]:
-        """When each action of each rank begins and ends, as `run` has it. A send that blocks follows its action's end."""
+        """Return when each action of each rank begins and ends, as `run` has it. A send that blocks follows its action's end."""
         _, ends = self._walk(chunks, transfer_seconds, blocking)
         table = [seconds for chunk in chunks for seconds in chunk.slots]
         out: list[list[ActionSpan]] = [[] for _ in self.schedule.ranks]
@@ -132,7 +132,7 @@ class ScheduleClock:
     def _walk(
         self, chunks: Sequence[ChunkSeconds], transfer_seconds: Sequence[float], blocking: bool
     ) -> tuple[list[float], list[float]]:
-        """When each rank is free at last, and each action ends."""
+        """Return when each rank is free at last, and each action ends."""
         table = [seconds for chunk in chunks for seconds in chunk.slots]
         lags = transfer_seconds or (0.0,) * (len(chunks) - 1)
         free, channels = [0.0] * len(self.busy), [0.0] * len(self.busy) ** 2
@@ -155,7 +155,7 @@ class ScheduleClock:
 
 
 def _slots(schedule: Schedule) -> list[list[int]]:
-    """Per rank and cell the place in the table of all chunks' seconds."""
+    """Return per rank and cell the place in the table of all chunks' seconds."""
     number, many = {kind: place for place, kind in enumerate(_SLOTS)}, len(_SLOTS)
     out = []
     for actions in schedule.ranks:

@@ -10,7 +10,7 @@ from autopar.schedules.order import TopologicalOrder, topological_order
 
 
 def with_communication(schedule: Schedule, zero: Sequence[int] | None = None) -> Schedule:
-    """`schedule` computes only, and can run (`check`).
+    """Add transfers to `schedule`, which computes only, and can run (`check`).
 
     A send is right after the action that makes it. From one rank to another, what is received is received in the order in which
     it is sent, and a receive is posted at least one computing action before its consumer, or at the beginning. It is also posted
@@ -38,7 +38,7 @@ def with_communication(schedule: Schedule, zero: Sequence[int] | None = None) ->
 
 
 def _sent(action: Action, rank_of: Sequence[int], last: int) -> Action | None:
-    """The send after an action, where its result goes to another rank."""
+    """Return the send after an action, where its result goes to another rank."""
     chunk = action.chunk
     if action.kind == FORWARD and chunk < last and rank_of[chunk + 1] != rank_of[chunk]:
         return Action(chunk, "SEND_F", action.micro_batch)
@@ -48,7 +48,7 @@ def _sent(action: Action, rank_of: Sequence[int], last: int) -> Action | None:
 
 
 def _posted_receives(schedule: Schedule, rank_of: Sequence[int]) -> dict[tuple[int, int], list[Action]]:
-    """(rank, cell) -> the receives that are posted before that cell."""
+    """Return (rank, cell) -> the receives that are posted before that cell."""
     order = topological_order(schedule)
     index = {pair: number for number, pair in enumerate(zip(order.rank, order.cell, strict=True))}
     consumer = {order.after[at]: at for at, cut in enumerate(order.cut) if cut >= 0}
@@ -74,8 +74,8 @@ def _posted_receives(schedule: Schedule, rank_of: Sequence[int]) -> dict[tuple[i
 
 
 def _reached(schedule: Schedule, order: TopologicalOrder) -> Mapping[tuple[int, int], int]:
-    """(send's action, receiving rank) -> cells that this rank has ended when the action has ended, on a clock on which forwards
-    take 1 and the rest of a backward as much."""
+    """Return (send's action, receiving rank) -> cells that this rank has ended when the action has ended, on a clock on which
+    forwards take 1 and the rest of a backward as much."""
     many = len(schedule.ranks)
     length = {FORWARD: 1, BACKWARD: 2, INPUT: 1, WEIGHT: 1}
     ends, free = [0] * len(order.rank), [0] * many
@@ -97,7 +97,7 @@ def _reached(schedule: Schedule, order: TopologicalOrder) -> Mapping[tuple[int, 
 def _state_actions(
     actions: Sequence[Action], zero: Sequence[int] | None
 ) -> tuple[dict[int, list[Action]], dict[int, list[Action]]]:
-    """Cell -> what comes before it and after it."""
+    """Return cell -> what comes before it and after it."""
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}
     if zero is None:

@@ -26,7 +26,7 @@ class Drawing:
 
 
 def draw(ranks: Sequence[Sequence[ActionSpan]], width: int) -> Drawing:
-    """`width` columns at most, without the ranks' names. Where actions would get too narrow, the middle is left out."""
+    """Draw ranks in `width` columns at most, without the ranks' names. Where actions are too narrow, the middle is left out."""
     spans = [span for rank in ranks for span in rank]
     end = max((span.end_seconds for span in spans), default=0.0)
     if not end:

@@ -17,7 +17,7 @@ class InFlight:
 
 
 def most_in_flight(actions: Iterable[Action]) -> int:
-    """The most (chunk, micro-batch) pairs of a rank, from F to B or W."""
+    """Return the most (chunk, micro-batch) pairs of a rank, from F to B or W."""
     now = most = 0
     for action in actions:
         now += {FORWARD: 1, INPUT: 0}.get(action.kind, -1)
@@ -28,8 +28,8 @@ def most_in_flight(actions: Iterable[Action]) -> int:
 def peak_in_flight(
     actions: Iterable[Action], chunks: Sequence[int], saved_bytes: Sequence[float], deferred_bytes: Sequence[float] = ()
 ) -> tuple[InFlight, ...]:
-    """Per chunk of a rank, what is in flight at the memory peak. `saved_bytes`: what one micro-batch saves in each chunk until
-    B or I; `deferred_bytes`: what of it stays from I to W (all of it where that is not said)."""
+    """Return what is in flight at the memory peak, per chunk of a rank. `saved_bytes`: what one micro-batch saves in each chunk
+    until B or I; `deferred_bytes`: what of it stays from I to W (all of it where that is not said)."""
     deferred_bytes = deferred_bytes or saved_bytes
     place = {chunk: index for index, chunk in enumerate(chunks)}
     whole, late = [0] * len(place), [0] * len(place)

@@ -13,12 +13,12 @@ from autopar.schedules import builders as folder
 from autopar.schedules.builder import ScheduleBuilder
 
 INTERLEAVED = "interleaved"
-"""What people call the builder ``1f1b`` with several model chunks a stage."""
+"""The name that people give to the builder ``1f1b`` with several model chunks a stage."""
 
 
 @cache
 def schedule_builders() -> Mapping[str, ScheduleBuilder]:
-    """By name, in the order of their positions."""
+    """Return the builders by name, in the order of their positions."""
     modules = (import_module(f"{folder.__name__}.{each.name}") for each in iter_modules(folder.__path__))
     builders: list[ScheduleBuilder] = sorted((module.BUILDER for module in modules), key=lambda each: (each.position, each.name))
     return MappingProxyType({each.name: each for each in builders})
@@ -30,8 +30,8 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def builder_named(name: str, remedy: str = "give its actions", also: tuple[str, ...] = ()) -> ScheduleBuilder:
-    """PlanError where there is none, with what else one may write (`also`: names that stand for a builder and a number of
-    chunks): the only place that refuses a schedule's name."""
+    """Return the builder of a name. PlanError where there is none, with what else one may write (`also`: names that stand for a
+    builder and a number of chunks): the only place that refuses a schedule's name."""
     builder = schedule_builders().get(name)
     if builder is None:
         *most, last = (*schedule_names(), *also)

@@ -1,4 +1,4 @@
-"""What an action waits for, and an order of all actions in which none waits for a later one."""
+"""The dependency of an action, and an order of all actions in which none waits for a later one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TopologicalOrder:
 
 
 def dependency_of(chunk: int, kind: str, chunks: int) -> tuple[int, str] | None:
-    """(chunk, kind) of the same micro-batch that an action waits for. B stands for I too."""
+    """Return (chunk, kind) of the same micro-batch that an action waits for. B stands for I too."""
     if kind == FORWARD:
         return (chunk - 1, FORWARD) if chunk else None
     if kind == WEIGHT:
@@ -32,7 +32,7 @@ def dependency_of(chunk: int, kind: str, chunks: int) -> tuple[int, str] | None:
 
 
 def topological_order(schedule: Schedule) -> TopologicalOrder:
-    """Runs each rank as far as it can, again and again. The schedule's chunks lie on one rank each."""
+    """Order the actions by running each rank as far as it can, again and again. The schedule's chunks lie on one rank each."""
     rank_of, last, many = schedule.rank_of, schedule.chunks - 1, schedule.micro_batches
     done = [-1] * (2 * len(rank_of) * many)  # forwards, then backwards (I or B), by chunk and micro-batch
     backwards = len(rank_of) * many

@@ -12,12 +12,13 @@ from autopar.schedules.named_schedules import builder_named
 
 
 def schedule_of(pipeline: Pipeline, micro_batches: int) -> Schedule:
-    """Computing actions only. PlanError where there is no such schedule, or its text does not fit the pipeline."""
+    """Return the computing actions of a pipeline's schedule. PlanError where there is no such schedule, or its text does not fit
+    the pipeline."""
     return _schedule(pipeline.stages, pipeline.virtual, pipeline.schedule, pipeline.actions, micro_batches)
 
 
 def check_schedule(candidate: Candidate) -> None:
-    """PlanError where the candidate's pipeline has no schedule that can run."""
+    """Raise PlanError where the candidate's pipeline has no schedule that can run."""
     if candidate.pipeline.stages > 1:
         schedule_of(candidate.pipeline, candidate.micro_batches)
 

@@ -1,4 +1,4 @@
-"""Where the model chunks of a pipeline lie: each stage has `virtual` of them, by the schedule's name or by its actions."""
+"""The placement of a pipeline's model chunks: each stage has `virtual` of them, by the schedule's name or by its actions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _CHUNK = pattern(r"^(\d+)[A-Z]")
 
 
 def chunks_of_stages(pipeline: Pipeline) -> tuple[tuple[int, ...], ...]:
-    """The chunks of each pipeline stage, in the model's order: chunk c is on stage ``c mod stages``; V-shaped, the second half of
-    them goes back. The actions of a pipeline say it themselves. PlanError for an unknown schedule, or chunks that are not those
-    of the pipeline."""
+    """Return the chunks of each pipeline stage, in the model's order: chunk c is on stage ``c mod stages``; V-shaped, the second
+    half of them goes back. The actions of a pipeline say it themselves. PlanError for an unknown schedule, or chunks that are not
+    those of the pipeline."""
     stages, virtual = pipeline.stages, pipeline.virtual
     if pipeline.actions:
         return _of_actions(pipeline)
@@ -36,6 +36,6 @@ def _of_actions(pipeline: Pipeline) -> tuple[tuple[int, ...], ...]:
 
 
 def stage_of_chunks(pipeline: Pipeline) -> tuple[int, ...]:
-    """The pipeline stage of every chunk, in the model's order."""
+    """Return the pipeline stage of every chunk, in the model's order."""
     stage_of = {chunk: stage for stage, chunks in enumerate(chunks_of_stages(pipeline)) for chunk in chunks}
     return tuple(stage_of[chunk] for chunk in range(pipeline.stages * pipeline.virtual))

@@ -11,11 +11,11 @@ from autopar.schedules.clock import ActionSpan, ChunkSeconds, RankSeconds, Sched
 
 @dataclass(frozen=True, slots=True)
 class SharedCores:
-    """Cores that are divided evenly among the ranks at work, of which each takes one core at most (generalized processor sharing:
-    L. Kleinrock, Queueing Systems 2, 1976, section 4.4). Seconds of chunks are those of all ranks at work, `ranks_per_core` to a
-    core; messages, and the part of an action that waits for communication (`waits`, as chunks), take theirs whoever works. No
-    shorter than all work on all cores, nor than the clock of ranks with a core each (R. P. Brent, The Parallel Evaluation of
-    General Arithmetic Expressions, 1974)."""
+    """The clock of cores that are divided evenly among the ranks at work, of which each takes one core at most (generalized
+    processor sharing: L. Kleinrock, Queueing Systems 2, 1976, section 4.4). Seconds of chunks are those of all ranks at work,
+    `ranks_per_core` to a core; messages, and the part of an action that waits for communication (`waits`, as chunks), take theirs
+    whoever works. No shorter than all work on all cores, nor than the clock of ranks with a core each (R. P. Brent, The Parallel
+    Evaluation of General Arithmetic Expressions, 1974)."""
 
     clock: ScheduleClock
     ranks_per_core: float
@@ -24,7 +24,7 @@ class SharedCores:
     def run(
         self, chunks: Sequence[ChunkSeconds], transfer_seconds: Sequence[float] = (), blocking: bool = False
     ) -> tuple[RankSeconds, ...]:
-        """As `ScheduleClock.run`; a rank is busy while one of its actions has begun and not ended."""
+        """Run the schedule as `ScheduleClock.run` does; a rank is busy while one of its actions has begun and not ended."""
         spans = self.action_spans(chunks, transfer_seconds, blocking)
         busy = (sum(span.end_seconds - span.start_seconds for span in each) for each in spans)
         return tuple(
@@ -34,7 +34,7 @@ class SharedCores:
     def action_spans(
         self, chunks: Sequence[ChunkSeconds], transfer_seconds: Sequence[float] = (), blocking: bool = False
     ) -> tuple[tuple[ActionSpan, ...], ...]:
-        """As `ScheduleClock.action_spans`."""
+        """Return when actions begin and end, as `ScheduleClock.action_spans` does."""
         table = [seconds for chunk in chunks for seconds in chunk.slots]
         waits = [seconds for chunk in self.waits for seconds in chunk.slots] or [0.0] * len(table)
         walk = _Walk(self.clock, transfer_seconds or (0.0,) * (len(chunks) - 1), blocking)
@@ -49,8 +49,8 @@ class SharedCores:
 
 
 class _Walk:
-    """Each rank's next action (`head`), the seconds that are left of those that have begun, then what they wait, and until when;
-    and what has ended and arrived."""
+    """The state of the clock: each rank's next action (`head`), the seconds that are left of those that have begun, then what
+    they wait, and until when; and what has ended and arrived."""
 
     def __init__(self, clock: ScheduleClock, lags: Sequence[float], blocking: bool) -> None:
         self.steps, self.lags, self.blocking = clock.steps, lags, blocking
@@ -71,7 +71,7 @@ class _Walk:
         return any(index is not None for index in self.head)
 
     def begin(self, table: Sequence[float], waits: Sequence[float]) -> list[float]:
-        """Begins every action that can; when what others wait for arrives."""
+        """Begin every action that can, and return when what others wait for arrives."""
         for rank in [rank for rank, until in self.until.items() if until <= self.now]:
             del self.until[rank]
             self._end(rank, self.now)
@@ -89,7 +89,7 @@ class _Walk:
         return arriving
 
     def proceed(self, done: float, arriving: Sequence[float], speed: float) -> None:
-        """To the end of the first action (`done`) or the first arrival."""
+        """Go on to the end of the first action (`done`) or the first arrival."""
         then = min(done, *arriving) if arriving else done
         for rank, seconds in tuple(self.left.items()):
             if self.now + seconds / speed > then:

@@ -17,8 +17,8 @@ _STEPS = 3
 
 
 def weight_version_window(stages: int, micro_batches: int) -> Schedule:
-    """Stage s runs a backward after each forward, that of the micro-batch ``p - 1 - s`` before. PlanError where there are fewer
-    micro-batches than stages: two batches before would still be under way."""
+    """Return the window of a schedule: stage s runs a backward after each forward, that of the micro-batch ``p - 1 - s`` before.
+    PlanError where there are fewer micro-batches than stages: two batches before would still be under way."""
     if micro_batches < stages:
         raise PlanError(f"two versions of weights take at least {stages} micro-batches (stages), not {micro_batches}")
 
@@ -31,7 +31,7 @@ def weight_version_window(stages: int, micro_batches: int) -> Schedule:
 
 
 def unroll_window(schedule: Schedule, steps: int) -> Schedule:
-    """Some windows as an ordinary schedule of all their micro-batches, filled and drained. PlanError where it cannot run."""
+    """Return some windows as an ordinary schedule of all their micro-batches, filled and drained; PlanError if it cannot run."""
     many = schedule.micro_batches
     ranks = []
     for actions in schedule.ranks:
@@ -55,7 +55,7 @@ def unroll_window(schedule: Schedule, steps: int) -> Schedule:
 
 
 def window_with_transfers(schedule: Schedule) -> Schedule:
-    """A window with its sends and receives. Nothing is posted in the window before that of its consumer."""
+    """Return a window with its sends and receives. Nothing is posted in the window before that of its consumer."""
     many = schedule.micro_batches
     whole = with_communication(unroll_window(schedule, _STEPS))
     ranks = []
@@ -77,12 +77,12 @@ def window_with_transfers(schedule: Schedule) -> Schedule:
 
 
 def _numbered(action: Action, actions: tuple[Action, ...], many: int) -> Action:
-    """An action of the window in the middle, by its number in all steps."""
+    """Return an action of the window in the middle, by its number in all steps."""
     forward = Action(action.chunk, FORWARD, action.micro_batch)
     before = action.kind != FORWARD and actions.index(action) < actions.index(forward)
     return Action(action.chunk, action.kind, action.micro_batch + (0 if before else many))
 
 
 def _computes(transfer: Action) -> Action:
-    """The action that a transfer is for."""
+    """Return the action that a transfer is for."""
     return Action(transfer.chunk, FORWARD if transfer.kind.endswith("F") else BACKWARD, transfer.micro_batch)

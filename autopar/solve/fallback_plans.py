@@ -12,7 +12,7 @@ from autopar.solve.pipeline.least_memory import least_memory_pipeline
 from autopar.solve.problem.forced_axes import MOST_REDUNDANT, forced_axes, why_disobeyed
 from autopar.solve.search_state import SearchState
 
-_MOST_LATE = 8
+_MAX_POINTS = 8
 """Points that are tried for a plan where the time limit left none."""
 
 
@@ -36,14 +36,14 @@ def least_memory_solution(state: SearchState) -> MeshSolution | None:
 
 
 def warm_start_solution(state: SearchState) -> MeshSolution | None:
-    """Of forced degrees whose problems were too large for the time: one sharding, which obeys them too."""
+    """Return one sharding that fits for forced degrees whose problems were too large for the time; it obeys them too."""
     plans = WarmStart(state.graph, state.cluster, state.options, state.tables, lambda: inf)
-    for each in [point for point in state.points if point.solution.status is Status.TIMEOUT][:_MOST_LATE]:
-        found = plans.fastest_fitting(each.point)
+    for each in [point for point in state.points if point.solution.status is Status.TIMEOUT][:_MAX_POINTS]:
+        plan = plans.fastest_fitting(each.point)
         axes = forced_axes(each.point.mesh, state.options.force)
-        if found is None or found.candidate is None or why_disobeyed(state.tables.problem(each.point), found.candidate, axes):
+        if plan is None or plan.candidate is None or why_disobeyed(state.tables.problem(each.point), plan.candidate, axes):
             continue
-        found.bound_seconds = each.bound_seconds
-        each.solution = found
-        return found
+        plan.bound_seconds = each.bound_seconds
+        each.solution = plan
+        return plan
     return None

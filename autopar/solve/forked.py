@@ -24,12 +24,12 @@ _NUMBER_BYTES = 4
 
 
 def able_processes(processes: int) -> int:
-    """`processes`, or 1 where the machine cannot fork."""
+    """Return `processes`, or 1 where the machine cannot fork."""
     return processes if "fork" in multiprocessing.get_all_start_methods() else 1
 
 
 class ForkedCall(Generic[R]):
-    """``function()`` on a copy of this process, which begins at once, while this one goes on."""
+    """A call of ``function()`` on a copy of this process, which begins at once, while this one goes on."""
 
     def __init__(self, function: Callable[[], R]) -> None:
         self.function = function
@@ -48,7 +48,7 @@ class ForkedCall(Generic[R]):
         sending.close()
 
     def result(self) -> R:
-        """Waits for it."""
+        """Wait for the call, and return its result."""
         try:
             answer: R = self._receiving.recv()
         except EOFError:
@@ -57,14 +57,14 @@ class ForkedCall(Generic[R]):
         return answer
 
     def cancel(self) -> None:
-        """Ends the copy."""
+        """End the copy."""
         self._receiving.close()
         self._process.kill()
         self._process.join()
 
 
 class Meanwhile(Generic[R]):
-    """``function()`` on a copy of this process where there may be two, else here, once it is asked for. A context."""
+    """A context of a call of ``function()`` on a copy of this process where there may be two, else here, once it is asked for."""
 
     def __init__(self, function: Callable[[], R], processes: int) -> None:
         self.function = function
@@ -82,8 +82,8 @@ class Meanwhile(Generic[R]):
 
 
 def forked_map(function: Callable[[T], R], items: Sequence[T], processes: int) -> list[R]:
-    """``[function(item) for item in items]`` on this process and up to `processes` - 1 copies, each taking the next item when
-    it is done with one. Raises what `function` raises."""
+    """Return ``[function(item) for item in items]`` on this process and up to `processes` - 1 copies, each taking the next item
+    when it is done with one. Raises what `function` raises."""
     copies_wanted = min(able_processes(processes), len(items)) - 1
     if copies_wanted < 1:
         return [function(item) for item in items]
@@ -119,7 +119,7 @@ class Lookahead(Generic[T, R]):
         self._ahead: dict[int, tuple[T, object, ForkedCall[R]]] = {}
 
     def result(self, item: T, upcoming: Iterable[T] = ()) -> R:
-        """Of `item`. `upcoming`: what may be asked for next, the likeliest first; copies of anything else are ended."""
+        """Return the result of `item`. `upcoming`: what may follow, the likeliest first; other copies are ended."""
         wanted = {id(each): each for each in upcoming} if self.copies_wanted else {}
         outdated = [key for key, (each, before, _) in self._ahead.items() if before != self.reads(each)]
         unwanted = [key for key in self._ahead if key not in wanted and key != id(item)]

@@ -1,5 +1,4 @@
-"""The message of `Infeasible`: how much memory is short and where, and which changes make a plan fit, each shown by such a
-plan."""
+"""The message of `Infeasible`: how much memory is short and where, and changes that make a plan fit, each shown by a plan."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ _HOST = OffloadTarget("PCIe 4", 64 * _GIB, 25e9, 25e9, 10e-6)
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """One change that makes the problem feasible, and the plan that shows it."""
+    """A change that makes the problem feasible, and the plan that shows it."""
 
     change: str
     plan: MemoryPlan
@@ -44,7 +43,7 @@ def explanation(
     graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry, solvers: Sequence[MeshSolver] = (),
     most_solved: int = 24,
 ) -> str:  # fmt: skip
-    """One line of what is short, then one per change that would do, the cheapest first. `solvers` know a lower bound of the
+    """Write one line of what is short, then one per change that would do, the cheapest first. `solvers` know a lower bound of the
     shortage. At most `most_solved` integer programs look for changes."""
     search = MinimumMemory(registry, most_solved, least_memory_pipeline)
     nearest = minimum_memory_plan(graph, cluster, options, search)
@@ -63,7 +62,7 @@ def explanation(
 
 
 def _nothing_to_shard(graph: Graph, cluster: Cluster) -> str:
-    """Memory is not short, and nothing is forced: what is sharded is too little for so many devices."""
+    """Explain that too little is sharded for so many devices, where memory is not short and nothing is forced."""
     batch = f"its batch of {graph.batch} is no multiple of {cluster.size}"
     if graph.batch % cluster.size == 0:
         batch = f"dp={cluster.size} is not possible"
@@ -85,7 +84,7 @@ def _smaller_margin(nearest: MemoryPlan) -> Iterator[str]:
 
 
 def minimum_memory_plan(graph: Graph, cluster: Cluster, options: SearchOptions, search: MinimumMemory) -> MemoryPlan | None:
-    """Of the fixed and the solved minimum-memory plan the one with the smaller shortage."""
+    """Return the fixed or the solved minimum-memory plan, whichever has the smaller shortage."""
     plans = [search.fixed_plan(graph, cluster, options), search.solved_plan(graph, cluster, options)]
     return min((each for each in plans if each is not None), key=lambda each: each.shortage_bytes, default=None)
 
@@ -135,7 +134,7 @@ def _gib(size_bytes: float) -> str:
 
 
 def relaxations(graph: Graph, cluster: Cluster, options: SearchOptions, search: MinimumMemory) -> Iterator[Relaxation]:
-    """What costs nothing first: options, then the batch, the host, nodes."""
+    """Yield the changes that make a plan fit, free ones first: options, then the batch, the host, nodes."""
     yield from _with_less_forced(graph, cluster, options, search)
     if (batch := _smaller_batch(graph, cluster, options, search)) is not None:
         yield batch
@@ -148,7 +147,7 @@ def relaxations(graph: Graph, cluster: Cluster, options: SearchOptions, search: 
 
 
 def _with_less_forced(graph: Graph, cluster: Cluster, options: SearchOptions, search: MinimumMemory) -> Iterator[Relaxation]:
-    """Each forced option alone left free; all of them where none suffices."""
+    """Yield each forced option alone left free; all of them where none suffices."""
     useful = False
     together = [list(options.force)] if len(options.force) > 1 else []
     for names in [*([name] for name in options.force), *together]:

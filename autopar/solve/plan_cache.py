@@ -43,7 +43,7 @@ class PlanCache:
     folder: Path
 
     def load(self, question: Question, graph: Graph, cluster: Cluster, options: SearchOptions) -> Plan | None:
-        """The decisions that answer the question, on the captured `graph`; None where there are none."""
+        """Return the decisions that answer the question, on the captured `graph`; None where there are none."""
         try:
             entry = json.loads(read_bytes(self._path(question), FileError, "the plan"))
             if not isinstance(entry, dict) or entry.get("question") != question:
@@ -54,8 +54,8 @@ class PlanCache:
             return None
 
     def store(self, question: Question, plan: Plan) -> None:
-        """Only what was solved to the end: the same search may find more on a machine that is less busy. A folder that cannot be
-        written is no error."""
+        """Store a plan that was solved to the end: the same search may find more on a machine that is less busy. A folder that
+        cannot be written is no error."""
         search = plan.document.search
         if search.cut_short:
             return
@@ -68,7 +68,7 @@ class PlanCache:
 
 
 def _answers(plan: Plan, graph: Graph, cluster: Cluster, options: SearchOptions) -> bool:
-    """Whether a plan is one that the question allows: what stands beside it in the file is no proof."""
+    """Return whether a plan is one that the question allows: what stands beside it in the file is no proof."""
     document, candidate = plan.document, plan.candidate
     pipeline = candidate.pipeline
     degrees = {axis.name: axis.size for axis in candidate.mesh.axes} | {"pp": pipeline.stages}
@@ -85,8 +85,8 @@ def _answers(plan: Plan, graph: Graph, cluster: Cluster, options: SearchOptions)
 
 
 def question_of(graph: Graph, cluster: Cluster, options: Any, search: SearchOptions) -> Question:
-    """All that an answer depends on: the user's `options` and those of the search (any frozen dataclasses), the cluster, the
-    graph (but for its lines of source), and the software."""
+    """Return all that an answer depends on: the user's `options` and those of the search (any frozen dataclasses), the cluster,
+    the graph (but for its lines of source), and the software."""
     parts = {
         "graph": msgspec.to_builtins(encode(_without_sources(graph))), "cluster": plain_data(cluster),
         **{f"options.{name}": value for name, value in plain_data(options).items()},
@@ -97,7 +97,7 @@ def question_of(graph: Graph, cluster: Cluster, options: Any, search: SearchOpti
 
 
 def _without_sources(graph: Graph) -> Graph:
-    """A comment above the model moves its lines, and is no other question."""
+    """Drop the lines of source: a comment above the model moves them, and is no other question."""
     blocks = (replace(block, nodes=tuple(replace(node, source="") for node in block.nodes)) for block in graph.blocks)
     return replace(graph, blocks=tuple(blocks))
 
@@ -154,7 +154,7 @@ def source_digest(package: Path) -> str:
 
 
 def _sources(package: Path) -> Iterator[Path]:
-    """In a checkout two of the subpackages are links."""
+    """Yield the source files of a package; in a checkout two of the subpackages are links."""
     for folder, folders, names in os.walk(package, followlinks=True):
         folders[:] = [name for name in folders if name != "__pycache__"]
         yield from (Path(folder, name) for name in names)

@@ -1,4 +1,4 @@
-"""A schedule of its own for the pipeline that the search chose: for its real times, in the memory that its stages leave."""
+"""The schedule synthesized for the pipeline that the search chose: for its real times, in the memory that its stages leave."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def with_synthesized_schedule(
     min_improvement: float = 0.0,
     progress: Progress | None = None,
 ) -> PlanResult:
-    """`result` with a synthesized schedule, where that is faster by the evaluator by more than `min_improvement` (share of the
-    step), and fits. `forced`: the user wants one, so that it is looked for longer."""
+    """Return `result` with a synthesized schedule, where that is faster by the evaluator by more than `min_improvement` (share of
+    the step), and fits. `forced`: the user wants one, so that it is looked for longer."""
     graph, candidate = result.graph, result.candidate
     pipeline = candidate.pipeline
     actions = 3 * pipeline.stages * pipeline.virtual * candidate.micro_batches
@@ -104,6 +104,6 @@ def _synthesis(
 
 
 def _activation_bytes(stage: StageMemory, cluster: Cluster) -> float:
-    """What activations in flight may take, beside what else is there at the peak."""
+    """Return the bytes that activations in flight may take, beside what else is there at the peak."""
     free = (stage.budget_bytes - stage.peak_bytes) / (1 + fragmentation(cluster.device))
     return stage.table["activations"] + max(0.0, free)

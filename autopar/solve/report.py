@@ -1,4 +1,4 @@
-"""From what planning found to a plan file: the description and the figures that people compare. Nothing is priced here."""
+"""The way from a result of planning to a plan file: the description and the figures that people compare."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def plan_of_result(
     seq: int | None = None,
     replicated_ops: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan with its predictions, beside those of `recipes`. PlanError where the candidate does not fit its graph: that would
-    be a bug of the search."""
+    """Return the plan with its predictions, beside those of `recipes`. PlanError where the candidate does not fit its graph: that
+    would be a bug of the search."""
     planned = replace(result.graph, batch=graph.batch)
     return assemble_plan(
         planned,
@@ -76,7 +76,7 @@ def _predicted(cluster: Cluster, result: PlanResult) -> Predicted:
 
 
 def as_baseline(priced: PricedRecipe) -> Baseline:
-    """For the file: what experts get of the recipe, where that is known, beside what our own programs would."""
+    """Return the entry of the file: what experts get of the recipe, where that is known, beside what our own programs would."""
     own, expert = priced.evaluation, priced.expert
     shown: PricedRecipe | ExpertPrice = priced if expert is None else expert
     evaluation = shown.evaluation
@@ -98,7 +98,7 @@ def as_baseline(priced: PricedRecipe) -> Baseline:
 
 
 def _unique_solutions(solutions: Sequence[MeshSolution]) -> list[MeshSolution]:
-    """Every point once: a pipeline that was solved stands there with its schedules, and not once more as a point without one."""
+    """Return every point once: a pipeline that was solved has its schedules, and no entry as a point without one."""
 
     def point(each: MeshSolution) -> tuple[object, ...]:
         return each.mesh, each.micro_batches, each.zero_group, each.stages

@@ -1,4 +1,4 @@
-"""What planning found, by a search or by pricing a fixed configuration."""
+"""The result of planning, by a search or by pricing a fixed configuration."""
 
 from __future__ import annotations
 

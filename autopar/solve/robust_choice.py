@@ -26,15 +26,15 @@ from autopar.solve.space.options import SearchOptions
 Alternative = tuple[Graph, Candidate, Evaluation]
 
 _USUAL_SCHEDULES = ("", "1f1b")
-_HEAVY = 2
-"""What offloading or an unusual schedule count for, in mesh axes."""
+_HEAVY_FEATURE = 2
+"""Mesh axes that offloading or an unusual schedule count for."""
 
 _MEMORY_STEP = 0.05
 """Shares of the memory that differ by less count as equal."""
 
 
 def complexity(candidate: Candidate) -> int:
-    """How much of a plan may go wrong or has to be understood: its axes of more than one rank beside the data axis, pipeline,
+    """Count what may go wrong in a plan or has to be understood: its axes of more than one rank beside the data axis, pipeline,
     interleaved chunks, state groups; offloading, activations in parts and unusual schedules count twice."""
     pipeline = candidate.pipeline
     unusual = pipeline.stages > 1 and (pipeline.schedule not in _USUAL_SCHEDULES or bool(pipeline.actions))
@@ -46,14 +46,14 @@ def complexity(candidate: Candidate) -> int:
         pipeline.virtual > 1,
         candidate.zero_group > 0,
     )
-    return _HEAVY * sum(heavy) + sum(light)
+    return _HEAVY_FEATURE * sum(heavy) + sum(light)
 
 
 def robust_choice(
     graph: Graph, cluster: Cluster, options: SearchOptions, result: PlanResult, recipes: Sequence[PricedRecipe] = ()
 ) -> PlanResult:
-    """`result` with the plan that is chosen among those whose predicted step is at most `options.indifference` (relative) longer:
-    those of the search, and plain data parallelism (DDP, FSDP) of `recipes` where nothing is forced."""
+    """Return `result` with the plan that is chosen among those whose predicted step is at most `options.indifference` (relative)
+    longer: those of the search, and plain data parallelism (DDP, FSDP) of `recipes` where nothing is forced."""
     most_seconds = result.evaluation.step_seconds * (1 + options.indifference)
     alternatives: list[Alternative] = [(result.graph, result.candidate, result.evaluation)]
     for each in result.alternatives:
@@ -92,8 +92,7 @@ def _data_parallel_plans(graph: Graph, options: SearchOptions, recipes: Sequence
 
 
 def _with_saved_or_recomputed(alternative: Alternative, cluster: Cluster, optimizer: str) -> Iterator[Alternative]:
-    """The plan with its offloaded and partitioned tensors saved whole on the device, or with their blocks recomputed, where that
-    fits."""
+    """Yield the plan with its offloaded and partitioned tensors saved whole, or with their blocks recomputed, where that fits."""
     graph, candidate, _ = alternative
     if not any(plan.offload or plan.partition_saved for plan in candidate.blocks):
         return

@@ -32,20 +32,20 @@ from autopar.solve.space.pipeline_grid import pipeline_asked
 from autopar.solve.space.problem_tables import ProblemTables
 
 _RELAXATION_ITERATIONS = 5_000
-"""Of the linear relaxation of a large problem under memory: one that takes more is left, with the bound that it has."""
+"""Iterations of the linear relaxation of a large problem under memory: one that takes more keeps the bound that it has."""
 
-_NEARLY = 0.8
-"""Problems of so many times the variables of a slow one are as slow."""
+_SLOW_SHARE = 0.8
+"""The share of a slow problem's variables from which on problems count as slow too."""
 
-_MOST_OVER_BEST = 1.12
-"""The joint optimum of a large problem is seldom faster than its warm start by more (DeepSeek-V3 on 256 H100: by 1.11)."""
+_MAX_WARM_START_RATIO = 1.12
+"""Warm start over best plan: a joint optimum is seldom faster than its warm start by more (DeepSeek-V3 on 256 H100: 1.11)."""
 
 _MEMORY_ITERATIONS = 25_000
-"""Of one problem under memory, once there is a plan: few take half of that."""
+"""Iterations of one problem under memory, once there is a plan: few take half of that."""
 
 
 def search(graph: Graph, cluster: Cluster, options: SearchOptions, progress: Progress | None = None) -> PlanResult:
-    """The best plan for `graph` on `cluster`. Raises BatchError, ClusterError, UnsupportedOp (strict) and Infeasible.
+    """Return the best plan for `graph` on `cluster`. Raises BatchError, ClusterError, UnsupportedOp (strict) and Infeasible.
 
     Every mesh gets a bound (`search_bounds`), which is one of pipelines whose stages have its model axes too. Points whose
     bound is not below the best plan are pruned. The others are solved without the memory constraint first, which is the answer
@@ -56,7 +56,7 @@ def search(graph: Graph, cluster: Cluster, options: SearchOptions, progress: Pro
 
 @dataclass(frozen=True, slots=True)
 class _PointOutcome:
-    """What a process found out about a point under memory, whether it `ran` the ILP, and how large slow problems are."""
+    """The outcome of a point under memory in one process, whether it `ran` the ILP, and how large slow problems are."""
 
     solution: MeshSolution
     done: bool
@@ -65,8 +65,8 @@ class _PointOutcome:
 
 
 class _Search:
-    """`memory_binds` once a plan that ignores memory turned out too large: from then on problems are solved under memory only.
-    `slow_variables`: the least size of a problem whose relaxation under memory took too long."""
+    """One search. `memory_binds` once a plan that ignores memory turned out too large: from then on problems are solved under
+    memory only. `slow_variables`: the least size of a problem whose relaxation under memory took too long."""
 
     def __init__(self, state: SearchState) -> None:
         self.state = state
@@ -87,7 +87,7 @@ class _Search:
         return result_of(state, state.best, interrupted)
 
     def _find_with_offloaded_optimizer(self) -> bool:
-        """Where no plan fits: the same search with the optimizer's state in host memory, which is taken where it finds one."""
+        """Search once more, where no plan fits, with the optimizer's state in host memory, and take what that finds."""
         state = self.state
         options = with_offloaded_optimizer(state.cluster, state.options)
         if options is None:
@@ -100,7 +100,7 @@ class _Search:
         return interrupted
 
     def _find(self) -> bool:
-        """Searches; whether it was interrupted."""
+        """Search, and return whether that was interrupted."""
         state = self.state
         state.list_points()
         report_grid(state)
@@ -119,8 +119,8 @@ class _Search:
         return interrupted
 
     def _solve(self) -> None:
-        """At most one model axis first: such problems are small, and what they give prunes most of the others. Before the
-        pipelines one point of each mesh: without a plan none of them is pruned."""
+        """Solve meshes of at most one model axis first: such problems are small, and what they give prunes most of the others.
+        Before the pipelines one point of each mesh: without a plan none of them is pruned."""
         state = self.state
         self._solve_data_parallel()
         for wide in (False, True):
@@ -151,7 +151,7 @@ class _Search:
         self._solve_all_with_memory(state.pending_points(members))
 
     def _solve_all_with_memory(self, order: Sequence[SearchPoint]) -> None:
-        """One after the other, as long as none is pruned by those before; other processes begin with the next ones."""
+        """Solve one point after the other, unless those before prune it; other processes begin with the next ones."""
         state = self.state
         reads = lambda each: (state.best_seconds(), self.slow_variables)  # noqa: E731
         with Lookahead(self._solved_with_memory, state.options.processes, reads) as ahead:
@@ -186,7 +186,7 @@ class _Search:
     # -- steps
 
     def _solve_data_parallel(self) -> None:
-        """Plain data parallelism over all devices, DDP and FSDP, in as few micro-batches as fit."""
+        """Solve plain data parallelism over all devices, DDP and FSDP, in as few micro-batches as fit."""
         state = self.state
         mesh = mesh_of(state.cluster.size)
         if state.graph.batch % mesh.size:
@@ -204,13 +204,13 @@ class _Search:
                     break
 
     def _solve_pipelines(self) -> None:
-        """Beside the meshes of their stages: where they are better, most meshes need not be solved."""
+        """Solve pipelines beside the meshes of their stages: where they are better, most meshes need not be solved."""
         for solution in self.state.pipelines.run(self.state.best_seconds):
             self._take(solution)
 
     def _warm_start(self, members: Sequence[SearchPoint]) -> None:
-        """Plans that fit, for large problems before they are solved under memory. Not for a forced axis: what it may leave
-        replicated is part of the problem."""
+        """Look for plans that fit, for large problems before they are solved under memory. Not for a forced axis: what it may
+        leave replicated is part of the problem."""
         state = self.state
         if state.forced:
             return
@@ -235,7 +235,7 @@ class _Search:
                     self._take(solution)
 
     def _solve_without_memory(self, each: SearchPoint) -> None:
-        """Without the memory constraint, unless bounds show that such a plan does not fit."""
+        """Solve without the memory constraint, unless bounds show that such a plan does not fit."""
         state = self.state
         problem = state.tables.problem(each.point)
         if unavoidable_shortage_bytes(problem) > 0:
@@ -254,7 +254,7 @@ class _Search:
         report_solution(state, each.solution)
 
     def _prune_more_micro_batches(self, solved: SearchPoint) -> None:
-        """More micro-batches are not faster, where the fewer ones fit; but for measured prices that say so."""
+        """Prune more micro-batches: they are not faster where the fewer ones fit, but for measured prices that say so."""
         if self.state.cluster_for_bounds != self.state.cluster:
             return
         for each in self.state.points:
@@ -268,8 +268,9 @@ class _Search:
         return _PointOutcome(each.solution, each.done, ran, self.slow_variables)
 
     def _solve_with_memory(self, each: SearchPoint) -> bool:
-        """Under the memory constraint; whether the ILP ran. Before that the sharper bound of this number of micro-batches, and
-        where the problem is large, the linear relaxation: only what may be better by `min_improvement_large` is solved then."""
+        """Solve under the memory constraint, and return whether the ILP ran. Before that the sharper bound of this number of
+        micro-batches, and where the problem is large, the linear relaxation: only what may be better by `min_improvement_large`
+        is solved then."""
         state = self.state
         problem = state.tables.problem(each.point)
         if each.point.micro_batches > 1:
@@ -277,13 +278,13 @@ class _Search:
         solver = state.solver(problem, each.solution)
         if state.is_large(each) and not state.is_pruned(each):
             variables = state.variables[each.point.mesh]
-            hopeless = each.warm_start_seconds > _MOST_OVER_BEST * state.best_seconds()
+            hopeless = each.warm_start_seconds > _MAX_WARM_START_RATIO * state.best_seconds()
             if hopeless or variables >= self.slow_variables:
                 return False  # it stays with the bound that it has
             left = state.seconds_left()
             relaxed_seconds = solver.relax_with_memory(left, None if state.forced else _RELAXATION_ITERATIONS)
             if relaxed_seconds is None and state.best is not None:
-                self.slow_variables = _NEARLY * variables
+                self.slow_variables = _SLOW_SHARE * variables
                 return False
             each.solution.bound_seconds = relaxed_seconds or each.bound_seconds
         if each.bound_seconds == inf:

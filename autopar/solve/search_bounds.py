@@ -1,5 +1,4 @@
-"""Lower bounds of the step for every point of the grid, the cheap ones first: data sheet, operations, linear relaxation,
-memory."""
+"""Lower bounds of the step for every point of the grid, cheap ones first: data sheet, operations, relaxation, memory."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from autopar.solve.search_state import SearchPoint, SearchState
 
 @dataclass(slots=True)
 class _MeshBound:
-    """What is known of the bounds of one mesh: those of `FlowRelaxation` by weight. `all_blocks` once every block was relaxed by
-    itself, `sharp` once nothing is left out. `tables` makes the problem again where another process had it."""
+    """The bounds of one mesh: those of `FlowRelaxation` by weight. `all_blocks` once every block was relaxed by itself, `sharp`
+    once nothing is left out. `tables` rebuilds the problem where another process had it."""
 
     members: tuple[SearchPoint, ...]
     tables: Callable[[], Problem]
@@ -42,8 +41,8 @@ class _MeshBound:
 
 @dataclass(frozen=True, slots=True)
 class _MeshReport:
-    """What a process says of one mesh: the bound, status and end of each point, what remains to be sharpened, and what the rest
-    of the search is told of its size and of pipelines."""
+    """The report of a process on one mesh: the bound, status and end of each point, what remains to be sharpened, and what the
+    rest of the search has to know of its size and of pipelines."""
 
     points: tuple[tuple[float, Status, bool], ...]
     weights: Mapping[float, float]
@@ -55,7 +54,8 @@ class _MeshReport:
 
 
 class SearchBounds:
-    """`ideal_seconds` is the least step of any plan on any mesh, by data sheet; 0 before the first problem is there."""
+    """The bounds of a search. `ideal_seconds` is the least step of any plan on any mesh, by data sheet; 0 before the first
+    problem is there."""
 
     def __init__(self, state: SearchState) -> None:
         self.state = state
@@ -63,7 +63,7 @@ class SearchBounds:
         self._mesh_bounds: dict[Mesh, _MeshBound] = {}
 
     def bound(self, points: Sequence[SearchPoint]) -> None:
-        """A bound for every point; of a mesh, at its least number of micro-batches, with what memory and state add for each. The
+        """Bound every point; of a mesh, at its least number of micro-batches, with what memory and state add for each. The
         expensive bound only where the cheap one does not prune."""
         by_mesh: dict[Mesh, list[SearchPoint]] = {}
         for each in points:
@@ -95,7 +95,7 @@ class SearchBounds:
         )
 
     def _take(self, members: Sequence[SearchPoint], report: _MeshReport) -> None:
-        """Into this process, where it is not from here."""
+        """Take a report into this process, where it is not from here."""
         state, mesh = self.state, members[0].point.mesh
         self.ideal_seconds = self.ideal_seconds or report.ideal_seconds
         state.variables.update(report.variables)
@@ -108,7 +108,7 @@ class SearchBounds:
             )
 
     def _tables(self, members: Sequence[SearchPoint]) -> Callable[[], Problem]:
-        """The problem of the least number of micro-batches, whose bound holds for its multiples by the prices for bounds."""
+        """Return the problem of the least number of micro-batches, whose bound holds for its multiples."""
         least = min((each.point for each in members), key=lambda point: point.micro_batches)
         return lambda: self.state.tables.problem(least, cluster=self.state.cluster_for_bounds)
 
@@ -139,12 +139,12 @@ class SearchBounds:
             self._mesh_bounds[problem.mesh] = mesh_bound
 
     def bound_by_flow(self, each: SearchPoint, problem: Problem) -> None:
-        """The linear relaxation of one point, by its own tables."""
+        """Bound one point by its linear relaxation, by its own tables."""
         if self.state.any_open([each]):
             self._bound_by_flow(_MeshBound((each,), lambda: problem, {1.0: each.bound_seconds}))
 
     def tighten(self) -> None:
-        """The least bounds, those of pipelines and the others in turn, as long as that raises the least of all."""
+        """Raise the least bounds, those of pipelines and the others in turn, as long as that raises the least of all."""
         state, least = self.state, -inf
         while state.seconds_left() > 0 and state.lower_bound_seconds() > least:
             least = state.lower_bound_seconds()
@@ -152,12 +152,13 @@ class SearchBounds:
             self._tighten_meshes()
 
     def tighten_pipelines(self) -> None:
-        """As long as one of them is the least bound."""
+        """Raise bounds of pipelines as long as one of them is the least bound."""
         state = self.state
         state.pipelines.tighten(state.best_seconds(), state.bound_without_pipelines())
 
     def _tighten_meshes(self) -> None:
-        """Those that the certificate is short of, where something was left out. Other processes begin with the next ones."""
+        """Raise the bounds of meshes that the certificate is short of, where something was left out. Other processes begin with
+        the next ones."""
         state = self.state
         enough = state.best_seconds() * (1 - state.options.sharp_gap)
         ahead: Lookahead[_MeshBound, _MeshReport] = Lookahead(lambda mesh: self._sharpen(mesh, enough), state.options.processes)
@@ -184,7 +185,7 @@ class SearchBounds:
         return self._report(mesh_bound.members, mesh_bound)
 
     def _bound_by_blocks(self, mesh_bound: _MeshBound, is_enough: Callable[[float], bool]) -> None:
-        """With the linear relaxations of single blocks, which are small."""
+        """Bound with the linear relaxations of single blocks, which are small."""
         state, problem = self.state, mesh_bound.problem
         mesh_bound.all_blocks = True
         if not has_many_blocks(problem):
@@ -199,14 +200,14 @@ class SearchBounds:
         self._bound_by_memory(mesh_bound, fully=False)
 
     def _inform_pipelines(self, problem: Problem, step_seconds: float) -> None:
-        """What holds for smaller micro-batches too, as the prices for bounds do and those of a single point need not."""
+        """Pass on what holds for smaller micro-batches too, as the prices for bounds do and those of a single point need not."""
         if problem.cluster == self.state.cluster_for_bounds:
             self.state.pipelines.learn_bound(problem, step_seconds)
 
     def _bound_by_flow(self, mesh_bound: _MeshBound, fully: bool = False) -> None:
-        """With the linear relaxation of placements, then with memory; and with what collectives and state send over one link,
-        which seldom says more. Unless `fully`, as long as that may prune some of the points, and of a large problem without the
-        last."""
+        """Bound with the linear relaxation of placements, then with memory; and with what collectives and state send over one
+        link, which seldom says more. Unless `fully`, as long as that may prune some of the points, and of a large problem without
+        the last."""
         state, members, problem = self.state, mesh_bound.members, mesh_bound.problem
         if mesh_bound.flow is None:
             mesh_bound.flow = flow = FlowRelaxation(problem)
@@ -221,7 +222,7 @@ class SearchBounds:
             self._bound_by_memory(mesh_bound, fully)
 
     def _bound_by_memory(self, mesh_bound: _MeshBound, fully: bool) -> None:
-        """`memory_bound` of each point by the tables of its mesh."""
+        """Raise each point to its `memory_bound` by the tables of its mesh."""
         state, flow = self.state, mesh_bound.bounds[1.0]
         for each in mesh_bound.members:
             each.raise_bound(flow)

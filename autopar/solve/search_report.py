@@ -1,4 +1,4 @@
-"""What a search says: a line for each solution, the certified result, and why nothing was found."""
+"""The report of a search: a line for each solution, the certified result, and why nothing was found."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MESHES = 8
 
 
 def report_grid(state: SearchState) -> None:
-    """How many candidates there are."""
+    """Report how many candidates there are."""
     meshes, pipelines = {each.point.mesh for each in state.points}, state.pipelines.all_solutions
     piped = f", {len(pipelines)} pipelines" if pipelines else ""
     state.progress(f"grid: {len(state.points)} candidates on {len(meshes)} meshes of {state.cluster.size} devices{piped}")
 
 
 def report_solution(state: SearchState, solution: MeshSolution) -> None:
-    """One line."""
+    """Report a solution in one line."""
     evaluation = solution.evaluation
     size = f"{evaluation.step_seconds:.4g} s, {evaluation.peak_memory_bytes / 2**30:.1f} GiB" if evaluation else ""
     if solution.solved:
@@ -46,7 +46,7 @@ def report_solution(state: SearchState, solution: MeshSolution) -> None:
 
 
 def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> PlanResult:
-    """The best plan with its certificate. What was not solved, with time left, is pruned by its bound, or says why it was not
+    """Return the best plan with its certificate. What was not solved in time is pruned by its bound, or says why it was not
     tried."""
     assert best.candidate is not None and best.evaluation is not None
     for each in state.points:
@@ -80,14 +80,14 @@ def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> Plan
 
 
 def _limit(state: SearchState, interrupted: bool) -> str:
-    """What ended the search before its own limits did."""
+    """Say what ended the search before its own limits did."""
     if interrupted:
         return "an interrupt"
     return f"the time limit of {state.options.time_limit_seconds:g} s" if state.out_of_time else ""
 
 
 def raise_infeasible(state: SearchState) -> None:
-    """Infeasible, with what is short and which changes would do."""
+    """Raise Infeasible, with what is short and which changes would do."""
     refused = next((text for text in _refusals(state) if text), "")
     if refused:
         raise PlanError(refused)
@@ -105,13 +105,13 @@ def _out_of_time(state: SearchState) -> str:
 
 
 def _refusals(state: SearchState) -> Iterator[str]:
-    """Why plans were left out that do not obey a forced degree."""
+    """Yield the reasons why plans were left out that do not obey a forced degree."""
     yield from (each.solution.refusal for each in state.points)
     yield state.pipelines.stage_search.placement.refusal
 
 
 def _forced_axis_notes(state: SearchState, best: MeshSolution) -> Iterator[str]:
-    """What sizes forbid a forced axis of the best plan to shard."""
+    """Yield what sizes forbid a forced axis of the best plan to shard."""
     axes = forced_axes(best.mesh, state.options.force)
     if axes:
         point = GridPoint(best.mesh, best.micro_batches, stages=best.stages)
@@ -120,7 +120,7 @@ def _forced_axis_notes(state: SearchState, best: MeshSolution) -> Iterator[str]:
 
 
 def _nearest_solvers(state: SearchState) -> list[MeshSolver]:
-    """What lacks least: per mesh the smallest micro-batches, all state sharded, few meshes; and by how much."""
+    """Return solvers of what lacks least, and by how much: per mesh the smallest micro-batches, all state sharded."""
     nearest: dict[Mesh, SearchPoint] = {}
     for each in state.points:
         first = nearest.setdefault(each.point.mesh, each)

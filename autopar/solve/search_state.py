@@ -1,4 +1,4 @@
-"""What a running search knows: the points of the grid with their bounds, the best plan so far, the time that is left."""
+"""The state of a running search: the points of the grid with their bounds, the best plan so far, the time that is left."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _WORTH_A_COPY = 2000
 
 @dataclass(slots=True)
 class SearchPoint:
-    """One point of the grid: its solution so far, whether nothing remains to be done for it, and the step of its warm start (0:
-    it has none)."""
+    """A point of the grid: its solution so far, whether nothing remains to be done for it, and the step of its warm start (0: it
+    has none)."""
 
     point: GridPoint
     solution: MeshSolution
@@ -46,18 +46,19 @@ class SearchPoint:
         return self.solution.bound_seconds
 
     def raise_bound(self, seconds: float) -> None:
-        """Bounds of a point only grow."""
+        """Raise the bound of the point, which only grows."""
         self.solution.bound_seconds = max(self.solution.bound_seconds, seconds)
 
     def settle(self, status: Status, reason: str = "") -> None:
-        """No plan of this point will be solved for."""
+        """Leave the point without a plan."""
         self.solution.status, self.solution.reason, self.done = status, reason, True
 
 
 class SearchState:
-    """`variables` has the size of each mesh's problem, `points` the grid without pipelines; `pipelines` has its own points.
-    `fitting` are all plans that were found and fit. `cluster_for_bounds`: with the prices of bounds that hold for more
-    micro-batches too. `out_of_time`: the user's time limit ended something, so that the answer may depend on the machine."""
+    """The state of a search. `variables` has the size of each mesh's problem, `points` the grid without pipelines; `pipelines`
+    has its own points. `fitting` are all plans that were found and fit. `cluster_for_bounds`: with the prices of bounds that hold
+    for more micro-batches too. `out_of_time`: the user's time limit ended something, so that the answer may depend on the
+    machine."""
 
     def __init__(self, graph: Graph, cluster: Cluster, options: SearchOptions, progress: Progress) -> None:
         if options.batch not in (0, graph.batch):
@@ -75,7 +76,7 @@ class SearchState:
         self.variables: dict[Mesh, int] = {}
 
     def list_points(self) -> None:
-        """The grid. AutoparError where what is forced cannot be."""
+        """List the grid. AutoparError where what is forced cannot be."""
         force = self.options.force
         if not pipeline_asked(force, self.options.schedule):
             node, rest = devices_per_node(self.cluster), force_without_pipeline(force)
@@ -108,11 +109,11 @@ class SearchState:
         return self.best.evaluation.step_seconds if self.best is not None and self.best.evaluation is not None else inf
 
     def cutoff_seconds(self) -> float:
-        """Plans that are slower are not looked for: they are not among those that count as equally fast."""
+        """Return the seconds above which plans are not looked for: they do not count as equally fast."""
         return self.best_seconds() * (1 + self.options.indifference)
 
     def offer(self, solution: MeshSolution) -> None:
-        """Takes it as the best plan where it is."""
+        """Take a solution as the best plan where it is."""
         if not solution.solved or solution.evaluation is None:
             return
         self.fitting.append(solution)
@@ -122,9 +123,9 @@ class SearchState:
     # -- pruning
 
     def is_pruned(self, each: SearchPoint, bound_seconds: float = 0.0) -> bool:
-        """Whether its bound, or this one, says that no plan of it is better than the best one by enough: two model axes have to
-        be worth more than `indifference` where the best plan has fewer, a large problem `min_improvement_large`. Also where time
-        is over: the bound stays."""
+        """Return whether its bound, or this one, says that no plan of it is better than the best one by enough: two model axes
+        have to be worth more than `indifference` where the best plan has fewer, a large problem `min_improvement_large`. Also
+        where time is over: the bound stays."""
         mesh, options = each.point.mesh, self.options
         wider = len(mesh.axes) > 2 and (self.best is None or len(mesh.axes) > len(self.best.mesh.axes))
         enough = max(options.min_improvement, options.indifference if wider else 0.0)
@@ -134,32 +135,32 @@ class SearchState:
         return bound_seconds > self.best_seconds() * (1 - enough) or self.seconds_left() <= 0
 
     def why_not_tried(self, each: SearchPoint) -> str:
-        """Why a point was left out that bounds do not prune."""
+        """Say why a point was left out that bounds do not prune."""
         if self._is_large(each.point.mesh):
             return f"a problem of more than {LARGE} variables, too large for the gain that is possible at most"
         return "the gain that is possible at most is too small for another axis"
 
     def any_open(self, points: Sequence[SearchPoint]) -> bool:
-        """Whether some of the points may still have a better plan."""
+        """Return whether some of the points may still have a better plan."""
         return any(not each.done and not self.is_pruned(each) for each in points)
 
     def is_large(self, each: SearchPoint) -> bool:
         return self._is_large(each.point.mesh)
 
     def is_worth_a_copy(self, each: SearchPoint) -> bool:
-        """Whether its problem takes much longer than a copy of this process."""
+        """Return whether its problem takes much longer than a copy of this process."""
         return self.variables.get(each.point.mesh, _WORTH_A_COPY) >= _WORTH_A_COPY
 
     def _is_large(self, mesh: Mesh) -> bool:
-        """Its problem, or where its size is not known, those of as many axes."""
+        """Return whether the problem of a mesh is large, or where its size is not known, those of as many axes."""
         most = self.variables.get(mesh)
         if most is None:
             most = max((size for other, size in tuple(self.variables.items()) if len(other.axes) == len(mesh.axes)), default=0)
         return most > LARGE
 
     def pending_points(self, points: Sequence[SearchPoint]) -> list[SearchPoint]:
-        """What is not done, the lowest bounds first, few micro-batches before many; of large problems those with one ZeRO group
-        before those with several, which are harder and seldom much better."""
+        """Return the points that are not done, the lowest bounds first, few micro-batches before many; of large problems those
+        with one ZeRO group before those with several, which are harder and seldom much better."""
 
         def order(each: SearchPoint) -> tuple[bool, float, int]:
             return each.point.zero_group > 0 and self.is_large(each), each.bound_seconds, each.point.micro_batches
@@ -169,7 +170,7 @@ class SearchState:
     # -- the certificate
 
     def bound_without_pipelines(self) -> float:
-        """Below every plan of each point that is no pipeline and is not shown to be infeasible."""
+        """Return a bound below every plan of each point that is no pipeline and is not shown to be infeasible."""
         feasible = (each for each in self.points if each.solution.status is not Status.INFEASIBLE)
         return min((each.bound_seconds for each in feasible), default=inf)
 

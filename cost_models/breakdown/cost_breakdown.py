@@ -31,7 +31,7 @@ PricedCollective = tuple[str, float, AxisLink]
 
 @dataclass(frozen=True, slots=True)
 class OperationCost:
-    """One operation of a distinct block, without communication inside it.
+    """The cost of an operation of a distinct block, without communication inside it.
 
     times: its calls in a step (layers x micro-batches).
     seconds: of all of them: forward, backward and recomputation.
@@ -107,7 +107,7 @@ class CostBreakdown:
 
 
 def cost_breakdown(graph: Graph, candidate: Candidate, cluster: Cluster, optimizer: str, stage: int = 0) -> CostBreakdown:
-    """The costs that `evaluate` adds up, of one pipeline stage."""
+    """Return the costs that `evaluate` adds up, of one pipeline stage."""
     traces_of = stage_traces(graph, candidate, cluster)
     all_chunks = chunk_costs(graph, candidate, cluster, traces_of, optimizer_named(optimizer))
     chunks = [all_chunks[index] for index in chunks_of_stages(candidate.pipeline)[stage]]
@@ -143,7 +143,7 @@ def cost_breakdown(graph: Graph, candidate: Candidate, cluster: Cluster, optimiz
 
 
 def _optimizer_offload(candidate: Candidate, cluster: Cluster, chunks: Sequence[ChunkCost]) -> Iterator[OffloadCost]:
-    """The optimizer's state, read and written once a step where it lies elsewhere between steps."""
+    """Yield the copies of the optimizer's state, read and written once a step where it lies elsewhere between steps."""
     target = offload_target(cluster, candidate.precision)
     copied = sum(each.memory.offloaded for chunk in chunks for each in (*chunk.owned.states, chunk.owned.root))
     if target is not None and copied:
@@ -191,8 +191,8 @@ def _inside_operations(
 def _state_collectives(
     graph: Graph, candidate: Candidate, chunks: Sequence[ChunkCost], costs: Mapping[str, BlockCosts]
 ) -> Iterator[CollectiveCost]:
-    """Of each block's own parameters, and of those that several calls share. Only ZeRO-3 gathers for each micro-batch; ZeRO-0 and
-    1 reduce once a step."""
+    """Yield the collectives of each block's own parameters, and of those that several calls share. Only ZeRO-3 gathers for each
+    micro-batch; ZeRO-0 and 1 reduce once a step."""
     groups: Counter[tuple[str, StateCost, int, bool]] = Counter()
     for owned in (chunk.owned for chunk in chunks):
         blocks = [graph.calls[index].block for index in owned.calls]

@@ -25,7 +25,7 @@ from autopar.ir.plan import NodePlan
 
 
 class CostFormula(NamedTuple):
-    """What it is the formula of, its value, and its text with symbols and with numbers."""
+    """A formula: its subject, its value, and its text with symbols and with numbers."""
 
     name: str
     seconds: float
@@ -33,14 +33,15 @@ class CostFormula(NamedTuple):
 
 
 def collective_formulas(cost: CollectiveCost) -> Iterator[CostFormula]:
-    """One for each collective of a call."""
+    """Yield one formula for each collective of a call."""
     for kind, full_bytes, link in cost.collectives:
         name = kind.replace("_", "-")
         yield CostFormula(name, collective_seconds(kind, full_bytes, link), explain_collective(kind, full_bytes, link))
 
 
 def operation_formulas(cost: OperationCost, costs: BlockCosts) -> Iterator[CostFormula]:
-    """Arithmetic of the forward, then forward and backward as a whole. `costs` are those of the operation's block."""
+    """Yield the formulas of the arithmetic of the forward, then forward and backward as a whole. `costs` are those of the
+    operation's block."""
     plan, profile = cost.plan, costs.profile(cost.plan.node)
     whole, sizes = costs.cluster.device, costs.mesh.sizes
     device = replace(whole, fresh_page_bytes_per_second=0.0)
@@ -89,7 +90,7 @@ def _with_fresh_pages(name: str, work_seconds: float, page_seconds: float, devic
 def _arithmetic(
     profile: Profile, plan: NodePlan, sizes: tuple[int, ...], device: Device, seconds: float
 ) -> Iterator[CostFormula]:
-    """The matrix product or the attention of the forward on one device."""
+    """Yield the formula of the matrix product or the attention of the forward on one device."""
     if not seconds or profile.matrix is None:
         return
     matrix, dtype = profile.matrix, profile.dtype

@@ -17,7 +17,7 @@ from autopar.ir.plan import Candidate
 
 @dataclass(frozen=True, slots=True)
 class GradientExchange:
-    """One method: the bytes of a device's gradients in the reduce dtype, the seconds, and their ratio to the all-reduce."""
+    """A method of exchange: a device's bytes in the reduce dtype, the seconds, and their ratio to the all-reduce."""
 
     method: str
     bytes: float
@@ -26,7 +26,8 @@ class GradientExchange:
 
 
 def gradient_exchanges(graph: Graph, candidate: Candidate, cluster: Cluster) -> tuple[GradientExchange, ...]:
-    """The fastest all-reduce, and one or as many parameter servers as the last link level has members. Nothing on one data rank.
+    """Return the fastest all-reduce, and one or as many parameter servers as the last link level has members. Nothing on one data
+    rank.
 
     With several pipeline stages: of their mean gradient bytes, on the devices of one of them.
     """

@@ -19,8 +19,8 @@ from autopar.schedules.shared_cores import SharedCores
 
 @dataclass(frozen=True, slots=True)
 class RankTimeline:
-    """One pipeline rank: its model chunks, its actions with their times, the end of the last one, the share of the makespan in
-    which it is idle, and the most (chunk, micro-batch) pairs that it has in flight at once."""
+    """The timeline of a pipeline rank: its model chunks, its actions with their times, the end of the last one, the share of the
+    makespan in which it is idle, and the most (chunk, micro-batch) pairs that it has in flight at once."""
 
     chunks: tuple[int, ...]
     spans: tuple[ActionSpan, ...]
@@ -46,7 +46,7 @@ class PipelineTimeline:
 
 
 def pipeline_timeline(graph: Graph, candidate: Candidate, cluster: Cluster, optimizer: str) -> PipelineTimeline:
-    """The timeline with the times of `evaluate`. PlanError where the candidate's schedule is none."""
+    """Return the timeline with the times of `evaluate`. PlanError where the candidate's schedule is none."""
     schedule = schedule_of(candidate.pipeline, candidate.micro_batches)
     traces = stage_traces(graph, candidate, cluster)
     costs = chunk_costs(graph, candidate, cluster, traces, optimizer_named(optimizer))

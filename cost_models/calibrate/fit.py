@@ -1,5 +1,4 @@
-"""Fits a cluster to measurements: the rates of the device, and the link whose latency and bandwidth explain the collectives
-best."""
+"""The fit of a cluster to measurements: the rates of the device, and the link that explains the collectives best."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class Calibration:
 
 
 def fit_cluster(name: str, processes: int, run: CalibrationRun, day: str = "") -> Calibration:
-    """The cluster of `processes` devices that `run`, of that day, measured."""
+    """Fit the cluster of `processes` devices that `run`, of that day, measured."""
     device = fit_device(run)
     on_gpu = device.kind == "cuda"
     link = Link("nvlink" if on_gpu else "loopback", processes, 1e9, 1e-6)
@@ -68,9 +67,9 @@ def fit_cluster(name: str, processes: int, run: CalibrationRun, day: str = "") -
 
 
 def measured_overlap(run: CalibrationRun) -> Overlap:
-    """On CPUs FSDP2's collectives return when they have ended, so that they overlap with nothing. Reductions of replicated
-    gradients do, but not where ranks share cores of which a collective takes more than half. A rank whose message waits for its
-    receiver's turn on a core goes on later, and leaves its own core to others."""
+    """Return what overlaps. On CPUs FSDP2's collectives return when they have ended, so that they overlap with nothing.
+    Reductions of replicated gradients do, but not where ranks share cores of which a collective takes more than half. A rank
+    whose message waits for its receiver's turn on a core goes on later, and leaves its own core to others."""
     contention = round(min(MAX_CONTENTION, run.contention), 3)
     on_cpu = run.facts["kind"] == "cpu"
     reduction = not on_cpu or contention < _SHARED_CORES
@@ -79,7 +78,7 @@ def measured_overlap(run: CalibrationRun) -> Overlap:
 
 
 def calibration_note(run: CalibrationRun, day: str) -> str:
-    """What a plan says of a measured cluster."""
+    """Write the note of a plan on a measured cluster."""
     note = f"measured {day}; repetitions differ by {100 * run.spread:.0f} %"
     doubt = "the machine was busy, so that an idle one may be faster" if run.slowdown > MAX_SLOWDOWN else ""
     doubt = doubt or ("too much to be sure of more than the order of magnitude" if run.spread > MAX_SPREAD else "")
@@ -87,13 +86,14 @@ def calibration_note(run: CalibrationRun, day: str) -> str:
 
 
 def is_reliable(run: CalibrationRun) -> bool:
-    """Whether the machine was idle enough."""
+    """Return whether the machine was idle enough."""
     return run.slowdown <= MAX_SLOWDOWN and run.spread <= MAX_SPREAD
 
 
 def fit_device(run: CalibrationRun) -> Device:
-    """Peak of a dtype: that of the data sheet where the device is a bundled one, else the fastest product or convolution.
-    Fractions: geometric means over shapes against the peak of the main dtype (bfloat16 on a GPU, float32 on a CPU)."""
+    """Fit the device. Peak of a dtype: that of the data sheet where the device is a bundled one, else the fastest product or
+    convolution. Fractions: geometric means over shapes against the peak of the main dtype (bfloat16 on a GPU, float32 on a
+    CPU)."""
     facts, main = run.facts, "bfloat16" if run.facts["kind"] == "cuda" else "float32"
     fastest: dict[str, float] = {}
     for each in _timings("gemm", run) + _timings("convolution", run):
@@ -133,7 +133,7 @@ def fit_device(run: CalibrationRun) -> Device:
 
 
 def packing_rate(run: CalibrationRun) -> float:
-    """Bytes per second: what products of few rows take beyond their arithmetic is their traffic (0 where none were timed)."""
+    """Return bytes per second: what products of few rows take beyond arithmetic is traffic (0 where none were timed)."""
     products = [each.rate for each in _timings("gemm.float32", run)]
     for each in _timings("packed_gemm", run, ""):
         arithmetic = PACKED_MATRICES * 2.0 * PACKED_ROWS * PACKED**2 / max(products)
@@ -142,7 +142,7 @@ def packing_rate(run: CalibrationRun) -> float:
 
 
 def _unpacked(each: Timing, bytes_per_second: float) -> Timing:
-    """A product ``gemm.dtype.MxKxN`` of float32 without the seconds of its traffic, at most half of it."""
+    """Return a product ``gemm.dtype.MxKxN`` of float32 without the seconds of its traffic, at most half of it."""
     if not bytes_per_second:
         return each
     m, k, n = map(int, each.name.split(".")[2].split("x"))
@@ -151,15 +151,15 @@ def _unpacked(each: Timing, bytes_per_second: float) -> Timing:
 
 
 def _fresh_page_rate(run: CalibrationRun) -> float:
-    """Bytes per second of what a write to new memory takes longer than one to memory that is there; 0 where it was not timed, or
-    takes no longer."""
+    """Return bytes per second of what a write to new memory takes longer than one to memory that is there; 0 where it was not
+    timed, or takes no longer."""
     new, old = _timings("pages.new", run, ""), _timings("pages.old", run, "")
     longer = new[0].seconds - old[0].seconds if new and old else 0.0
     return float(f"{new[0].work / longer:.4g}") if longer > 0 else 0.0
 
 
 def known_device(name: str) -> Device | None:
-    """The bundled device that a driver's name (``NVIDIA H200``, ``NVIDIA A100-SXM4-80GB``) stands for, if any."""
+    """Return the bundled device that a driver's name (``NVIDIA H200``, ``NVIDIA A100-SXM4-80GB``) stands for, if any."""
     parts = name.upper().replace("-", " ").split()
     for preset in presets():
         device = read_cluster(preset_path(preset), preset).device
@@ -175,14 +175,14 @@ def _timings(kind: str, run: CalibrationRun, dot: str = ".") -> list[Timing]:
 
 
 def _transcendental_seconds(measured: Sequence[Timing], bytes_per_second: float) -> float:
-    """Per element of a forward, which with its backward takes three times as long, besides five accesses of four bytes."""
+    """Return the seconds per element of a forward, a third of forward and backward but for five accesses of four bytes."""
     return max(
         0.0, *((each.seconds / each.work - 20.0 / bytes_per_second) / (1 + TRANSCENDENTAL_BACKWARD) for each in measured), 0.0
     )
 
 
 def _reached_fraction(measured: Sequence[Timing], peak: float) -> float:
-    """The geometric mean of the rates over the peak, to four digits; at most 1."""
+    """Return the geometric mean of the rates over the peak, to four digits; at most 1."""
     mean = exp(sum(log(each.rate) for each in measured) / len(measured))
     return float(f"{min(1.0, mean / peak):.4g}")
 
@@ -195,14 +195,14 @@ def _host_memory(run: CalibrationRun) -> OffloadTarget | None:
 
 
 def predicted_seconds(link: Link, size: int, launch_seconds: float, each: Timing) -> float:
-    """Of a collective among `size` neighbours on one link, by the alpha-beta model."""
+    """Return the seconds of a collective among `size` neighbours on one link, by the alpha-beta model."""
     link = replace(link, measured=())
     return collective_seconds(each.name, each.work, AxisLink(size, (Level(link, size),), launch_seconds, ("ring",)))
 
 
 def fit_link(link: Link, size: int, launch_seconds: float, run: Sequence[Timing], small_protocol: bool) -> Link:
-    """Latency and bandwidth from the all-reduces. Each other kind may differ from its formula by two constant factors, of latency
-    and of transfer. What was measured of each kind goes along, since plans are priced by it."""
+    """Fit latency and bandwidth from the all-reduces. Each other kind may differ from its formula by two constant factors, of
+    latency and of transfer. What was measured of each kind goes along, since plans are priced by it."""
     reduced = [each for each in run if each.name == "all_reduce"]
     unit = replace(link, latency_seconds=1.0, bandwidth_bytes_per_second=1.0)
     latency, transfer = _fit_alpha_beta(unit, size, launch_seconds, reduced)
@@ -217,8 +217,8 @@ def fit_link(link: Link, size: int, launch_seconds: float, run: Sequence[Timing]
 
 
 def measured_tables(width: int, run: Sequence[Timing]) -> tuple[MeasuredCollective, ...]:
-    """The table of each kind among `width` neighbours (or as many as a timing says) that was timed with several message sizes.
-    Seconds that fall from one size to a larger one are noise, which is averaged."""
+    """Return the table of each kind among `width` neighbours (or as many as a timing says) that was timed with several message
+    sizes. Seconds that fall from one size to a larger one are noise, which is averaged."""
     points: dict[tuple[str, int], dict[float, float]] = {}
     for each in run:
         points.setdefault((each.name, each.width or width), {})[each.work] = float(f"{each.seconds:.6g}")
@@ -226,8 +226,8 @@ def measured_tables(width: int, run: Sequence[Timing]) -> tuple[MeasuredCollecti
 
 
 def _fit_alpha_beta(link: Link, size: int, launch_seconds: float, run: Sequence[Timing]) -> tuple[float, float]:
-    """(x, y) so that ``launch + x latency + y transfer`` is nearest to the measurements, in squares of relative errors; both are
-    at least a thousandth of their share, since a measurement may say anything."""
+    """Return (x, y) so that ``launch + x latency + y transfer`` is nearest to the measurements, in squares of relative errors;
+    both are at least a thousandth of their share, since a measurement may say anything."""
     kind = run[0].name
     algorithm = "direct" if kind in ("all_to_all", "point_to_point") else "ring"
     cost = algorithm_cost(kind, algorithm, "", AxisLink(size, (Level(link, size),), 0.0, ("ring",)))
@@ -241,7 +241,7 @@ def _fit_alpha_beta(link: Link, size: int, launch_seconds: float, run: Sequence[
 
 
 def _fit_two_protocols(link: Link, size: int, launch_seconds: float, run: Sequence[Timing]) -> Link:
-    """The four numbers of two protocols with the least sum of ``|log(predicted / measured)|``, by descent along one at a time."""
+    """Return the four numbers of two protocols with the least sum of ``|log(predicted / measured)|``, by coordinate descent."""
     numbers = {
         "bandwidth_bytes_per_second": link.bandwidth_bytes_per_second,
         "latency_seconds": 2 * link.latency_seconds,
@@ -267,7 +267,7 @@ def _fit_two_protocols(link: Link, size: int, launch_seconds: float, run: Sequen
 
 
 def calibration_document(calibration: Calibration, source: dict[str, Any]) -> dict[str, Any]:
-    """What goes into the YAML file: the cluster in human units, and the measurements under ``source`` (not read again)."""
+    """Return the content of the YAML file: the cluster in human units, and the measurements under ``source`` (not read again)."""
     rows = {each.name: f"{each.rate / 1e9:.4g} G/s, {each.seconds * 1e6:.4g} us" for each in calibration.run.operations}
     sent = {
         f"{each.name} {each.work:.0f} B": f"{each.seconds * 1e6:.4g} us, predicted {ratio * each.seconds * 1e6:.4g}"

@@ -1,5 +1,5 @@
-"""Fits a cluster of several levels of links to what `joined_ranks` measured: each level by the collectives among neighbours on
-it. Those of all ranks together are predicted from the levels, not fitted: their errors say how far the levels explain them."""
+"""The fit of a cluster of several levels of links to what `joined_ranks` measured: each level by the collectives among neighbours
+on it. Those of all ranks together are predicted from the levels, not fitted: their errors say how far the levels explain them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _without_bursts(run: Sequence[Timing]) -> list[Timing]:
 
 
 def fit_levels(runs: LevelRuns, day: str = "") -> Calibration:
-    """The cluster whose links `runs` measured on that day. The ratios are of each level's collectives, then of all ranks'
+    """Fit the cluster whose links `runs` measured on that day. The ratios are of each level's collectives, then of all ranks'
     together; the run has them all, named by their level."""
     whole, size = runs.whole, runs.levels[-1][0]
     device = fit_device(whole)

@@ -1,4 +1,4 @@
-"""One rank of a calibration across nodes: torchrun has started it, the ranks meet over the network that training will use, and
+"""A rank of a calibration across nodes: torchrun has started it, the ranks meet over the network that training will use, and
 every level of links is timed by groups of its own, all of them at once, as in training. Imports torch."""
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from autopar.cost_models.calibrate.measure_rank import RankBenchmark, TimedCall,
 from autopar.errors import ClusterError
 
 SLOW_SECONDS = 0.5
-"""Where one call of each kind takes longer over links between machines, larger messages are not timed: bandwidth is known by
-then."""
+"""Seconds of one call of each kind over links between machines from which on larger messages are not timed."""
 
 WIRE_SLICE_SECONDS = 0.25
-"""Of large messages over links between machines. Such a link may carry the first bytes after a rest (a token bucket's burst) at a
-higher rate: messages follow one another without rests, for so long that the burst is a small part."""
+"""The slice of large messages over links between machines. Such a link may carry the first bytes after a rest (a token bucket's
+burst) at a higher rate: messages follow one another without rests, for so long that the burst is a small part."""
 
 MEETING_SECONDS = 240
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedRank:
-    """What a launcher says of a process: its rank among `size`, and on its node among `local_size`."""
+    """A process as its launcher describes it: its rank among `size`, and on its node among `local_size`."""
 
     rank: int
     size: int
@@ -55,7 +54,7 @@ class _LevelGroup:
 
 
 def check_levels(levels: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """The levels that join more than one device of the next inner one. ClusterError where one does not divide the next."""
+    """Return the levels that join more than one device of the next inner one. ClusterError where one does not divide the next."""
     sizes = (*(each for each in levels if each < size), size)
     inside = 1
     for each in sizes:
@@ -66,7 +65,7 @@ def check_levels(levels: tuple[int, ...], size: int) -> tuple[int, ...]:
 
 
 def measure_joined(here: JoinedRank, levels: tuple[int, ...], effort: Effort, progress: Progress) -> LevelRuns | None:
-    """Measures as one of the ranks; the result on rank 0, None on the others. ClusterError where the ranks do not meet, or a node
+    """Measure as one of the ranks; the result on rank 0, None on the others. ClusterError where the ranks do not meet, or a node
     has more ranks than another."""
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= here.local_size
     device = torch.device("cuda", here.local_rank) if cuda else torch.device("cpu")
@@ -107,8 +106,8 @@ def _merged(gathered: list[dict[str, Any]], levels: tuple[int, ...], here: Joine
 
 
 def _groups(levels: tuple[int, ...], here: JoinedRank) -> list[_LevelGroup]:
-    """Of each level, this rank's neighbours on it: of equal place in each of the next inner level's parts; and at last all ranks.
-    All ranks must call."""
+    """Return of each level this rank's neighbours on it: of equal place in each of the next inner level's parts; and at last all
+    ranks. All ranks must call."""
     out = []
     for inside, devices in pairwise((1, *levels)):
         for first in (start + place for start in range(0, here.size, devices) for place in range(inside)):
@@ -122,7 +121,7 @@ def _groups(levels: tuple[int, ...], here: JoinedRank) -> list[_LevelGroup]:
 def _measure(
     device: torch.device, ranks: int, cores: int, groups: list[_LevelGroup], effort: Effort, progress: Progress
 ) -> dict[str, Any]:
-    """Times operations, then each level. `ranks` share the `cores` of this machine (also where they are several nodes)."""
+    """Time operations, then each level. `ranks` share the `cores` of this machine (also where they are several nodes)."""
     say = partial(_say, progress) if dist.get_rank() == 0 else _silent
     share, alone = max(1 / torch.get_num_threads(), ranks / cores), max(1.0, ranks / cores)
     bench = RankBenchmark(device, effort, share, alone, say)
@@ -144,7 +143,7 @@ def _measure(
 
 
 def _level_timings(bench: RankBenchmark, level: _LevelGroup, what: str, share: tuple[float, float]) -> list[TimedCall]:
-    """Each kind in sizes that grow, between machines until they take long. The sizes divide the level's time evenly."""
+    """Time each kind in sizes that grow, between machines until they take long. The sizes divide the level's time evenly."""
     effort = replace(bench.effort, limit_seconds=bench.effort.limit_seconds / len(SIZES))
     out: list[TimedCall] = []
     (begin, end), products = share, bench.between()
@@ -177,11 +176,11 @@ def _say(progress: Progress, line: str) -> None:
 
 
 def _silent(line: str) -> None:
-    """Of all ranks but the first."""
+    """Say nothing, on all ranks but the first."""
 
 
 def _machine() -> str:
-    """One text per running kernel: containers and network namespaces of one machine share its cores."""
+    """Return one text per running kernel: containers and network namespaces of one machine share its cores."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""``local:N``: this machine as a cluster of processes that share its cores (or have one GPU each), with gloo (or NCCL)."""
+"""This machine as a cluster ``local:N`` of processes that share its cores (or have one GPU each), with gloo (or NCCL)."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ STALE_SECONDS = 30 * 86400.0
 
 
 def default_local_cluster(processes: int) -> Cluster:
-    """`local:processes` from the bundled description; only the memory is this machine's, divided evenly."""
+    """Return `local:processes` from the bundled description; only the memory is this machine's, divided evenly."""
     one = read_cluster(preset_path("local"), "local")
     device = replace(one.device, memory_bytes=machine_memory_bytes() // processes)
     return replace(with_nodes(one, f"local:{processes}", processes), device=device)
 
 
 def measure_local(processes: int, effort: Effort | None = None, progress: Progress | None = None) -> Calibration:
-    """Measures now. ClusterError where that fails."""
+    """Measure now. ClusterError where that fails."""
     run = measure_ranks(processes, effort or quick_effort(), progress or (lambda what, share: None))
     return _calibrated(processes, run)
 
@@ -61,7 +61,7 @@ def _calibrated(processes: int, run: CalibrationRun) -> Calibration:
 
 
 def measured_local_cluster(processes: int, folder: Path, say: Callable[[str], object] = lambda line: None) -> Cluster:
-    """The measured cluster, cached in `folder` per number of cores and torch version.
+    """Return the measured cluster, cached in `folder` per number of cores and torch version.
 
     A file that cannot be read, or is older than a month, is replaced by a new measurement. An unreliable one (the machine was
     busy, or repetitions differ much) is measured again after a while, less often each time; of all these runs the fastest seconds
@@ -92,8 +92,8 @@ def measured_local_cluster(processes: int, folder: Path, say: Callable[[str], ob
 
 
 def keep_local(processes: int, calibration: Calibration, folder: Path) -> Path:
-    """Keeps a thorough measurement as that of ``local:processes``; its file. It counts as often repeated: a busy machine's quick
-    ones do not replace it soon."""
+    """Keep a thorough measurement as that of ``local:processes``, and return its file. It counts as often repeated: a busy
+    machine's quick ones do not replace it soon."""
     path = _path(processes, folder)
     _keep(calibration, THOROUGH_TRIES, path)
     return path

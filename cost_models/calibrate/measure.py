@@ -1,4 +1,4 @@
-"""Runs one process per rank, which measure at the same time, as in training; and merges their timings.
+"""The measurement of this machine: one process per rank, all of which measure at once, as in training; their timings are merged.
 
 Each operation and collective is timed in short slices, one slice per round, so that a disturbance affects one round of
 everything and not every round of one operation; of the rounds of an operation a fast one counts (`QUANTILE`), of a collective,
@@ -46,10 +46,10 @@ WIRE_BYTES = 2**17
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured: at most `rounds` slices of `slice_seconds` of each operation and collective, and whether of many
-    shapes and sizes. All operations, and all collectives of one level, take about `limit_seconds`, of which each has an equal
-    part: what takes long has fewer calls and rounds, but one at least. With `total_seconds` everything, with the start of the
-    processes, takes about so long at most (0: as long as it takes)."""
+    """The effort of a measurement: at most `rounds` slices of `slice_seconds` of each operation and collective, and whether of
+    many shapes and sizes. All operations, and all collectives of one level, take about `limit_seconds`, of which each has an
+    equal part: what takes long has fewer calls and rounds, but one at least. With `total_seconds` everything, with the start of
+    the processes, takes about so long at most (0: as long as it takes)."""
 
     rounds: int
     slice_seconds: float
@@ -59,12 +59,12 @@ class Effort:
 
 
 def quick_effort() -> Effort:
-    """At most `QUICK_SECONDS`: for ``local:N`` on first use, where a user waits."""
+    """Return an effort of at most `QUICK_SECONDS`: for ``local:N`` on first use, where a user waits."""
     return Effort(rounds=5, slice_seconds=0.03, thorough=False, limit_seconds=6.0, total_seconds=QUICK_SECONDS)
 
 
 def thorough_effort() -> Effort:
-    """Under a minute: for `autopar calibrate`."""
+    """Return an effort of under a minute, for `autopar calibrate`."""
     return Effort(rounds=8, slice_seconds=0.06, thorough=True, limit_seconds=20.0)
 
 
@@ -113,7 +113,7 @@ class CalibrationRun:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> CalibrationRun:
-        """The inverse of `dataclasses.asdict`."""
+        """Read a run, the inverse of `dataclasses.asdict`."""
         operations, collectives = (tuple(Timing(**each) for each in data[key]) for key in ("operations", "collectives"))
         slowdown, spread, contention = (float(data[key]) for key in ("slowdown", "spread", "contention"))
         parts = tuple((str(what), float(seconds)) for what, seconds in data.get("parts", ()))
@@ -121,8 +121,7 @@ class CalibrationRun:
         return CalibrationRun(dict(data["facts"]), operations, collectives, slowdown, spread, contention, parts, narrower)
 
     def faster(self, other: CalibrationRun) -> CalibrationRun:
-        """The faster seconds of each timing: only a disturbance makes a run slower. This run where the two timed different
-        things."""
+        """Return the faster seconds of each timing: only a disturbance makes a run slower. This run where the two differ."""
         if [(each.name, each.work) for each in self.everything] != [(each.name, each.work) for each in other.everything]:
             return self
         pairs = [
@@ -135,8 +134,8 @@ class CalibrationRun:
 
 @dataclass(frozen=True, slots=True)
 class LevelRuns:
-    """What was measured: for each level (how many devices it joins) the collectives among neighbours on it, and those of all
-    ranks together."""
+    """The measurements of several levels: for each level (how many devices it joins) the collectives among neighbours on it, and
+    those of all ranks together."""
 
     levels: tuple[tuple[int, CalibrationRun], ...]
     whole: CalibrationRun
@@ -148,7 +147,7 @@ Progress = Callable[[str, float], object]
 
 
 def measure_ranks(processes: int, effort: Effort, progress: Progress) -> CalibrationRun:
-    """Starts `processes` processes and merges their timings. ClusterError where one fails or all take too long."""
+    """Start `processes` processes and merge their timings. ClusterError where one fails or all take too long."""
     with tempfile.TemporaryDirectory() as folder:
         job = json.dumps({"size": processes, "folder": folder, "began": time.time(), **asdict(effort)})
         code = "import sys; from autopar.cost_models.calibrate.measure_rank import fork_ranks; fork_ranks(sys.argv[1])"
@@ -183,7 +182,7 @@ def measure_ranks(processes: int, effort: Effort, progress: Progress) -> Calibra
 
 
 def _kill(parent: subprocess.Popen[str], late: list[bool]) -> None:
-    """Ends the parent and the ranks that it forked, which are its session, where it still runs."""
+    """End the parent and the ranks that it forked, which are its session, where it still runs."""
     if parent.poll() is None:
         late.append(True)
         with suppress(ProcessLookupError):
@@ -192,10 +191,10 @@ def _kill(parent: subprocess.Popen[str], late: list[bool]) -> None:
 
 
 def merge_ranks(each: list[dict[str, Any]], wire: bool = False) -> CalibrationRun:
-    """Merges the rounds of all ranks: on shared cores by their mean, on devices of their own by the slowest. Over a `wire`
-    between machines only the processor time of a collective is longer on a busy machine, and not what it waits for; that of a
-    large one passes while the wire is busy. Groups that share a wire get uneven parts of it, and the ones that end late had it
-    alone at last, so that only the slowest rank's seconds are those of all bytes over the wire's rate."""
+    """Merge the rounds of all ranks: on shared cores by their mean, on devices of their own by the slowest. Over a `wire` between
+    machines only the processor time of a collective is longer on a busy machine, and not what it waits for; that of a large one
+    passes while the wire is busy. Groups that share a wire get uneven parts of it, and the ones that end late had it alone at
+    last, so that only the slowest rank's seconds are those of all bytes over the wire's rate."""
     facts = each[0]["facts"]
     merge = _mean if facts["kind"] == "cpu" else max
     facts["memory_bytes"] = min(one["facts"]["memory_bytes"] for one in each)
@@ -246,20 +245,20 @@ def _mean(seconds: Sequence[float]) -> float:
 
 
 def quantile(rounds: list[float]) -> float:
-    """The `QUANTILE` of the rounds."""
+    """Return the `QUANTILE` of the rounds."""
     return sorted(rounds)[int(QUANTILE * (len(rounds) - 1))]
 
 
 def machine_name() -> str:
-    """This machine's name."""
+    """Return this machine's name."""
     return platform.node() or "machine"
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine_memory_bytes() -> int:
-    """Physical memory of this machine."""
+    """Return the physical memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

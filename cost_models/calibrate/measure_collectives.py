@@ -15,10 +15,10 @@ SMALL_SIZES, SIZES = (2**12, 2**22), (2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 pages of the operating system each time."""
 
 SMALL_STATE_SIZES = (*SMALL_SIZES, 2**24, 2**26)
-"""Of parameters and gradients in a quick calibration."""
+"""Bytes of parameters and gradients in a quick calibration."""
 
 PARAMETERS = 4
-"""Of one FSDP2 group."""
+"""Parameters of one FSDP2 group."""
 
 Collective = tuple[str, float, Callable[[], object]]
 """Kind, bytes of the whole tensor (of a message: what is sent), and a call."""
@@ -27,7 +27,7 @@ Collective = tuple[str, float, Callable[[], object]]
 def collective_calls(
     device: torch.device, size: int, thorough: bool, group: dist.ProcessGroup | None = None
 ) -> Iterator[Collective]:
-    """Each kind and message size over the `size` ranks of `group`, by default all."""
+    """Yield each kind and message size over the `size` ranks of `group`, by default all."""
     for full in SIZES if thorough else SMALL_SIZES:
         yield from calls_of_size(device, size, full, group)
     for full in SIZES if thorough else SMALL_STATE_SIZES:
@@ -35,8 +35,8 @@ def collective_calls(
 
 
 def narrower_groups(size: int) -> Iterator[tuple[int, dist.ProcessGroup]]:
-    """For each power of 2 below `size` that divides it, the group of so many neighbours that this rank is in. All groups of a
-    width communicate at once, as those of a mesh axis do."""
+    """Yield for each power of 2 below `size` that divides it the group of so many neighbours that this rank is in. All groups of
+    a width communicate at once, as those of a mesh axis do."""
     width = 2
     while width < size and size % width == 0:
         group, _ = dist.new_subgroups(width)
@@ -46,7 +46,7 @@ def narrower_groups(size: int) -> Iterator[tuple[int, dist.ProcessGroup]]:
 
 
 def calls_of_size(device: torch.device, size: int, full: int, group: dist.ProcessGroup | None = None) -> Iterator[Collective]:
-    """Each kind over the `size` ranks of `group`, of about `full` bytes; as programs call them, functional: results are new
+    """Yield each kind over the `size` ranks of `group`, of about `full` bytes; as programs call them, functional: results are new
     tensors. (Measured on 4 ranks of 2 cores: an all-reduce of 4 MB takes 11 to 12 ms in place and 16 ms so.)"""
     count = full * (8 if device.type == "cuda" else 1) // 4 // size**2 * size**2 or size**2
     whole = torch.ones(count, device=device)
@@ -63,8 +63,8 @@ def calls_of_size(device: torch.device, size: int, full: int, group: dist.Proces
 def state_calls_of_size(
     device: torch.device, size: int, full: int, group: dist.ProcessGroup | None = None
 ) -> Iterator[Collective]:
-    """On CPUs: FSDP2's collectives of a group of parameters of about `full` bytes, which has buffers of its own for each call,
-    between which and the tensors it copies. On GPUs the copies run beside compute, at memory bandwidth."""
+    """Yield, on CPUs, FSDP2's collectives of a group of parameters of about `full` bytes, which has buffers of its own for each
+    call, between which and the tensors it copies. On GPUs the copies run beside compute, at memory bandwidth."""
     if device.type != "cpu":
         return
     count = full // 4 // (size * PARAMETERS) * size * PARAMETERS or size * PARAMETERS
@@ -74,7 +74,7 @@ def state_calls_of_size(
 
 
 def _gather_parameters(shard: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> None:
-    """All-gathers into a flat buffer, and copies each parameter out of it."""
+    """All-gather into a flat buffer, and copy each parameter out of it."""
     whole = shard.new_empty(size * shard.numel())
     dist.all_gather_into_tensor(whole, shard.clone(), group=group)
     each = shard.numel() // PARAMETERS
@@ -83,14 +83,14 @@ def _gather_parameters(shard: torch.Tensor, size: int, group: dist.ProcessGroup 
 
 
 def _scatter_gradients(gradients: Sequence[torch.Tensor], size: int, group: dist.ProcessGroup | None) -> None:
-    """Copies new gradients into a flat buffer, and reduce-scatters it."""
+    """Copy new gradients into a flat buffer, and reduce-scatter it."""
     new = [gradient.clone() for gradient in gradients]
     flat = torch.cat([gradient.view(size, -1) for gradient in new], dim=1).view(-1)
     dist.reduce_scatter_tensor(flat.new_empty(flat.numel() // size), flat, group=group)
 
 
 def _shift(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Each rank sends to the next one while it receives from the one before, as a pipeline's ranks do."""
+    """Send to the next rank while receiving from the one before, as a pipeline's ranks do."""
     here, size = dist.get_rank(group), dist.get_world_size(group)
     ends = (dist.isend, sent, (here + 1) % size), (dist.irecv, received, (here - 1) % size)
     requests = [dist.P2POp(way, tensor, group=group, group_peer=peer) for way, tensor, peer in ends]

@@ -24,7 +24,7 @@ FRESH = 2**24
 
 
 def operation_calls(device: torch.device, thorough: bool) -> Iterator[Operation]:
-    """The operations to time on `device`."""
+    """Yield the operations to time on `device`."""
     cuda = device.type == "cuda"
     main = torch.bfloat16 if cuda else torch.float32
     yield from _products(device, main, _shapes(cuda, thorough))
@@ -54,7 +54,7 @@ def operation_calls(device: torch.device, thorough: bool) -> Iterator[Operation]
 
 
 def _shapes(cuda: bool, thorough: bool) -> list[tuple[int, int, int]]:
-    """(tokens, in, out) of square and of transformer layers."""
+    """Return (tokens, in, out) of square and of transformer layers."""
     if cuda:
         few = [(4096, 4096, 4096), (8192, 4096, 14336)]
         return [*few, (8192, 8192, 8192), (2048, 4096, 4096), (8192, 14336, 4096), (1024, 1024, 1024)] if thorough else few
@@ -83,7 +83,7 @@ def _packed_product() -> Iterator[Operation]:
 
 
 def _convolutions(device: torch.device, dtype: torch.dtype, thorough: bool) -> Iterator[Operation]:
-    """Forward and backward, three products of the forward's size, of kernels of 3 x 3 over square images."""
+    """Yield forward and backward, three products of the forward's size, of kernels of 3 x 3 over square images."""
     shapes = ((8, 16, 16, 32), (8, 32, 64, 32), (8, 64, 64, 16)) if thorough else ((4, 32, 64, 16),)
     for count, inputs, outputs, side in shapes:
         count, inputs, outputs = (8 * count, 4 * inputs, 4 * outputs) if device.type == "cuda" else (count, inputs, outputs)
@@ -99,8 +99,8 @@ def _convolutions(device: torch.device, dtype: torch.dtype, thorough: bool) -> I
 
 
 def _attention(device: torch.device, dtype: torch.dtype, thorough: bool) -> Iterator[Operation]:
-    """Forward and backward of attention: two and five products of ``2 b h s s d`` FLOPs; on CPUs with a causal mask too, which
-    leaves half of them. (On GPUs compute/kernels.py knows what a mask costs.)"""
+    """Yield forward and backward of attention: two and five products of ``2 b h s s d`` FLOPs; on CPUs with a causal mask too,
+    which leaves half of them. (On GPUs compute/kernels.py knows what a mask costs.)"""
     lengths = ((2048, 8192) if thorough else (4096,)) if device.type == "cuda" else ((128, 512) if thorough else (256,))
     for length, causal in [(length, causal) for causal in (False, True) for length in lengths]:
         if causal and device.type == "cuda":

@@ -1,4 +1,4 @@
-"""One rank of a calibration. Imports torch: it runs in a process of its own."""
+"""A rank of a calibration. Imports torch: it runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from autopar.cost_models.calibrate.measure_operations import operation_calls
 _LEAST = 1e-7
 BETWEEN_CALLS = 8
 LEAST_ROUNDS = 3
-"""Of each task while there is time: buffers that are as large as none before get new pages once. Its budget is divided into so
-many, where one call with the computation before it does not take more."""
+"""Rounds of each task while there is time: buffers that are as large as none before get new pages once. Its budget is divided
+into so many, where one call with the computation before it does not take more."""
 
 
 @dataclass(slots=True)
@@ -49,8 +49,8 @@ class TimedCall:
     own: list[float] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """What is merged over ranks: seconds without those of `between`, which are the same in all rounds and so better known
-        than those of one round."""
+        """Return what is merged over ranks: seconds without those of `between`, which are the same in all rounds and so better
+        known than those of one round."""
         base_clock, base_own = (median(self.between.clock), median(self.between.own)) if self.between else (0.0, 0.0)
         own = [max(_LEAST, each - base_own) for each in self.own]
         clock = [max(used, each - base_clock) for used, each in zip(own, self.clock, strict=True)]
@@ -59,7 +59,7 @@ class TimedCall:
 
 @dataclass(frozen=True, slots=True)
 class RankBenchmark:
-    """Device and effort of one rank. If ranks share the cores evenly, `share` is wall-clock seconds per processor second of a
+    """The device and effort of one rank. If ranks share the cores evenly, `share` is wall-clock seconds per processor second of a
     rank, and `alone` per processor second of its main thread alone. `began`: when the whole measurement did (`time.time`)."""
 
     device: torch.device
@@ -70,7 +70,7 @@ class RankBenchmark:
     began: float = 0.0
 
     def _limit_seconds(self, share: tuple[float, float]) -> float:
-        """For a part of the measurement, as all ranks have it: what is left of the whole where that has a limit."""
+        """Return the limit of a part, as all ranks have it: what is left of the whole where that has a limit."""
         seconds, whole = self.effort.limit_seconds, self.effort.total_seconds
         if whole:
             left = self.began + whole - time.time()
@@ -80,7 +80,7 @@ class RankBenchmark:
         return float(shared.item())
 
     def _on_gpu(self, task: TimedCall) -> float:
-        """Seconds of all calls on the GPU's own clock, between two events of its stream."""
+        """Return the seconds of all calls on the GPU's own clock, between two events of its stream."""
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
         first.record()
@@ -91,8 +91,8 @@ class RankBenchmark:
         return float(first.elapsed_time(last)) / 1e3
 
     def slice(self, task: TimedCall) -> tuple[float, float]:
-        """(clock, own) seconds of one call of `task.calls`, with what is computed before it: own is processor time times its
-        share, of all threads or of the main one, whichever is longer; on a GPU both are the GPU's."""
+        """Return (clock, own) seconds of one call of `task.calls`, with what is computed before it: own is processor time times
+        its share, of all threads or of the main one, whichever is longer; on a GPU both are the GPU's."""
         dist.barrier()
         if self.device.type == "cuda":
             passed = self._on_gpu(task) / task.calls
@@ -101,7 +101,7 @@ class RankBenchmark:
         return self._timed((*before, task.call), task.calls)
 
     def _timed(self, functions: Sequence[Callable[[], object]], times: int) -> tuple[float, float]:
-        """(clock, own) seconds of one call of all functions."""
+        """Return (clock, own) seconds of one call of all functions."""
         clock, processor, thread = time.perf_counter(), time.process_time(), time.thread_time()
         for _ in range(times):
             for function in functions:
@@ -111,17 +111,17 @@ class RankBenchmark:
         return passed / times, own / times
 
     def between(self) -> TimedCall | None:
-        """A matrix product to be computed before each collective, where ranks share cores: as in a step, some of them still
-        compute when the first ones wait, and messages wait for a core. Measured on 4 ranks of 2 cores, an all-reduce of 512 KiB
-        took 11 ms after products of 6 ms, and 5 ms without; what is functional and of 4 MB 11 ms after 10 ms of products, 13 to
-        19 after 40 ms, and 9 without: so much as in a step between two collectives."""
+        """Return a matrix product to be computed before each collective, where ranks share cores: as in a step, some of them
+        still compute when the first ones wait, and messages wait for a core. Measured on 4 ranks of 2 cores, an all-reduce of 512
+        KiB took 11 ms after products of 6 ms, and 5 ms without; what is functional and of 4 MB 11 ms after 10 ms of products, 13
+        to 19 after 40 ms, and 9 without: so much as in a step between two collectives."""
         if self.device.type != "cpu" or self.alone <= 1:
             return None
         a, b = torch.randn(512, 768), torch.randn(768, 768)
         return TimedCall("between", 0.0, partial(torch.mm, a, b, out=torch.empty(512, 768)), calls=BETWEEN_CALLS)
 
     def rounds(self, what: str, tasks: list[TimedCall], share: tuple[float, float]) -> float:
-        """Times each task in as many rounds as its share of the time allows, the first of which is what `_plan` looks at; returns
+        """Time each task in as many rounds as its share of the time allows, the first of which is what `_plan` looks at; return
         how long all took. `share` is where this begins and ends in the whole measurement."""
         start = time.perf_counter()
         limit = self._limit_seconds(share)
@@ -156,8 +156,8 @@ class RankBenchmark:
         task.own.append(own)
 
     def _plan(self, task: TimedCall, budget_seconds: float) -> None:
-        """Calls that fill a slice, fewer where ranks compute between them for longer than the budget, and as many rounds as the
-        budget allows; agreed on by all ranks. The first call (which may set things up) does not count."""
+        """Plan calls that fill a slice, fewer where ranks compute between them for longer than the budget, and as many rounds as
+        the budget allows; agreed on by all ranks. The first call (which may set things up) does not count."""
         task.call()
         start = time.perf_counter()
         self._time(task)
@@ -172,7 +172,7 @@ class RankBenchmark:
 
 
 def _forget_single_calls(tasks: Sequence[TimedCall]) -> None:
-    """A single call, by which a slice was planned, is none."""
+    """Forget the single call by which a slice was planned."""
     for task in tasks:
         if task.calls > 1:
             task.clock.clear()
@@ -180,8 +180,8 @@ def _forget_single_calls(tasks: Sequence[TimedCall]) -> None:
 
 
 def fork_ranks(job: str) -> None:
-    """Forks the ranks of a measurement, and ends with the first that fails. One process imports torch for all of them: on two
-    cores the imports of four would take longer than everything that is measured."""
+    """Fork the ranks of a measurement, and end with the first that fails. One process imports torch for all of them: on two cores
+    the imports of four would take longer than everything that is measured."""
     size, folder = int(json.loads(job)["size"]), Path(json.loads(job)["folder"])
     ranks = {_fork(rank, job, folder): rank for rank in range(size)}
     while ranks:
@@ -195,7 +195,7 @@ def fork_ranks(job: str) -> None:
 
 
 def _fork(rank: int, job: str, folder: Path) -> int:
-    """Returns the process number of the rank; in the rank itself, never."""
+    """Fork, and return the process number of the rank; in the rank itself, never."""
     if child := os.fork():
         return child
     status = 1
@@ -212,7 +212,7 @@ def _fork(rank: int, job: str, folder: Path) -> int:
 
 
 def measure_as_rank(rank: int, job: str) -> None:
-    """Measures as one of the ranks, and writes ``folder/rank.json``. Progress goes to stdout."""
+    """Measure as one of the ranks, and write ``folder/rank.json``. Progress goes to stdout."""
     data = json.loads(job)
     size, folder, began = int(data.pop("size")), Path(data.pop("folder")), float(data.pop("began"))
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= size
@@ -254,12 +254,12 @@ def _measure(bench: RankBenchmark, size: int) -> dict[str, Any]:
 
 
 def vector_bits() -> int:
-    """Of the registers that torch's kernels use on this CPU."""
+    """Return the bits of the registers that torch's kernels use on this CPU."""
     return {"AVX512": 512, "AVX2": 256, "SVE256": 256}.get(torch.backends.cpu.get_cpu_capability(), 128)
 
 
 def device_facts(device: torch.device, size: int) -> dict[str, Any]:
-    """Name, memory and the driver's properties of the device, of `size` on this machine.
+    """Return name, memory and the driver's properties of the device, of `size` on this machine.
 
     `base_bytes`: used besides tensors, by context and communicators.
     """

@@ -22,8 +22,8 @@ _REFERENCE_BYTES = 2.0**30
 
 
 def algorithm_costs(kind: str, link: AxisLink) -> tuple[AlphaBetaCost, ...]:
-    """The costs of every algorithm and protocol of the library; a single free one for a group of one. ValueError on an unknown
-    kind."""
+    """Return the costs of every algorithm and protocol of the library; a single free one for a group of one. ValueError on an
+    unknown kind."""
     if kind not in KINDS and kind not in STATE_KINDS:
         raise ValueError(f"no collective {kind!r}")
     if kind not in link.cost_cache:
@@ -50,7 +50,7 @@ def _algorithms(kind: str, link: AxisLink) -> tuple[str, ...]:
 
 
 def algorithm_cost(kind: str, algorithm: str, protocol: str, link: AxisLink) -> AlphaBetaCost:
-    """The cost of one algorithm and protocol on `link`, whether or not the library would choose it."""
+    """Return the cost of one algorithm and protocol on `link`, whether or not the library would choose it."""
     formula = algorithm_formula(kind, algorithm, link)
     values = formula_values(kind, algorithm, protocol, link)
     latency = formula.value({**values, "N": 0.0})
@@ -60,20 +60,20 @@ def algorithm_cost(kind: str, algorithm: str, protocol: str, link: AxisLink) -> 
 
 
 def algorithm_formula(kind: str, algorithm: str, link: AxisLink) -> Formula:
-    """The formula of an algorithm over as many levels as `link` has; a message uses the outermost one."""
+    """Return the formula of an algorithm over as many levels as `link` has; a message uses the outermost one."""
     return formula(f"{STATE_KINDS.get(kind, kind)}.{algorithm}.{1 if kind == 'point_to_point' else len(link.levels)}")
 
 
 def measured_factors(kind: str, link: Link) -> tuple[float, float]:
-    """How many times longer than its formula the library takes on this level, in latency and in transfer; 1 where nothing was
-    measured."""
+    """Return how many times longer than its formula the library takes on this level, in latency and in transfer; 1 where nothing
+    was measured."""
     measured = {name: (latency, transfer) for name, latency, transfer in link.factors}
     return measured.get(kind) or measured.get(STATE_KINDS.get(kind, kind), (1.0, 1.0))
 
 
 def formula_values(kind: str, algorithm: str, protocol: str, link: AxisLink) -> dict[str, float]:
-    """Values for the formula ``kind.algorithm.levels`` but for the bytes `N`. Steps and bandwidths of a level are those that its
-    factors say (a slow inner level does not make the network slower)."""
+    """Return values for the formula ``kind.algorithm.levels`` but for the bytes `N`. Steps and bandwidths of a level are those
+    that its factors say (a slow inner level does not make the network slower)."""
     levels = link.levels[-1:] if kind == "point_to_point" else link.levels
     nodes = prod(level.width for level in levels[1:]) if len(levels) > 1 else levels[0].width
     values = {"launch": link.launch_seconds, "c": 1.0 if nodes == 2 else 2.0}
@@ -96,14 +96,14 @@ def formula_values(kind: str, algorithm: str, protocol: str, link: AxisLink) -> 
 
 
 def _step(link: Link, protocol: str) -> tuple[float, float]:
-    """Seconds of one step, and bytes per second."""
+    """Return the seconds of one step, and bytes per second."""
     if protocol == SMALL and link.low_latency_bandwidth_bytes_per_second:
         return link.low_latency_seconds, link.low_latency_bandwidth_bytes_per_second
     return link.latency_seconds, link.bandwidth_bytes_per_second
 
 
 def _all_to_all_share(level: Level, inside: int, size: int) -> float:
-    """Share of the tensor that a member sends over a level in all_to_all. Along a ring of w a message makes
+    """Return the share of the tensor that a member sends over a level in all_to_all. Along a ring of w a message makes
     ``floor(w**2 / 4) / w`` hops for each member (both ways round; on a part of a ring the middle cable carries as much)."""
     if level.link.kind == "ring":
         return (level.width**2 // 4) / level.width / size

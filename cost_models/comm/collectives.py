@@ -36,9 +36,8 @@ class CollectiveAlgorithm:
 
 
 def collective_seconds(kind: str, full_bytes: float, link: AxisLink) -> float:
-    """Seconds of one collective. `full_bytes` is the unsharded tensor as the group sees it (for all_to_all too: each of the n
-    members then holds ``full_bytes / n``; for point_to_point what is sent). ValueError on an unknown kind.
-    """
+    """Return the seconds of one collective. `full_bytes` is the unsharded tensor as the group sees it (for all_to_all too: each
+    of the n members then holds ``full_bytes / n``; for point_to_point what is sent). ValueError on an unknown kind."""
     costs = link.cost_cache.get(kind) or algorithm_costs(kind, link)
     table = link.table_cache[kind] if kind in link.table_cache else measured_table(kind, link)
     if table is not None:
@@ -52,7 +51,7 @@ def collective_seconds(kind: str, full_bytes: float, link: AxisLink) -> float:
 
 
 def fastest_algorithm(kind: str, full_bytes: float, link: AxisLink) -> CollectiveAlgorithm:
-    """The algorithm with the fewest seconds by its formula, with the seconds of `collective_seconds`."""
+    """Return the algorithm with the fewest seconds by its formula, with the seconds of `collective_seconds`."""
     cost = min(algorithm_costs(kind, link), key=lambda each: each.seconds(full_bytes))
     table = measured_table(kind, link)
     if table is not None:
@@ -61,7 +60,8 @@ def fastest_algorithm(kind: str, full_bytes: float, link: AxisLink) -> Collectiv
 
 
 def parameter_server_seconds(full_bytes: float, link: AxisLink, servers: int = 1) -> float:
-    """For comparison only: the members push `full_bytes` each to `servers` machines on the outermost level, and pull as much."""
+    """Return the seconds of parameter servers, for comparison only: the members push `full_bytes` each to `servers` machines on
+    the outermost level, and pull as much."""
     if link.size == 1:
         return 0.0
     values = formula_values("point_to_point", "direct", LARGE, link)
@@ -69,7 +69,7 @@ def parameter_server_seconds(full_bytes: float, link: AxisLink, servers: int = 1
 
 
 def explain_collective(kind: str, full_bytes: float, link: AxisLink) -> str:
-    """The formula of the fastest algorithm, without and with numbers; or the measured sizes between which the message lies."""
+    """Write the formula of the fastest algorithm, without and with numbers; or the measured sizes around the message."""
     fastest = fastest_algorithm(kind, full_bytes, link)
     if fastest.algorithm == "none":
         return f"{kind}: one member, nothing to send"

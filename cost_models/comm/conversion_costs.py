@@ -39,8 +39,8 @@ class ConversionCost:
 
 
 def _copied_bytes(kind: str | None, full_bytes: float, size: int, contiguous: bool) -> float:
-    """Memory traffic of local copies. Along dimension 0 the collectives read and write in place; along another one the gathered
-    (or to be scattered) tensor is rearranged once, read and written."""
+    """Return the memory traffic of local copies. Along dimension 0 the collectives read and write in place; along another one the
+    gathered (or to be scattered) tensor is rearranged once, read and written."""
     part = full_bytes / size
     match kind:
         case "all_gather" | "reduce_scatter":
@@ -67,16 +67,16 @@ def _side(kind: str | None, full_bytes: float, link: AxisLink, device: Device, c
 
 
 def partition_seconds(full_bytes: float, link: AxisLink, device: Device) -> tuple[float, float]:
-    """Seconds of a saved tensor of which each rank of an axis saves one part: of the copy of that in the forward, and of the
-    all-gather in the backward."""
+    """Return the seconds of a saved tensor of which each rank of an axis saves one part: of the copy of that in the forward, and
+    of the all-gather in the backward."""
     return _side("slice", full_bytes, link, device, True)[1], _side("all_gather", full_bytes, link, device, True)[0]
 
 
 def conversion_cost(
     value: Value, source: Placements, target: Placements, mesh: Mesh, batch: int, cluster: Cluster
 ) -> ConversionCost:
-    """The cost of converting `value` (global shape, global batch). ValueError where the two differ in not exactly one axis, or
-    have no direct conversion."""
+    """Return the cost of converting `value` (global shape, global batch). ValueError where the two differ in not exactly one
+    axis, or have no direct conversion."""
     axis = changed_axis(source, target)
     conversion = axis_conversion(source[axis], target[axis], value.differentiable)
     if conversion is None:

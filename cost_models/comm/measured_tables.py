@@ -16,11 +16,11 @@ from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
 from autopar.cost_models.hardware.measured_collectives import STATE_KINDS, MeasuredCollective, PiecewiseLinear
 
 _LEAST = 1e-3
-"""Of a slowdown: a measurement may be shorter than the launch alone."""
+"""The least slowdown: a measurement may be shorter than the launch alone."""
 
 
 def measured_table(kind: str, link: AxisLink) -> PiecewiseLinear | None:
-    """Seconds by the bytes of the whole tensor; None where no level of the axis was measured. ValueError on an unknown kind."""
+    """Return seconds by the whole tensor's bytes; None where no level of the axis was measured. ValueError on an unknown kind."""
     if kind not in link.table_cache:
         algorithm_costs(kind, link)  # refuses an unknown kind
         levels = link.levels[-1:] if kind == "point_to_point" else link.levels
@@ -30,13 +30,13 @@ def measured_table(kind: str, link: AxisLink) -> PiecewiseLinear | None:
 
 
 def bends(kind: str, link: AxisLink) -> tuple[float, ...]:
-    """Bytes at which a measured price changes its slope; none of an alpha-beta price, which is concave."""
+    """Return the bytes at which a measured price changes its slope; none of an alpha-beta price, which is concave."""
     table = measured_table(kind, link)
     return table.sizes if table is not None else ()
 
 
 def _nearest_table(kind: str, level: Level) -> MeasuredCollective | None:
-    """Of this kind, or of the plain collective where the one of state was not measured; of the most similar width."""
+    """Return the table of this kind, or of the plain collective where state's was not measured, of the nearest width."""
     for name in (kind, STATE_KINDS.get(kind, kind)):
         tables = [each for each in level.link.measured if each.kind == name]
         if tables:
@@ -64,7 +64,7 @@ def _table(kind: str, link: AxisLink, levels: tuple[Level, ...]) -> PiecewiseLin
 
 
 def _slow_level(kind: str, level: Level, table: MeasuredCollective | None, size: float, link: AxisLink) -> Level:
-    """The level with its latency and transfer as many times longer as it was measured for `size` bytes."""
+    """Return the level with its latency and transfer as many times longer as it was measured for `size` bytes."""
     if table is None:
         return level
     size = max(size, table.table.sizes[0])
@@ -85,7 +85,7 @@ def _formula_seconds(kind: str, size: float, link: AxisLink) -> float:
 
 
 def explain_table(kind: str, full_bytes: float, link: AxisLink, table: PiecewiseLinear) -> str:
-    """The measured sizes next to the message, and the line between them."""
+    """Write the measured sizes next to the message, and the line between them."""
     after = next((index for index, size in enumerate(table.sizes) if size >= full_bytes), len(table.sizes) - 1)
     after = max(1, after)
     (left, low), (right, high) = table.points[after - 1 : after + 1]

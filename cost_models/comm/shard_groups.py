@@ -18,7 +18,7 @@ from autopar.operations.notation.rule import OperationCollective
 
 
 def state_links(cluster: Cluster, mesh: Mesh, zero_group: int) -> tuple[AxisLink, AxisLink | None]:
-    """Links of the ranks that shard one copy of the state, and those that replicate it (None: there is one copy only).
+    """Return the links of the ranks that shard one copy of the state, and those that replicate it (None: there is one copy only).
 
     PlanError where `zero_group` (0: the whole data axis) does not divide the data axis.
     """
@@ -32,7 +32,7 @@ def state_links(cluster: Cluster, mesh: Mesh, zero_group: int) -> tuple[AxisLink
 
 
 def expert_links(cluster: Cluster, mesh: Mesh, expert_parallel: int, placed: Sequence[Placements]) -> AxisLink:
-    """Links of the ranks that replicate the same experts, where experts are sharded over `cut` neighbours.
+    """Return the links of the ranks that replicate the same experts, where experts are sharded over `cut` neighbours.
 
     Neighbours are those on the data axis where the model axes cut each expert; else they are ranks, model axes included.
     PlanError where `cut` does not divide them.
@@ -56,8 +56,8 @@ def operation_collective_seconds(
     mesh: Mesh,
     cluster: Cluster,
 ) -> float:
-    """Seconds of one collective inside an operation, on `axis`, which shards a factor of the operation. `full_bytes` is the
-    global tensor; `factors` and `cuts` tell per axis which factor it shards, and into how many parts."""
+    """Return the seconds of one collective inside an operation, on `axis`, which shards a factor of the operation. `full_bytes`
+    is the global tensor; `factors` and `cuts` tell per axis which factor it shards, and into how many parts."""
     factor = factors[axis]
     others = [other for other in range(len(factors)) if factors[other] != factor]
     with_tokens = [
@@ -76,9 +76,9 @@ def operation_collective_seconds(
 
 
 def sent_once_seconds(full_bytes: float, copies: int, links: AxisLink) -> float:
-    """An all-to-all of which a token is sent to each node once, to the member with the sender's index, and forwarded inside the
-    node meanwhile (DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2): a step for each other node, not for each of their
-    members. `full_bytes` counts all copies."""
+    """Return the seconds of an all-to-all of which a token is sent to each node once, to the member with the sender's index, and
+    forwarded inside the node meanwhile (DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2): a step for each other node, not
+    for each of their members. `full_bytes` counts all copies."""
     outer = links.levels[-1]
     share = distinct_share(copies, outer.width)
     if len(links.levels) == 1:
@@ -93,5 +93,5 @@ def sent_once_seconds(full_bytes: float, copies: int, links: AxisLink) -> float:
 
 
 def distinct_share(copies: int, nodes: int) -> float:
-    """Of `copies` that are sent to random places, the share that is the first to its place: ``n (1 - (1 - 1/n)^k) / k``."""
+    """Return the share of `copies`, sent to random places, that is the first to its place: ``n (1 - (1 - 1/n)^k) / k``."""
     return nodes * (1 - (1 - 1 / nodes) ** copies) / copies

@@ -29,15 +29,15 @@ of it (torchtitan's H100 runs of 2024-12, tt-001, tt-004 and tt-007 of the publi
 were measured by nvidia-smi have their least median error there."""
 
 _BUFFER_BYTES = 4 * 2**20 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16
-"""Of one connection of one channel of NCCL, for its three protocols: Simple (DEFAULT_BUFFSIZE, 4 MiB), LL128
+"""Buffers of one connection of one channel of NCCL, for its three protocols: Simple (DEFAULT_BUFFSIZE, 4 MiB), LL128
 (NCCL_LL128_ELEMS_PER_THREAD x NCCL_LL128_MAX_NTHREADS x NCCL_STEPS x 8 bytes), LL (NCCL_LL_LINES_PER_THREAD x
 NCCL_LL_MAX_NTHREADS x NCCL_STEPS x 16 bytes); src/include/device.h."""
 
 _CHANNELS = 24
-"""That NCCL's search finds on eight devices behind NVSwitches (DGX A100 and H100: "24 coll channels" in its log)."""
+"""Channels that NCCL's search finds on eight devices behind NVSwitches (DGX A100 and H100: "24 coll channels" in its log)."""
 
 _CONNECTIONS = 3
-"""Of a channel that receive: the ring's, and up and down the tree."""
+"""Connections of a channel that receive: the ring's, and up and down the tree."""
 
 COMMUNICATOR_BYTES = _CHANNELS * _CONNECTIONS * _BUFFER_BYTES
 """0.65 GiB, where a cluster's file does not say otherwise (``communicator_mib``). Memory is linear in the number of communicators
@@ -69,17 +69,17 @@ class DeviceMemory:
 
 
 def fragmentation(device: Device) -> float:
-    """`FRAGMENTATION` under a caching allocator; 0 on a CPU, where freed memory goes back to the machine."""
+    """Return `FRAGMENTATION` under a caching allocator; 0 on a CPU, where freed memory goes back to the machine."""
     return 0.0 if device.kind == "cpu" else FRAGMENTATION
 
 
 def process_bytes(device: Device, communicators: int) -> float:
-    """Context and communicators. (Those of gloo take nothing worth counting.)"""
+    """Return the bytes of context and communicators. (Those of gloo take nothing worth counting.)"""
     return device.base_bytes + communicators * device.communicator_bytes
 
 
 def device_memory(tensors: Mapping[str, float], device: Device, communicators: int) -> DeviceMemory:
-    """Of tensors by kind; entries of `NOT_TENSORS` do not count."""
+    """Return the memory of tensors by kind; entries of `NOT_TENSORS` do not count."""
     allocated = sum(size for kind, size in tensors.items() if kind not in NOT_TENSORS)
     once = sum(tensors.get(kind, 0.0) for kind in ALLOCATED_ONCE)
     reserved = allocated + fragmentation(device) * (allocated - once)
@@ -87,13 +87,13 @@ def device_memory(tensors: Mapping[str, float], device: Device, communicators: i
 
 
 def communicator_count(mesh: Mesh, zero_group: int = 0, stages: int = 1) -> int:
-    """Communicators of a program: one for each axis of several ranks, two more where the state is sharded over groups on the data
-    axis, and that of all ranks where there are several axes (runtime/device/mesh.py)."""
+    """Count the communicators of a program: one for each axis of several ranks, two more where the state is sharded over groups
+    on the data axis, and that of all ranks where there are several axes (runtime/device/mesh.py)."""
     axes = sum(axis.size > 1 for axis in mesh.axes) + (stages > 1)
     groups = 2 * (zero_group not in (0, mesh.size_of(DATA_AXIS)))
     return axes + groups + (axes > 1)
 
 
 def tensor_budget_bytes(device: Device, communicators: int = 0) -> float:
-    """What reserved memory may take within the budget of the device: the margin, context and communicators are off."""
+    """Return what reserved memory may take within the budget of the device: the margin, context and communicators are off."""
     return device.budget_bytes - process_bytes(device, communicators)

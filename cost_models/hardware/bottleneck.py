@@ -10,7 +10,7 @@ from autopar.cost_models.hardware.device_specs import Device
 
 
 def bottleneck_device(devices: list[Device]) -> Device:
-    """The device with the slowest matrix products, the smallest memory, the slowest memory system, and the dtypes of all."""
+    """Return the device with the slowest matrix products and memory system, the smallest memory, and the dtypes of all."""
     dtypes = [dtype for dtype, _ in devices[0].peak if all(dtype in dict(device.peak) for device in devices)]
     compute = min(devices, key=lambda device: device.product_flops_per_second("bfloat16"))
     memory = min(devices, key=lambda device: device.bandwidth_bytes_per_second * device.bandwidth_fraction)
@@ -30,13 +30,13 @@ def bottleneck_device(devices: list[Device]) -> Device:
 
 
 def _of_all(devices: list[Device], which: Callable[[list[float]], float]) -> tuple[tuple[str, float], ...]:
-    """The measured peaks of the dtypes that were measured on all of them."""
+    """Return the measured peaks of the dtypes that were measured on all of them."""
     peaks = [dict(device.measured_peak) for device in devices]
     return tuple((dtype, which([each[dtype] for each in peaks])) for dtype in peaks[0] if all(dtype in each for each in peaks))
 
 
 def fastest_device(devices: list[Device]) -> Device:
-    """At least as good as each of them in every figure: for lower bounds."""
+    """Return a device at least as good as each of them in every figure, for lower bounds."""
     compute = max(devices, key=lambda device: device.product_flops_per_second("bfloat16"))
     dtypes = [dtype for dtype, _ in compute.peak]
     return replace(
@@ -61,7 +61,7 @@ def fastest_device(devices: list[Device]) -> Device:
 
 
 def bottleneck_note(devices: list[tuple[int, Device]]) -> str:
-    """The note of a plan for a heterogeneous cluster; `devices` are (count, device). Empty where all are of one kind."""
+    """Write the note of a plan for a heterogeneous cluster; `devices` are (count, device). Empty where all are of one kind."""
     names = list(dict.fromkeys(device.name for _, device in devices))
     if len(names) == 1:
         return ""
@@ -75,7 +75,7 @@ def bottleneck_note(devices: list[tuple[int, Device]]) -> str:
 
 
 def bottleneck_of(objects: Any, keep: frozenset[str] | set[str] = frozenset()) -> Any:
-    """One object for several of the same class: the smallest of each rate and size, the largest of latencies and
+    """Return one object for several of the same class: the smallest of each rate and size, the largest of latencies and
     oversubscription. Fields in `keep` are those of the first."""
     out: dict[str, Any] = {}
     for field in fields(objects[0]):

@@ -1,4 +1,4 @@
-"""`Cluster`: the hardware (and its software) that a plan is priced on, read from preset names, YAML files or plain data."""
+"""The `Cluster`, the hardware (and its software) that a plan is priced on, read from preset names, YAML files or plain data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.errors import ClusterError
 
 
 def _lists(data: Any) -> Any:
-    """Tuples as lists, as JSON and YAML give them back."""
+    """Return tuples as lists, as JSON and YAML give them back."""
     if isinstance(data, dict):
         return {name: _lists(value) for name, value in data.items()}
     return [_lists(each) for each in data] if isinstance(data, (list, tuple)) else data
@@ -36,7 +36,8 @@ def _measured_entry(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`size` devices, and `links` from the innermost level (inside a node) outwards. The last level joins everything.
+    """A cluster of `size` devices, and `links` from the innermost level (inside a node) outwards. The last level joins
+    everything.
 
     groups: the node groups of a heterogeneous cluster. Then `device` and `links` are the bottleneck of a synchronous step, in
         which every rank waits for the slowest and the same program must fit everywhere: the slowest matrix products, the slowest
@@ -69,9 +70,9 @@ class Cluster:
     def parse(
         text: str, cache: Path | None = None, processes: int = 0, progress: Callable[[str], object] | None = None
     ) -> Cluster:
-        """``preset:nodes`` (``dgx-h100:8``), several of them joined by ``+``, ``local:processes``, or the path of a YAML file.
-        A preset without a number is one node, or has a device for each of the `processes` that were launched. ClusterError where
-        it is none.
+        """Parse ``preset:nodes`` (``dgx-h100:8``), several of them joined by ``+``, ``local:processes``, or the path of a YAML
+        file. A preset without a number is one node, or has a device for each of the `processes` that were launched. ClusterError
+        where it is none.
 
         ``local`` is measured on this machine, once, when `cache` names a folder that keeps the result; without one it is the
         conservative description beside this file, so that nothing depends on the hour. `progress` gets a line before it is
@@ -99,7 +100,7 @@ class Cluster:
         return with_nodes(read_cluster(preset_path(preset), preset), text, int(count or "1"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, the inverse of `from_dict`."""
+        """Return plain data, the inverse of `from_dict`."""
         data = asdict(self)
         for each in (data, *data["groups"]):
             for name in ("peak", "measured_peak"):
@@ -112,7 +113,7 @@ class Cluster:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Cluster:
-        """A cluster from plain data. ClusterError tells the path of what is missing or wrong, and how to mend it."""
+        """Read a cluster from plain data. ClusterError tells the path of what is missing or wrong, and how to mend it."""
         readers: dict[str, Any] = {
             "device": parser.parse_device,
             "links": parser.list_of(parser.parse_link),
@@ -131,7 +132,7 @@ class Cluster:
 
 _DIGITS = 6
 _MOST_PARTS = 16
-"""Of a cluster: digits of its number of nodes, and parts that are joined."""
+"""Limits of a cluster's name: digits of its number of nodes, and parts that are joined."""
 
 
 def _local(processes: int, cache: Path | None, progress: Callable[[str], object] | None) -> Cluster:
@@ -142,7 +143,7 @@ def _local(processes: int, cache: Path | None, progress: Callable[[str], object]
 
 
 def _of_processes(preset: str, processes: int) -> Cluster:
-    """Whole nodes, or a part of one."""
+    """Return whole nodes, or a part of one."""
     one = read_cluster(preset_path(preset), preset)
     if processes > one.size and processes % one.size:
         raise ClusterError(
@@ -154,10 +155,10 @@ def _of_processes(preset: str, processes: int) -> Cluster:
 
 
 def read_cluster(path: Path, name: str) -> Cluster:
-    """A cluster from a YAML file; units may be in the keys (``memory_gib``). Instead of a device it may have `groups`, each with
-    a `cluster` as `Cluster.parse` takes it; the other keys of the file (links, host, nvme) then replace those of the bottleneck.
-    With ``like: dgx-h100`` it tells only what differs from that preset. A device of a known `generation` needs no fractions: they
-    are those of our own programs (`planner_fractions`). ClusterError names file and fault."""
+    """Read a cluster from a YAML file; units may be in the keys (``memory_gib``). Instead of a device it may have `groups`, each
+    with a `cluster` as `Cluster.parse` takes it; the other keys of the file (links, host, nvme) then replace those of the
+    bottleneck. With ``like: dgx-h100`` it tells only what differs from that preset. A device of a known `generation` needs no
+    fractions: they are those of our own programs (`planner_fractions`). ClusterError names file and fault."""
     data = read_yaml(path)
     try:
         data = with_base(data)
@@ -180,19 +181,19 @@ def read_cluster(path: Path, name: str) -> Cluster:
 
 
 def preset_with_devices(preset: str, size: int) -> Cluster:
-    """`size` devices of a bundled cluster, as many as published runs have. Its file is what is scaled: in one node
+    """Return `size` devices of a bundled cluster, as many as published runs have. Its file is what is scaled: in one node
     (`Cluster.parse(preset)`) a level that joins several nodes is already as narrow as the node, and would stay so."""
     return with_devices(read_cluster(preset_path(preset), preset), f"{preset}, {size} devices", size)
 
 
 def with_nodes(one: Cluster, name: str, nodes: int) -> Cluster:
-    """`nodes` copies of a one-node description: the last link joins them all."""
+    """Return `nodes` copies of a one-node description: the last link joins them all."""
     return with_devices(one, name, one.size * nodes)
 
 
 def with_devices(one: Cluster, name: str, size: int) -> Cluster:
-    """`size` devices of this kind: the last link joins them all. A level that joins several nodes (a rack of trays) is filled
-    evenly: it joins the most devices that divide `size`."""
+    """Return `size` devices of this kind: the last link joins them all. A level that joins several nodes (a rack of trays) is
+    filled evenly: it joins the most devices that divide `size`."""
     inner = [_evenly_filled(link, size) if link.devices > one.size else link for link in one.links[:-1]]
     last = replace(one.links[-1], devices=max(size, inner[-1].devices if inner else one.links[-1].devices))
     return replace(one, name=name, size=size, links=(*inner, last))
@@ -203,8 +204,8 @@ def _evenly_filled(link: Link, size: int) -> Link:
 
 
 def heterogeneous_cluster(clusters: tuple[Cluster, ...], name: str) -> Cluster:
-    """Clusters side by side, joined by their last level; the bottleneck of each figure counts, see `Cluster`. ClusterError where
-    their nodes have different numbers of devices."""
+    """Join clusters side by side, joined by their last level; the bottleneck of each figure counts, see `Cluster`. ClusterError
+    where their nodes have different numbers of devices."""
     if len({tuple(link.devices for link in each.links[:-1]) for each in clusters}) > 1:
         raise ClusterError(f"cluster {name}: the parts must have equally many devices in a node; describe it in a .yaml file")
     size = sum(each.size for each in clusters)
@@ -229,7 +230,7 @@ def heterogeneous_cluster(clusters: tuple[Cluster, ...], name: str) -> Cluster:
 
 
 def with_memory_margin(cluster: Cluster, margin: float | None = None) -> Cluster:
-    """The cluster on whose devices plans leave a share `margin` of the memory free; None: that of the cluster's file, else
+    """Return the cluster on whose devices plans leave a share `margin` of the memory free; None: that of the cluster's file, else
     `allocator.MEMORY_MARGIN`. ClusterError where it is no share."""
     if margin is None:
         margin = cluster.device.memory_margin or MEMORY_MARGIN

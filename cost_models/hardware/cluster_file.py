@@ -1,5 +1,4 @@
-"""YAML files of clusters: where the presets are, and the units in keys (``memory_gib`` in a file is `memory_bytes` in the
-code)."""
+"""YAML files of clusters: the presets, and the units in keys (``memory_gib`` in a file is `memory_bytes` in the code)."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ def preset_path(name: str) -> Path:
 
 @lru_cache(maxsize=1)
 def presets() -> tuple[str, ...]:
-    """The bundled cluster names, to be followed by ``:nodes`` (``local``: by ``:processes``)."""
+    """Return the bundled cluster names, to be followed by ``:nodes`` (``local``: by ``:processes``)."""
     return tuple(sorted(path.stem for path in preset_path("any").parent.glob("*.yaml")))
 
 
 def nonnegative(value: object, key: str) -> float:
-    """A finite number of at least 0; ValueError names the key."""
+    """Return a finite number of at least 0; ValueError names the key."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
         shown = repr(value)[:40] if isinstance(value, str) else str(value)[:40]
         raise ValueError(f"{key} is {shown}: write a number of at least 0, at most {_LARGEST:g}")
@@ -46,7 +45,7 @@ def nonnegative(value: object, key: str) -> float:
 
 
 def in_code_units(data: Any, path: str = "") -> Any:
-    """Human units in keys (``memory_gib: 80``) to the ones of the code (``memory_bytes``). ValueError names a key by its path."""
+    """Convert human units in keys (``memory_gib: 80``) to those of the code (``memory_bytes``). ValueError names the key."""
     if isinstance(data, list):
         return [in_code_units(item, f"{path}[{index}]") for index, item in enumerate(data)]
     if not isinstance(data, dict):
@@ -73,19 +72,19 @@ _HUMAN = {"peak": "_tflops", "measured_peak": "_tflops", "memory_bytes": "_gib",
 
 
 def _ending(key: str) -> str:
-    """What `key` of the code ends with in human units; empty where it has none."""
+    """Return what `key` of the code ends with in human units; empty where it has none."""
     endings = {"_bytes_per_second": "_gb_per_second", "_seconds": "_us", "_bytes": "_mib"}
     return _HUMAN.get(key) or next((human for ending, human in endings.items() if key.endswith(ending)), "")
 
 
 def human_key(key: str) -> str:
-    """``memory_gib`` for ``memory_bytes``."""
+    """Return the key in human units: ``memory_gib`` for ``memory_bytes``."""
     ending = _ending(key)
     return key.removesuffix(_UNITS[ending][1]) + ending if ending else key
 
 
 def in_human_units(data: Any) -> Any:
-    """The inverse of `in_code_units`, to six digits; nothing that is empty, None, or an optional zero."""
+    """Convert to human units, the inverse of `in_code_units`, to six digits; nothing that is empty, None, or an optional zero."""
     if isinstance(data, list | tuple):
         return [in_human_units(item) for item in data]
     if not isinstance(data, dict):
@@ -114,7 +113,7 @@ def _fabrics() -> dict[str, Any]:
 
 
 def _with_fabric(link: dict[str, Any]) -> dict[str, Any]:
-    """A link laid over the network that it names as `fabric`. ValueError where the name is unknown."""
+    """Lay a link over the network that it names as `fabric`. ValueError where the name is unknown."""
     name = link.get("fabric")
     if name is None:
         return link
@@ -124,8 +123,8 @@ def _with_fabric(link: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_base(data: dict[str, Any]) -> dict[str, Any]:
-    """A file's content laid over that of the preset that it names as `like`: keys of a device, host or NVMe one by one, links
-    as a whole, in which a name stands for the preset's link, and `fabric` for a network. ValueError where a name is unknown."""
+    """Lay a file's content over that of the preset that it names as `like`: keys of a device, host or NVMe one by one, links as
+    a whole, in which a name stands for the preset's link, and `fabric` for a network. ValueError where a name is unknown."""
     if isinstance(links := data.get("links"), list):
         data["links"] = [_with_fabric(link) if isinstance(link, dict) else link for link in links]
     if "like" not in data:
@@ -148,7 +147,7 @@ def with_base(data: dict[str, Any]) -> dict[str, Any]:
 
 _MOST_CHARACTERS = 30_000
 _DEEPEST = 30
-"""Of a cluster file. Aliases could make a small one large beyond all memory, and nesting takes PyYAML long."""
+"""Limits of a cluster file. Aliases could make a small one large beyond all memory, and nesting takes PyYAML long."""
 
 
 def _check_tokens(text: str, path: Path) -> None:
@@ -166,7 +165,7 @@ _CLOSES = (yaml.BlockEndToken, yaml.FlowSequenceEndToken, yaml.FlowMappingEndTok
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The file's content in the code's units. ClusterError names file and fault."""
+    """Return the file's content in the code's units. ClusterError names file and fault."""
     try:
         text = read_text(path, ClusterError, "cluster file", 4 * _MOST_CHARACTERS)
         if len(text) > _MOST_CHARACTERS:

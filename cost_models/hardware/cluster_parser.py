@@ -1,4 +1,4 @@
-"""Reads a `Cluster` from plain data. Every ClusterError is one line: the path of the key, its value, and how to correct it."""
+"""The parser of a `Cluster` from plain data. Every ClusterError is one line: the path of the key, its value, and its remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Reader = Callable[[Any, str], Any]
 
 
 def parse_dataclass(cls: type[Any], data: Any, path: str, readers: Mapping[str, Reader]) -> Any:
-    """An instance of dataclass `cls`; keys with a reader are read by it, others by their annotation. `path` leads to `data`."""
+    """Read an instance of dataclass `cls`; keys are read by their reader, or by their annotation. `path` leads to `data`."""
     if not isinstance(data, Mapping):
         raise ClusterError(f"{path or 'the file'} is {_shown(data)}: write keys with values, such as {_example(cls)}")
     fields_by_name = {field.name: field for field in fields(cls)}
@@ -85,7 +85,7 @@ _READERS: Mapping[str, Reader] = {"float": _number, "int": _whole, "str": _text,
 
 
 def list_of(read: Reader) -> Reader:
-    """A tuple of what `read` reads."""
+    """Return a reader of a tuple of what `read` reads."""
 
     def every(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple):
@@ -96,7 +96,7 @@ def list_of(read: Reader) -> Reader:
 
 
 def optional_of(read: Reader) -> Reader:
-    """None, or what `read` reads."""
+    """Return a reader of None, or what `read` reads."""
     return lambda value, where: None if value is None else read(value, where)
 
 
@@ -119,7 +119,7 @@ _TABLE = "{kind: all_gather, width: 4, by_bytes_us: {65536: 900, 16777216: 23000
 
 
 def parse_measured(value: Any, where: str) -> MeasuredCollective:
-    """Measured seconds of one kind of collective."""
+    """Read the measured seconds of one kind of collective."""
     if not isinstance(value, Mapping) or set(value) != {"kind", "width", "by_bytes_seconds"}:
         raise ClusterError(f"{where} is {str(value)[:60]}: write kind, width and by_bytes_us, as in {_TABLE}")
     kind, width, kinds = value["kind"], value["width"], (*KINDS, *STATE_KINDS)
@@ -154,14 +154,14 @@ def _link_kind(value: Any, where: str) -> str:
 
 
 def parse_algorithm(value: Any, where: str) -> str:
-    """An algorithm of the collective library."""
+    """Read an algorithm of the collective library."""
     if value not in ALGORITHMS:
         raise ClusterError(f"{where} is {_shown(value)}: write some of {', '.join(ALGORITHMS)}")
     return str(value)
 
 
 def parse_device(data: Any, where: str) -> Device:
-    """One device."""
+    """Read a device."""
     device: Device = parse_dataclass(Device, data, where, {"peak": _rates, "measured_peak": _rates})
     if device.kind != "cpu" and "communicator_bytes" not in data:
         device = replace(device, communicator_bytes=COMMUNICATOR_BYTES)
@@ -169,20 +169,20 @@ def parse_device(data: Any, where: str) -> Device:
 
 
 def parse_link(data: Any, where: str) -> Link:
-    """One link level."""
+    """Read a link level."""
     readers = {"kind": _link_kind, "dimensions": list_of(_whole), "factors": _factors, "measured": list_of(parse_measured)}
     link: Link = parse_dataclass(Link, data, where, readers)
     return link
 
 
 def parse_offload_target(data: Any, where: str) -> OffloadTarget:
-    """Host memory or NVMe."""
+    """Read host memory or NVMe."""
     target: OffloadTarget = parse_dataclass(OffloadTarget, data, where, {})
     return target
 
 
 def parse_overlap(data: Any, where: str) -> Overlap:
-    """Which communication overlaps with compute."""
+    """Read which communication overlaps with compute."""
     overlap: Overlap = parse_dataclass(Overlap, data, where, {})
     if not 0 <= overlap.contention < 1:
         raise ClusterError(f"{where}.contention is {overlap.contention}: write a share below 1")
@@ -190,7 +190,7 @@ def parse_overlap(data: Any, where: str) -> Overlap:
 
 
 def parse_state_layout(data: Any, where: str) -> StateLayout:
-    """Optimizer state layout."""
+    """Read an optimizer state layout."""
     layout: StateLayout = parse_dataclass(StateLayout, data, where, {})
     if {layout.gradient_bytes, layout.bfloat16_gradient_bytes} - {0, 2, 4} or layout.accesses < 0:
         raise ClusterError(f"{where}: write gradient_bytes 0, 2 or 4, and accesses of at least 0")
@@ -198,17 +198,17 @@ def parse_state_layout(data: Any, where: str) -> StateLayout:
 
 
 def parse_node_group(data: Any, where: str) -> NodeGroup:
-    """The nodes of one kind in a heterogeneous cluster."""
+    """Read the nodes of one kind in a heterogeneous cluster."""
     group: NodeGroup = parse_dataclass(NodeGroup, data, where, {"device": parse_device, "links": list_of(parse_link)})
     return group
 
 
 _LEAST = 1e-9
-"""Of rates and shares: products of smaller ones may be 0."""
+"""The least rate or share: products of smaller ones may be 0."""
 
 
 def check_cluster(device: Device, links: Sequence[Link], size: int, algorithms: Sequence[str]) -> None:
-    """ClusterError where the figures of a cluster contradict each other."""
+    """Raise ClusterError where the figures of a cluster contradict each other."""
     above = ("bandwidth_bytes_per_second", "matmul_fraction", "attention_fraction", "bandwidth_fraction", "memory_bytes")
     for name in above:
         if getattr(device, name) < _LEAST:
@@ -239,7 +239,7 @@ def check_cluster(device: Device, links: Sequence[Link], size: int, algorithms: 
 
 
 def _check_measured_peak(device: Device) -> None:
-    """No matrix product is faster than the fastest that was measured, in no dtype."""
+    """Check that no matrix product is faster than the fastest that was measured, in any dtype."""
     shares = {dtype: rate / device.peak_flops_per_second(dtype) for dtype, rate in device.measured_peak}
     if shares and device.matmul_fraction > max(shares.values()) * (1 + _ROUNDED):
         dtype = max(shares, key=lambda name: shares[name])

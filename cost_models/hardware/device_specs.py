@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 from autopar.cost_models.hardware.measured_collectives import MeasuredCollective, PiecewiseLinear
 
 LINK_KINDS = ("switch", "mesh", "ring", "torus")
-"""How a link joins its members: through a switch; pair by pair (each pair has ``bandwidth / (devices - 1)`` for itself); as a
-ring of neighbours; or as rings along each of several `dimensions`."""
+"""Ways of a link to join its members: through a switch; pair by pair (each pair has ``bandwidth / (devices - 1)`` for itself); as
+a ring of neighbours; or as rings along each of several `dimensions`."""
 
 ALGORITHMS = ("ring", "tree", "switch", "hierarchical")
-"""What a collective library may choose from; see comm/collectives.py."""
+"""Algorithms that a collective library may choose from; see comm/collectives.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator, or one process of a CPU machine.
+    """An accelerator, or a process of a CPU machine.
 
     peak: dense FLOP/s per dtype as the data sheet prints it (``float8`` stands for both of its formats).
     measured_peak: FLOP/s that the best matrix product of any shape was measured to reach, where known. No product is faster.
@@ -80,29 +80,29 @@ class Device:
 
     @property
     def budget_bytes(self) -> int:
-        """What a plan may take of the memory: all but the margin."""
+        """The memory that a plan may take: all but the margin."""
         return int(self.memory_bytes * (1 - self.memory_margin))
 
     def peak_flops_per_second(self, dtype: str) -> float:
-        """The data-sheet peak of dense matrix products in `dtype`; an unlisted dtype counts as float32."""
+        """Return the data-sheet peak of dense matrix products in `dtype`; an unlisted dtype counts as float32."""
         peaks = dict(self.peak)
         return peaks.get("float8" if dtype.startswith("float8") else dtype, peaks["float32"])
 
     def matrix_peak_flops_per_second(self, dtype: str) -> float:
-        """The data-sheet peak of products and attention in `dtype`: of TF32 for float32 where the run asks for it."""
+        """Return the data-sheet peak of products and attention in `dtype`: of TF32 for float32 where the run asks for it."""
         tf32_peak = dict(self.peak).get("tf32", 0.0) if self.tf32 and dtype == "float32" else 0.0
         return tf32_peak or self.peak_flops_per_second(dtype)
 
     def product_flops_per_second(self, dtype: str) -> float:
-        """What large matrix products in `dtype` reach: ``peak x fraction``, and no more than the measured peak."""
+        """Return what large matrix products in `dtype` reach: ``peak x fraction``, and no more than the measured peak."""
         return self._reached(dtype, self.matmul_fraction)
 
     def convolution_flops_per_second(self, dtype: str) -> float:
-        """What large convolutions in `dtype` reach, likewise."""
+        """Return what large convolutions in `dtype` reach, likewise."""
         return self._reached(dtype, self.convolution_fraction or self.matmul_fraction)
 
     def attention_share(self, whole: bool) -> float:
-        """Share of `peak` that attention reaches; `whole`: every query sees all keys."""
+        """Return the share of `peak` that attention reaches; `whole`: every query sees all keys."""
         return self.attention_fraction if whole else self.causal_attention_fraction or self.attention_fraction
 
     def _reached(self, dtype: str, fraction: float) -> float:
@@ -113,8 +113,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One level of the network. Bandwidths are those of one device in one direction, as collectives reach them (of a ring or
-    torus: of one cable).
+    """A level of the network. Bandwidths are those of one device in one direction, as collectives reach them (of a ring or torus:
+    of one cable).
 
     devices: how many devices one switch of this level joins.
     latency_seconds: of one step of a ring.
@@ -147,7 +147,7 @@ class Link:
     measured: tuple[MeasuredCollective, ...] = ()
 
     def scaled(self, share: float) -> Link:
-        """The same link with `share` of its bandwidth, for messages of every size. What was measured is what the link carries."""
+        """Return the link with `share` of its bandwidth, for messages of every size. What was measured stays."""
         return replace(
             self,
             bandwidth_bytes_per_second=self.bandwidth_bytes_per_second * share,
@@ -174,7 +174,7 @@ class OffloadTarget:
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """`size` equal devices of a heterogeneous cluster."""
+    """A group of `size` equal devices of a heterogeneous cluster."""
 
     device: Device
     links: tuple[Link, ...]
@@ -194,7 +194,8 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class AlphaBetaCost:
-    """One algorithm and protocol of a collective in the alpha-beta model: ``latency_seconds + bytes x seconds_per_byte``."""
+    """The cost of one algorithm and protocol of a collective in the alpha-beta model: ``latency_seconds + bytes x
+    seconds_per_byte``."""
 
     algorithm: str
     protocol: str
@@ -228,5 +229,5 @@ class AxisLink:
         return frozenset(level.link.physical for level in self.levels)
 
     def shares(self, other: AxisLink) -> bool:
-        """Whether both use one physical link."""
+        """Return whether both use one physical link."""
         return not self.names.isdisjoint(other.names)

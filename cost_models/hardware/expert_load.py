@@ -13,15 +13,15 @@ LARGEST = 1e18
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """`factor`: tokens of the busiest rank over the mean, for every expert parallelism (1: balanced, as auxiliary losses aim at).
-    `shares`: measured tokens of each expert (`parallel.expert_load()` counts them), for layers with as many experts; they give
-    the factor of each expert parallelism."""
+    """The load of experts. `factor`: tokens of the busiest rank over the mean, for every expert parallelism (1: balanced, as
+    auxiliary losses aim at). `shares`: measured tokens of each expert (`parallel.expert_load()` counts them), for layers with as
+    many experts; they give the factor of each expert parallelism."""
 
     factor: float = 1.0
     shares: tuple[float, ...] = ()
 
     def imbalance(self, experts: int, ranks: int) -> float:
-        """Of `ranks` that each hold a consecutive, equal range of `experts`: the largest load over the mean, at least 1."""
+        """Return the largest load over the mean, at least 1, of `ranks` that hold consecutive, equal ranges of `experts`."""
         if ranks == 1:
             return 1.0
         if len(self.shares) != experts or experts % ranks or not sum(self.shares):
@@ -31,7 +31,7 @@ class ExpertLoad:
 
     @staticmethod
     def parse(text: str) -> ExpertLoad:
-        """``1.3``, or the path of a JSON list of tokens of each expert. ClusterError on anything else."""
+        """Parse ``1.3``, or the path of a JSON list of tokens of each expert. ClusterError on anything else."""
         if text.endswith(".json"):
             return parse_expert_load(dict(shares=read_json(text, ClusterError, "the load of experts")), text)
         try:
@@ -41,7 +41,7 @@ class ExpertLoad:
 
 
 def parse_expert_load(data: Any, where: str) -> ExpertLoad:
-    """From ``{factor: 1.3}`` or ``{shares: [...]}``."""
+    """Read a load from ``{factor: 1.3}`` or ``{shares: [...]}``."""
     entries = data if isinstance(data, dict) else {}
     factor, shares = entries.get("factor", 1.0), entries.get("shares", ())
     fine = isinstance(shares, (list, tuple)) and all(isinstance(each, (int, float)) and 0 <= each <= LARGEST for each in shares)

@@ -24,15 +24,15 @@ _ROUNDED = 1 + 1e-12
 
 @dataclass(frozen=True, slots=True)
 class PiecewiseLinear:
-    """Seconds by bytes. `sizes` ascend, `seconds` do not fall; at least two points. Beyond the last point with the slope of the
-    last segment, below the first one its seconds."""
+    """A function of seconds by bytes. `sizes` ascend, `seconds` do not fall; at least two points. Beyond the last point with the
+    slope of the last segment, below the first one its seconds."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
 
     @staticmethod
     def of(points: Iterable[tuple[float, float]]) -> PiecewiseLinear:
-        """From pairs of bytes and seconds in any order."""
+        """Make a table from pairs of bytes and seconds in any order."""
         ordered = sorted(points)
         return PiecewiseLinear(tuple(size for size, _ in ordered), tuple(seconds for _, seconds in ordered))
 
@@ -41,7 +41,7 @@ class PiecewiseLinear:
         return tuple(zip(self.sizes, self.seconds, strict=True))
 
     def at(self, size: float) -> float:
-        """Seconds of `size` bytes."""
+        """Return the seconds of `size` bytes."""
         sizes, seconds = self.sizes, self.seconds
         if size <= sizes[0]:
             return seconds[0]
@@ -51,9 +51,9 @@ class PiecewiseLinear:
         return seconds[before] + (size - sizes[before]) * slope
 
     def without_diseconomies(self) -> PiecewiseLinear:
-        """The largest table below this one whose seconds per byte do not rise with the bytes, so that ``g(k x) <= k g(x)`` for
-        all k >= 1: what k parts of a message cost together, at least. Where the seconds per byte rise, it goes on along the ray
-        through the origin, until this table falls below the ray."""
+        """Return the largest table below this one whose seconds per byte do not rise with the bytes, so that ``g(k x) <= k g(x)``
+        for all k >= 1: what k parts of a message cost together, at least. Where the seconds per byte rise, it goes on along the
+        ray through the origin, until this table falls below the ray."""
         out: list[tuple[float, float]] = []
         rate = inf  # the least seconds per byte so far
         for (left, low), (right, high) in pairwise((*self.points, (0.0, 0.0))):
@@ -68,8 +68,7 @@ class PiecewiseLinear:
         return PiecewiseLinear.of([*out, *self._beyond(rate)])
 
     def _beyond(self, rate: float) -> tuple[tuple[float, float], ...]:
-        """Points that make the envelope go on rightly: along the ray, or along the table again where that falls below the
-        ray."""
+        """Return points that make the envelope go on rightly: along the ray, or along the table where that falls below it."""
         size, seconds = self.sizes[-1], self.seconds[-1]
         slope = (self.at(2 * size) - seconds) / size
         if slope >= rate:
@@ -92,8 +91,8 @@ class MeasuredCollective:
 
 
 def rising(points: Iterable[tuple[float, float]]) -> PiecewiseLinear:
-    """The table with the least squared distance from measurements whose seconds do not fall (isotonic regression: neighbours
-    that fall are averaged)."""
+    """Return the table with the least squared distance from measurements whose seconds do not fall (isotonic regression:
+    neighbours that fall are averaged)."""
     groups: list[tuple[float, list[float]]] = []
     for size, seconds in sorted(points):
         groups.append((seconds, [size]))

@@ -1,4 +1,4 @@
-"""Which network links the process groups of a mesh axis run over."""
+"""The network links that the process groups of a mesh axis run over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.ir.mesh import Axis, Mesh
 
 
 def check_mesh(cluster: Cluster, mesh: Mesh) -> None:
-    """ClusterError unless the mesh uses every device."""
+    """Raise ClusterError unless the mesh uses every device."""
     if mesh.size != cluster.size:
         raise ClusterError(
             f"the mesh {mesh} has {mesh.size} ranks, but {cluster.name} has {cluster.size} devices: let the axes multiply to it"
@@ -22,7 +22,8 @@ def check_mesh(cluster: Cluster, mesh: Mesh) -> None:
 
 @lru_cache(maxsize=4096)
 def links_of_axis(cluster: Cluster, mesh: Mesh, axis: int) -> AxisLink:
-    """The link levels that the groups of `axis` use. Ranks are row-major: neighbours on the last axis are neighbours in a node.
+    """Return the link levels that the groups of `axis` use. Ranks are row-major: neighbours on the last axis are neighbours in a
+    node.
 
     A group steps through ranks in strides of ``prod(sizes after axis)``; a level that joins D devices (but not all) holds
     ``gcd(size, D / stride)`` of its members, the rest is joined further out. Where a stride does not divide D the members are
@@ -50,17 +51,17 @@ def links_of_axis(cluster: Cluster, mesh: Mesh, axis: int) -> AxisLink:
 
 
 def links_of_group(cluster: Cluster, mesh: Mesh, axis: int, group: int) -> AxisLink:
-    """What `group` neighbours on one axis use among themselves. ValueError where `group` does not divide the axis."""
+    """Return the links among `group` neighbours on one axis. ValueError where `group` does not divide the axis."""
     return links_of_axis(cluster, _split(mesh, axis, group), axis + 1)
 
 
 def links_across(cluster: Cluster, mesh: Mesh, axis: int, group: int) -> AxisLink:
-    """What members of equal place in such groups use between the groups."""
+    """Return the links that members of equal place in such groups use between the groups."""
     return links_of_axis(cluster, _split(mesh, axis, group), axis)
 
 
 def _split(mesh: Mesh, axis: int, group: int) -> Mesh:
-    """The mesh with one axis as (groups, members)."""
+    """Return the mesh with one axis as (groups, members)."""
     whole = mesh.axes[axis]
     if whole.size % group:
         raise ValueError(f"groups of {group} do not divide {whole.name}={whole.size}")
@@ -69,7 +70,7 @@ def _split(mesh: Mesh, axis: int, group: int) -> Mesh:
 
 
 def torus_as_rings(links: tuple[Link, ...]) -> list[Link]:
-    """The links, with each torus as rings, one for each dimension."""
+    """Return the links, with each torus as rings, one for each dimension."""
     out: list[Link] = []
     for link in links:
         inside = out[-1].devices if out else 1
@@ -82,8 +83,8 @@ def torus_as_rings(links: tuple[Link, ...]) -> list[Link]:
 
 
 def level_of(link: Link, width: int, members: int) -> Level:
-    """`width` of the `members` of a link. Of a full mesh they have only the cables between them; a whole ring is used in both
-    directions, a part of one has a first and a last member that have only one neighbour."""
+    """Return the level of `width` of the `members` of a link. Of a full mesh they have only the cables between them; a whole ring
+    is used in both directions, a part of one has a first and a last member that have only one neighbour."""
     share = 1.0 / link.oversubscription
     if link.kind == "mesh":
         share *= (width - 1) / max(1, members - 1)

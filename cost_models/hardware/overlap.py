@@ -1,4 +1,4 @@
-"""Which communication a training step overlaps with compute: a property of the software that runs the step."""
+"""The communication that a training step overlaps with compute: a property of the software that runs the step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What overlaps with compute. The defaults describe autopar's own programs.
+    """The communication that overlaps with compute. The defaults describe autopar's own programs.
 
     contention: share of its speed that compute loses while communication overlaps it (collectives take multiprocessors and memory
         bandwidth).

@@ -19,8 +19,7 @@ from autopar.cost_models.hardware.stack_entries import (
 
 
 def _apply(stack: SoftwareStack, cluster: Cluster, compiled: bool) -> Cluster:
-    """The cluster with these constants in place of its own. `compiled`: neighbouring streaming operations run as one
-    kernel."""
+    """Return the cluster with these constants. `compiled`: neighbouring streaming operations run as one kernel."""
     constants = dict(stack.constants)
     fractions: dict[str, Any] = {FIELDS[name]: constants[name] for name in constants if name in FIELDS}
     device = replace(cluster.device, **fractions, fused=compiled)
@@ -38,8 +37,8 @@ def with_stack(
     constants: Mapping[str, float] | None = None,
     graphs: bool = False,
 ) -> Cluster:
-    """The cluster as software `name` uses it, in eager mode or compiled; with its own fractions where nothing is known of the
-    stack on this device generation. `async_tp` and `ep_overlap`: whether this run overlaps collectives of its tensor axis, or
+    """Return the cluster as software `name` uses it, in eager mode or compiled; with its own fractions where nothing is known of
+    the stack on this device generation. `async_tp` and `ep_overlap`: whether this run overlaps collectives of its tensor axis, or
     all-to-alls of its experts (None: the stack's default). `constants` replace those of the file. `graphs`: CUDA graphs are
     replayed, and the host is ahead. Contention is the cluster's."""
     stack = stack_for(name, cluster.device.generation, compiled) if constants is None else None

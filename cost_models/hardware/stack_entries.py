@@ -1,4 +1,4 @@
-"""What a training framework reaches on a device generation: at most three constants each, from ``software_stacks.yaml``; and
+"""The constants that a training framework reaches on a device generation, at most three each, from ``software_stacks.yaml``; and
 which communication it overlaps and how it lays out optimizer state, which are facts of its code (`overlap`,
 ``state_layouts.yaml``).
 
@@ -35,7 +35,7 @@ DEFAULT_STACK = "autopar"
 
 @dataclass(frozen=True, slots=True)
 class SoftwareStack:
-    """One software stack on one device generation; `how` tells where its constants come from. `compiled`: those of compiled
+    """A software stack on one device generation; `how` tells where its constants come from. `compiled`: those of compiled
     programs, where they have an entry of their own."""
 
     name: str
@@ -51,8 +51,8 @@ def _read(file: str) -> Any:
 
 @lru_cache(maxsize=1)
 def software_stacks() -> tuple[tuple[SoftwareStack, ...], Mapping[str, Overlap]]:
-    """All entries, and what each stack overlaps (a fact of the software, not fitted). ClusterError where an entry has more than
-    three constants."""
+    """Return all entries, and what each stack overlaps (a fact of the software, not fitted). ClusterError where an entry has more
+    than three constants."""
     data = _read("software_stacks.yaml")
     entries = tuple(_stack(entry) for entry in data["stacks"])
     return entries, {name: parse_overlap(overlap, f"overlap.{name}") for name, overlap in data["overlap"].items()}
@@ -60,13 +60,13 @@ def software_stacks() -> tuple[tuple[SoftwareStack, ...], Mapping[str, Overlap]]
 
 @lru_cache(maxsize=1)
 def host_launch_seconds() -> Mapping[str, float]:
-    """The host's seconds for one launch per stack (`launch_us` of the file)."""
+    """Return the host's seconds for one launch per stack (`launch_us` of the file)."""
     return {name: each * 1e-6 for name, each in _read("software_stacks.yaml")["launch_us"].items()}
 
 
 @lru_cache(maxsize=1)
 def state_layouts() -> Mapping[str, StateLayout]:
-    """Optimizer state layout per stack, from ``state_layouts.yaml``: facts of its code, nothing of it is fitted."""
+    """Return the optimizer state layout per stack, from ``state_layouts.yaml``: facts of its code, nothing of it is fitted."""
     return {name: parse_state_layout(entry, name) for name, entry in _read("state_layouts.yaml").items()}
 
 
@@ -82,14 +82,14 @@ def _stack(entry: Mapping[str, Any]) -> SoftwareStack:
 
 
 def stack_for(name: str, generation: str, compiled: bool = False) -> SoftwareStack | None:
-    """The nearest entry: this stack on this generation, else our own programs there; of two, the one of programs that are
+    """Return the nearest entry: this stack on this generation, else our own programs there; of two, the one of programs that are
     compiled or not."""
     fit = [stack for stack in software_stacks()[0] if stack.generation == generation and stack.name in (name, DEFAULT_STACK)]
     return max(fit, key=lambda stack: (stack.name == name, stack.compiled == compiled), default=None)
 
 
 def other_constants(name: str, generation: str, compiled: bool = False) -> str:
-    """Whose constants price a stack that has no entry of its own on a device generation, in words; empty where it has one."""
+    """Say whose constants price a stack that has no entry of its own on a device generation, in words; empty where it has one."""
     nearest = stack_for(name, generation, compiled)
     if nearest is not None and nearest.name == name:
         return ""
@@ -98,6 +98,6 @@ def other_constants(name: str, generation: str, compiled: bool = False) -> str:
 
 
 def planner_fractions(generation: str) -> dict[str, float]:
-    """What our own programs reach on a device generation, as fields of a device; empty where nothing is known of it."""
+    """Return what our own programs reach on a device generation, as fields of a device; empty where nothing is known of it."""
     stack = stack_for(DEFAULT_STACK, generation)
     return {FIELDS[name]: share for name, share in stack.constants if name in FIELDS} if stack is not None else {}

@@ -23,21 +23,21 @@ from autopar.errors import PlanError
 from autopar.ir.plan import OFFLOAD_DEVICES, Precision
 
 PART_BYTES = 2.0**28
-"""Of the parameters of one part (`host_optimizer.PART_BYTES`)."""
+"""Bytes of the parameters of one part (`host_optimizer.PART_BYTES`)."""
 
 _PARTS = 2
 """Parts whose state is on the device: the one that is updated, and the one that is on its way."""
 
 
 def offloaded_update_seconds(update_seconds: float, state_bytes: float, target: OffloadTarget, device: Device) -> float:
-    """Seconds of one update of a local shard whose state of `state_bytes` lies at `target`. `update_seconds`: on the device."""
+    """Return the seconds of updating a shard whose `state_bytes` lie at `target`. `update_seconds`: on the device."""
     copies = state_bytes / target.read_bytes_per_second + state_bytes / target.write_bytes_per_second
     return update_seconds + copies if device.kind == "cpu" else max(update_seconds, copies)
 
 
 def update_temporaries(states: Sequence[StateMemory], foreach: bool) -> float:
-    """Bytes that the optimizer's update has on the device beside parameters and gradients: temporaries, and the state of the
-    parts that pass through where it is offloaded."""
+    """Return the bytes that the optimizer's update has on the device beside parameters and gradients: temporaries, and the state
+    of the parts that pass through where it is offloaded."""
     largest = max(state.largest_tensor for state in states)
     masters = sum(state.offloaded_masters for state in states)
     temporaries = sum(state.update_temporaries for state in states) if foreach else 2 * largest
@@ -49,8 +49,8 @@ def update_temporaries(states: Sequence[StateMemory], foreach: bool) -> float:
 
 
 def offload_target(cluster: Cluster, precision: Precision) -> OffloadTarget | None:
-    """The host memory or NVMe of one device; None where the state stays on the device. PlanError where the cluster describes
-    none of it."""
+    """Return the host memory or NVMe of one device; None where the state stays on the device. PlanError where the cluster
+    describes none of it."""
     where = precision.offload_optimizer
     if not where:
         return None

@@ -40,12 +40,12 @@ lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2, addcdiv 4."""
 
 
 def optimizer_named(name: str) -> Optimizer:
-    """The optimizer of this name; an unknown one (of a plan file or a published run) costs as adamw."""
+    """Return the optimizer of this name; an unknown one (of a plan file or a published run) costs as adamw."""
     return _OPTIMIZERS.get(name) or replace(_OPTIMIZERS["adamw"], name=name)
 
 
 def check_optimizer(name: str) -> None:
-    """AutoparError for the name of an optimizer whose state has no known size."""
+    """Raise AutoparError for the name of an optimizer whose state has no known size."""
     if name not in _OPTIMIZERS:
         raise AutoparError(
             f"optimizer {name[:40]!r} is not known: write that of {', '.join(_OPTIMIZERS)} which keeps as much state for each "
@@ -62,9 +62,9 @@ def optimizer_seconds(
     optimizer: Optimizer,
     memory_accesses: float = 0.0,
 ) -> float:
-    """Seconds of one update of the local shard, which is bound by memory bandwidth. `memory_accesses` replaces the optimizer's
-    own count where the software's is known (0: it is not). A CPU updates tensor by tensor, with a fixed cost per pass over a
-    tensor (about two accesses)."""
+    """Return the seconds of one update of the local shard, which is bound by memory bandwidth. `memory_accesses` replaces the
+    optimizer's own count where the software's is known (0: it is not). A CPU updates tensor by tensor, with a fixed cost per pass
+    over a tensor (about two accesses)."""
     count = group.trainable / (data_size if zero else 1)
     streamed_bytes = count * (memory_accesses or optimizer.memory_accesses) * itemsize(precision.master)
     seconds = streamed_bytes / (device.update_bytes_per_second or device.bandwidth_bytes_per_second * device.bandwidth_fraction)

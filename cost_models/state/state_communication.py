@@ -1,4 +1,4 @@
-"""How often a group of parameters is gathered, reduced and accumulated in a step of several micro-batches, in seconds.
+"""The seconds in which a group of parameters is gathered, reduced and accumulated in a step of several micro-batches.
 
 ZeRO-3 all-gathers before every forward and backward; ZeRO-1 and 2 once, before the first forward. ZeRO-2 and 3 reduce after every
 micro-batch, since a rank holds no more than its shard of the gradients; ZeRO-0 and 1 accumulate unreduced gradients and reduce
@@ -17,7 +17,7 @@ from autopar.ir.plan import Precision
 
 @dataclass(frozen=True, slots=True)
 class StateCommunication:
-    """Seconds of one group in one step.
+    """The seconds of one group in one step.
 
     gather_first, gather_each: all-gather before the first forward, and before each later one.
     gather_backward: all-gather before each backward.
@@ -39,7 +39,7 @@ class StateCommunication:
     def of(
         cost: StateCost, zero: int, shards: int, device: Device, precision: Precision, micro_batches: int
     ) -> StateCommunication:
-        """`shards` are the ranks of the data axis that share one copy of the state."""
+        """Return the communication of one group. `shards` are the ranks of the data axis that share one copy of the state."""
         return StateCommunication(
             gather_first=cost.gather_forward_seconds,
             gather_each=cost.gather_forward_seconds if zero == 3 else 0.0,
@@ -58,9 +58,9 @@ class StateCommunication:
 
 
 def accumulate_seconds(cost: StateCost, zero: int, shards: int, device: Device, precision: Precision) -> float:
-    """One streaming pass: reads the new gradient (unreduced: in the compute dtype; a reduced shard: in the master's), reads and
-    writes the sum, in the master's dtype or, unreduced under ZeRO-1, in the reduce dtype. `cost.reduce_bytes` are the trainable
-    elements in the reduce dtype."""
+    """Return the seconds of one streaming pass, which reads the new gradient (unreduced: in the compute dtype; a reduced shard:
+    in the master's), reads and writes the sum, in the master's dtype or, unreduced under ZeRO-1, in the reduce dtype.
+    `cost.reduce_bytes` are the trainable elements in the reduce dtype."""
     gradient_shards = shards if zero >= 2 else 1
     compute, reduction = itemsize(precision.compute), itemsize(precision.reduction)
     sum_bytes = reduction if zero == 1 else itemsize(precision.master)

@@ -1,5 +1,4 @@
-"""Seconds and bytes of one group of parameters under a ZeRO stage: all-gather of weights, reduction of gradients, optimizer
-step."""
+"""Seconds and bytes of a group of parameters by ZeRO stage: all-gather of weights, reduction of gradients, optimizer step."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from autopar.ir.plan import Precision
 
 @dataclass(frozen=True, slots=True)
 class StateCost:
-    """One group under one ZeRO stage, per micro-batch that gathers or reduces.
+    """The cost of a group under one ZeRO stage, per micro-batch that gathers or reduces.
 
     gather_forward_seconds, gather_backward_seconds: all-gather of weights on the data axis before the forward and the backward.
     reduce_seconds: reduction of gradients on the data axis after the backward.
@@ -34,7 +33,7 @@ class StateCost:
     reduce_bytes: float
 
     def __add__(self, other: StateCost) -> StateCost:
-        """Both groups, one collective after the other."""
+        """Return the cost of both groups, one collective after the other."""
         return StateCost(
             self.memory + other.memory,
             *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self) if field.name != "memory"),
@@ -51,10 +50,11 @@ def state_cost(
     policy: StatePolicy | None = None,
     across: AxisLink | None = None,
 ) -> StateCost:
-    """`data` links the ranks that share one copy of the state, `across` equal ranks of several copies, between which gradients
-    are all-reduced (HSDP: Zhao et al., arXiv 2304.11277, section 3.2.2). ZeRO 0 all-reduces gradients; 1 and 2 all-gather once
-    and reduce-scatter; 3 all-gathers for the backward too (arXiv 1910.02054, section 7: 2, 2, 2 and 3 times the parameters on the
-    wire). Weights are sent in the compute dtype, gradients in the policy's reduce dtype (the master's by default)."""
+    """Return the cost of a group. `data` links the ranks that share one copy of the state, `across` equal ranks of several
+    copies, between which gradients are all-reduced (HSDP: Zhao et al., arXiv 2304.11277, section 3.2.2). ZeRO 0 all-reduces
+    gradients; 1 and 2 all-gather once and reduce-scatter; 3 all-gathers for the backward too (arXiv 1910.02054, section 7: 2, 2,
+    2 and 3 times the parameters on the wire). Weights are sent in the compute dtype, gradients in the policy's reduce dtype (the
+    master's by default)."""
     policy = policy or StatePolicy.of(precision, optimizer)
     gather_bytes, reduce_bytes = group.elements * policy.compute_bytes, group.trainable * policy.reduction_bytes
     gather = 0.0
@@ -86,8 +86,8 @@ def state_cost(
 def state_price_bends(
     zero: int, data: AxisLink, policy: StatePolicy, across: AxisLink | None = None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Where `state_cost` changes its slope: elements at which the all-gather does, and trainable elements at which the reduction
-    does. Between them both are concave."""
+    """Return where `state_cost` changes its slope: elements at which the all-gather does, and trainable elements at which the
+    reduction does. Between them both are concave."""
     gathers = bends("broadcast" if policy.owners_broadcast else "parameter_gather", data) if zero else ()
     reductions = bends("gradient_scatter" if zero else "all_reduce", data)
     if across is not None:

@@ -42,7 +42,7 @@ PERSISTENT = 100_000
 
 
 def state_group(parameters: Iterable[tuple[Parameter, Placements]], mesh: Mesh) -> StateGroup:
-    """The group of these parameters, each with the placements that it is stored in."""
+    """Return the group of these parameters, each with the placements that it is stored in."""
     elements = trainable = buffers = largest = 0.0
     tensors = small = 0
     for parameter, placements in parameters:

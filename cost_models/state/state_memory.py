@@ -49,7 +49,7 @@ class StatePolicy:
     def of(
         precision: Precision, optimizer: Optimizer, layout: StateLayout | None = None, offload: OffloadTarget | None = None
     ) -> StatePolicy:
-        """Under `layout`; without it, that of autopar's own programs."""
+        """Return the policy under `layout`; without it, that of autopar's own programs."""
         compute, master, layout = itemsize(precision.compute), itemsize(precision.master), layout or StateLayout()
         remainders = layout.master_remainders and layout.stored_compute and (precision.compute, master) == ("bfloat16", 4)
         in_bfloat16 = layout.bfloat16_gradient_bytes if precision.compute == "bfloat16" else 0
@@ -70,7 +70,8 @@ class StatePolicy:
 
     @staticmethod
     def zero_paper() -> StatePolicy:
-        """fp16 weights 2, fp16 gradients 2, K = 12 (float32 master 4, momentum 4, variance 4): arXiv 1910.02054, section 3.1."""
+        """Return the policy of the ZeRO paper: fp16 weights 2, fp16 gradients 2, K = 12 (float32 master 4, momentum 4, variance
+        4): arXiv 1910.02054, section 3.1."""
         return StatePolicy(2, 4, 2, 8, stored_compute=True)
 
 
@@ -112,15 +113,15 @@ class StateMemory:
     offloaded_masters: float = 0.0
 
     def __add__(self, other: StateMemory) -> StateMemory:
-        """The groups of one block call (its own parameters, and its experts), which are live at the same time. An optimizer that
-        updates one parameter after the other has a temporary of the largest of both."""
+        """Join the groups of one block call (its own parameters, and its experts), which are live at the same time. An optimizer
+        that updates one parameter after the other has a temporary of the largest of both."""
         first, second = (tuple(getattr(each, field.name) for field in fields(self)) for each in (self, other))
         both = StateMemory(*(a or b if isinstance(a, bool) else a + b for a, b in zip(first, second, strict=True)))
         return replace(both, largest_tensor=max(self.largest_tensor, other.largest_tensor))
 
     @staticmethod
     def merged(groups: Sequence[StateMemory]) -> StateMemory:
-        """The shared parameters of several model chunks of one stage as one group; flags are those of the first."""
+        """Return the shared parameters of several model chunks of one stage as one group; flags are those of the first."""
         sums = {
             field.name: sum(getattr(group, field.name) for group in groups)
             for field in fields(StateMemory)
@@ -130,8 +131,8 @@ class StateMemory:
 
 
 def state_memory(group: StateGroup, zero: int, shards: int, policy: StatePolicy, kind: str = "cuda") -> StateMemory:
-    """`group` under ZeRO stage `zero` over `shards` data ranks, on devices of this `kind`. (A group of one parameter that is not
-    sharded needs no buffer to reduce its gradient.)"""
+    """Return the bytes of `group` under ZeRO stage `zero` over `shards` data ranks, on devices of this `kind`. (A group of one
+    parameter that is not sharded needs no buffer to reduce its gradient.)"""
     n = float(shards)
     elements, trainable = group.elements, group.trainable
     optimizer_shards = n if zero >= 1 else 1.0

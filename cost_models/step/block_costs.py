@@ -63,13 +63,13 @@ class BlockCosts:
         """Filled by `evaluate`: the latest `CallTrace`s, by the id of their plan."""
 
     def share_with(self, other: BlockCosts) -> None:
-        """Shares the memoized results that do not depend on the mesh with `other`, of the same block on another mesh."""
+        """Share the memoized results that do not depend on the mesh with `other`, of the same block on another mesh."""
         self.__dict__["saved"] = other.saved
         if other.batch == self.batch:
             self._profiles = other._profiles
 
     def with_zero_group(self, zero_group: int) -> BlockCosts:
-        """The same costs, with shared results, for another state group."""
+        """Return the same costs, with shared results, for another state group."""
         other = copy(self)
         other.traces = {}
         other.state_links = state_links(self.cluster, self.mesh, zero_group)
@@ -77,18 +77,18 @@ class BlockCosts:
 
     @cached_property
     def nodes(self) -> dict[str, Node]:
-        """By the name of the first output, as `NodePlan.node`."""
+        """The nodes by the name of the first output, as `NodePlan.node`."""
         return {node.name: node for node in self.block.nodes}
 
     @cached_property
     def saved(self) -> dict[str, SavedTensors]:
-        """What autograd saves, per node."""
+        """The tensors that autograd saves, per node."""
         tensors = {node.name: saved_tensors(node, self.values, self.cluster.device.kind) for node in self.block.nodes}
         layout, compiled = self.cluster.state_layout, self.cluster.device.fused
         return with_fused_saves(self.block, tensors, layout.fused_saves) if layout.fused_saves or compiled else tensors
 
     def profile(self, name: str) -> Profile:
-        """Global FLOPs and bytes of a node."""
+        """Return global FLOPs and bytes of a node."""
         if name not in self._profiles:
             plain = profile(self.nodes[name], self.values, self.batch)
             self._profiles[name] = fused_profile(self.nodes[name], plain, self._streaming) if self.cluster.device.fused else plain
@@ -99,7 +99,7 @@ class BlockCosts:
         return fusable_values(self.block)
 
     def node(self, plan: NodePlan) -> NodeCost:
-        """Seconds and FLOPs of one node under one strategy."""
+        """Return the seconds and FLOPs of one node under one strategy."""
         cost = self._costs.get(id(plan))
         if cost is None:
             node, profile = self.nodes[plan.node], self.profile(plan.node)
@@ -108,7 +108,7 @@ class BlockCosts:
         return cost[1]
 
     def conversion(self, value: str, source: Placements, target: Placements) -> ConversionCost:
-        """Seconds of one conversion."""
+        """Return the seconds of one conversion."""
         key = value, source, target
         if key not in self._conversions:
             cost = conversion_cost(self.values[value], source, target, self.mesh, self.batch, self.cluster)
@@ -130,7 +130,7 @@ class BlockCosts:
         return frozenset(products - others - set(self.block.outputs))
 
     def offload_seconds(self, size_bytes: float) -> tuple[float, float]:
-        """Seconds to host memory, and back. PlanError where the cluster describes no host."""
+        """Return the seconds to host memory, and back. PlanError where the cluster describes no host."""
         host = self.cluster.host
         if not size_bytes:
             return 0.0, 0.0
@@ -141,12 +141,12 @@ class BlockCosts:
         return size_bytes / host.write_bytes_per_second, size_bytes / host.read_bytes_per_second
 
     def partition_seconds(self, axis: int, size_bytes: float) -> tuple[float, float]:
-        """Of a tensor that is saved in parts over a mesh axis: seconds of the copy in the forward, of the gather in the
-        backward."""
+        """Return, of a tensor that is saved in parts over a mesh axis, the seconds of the copy in the forward and of the gather
+        in the backward."""
         return partition_seconds(size_bytes, links_of_axis(self.cluster, self.mesh, axis), self.cluster.device)
 
     def value_bytes(self, value: str, placements: Placements) -> float:
-        """Bytes of a value on one device."""
+        """Return the bytes of a value on one device."""
         key = value, placements
         size = self._bytes.get(key)
         if size is None:
@@ -154,7 +154,7 @@ class BlockCosts:
         return size
 
     def saved_tensors(self, plan: NodePlan) -> tuple[SavedTensor, ...]:
-        """What the node saves for its backward, parameters included (callers leave those out, since they live anyway)."""
+        """Return what the node saves for its backward, parameters included (callers leave those out, since they live anyway)."""
         tensors = self._saved_tensors.get(id(plan))  # by id: hashing a NodePlan costs more than the look-up
         if tensors is None:
             tensors = self._saved_tensors[id(plan)] = plan, tuple(self._find_saved_tensors(plan))
@@ -178,8 +178,8 @@ class BlockCosts:
             yield SavedTensor(f"{plan.node}+", placements, extra)
 
     def _received_bytes(self, plan: NodePlan) -> float:
-        """Of experts with dispatched tokens (expert parallelism): the tokens received from other ranks, which their products
-        save."""
+        """Return the bytes of tokens received from other ranks, which products of experts with dispatched tokens (expert
+        parallelism) save."""
         profile = self.profile(plan.node)
         if profile.experts is None or not plan.function.endswith("_dispatched") or len(plan.operands) < 5:
             return 0.0
@@ -189,9 +189,8 @@ class BlockCosts:
     def state_cost(
         self, stored: Iterable[tuple[Parameter, Placements]], zero: int, precision: Precision, optimizer: Optimizer
     ) -> StateCost:
-        """Of the parameters that one call owns, with their stored placements, under ZeRO stage `zero`. Experts are a group of
-        their
-        own: they are replicated over fewer ranks."""
+        """Return the cost of the parameters that one call owns, with their stored placements, under ZeRO stage `zero`. Experts
+        are a group of their own: they are replicated over fewer ranks."""
         common: list[tuple[Parameter, Placements]] = []
         experts: list[tuple[Parameter, Placements]] = []
         for parameter, at in stored:
@@ -208,20 +207,20 @@ class BlockCosts:
         return cost + state_cost(local, zero, links, self.cluster.device, precision, optimizer, policy)
 
     def accumulate_seconds(self, cost: StateCost, zero: int, precision: Precision) -> float:
-        """Seconds to add the gradients of a micro-batch to those accumulated before."""
+        """Return the seconds to add the gradients of a micro-batch to those accumulated before."""
         return accumulate_seconds(cost, zero, self.state_links[0].size, self.cluster.device, precision)
 
     def group_state_cost(self, group: StateGroup, zero: int, precision: Precision, optimizer: Optimizer) -> StateCost:
-        """As `state_cost`, of one group (between `state_price_bends` linear in its counts but for latencies)."""
+        """Return the `state_cost` of one group (between `state_price_bends` linear in its counts but for latencies)."""
         data, across = self.state_links
         policy = self._state_policy(precision, optimizer)
         return state_cost(group, zero, data, self.cluster.device, precision, optimizer, policy, across)
 
     def state_price_bends(self, zero: int, precision: Precision, optimizer: Optimizer) -> tuple[tuple[float, ...], ...]:
-        """Elements and trainable elements of a group at which measured prices change their slopes."""
+        """Return the elements and trainable elements of a group at which measured prices change their slopes."""
         data, across = self.state_links
         return state_price_bends(zero, data, self._state_policy(precision, optimizer), across)
 
     def _state_policy(self, precision: Precision, optimizer: Optimizer) -> StatePolicy:
-        """That of the cluster's software. PlanError where state is offloaded to what the cluster does not describe."""
+        """Return the policy of the cluster's software. PlanError where the cluster lacks what state is offloaded to."""
         return StatePolicy.of(precision, optimizer, self.cluster.state_layout, offload_target(self.cluster, precision))

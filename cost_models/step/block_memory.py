@@ -27,7 +27,7 @@ IN_PLACE_BACKWARD = frozenset(("ap.cross_entropy_sharded",))
 
 
 def saved_storages(costs: BlockCosts, same: Aliases, plan: NodePlan) -> Iterator[tuple[PlacedValue, float]]:
-    """What the node saves for its backward, as (storage, bytes). A storage is named by its first (value, placements), or
+    """Yield what the node saves for its backward, as (storage, bytes). A storage is named by its first (value, placements), or
     ``node+`` for what is saved beside operands and results; a saved view counts the whole storage."""
     for saved in costs.saved_tensors(plan):
         storage = same.find((saved.value, saved.placements))
@@ -35,8 +35,8 @@ def saved_storages(costs: BlockCosts, same: Aliases, plan: NodePlan) -> Iterator
 
 
 def backward_working_bytes(costs: BlockCosts, plan: NodePlan) -> float:
-    """What the backward of a node holds beside saved tensors: the gradients of its results and operands (of parameters too, until
-    they are reduced) and its workspace. A block's working set is the maximum over its nodes."""
+    """Return what the backward of a node holds beside saved tensors: the gradients of its results and operands (of parameters
+    too, until they are reduced) and its workspace. A block's working set is the maximum over its nodes."""
     node, saved = costs.nodes[plan.node], costs.saved[plan.node]
     if packet(node.op) in VIEWS or node.no_grad:
         return 0.0
@@ -49,18 +49,18 @@ def backward_working_bytes(costs: BlockCosts, plan: NodePlan) -> float:
 
 
 def forward_workspace_bytes(costs: BlockCosts, plan: NodePlan) -> float:
-    """What the forward of a node holds until it ends, beside operands, results and saved tensors."""
+    """Return what the forward of a node holds until it ends, beside operands, results and saved tensors."""
     return costs.saved[plan.node].forward_workspace_ratio * _largest_bytes(costs, plan) + _padded_bytes(costs, plan)
 
 
 def _padded_bytes(costs: BlockCosts, plan: NodePlan) -> float:
-    """The copy of an image's shard beside the rows of its neighbours."""
+    """Return the bytes of the copy of an image's shard beside the rows of its neighbours."""
     node = costs.nodes[plan.node]
     return costs.value_bytes(node.operands()[0], plan.operands[0]) if plan.function in PADDED else 0.0
 
 
 def _largest_bytes(costs: BlockCosts, plan: NodePlan) -> float:
-    """Of the largest tensor of the node, which its workspace is proportional to."""
+    """Return the bytes of the largest tensor of the node, which its workspace is proportional to."""
     node, at = costs.nodes[plan.node], costs.saved[plan.node].workspace_reference
     if at < 0:
         return costs.value_bytes(node.outputs[-1 - at].name, plan.results[-1 - at])
@@ -69,7 +69,7 @@ def _largest_bytes(costs: BlockCosts, plan: NodePlan) -> float:
 
 
 def forward_output_bytes(costs: BlockCosts, plan: NodePlan) -> float:
-    """What the forward of a node allocates and leaves: its results, and what it saves beside them. A block's forward is a
+    """Return what the forward of a node allocates and leaves: its results, and what it saves beside them. A block's forward is a
     function whose variables live until it returns, so at its end all of it is there. Views allocate nothing."""
     node = costs.nodes[plan.node]
     if packet(node.op) in VIEWS and plan.operands:
@@ -79,7 +79,7 @@ def forward_output_bytes(costs: BlockCosts, plan: NodePlan) -> float:
 
 
 def conversion_bytes(costs: BlockCosts, change: Conversion) -> float:
-    """What a placement conversion allocates; nothing where source and target share storage."""
+    """Return what a placement conversion allocates; nothing where source and target share storage."""
     axis = changed_axis(change.source, change.target)
     how = axis_conversion(change.source[axis], change.target[axis], costs.values[change.value].differentiable)
     return 0.0 if how is not None and how.forward is None else costs.value_bytes(change.value, change.target)
@@ -87,7 +87,7 @@ def conversion_bytes(costs: BlockCosts, change: Conversion) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """Memory of one call. (A block recomputed as a whole saves its inputs alone, and holds everything else in its backward.)
+    """The memory of one call. (A block recomputed as a whole saves its inputs alone, and holds everything else in its backward.)
 
     internal_saved_bytes: saved tensors that no other call sees.
     boundary_saved_bytes: saved inputs (index >= 0) and outputs (``-1 - index``) with their bytes; calls share them.
@@ -110,8 +110,8 @@ class BlockMemory:
 def block_memory(
     costs: BlockCosts, plan: BlockPlan, same: Aliases | None = None, recompute: RecomputePlan | None = None
 ) -> BlockMemory:
-    """One call of the block, each storage once. Parameters as they are stored are not counted. `same` and `recompute` are those
-    of the plan, for callers that have them."""
+    """Return the memory of one call of the block, each storage once. Parameters as they are stored are not counted. `same` and
+    `recompute` are those of the plan, for callers that have them."""
     block = costs.block
     same = same or aliases(block, plan.nodes, plan.conversions)
     recompute = recompute or RecomputePlan.of(costs, plan, same)
@@ -149,8 +149,8 @@ def block_memory(
 
 @dataclass(frozen=True, slots=True)
 class PartitionedBytes:
-    """Of tensors that are saved in parts: the parts of one rank; what the forward holds besides (the copies, and inputs, which
-    nothing else keeps); and what the backward gathers."""
+    """The bytes of tensors that are saved in parts: the parts of one rank; what the forward holds besides (the copies, and
+    inputs, which nothing else keeps); and what the backward gathers."""
 
     saved: float
     forward: float
@@ -166,12 +166,12 @@ class PartitionedBytes:
 
 
 def partitioned_bytes(size: float, ranks: int, is_input: bool) -> tuple[float, float, float]:
-    """The terms of `PartitionedBytes` for one tensor; `is_input`: it is an input of the block."""
+    """Return the terms of `PartitionedBytes` for one tensor; `is_input`: it is an input of the block."""
     return size / ranks, size / ranks + is_input * size, size
 
 
 def _working_sets(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float, tuple[str, str]]:
-    """Bytes of the forward, the largest working set of the backward, and the nodes that need most in each."""
+    """Return the bytes of the forward, the largest working set of the backward, and the nodes that need most in each."""
     outputs = sum(forward_output_bytes(costs, each) for each in plan.nodes)
     outputs += sum(conversion_bytes(costs, each) for each in plan.conversions)
     largest = max(
@@ -183,7 +183,7 @@ def _working_sets(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float, tup
 
 
 def call_saved_bytes(graph: Graph, blocks: Mapping[str, BlockMemory]) -> list[float]:
-    """Bytes that each call saves; a tensor between calls counts at the first that saves it."""
+    """Return the bytes that each call saves; a tensor between calls counts at the first that saves it."""
     seen: set[str] = set()
     out = []
     for call in graph.calls:

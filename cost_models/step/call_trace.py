@@ -1,4 +1,4 @@
-"""One call of a planned block as segments of the main stream: compute and exposed communication, in the order of execution."""
+"""The trace of a block's call as segments of the main stream, in order: compute and exposed communication."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPLIT_BACKWARD = ("aten.linear", "ap.linear_kn")
 
 @dataclass(frozen=True, slots=True)
 class CallTrace:
-    """One call of a block on the main stream, and its totals.
+    """The trace of one call of a block on the main stream, and its totals.
 
     forward, backward: the segments. A backward begins with all that it recomputes, or gathers (of tensors saved in parts). Copies
         of offloaded tensors and launches of the host overlap with the call; where they take longer, a last segment is the stall.
@@ -52,7 +52,7 @@ class CallTrace:
 
     @staticmethod
     def of(costs: BlockCosts, plan: BlockPlan) -> CallTrace:
-        """PlanError where the plan cannot be run (see `RecomputePlan.of`)."""
+        """Trace a block. PlanError where the plan cannot be run (see `RecomputePlan.of`)."""
         same = aliases(costs.block, plan.nodes, plan.conversions)
         recompute = RecomputePlan.of(costs, plan, same)
         recorder = _Recorder(costs, frozenset((*recompute.nodes, *recompute.conversions)))
@@ -76,7 +76,7 @@ class CallTrace:
         )
 
     def seconds(self, *, backward: bool, exposed: bool) -> float:
-        """Seconds of compute, or of exposed communication."""
+        """Return the seconds of compute, or of exposed communication."""
         return sum(seconds for seconds, links in (self.backward if backward else self.forward) if bool(links) == exposed)
 
     def stall_seconds(self, on: frozenset[str]) -> float:
@@ -86,15 +86,15 @@ class CallTrace:
 
 
 def weight_gradient_nodes(block: Block) -> frozenset[str]:
-    """Linears whose weight trains: a split backward computes the weight's gradient later."""
+    """Return the linears whose weight trains: a split backward computes the weight's gradient later."""
     trained = {parameter.value.name for parameter in block.parameters if parameter.trainable and not parameter.buffer}
     linears = [node for node in block.nodes if node.op in SPLIT_BACKWARD and len(node.operands()) > 1]
     return frozenset(node.name for node in linears if node.operands()[1] in trained)
 
 
 def _weight_gradients(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float]:
-    """(seconds, bytes) of linears whose weight trains: half of their backward is the weight gradient, which needs their input and
-    the gradient of their result (Qi et al., arXiv 2401.10241, section 2)."""
+    """Return (seconds, bytes) of linears whose weight trains: half of their backward is the weight gradient, which needs their
+    input and the gradient of their result (Qi et al., arXiv 2401.10241, section 2)."""
     delayed = weight_gradient_nodes(costs.block)
     seconds, tensors = 0.0, {}
     for each in plan.nodes:
@@ -110,8 +110,8 @@ def _weight_gradients(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float]
 
 @dataclass(slots=True)
 class _Recorder:
-    """Records segments in the order of the forward; `recompute` are those that the backward repeats first, `backward` is reversed
-    when it is read."""
+    """A recorder of segments in the order of the forward; `recompute` are those that the backward repeats first, `backward` is
+    reversed when it is read."""
 
     costs: BlockCosts
     recomputed: frozenset[str | Conversion]
@@ -129,7 +129,7 @@ class _Recorder:
         self.axis_seconds, self.redundant_flops = [0.0] * axes, [0.0] * axes
 
     def record(self, plan: BlockPlan) -> None:
-        """Conversions of inputs and parameters, then each node with the conversions of its outputs."""
+        """Record conversions of inputs and parameters, then each node with the conversions of its outputs."""
         conversions: dict[str, list[Conversion]] = {}
         for each in plan.conversions:
             conversions.setdefault(each.value, []).append(each)
@@ -175,27 +175,27 @@ class _Recorder:
             self._communicate(self.backward, cost.axis, cost.backward_comm_seconds)
 
     def partition(self, recompute: RecomputePlan) -> None:
-        """Of tensors that are saved in parts: a copy in the forward, a gather in the backward."""
+        """Record tensors that are saved in parts: a copy in the forward, a gather in the backward."""
         for storage, axis in recompute.partitioned.items():
             copy, gather = self.costs.partition_seconds(axis, recompute.saved[storage])
             _append(self.forward, copy, NO_LINKS)
             self._communicate(self.recompute, axis, gather)
 
     def launched(self, stream: Sequence[Segment], backward: int) -> tuple[Segment, ...]:
-        """The stream, and a stall where the host takes longer to launch its kernels than the device to run them."""
+        """Return the stream, and a stall where the host takes longer to launch its kernels than the device to run them."""
         seconds = self.launches[backward] * self.costs.cluster.device.host_launch_seconds
         return _with_stall(stream, seconds, LAUNCHES)
 
     def _overlap_share_inside(self, profile: Profile, axis: int) -> float:
-        """The share that may overlap of the collectives inside a function. Beside all-to-alls of experts compute is slower by the
-        contention (DeepEP takes 20 to 24 multiprocessors): so much of them is not hidden."""
+        """Return the share that may overlap of the collectives inside a function. Beside all-to-alls of experts compute is slower
+        by the contention (DeepEP takes 20 to 24 multiprocessors): so much of them is not hidden."""
         overlap = self.costs.cluster.overlap
         if profile.experts is not None:
             return 1.0 - overlap.contention if overlap.expert_dispatch else 0.0
         return self._overlap_share(axis)
 
     def _overlap_share(self, axis: int) -> float:
-        """The share of a collective that may overlap with the compute next to it."""
+        """Return the share of a collective that may overlap with the compute next to it."""
         return 1.0 - 1.0 / self.costs.mesh.sizes[axis] if self.costs.cluster.overlap.model_parallel else 0.0
 
     def _communicate(self, stream: list[StreamSegment], axis: int, seconds: float, share: float | None = None) -> None:
@@ -215,6 +215,6 @@ def _append(stream: list[StreamSegment], seconds: float, links: frozenset[str], 
 
 
 def _with_stall(stream: Sequence[Segment], other_seconds: float, link: frozenset[str]) -> tuple[Segment, ...]:
-    """The stream, and a stall on `link` where what runs beside it there takes longer."""
+    """Return the stream, and a stall on `link` where what runs beside it there takes longer."""
     left = other_seconds - sum(seconds for seconds, _ in stream)
     return (*stream, (left, link)) if left > 0 else tuple(stream)

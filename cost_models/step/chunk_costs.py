@@ -27,7 +27,7 @@ from autopar.schedules.placement import stage_of_chunks
 
 @dataclass(frozen=True, slots=True)
 class OwnedState:
-    """Parameter state of some consecutive calls.
+    """The parameter state of some consecutive calls.
 
     states: per call, of the parameters that it alone uses.
     root: of the parameters that several calls share. They are one group, gathered before the first call, not resharded, and
@@ -42,7 +42,7 @@ class OwnedState:
 
 @dataclass(frozen=True, slots=True)
 class ChunkCost:
-    """One model chunk.
+    """The cost of a model chunk.
 
     communication: of each call's own parameters, and of the shared ones.
     send_seconds: one transfer to the next chunk; its gradient comes back in the same time.
@@ -61,7 +61,7 @@ class ChunkCost:
 def owned_state(
     calls: Sequence[int], graph: Graph, candidate: Candidate, traces: Mapping[str, CallTrace], optimizer: Optimizer
 ) -> OwnedState:
-    """The parameter state of these calls."""
+    """Return the parameter state of these calls."""
     chosen = [graph.calls[index] for index in calls]
     users = Counter(name for call in chosen for name in set(call.parameters))
     shared: dict[str, tuple[Parameter, Placements]] = {}
@@ -88,8 +88,8 @@ def owned_state(
 def chunk_costs(
     graph: Graph, candidate: Candidate, cluster: Cluster, traces_of: Sequence[Mapping[str, CallTrace]], optimizer: Optimizer
 ) -> tuple[ChunkCost, ...]:
-    """Every model chunk of the pipeline, in the model's order. `cluster` is the whole one, `traces_of` are the blocks on each
-    stage."""
+    """Return every model chunk of the pipeline, in the model's order. `cluster` is the whole one, `traces_of` are the blocks on
+    each stage."""
     pipeline, mesh = candidate.pipeline, candidate.mesh
     clusters = stage_clusters(cluster, pipeline.stages)
     data_links = [links_of_axis(each, mesh, mesh.index(DATA_AXIS)) for each in clusters]
@@ -124,7 +124,7 @@ def chunk_costs(
 def _communication(
     owned: OwnedState, traces: Sequence[CallTrace], candidate: Candidate, data: AxisLink, cluster: Cluster
 ) -> tuple[StateCommunication, ...]:
-    """Of each call's own parameters, and of the shared ones."""
+    """Return the communication of each call's own parameters, and of the shared ones."""
     pairs = [(state, trace.plan.zero) for state, trace in zip(owned.states, traces, strict=True)]
     shards = candidate.zero_group or data.size
     return tuple(
@@ -140,7 +140,7 @@ def _sends(
     traces_of: Sequence[Mapping[str, CallTrace]],
     data: AxisLink,
 ) -> tuple[list[float], list[float]]:
-    """(seconds of each chunk's send to the next one; of them, those on links of the data axis, with a zero at both ends)."""
+    """Return (seconds of each chunk's send to the next; those on links of the data axis, with a zero at both ends)."""
     pipeline, chunks, stages = candidate.pipeline, chunk_calls(graph, candidate.pipeline), stage_of_chunks(candidate.pipeline)
     sends, on_data_links = [], [0.0]
     for (stage, after), calls in zip(zip(stages, stages[1:], strict=False), chunks[1:], strict=True):
@@ -158,8 +158,8 @@ def _repeated_seconds(
     calls: Sequence[int],
     traces: Mapping[str, CallTrace],
 ) -> float:
-    """What a chunk of these calls spends on values that it computes itself instead of receiving them: other chunks' nodes,
-    forward only."""
+    """Return the seconds that a chunk of these calls spends on values that it computes itself instead of receiving them: other
+    chunks' nodes, forward only."""
     read = {name for index in calls for name in graph.calls[index].inputs}
     outputs = {name for index in calls for name in graph.calls[index].outputs}
     slices = joined_slices(graph, [producers[name] for name in repeated if name in read and name not in outputs])
@@ -167,7 +167,7 @@ def _repeated_seconds(
 
 
 def slice_forward_seconds(graph: Graph, block_slice: BlockSlice, traces: Mapping[str, CallTrace]) -> float:
-    """One forward of some nodes of a call."""
+    """Return the seconds of one forward of some nodes of a call."""
     trace = traces[graph.calls[block_slice.call].block]
     plans = {plan.node: plan for plan in trace.plan.nodes}
     return sum(trace.costs.node(plans[name]).forward_seconds for name in block_slice.nodes)

@@ -1,5 +1,5 @@
-"""The ground-truth cost of a plan: simulates one training step of a candidate, call by call. The solver's own plans are judged by
-it.
+"""The ground-truth cost of a plan, which simulates one training step of a candidate, call by call. The solver's own plans are
+judged by it.
 
 Order of the models: `call_trace` (one call of a block) -> `chunk_costs` (micro-batches of a model chunk, with its FSDP
 communication) -> `stage_times` (pipeline schedule) and `stage_memory` (peak of each stage) -> `Evaluation`.
@@ -26,13 +26,13 @@ from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.schedules.placement import chunks_of_stages
 
-_MOST_TRACES = 8
-"""Of one block on one mesh that are remembered."""
+_MAX_TRACES = 8
+"""Traces of one block on one mesh that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What one step of a candidate costs, all micro-batches together.
+    """The cost of one step of a candidate, all micro-batches together.
 
     step_seconds: when the bottleneck stage ends. The next five are of that stage and add up to it:
     compute_seconds, exposed_seconds: compute, and exposed communication of the model axes.
@@ -83,22 +83,22 @@ class Evaluation:
 
     @property
     def peak_memory_bytes(self) -> int:
-        """Of the fullest stage."""
+        """The peak memory of the fullest stage."""
         return self.fullest_stage.peak_bytes
 
     @property
     def memory_capacity_bytes(self) -> int:
-        """Of the devices of the fullest stage."""
+        """The memory of the devices of the fullest stage."""
         return self.fullest_stage.capacity_bytes
 
     @property
     def memory_budget_bytes(self) -> int:
-        """What a plan may take on the devices of the fullest stage: their capacity without the margin."""
+        """The memory that a plan may take on the devices of the fullest stage: their capacity without the margin."""
         return self.fullest_stage.budget_bytes
 
     @property
     def memory(self) -> tuple[tuple[str, int], ...]:
-        """(kind, bytes) of the fullest stage at its peak."""
+        """The memory by (kind, bytes) of the fullest stage at its peak."""
         return tuple(self.fullest_stage.table.items())
 
     @property
@@ -117,7 +117,7 @@ class Evaluation:
 def evaluate(
     graph: Graph, candidate: Candidate, cluster: Cluster, optimizer: str = "adamw", costs: Mapping[str, BlockCosts] | None = None
 ) -> Evaluation:
-    """Simulates one training step of `candidate`. ClusterError where the mesh is not the cluster's size.
+    """Simulate one training step of `candidate`. ClusterError where the mesh is not the cluster's size.
 
     `costs` are those of the blocks by name, where the caller has them for this graph, mesh, batch and cluster already.
     """
@@ -131,7 +131,7 @@ def evaluate(
 def stage_traces(
     graph: Graph, candidate: Candidate, cluster: Cluster, costs: Mapping[str, BlockCosts] | None = None
 ) -> list[dict[str, CallTrace]]:
-    """One call of each block by name, on the devices of each stage."""
+    """Trace one call of each block by name, on the devices of each stage."""
     clusters = stage_clusters(cluster, candidate.pipeline.stages)
     check_mesh(clusters[0], candidate.mesh)
     traces_of: dict[Device, dict[str, CallTrace]] = {}
@@ -143,7 +143,7 @@ def stage_traces(
 
 
 def _block_traces(graph: Graph, candidate: Candidate, cluster: Cluster, costs: Mapping[str, BlockCosts]) -> dict[str, CallTrace]:
-    """Every block on the devices of one stage."""
+    """Trace every block on the devices of one stage."""
     return {
         block.name: _call_trace(
             costs.get(block.name) or BlockCosts(block, candidate.mesh, candidate.micro_batch, cluster, candidate.zero_group),
@@ -154,11 +154,11 @@ def _block_traces(graph: Graph, candidate: Candidate, cluster: Cluster, costs: M
 
 
 def _call_trace(costs: BlockCosts, plan: BlockPlan) -> CallTrace:
-    """One call of a block. Candidates that are compared have most of their plans in common, each the same object."""
+    """Trace one call of a block. Candidates that are compared have most of their plans in common, each the same object."""
     traces = costs.traces
     if id(plan) not in traces:
         traces[id(plan)] = plan, CallTrace.of(costs, plan)
-        if len(traces) > _MOST_TRACES:
+        if len(traces) > _MAX_TRACES:
             del traces[next(iter(traces))]
     trace: CallTrace = traces[id(plan)][1]
     return trace
@@ -215,6 +215,6 @@ def _summary(
 
 
 def _mean_peak_flops_per_second(cluster: Cluster, candidate: Candidate) -> float:
-    """Of one device in the compute dtype, over the stages."""
+    """Return the mean peak of one device in the compute dtype, over the stages."""
     clusters = stage_clusters(cluster, candidate.pipeline.stages)
     return sum(each.device.matrix_peak_flops_per_second(candidate.precision.compute) for each in clusters) / len(clusters)

@@ -27,7 +27,7 @@ VARYING = ("gradients", "gathered", "activations", "temporaries", "collectives")
 
 @dataclass(frozen=True, slots=True)
 class CallMemory:
-    """One call on a stage.
+    """The memory of one call on a stage.
 
     saved_bytes: activations of all its micro-batches in flight.
     forward_bytes: all that its forward allocates, saved or not.
@@ -57,7 +57,7 @@ class CallMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEvent:
-    """Bytes at one moment of the step.
+    """The bytes at one moment of the step.
 
     phase: forward, gather (all-gather for the backward), backward, reduction (the backward has ended) or optimizer.
     call: index of the call, -1 for the optimizer.
@@ -79,7 +79,7 @@ class MemoryEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """Bytes by kind at the largest event; their sum is the peak."""
+    """The bytes by kind at the largest event; their sum is the peak."""
 
     event: MemoryEvent
     table: dict[str, float]
@@ -94,7 +94,7 @@ def peak_memory(
     inputs_bytes: float = 0.0,
     slack: float = 0.0,
 ) -> PeakMemory:
-    """Of the calls of one stage, in order.
+    """Return the peak of the calls of one stage, in order.
 
     root: state of parameters that several calls share, gathered all step long.
     foreach: the optimizer updates all parameters at once, with a temporary of the master's size for each; else one by one, with
@@ -126,24 +126,25 @@ def peak_memory(
 
 
 def _always_gathered(calls: Sequence[CallMemory], root: StateMemory) -> float:
-    """Weights that stay gathered from forward to backward."""
+    """Return the weights that stay gathered from forward to backward."""
     return root.gathered + sum(call.state.gathered for call in calls if not call.state.gathered_is_transient)
 
 
 def _transient(state: StateMemory) -> float:
-    """Weights that are gathered while the call computes (ZeRO-3)."""
+    """Return the weights that are gathered while the call computes (ZeRO-3)."""
     return state.gathered if state.gathered_is_transient else 0.0
 
 
 def _accumulated(calls: Sequence[CallMemory], root: StateMemory, micro_batches: int) -> float:
-    """Gradients (and buffers) that are there before a backward, after the first micro-batch."""
+    """Return the gradients (and buffers) that are there before a backward, after the first micro-batch."""
     states = [*(call.state for call in calls), root]
     return sum(state.accumulated * (state.persistent_reduce_buffer + (micro_batches > 1)) for state in states)
 
 
 def _forward_events(calls: Sequence[CallMemory], root: StateMemory, micro_batches: int) -> Iterator[MemoryEvent]:
-    """Forward of call i: what earlier calls saved, all that this forward allocates, its gathered weights and the flat buffer that
-    they are gathered into. (After the first micro-batch, weights that stay gathered are not gathered again.)"""
+    """Yield the events of the forward of call i: what earlier calls saved, all that this forward allocates, its gathered weights
+    and the flat buffer that they are gathered into. (After the first micro-batch, weights that stay gathered are not gathered
+    again.)"""
     gathered, gradients = _always_gathered(calls, root), _accumulated(calls, root, micro_batches)
     saved = sum(call.earlier for call in calls)
     for index, call in enumerate(calls):
@@ -161,10 +162,10 @@ def _forward_events(calls: Sequence[CallMemory], root: StateMemory, micro_batche
 
 
 def _backward_events(calls: Sequence[CallMemory], root: StateMemory, micro_batches: int) -> Iterator[MemoryEvent]:
-    """Backward of call i: its weights are gathered again (gather); then all that calls up to i saved, its working set, the buffer
-    in which the gradients of call i + 1 are being reduced, and the weights of the call and of the one that is prefetched. At its
-    end (reduction) the call's saved tensors are free; its unsharded gradients, and the buffer that they are reduced in, are
-    there.
+    """Yield the events of the backward of call i: its weights are gathered again (gather); then all that calls up to i saved, its
+    working set, the buffer in which the gradients of call i + 1 are being reduced, and the weights of the call and of the one
+    that is prefetched. At its end (reduction) the call's saved tensors are free; its unsharded gradients, and the buffer that
+    they are reduced in, are there.
 
     Shared weights get their first gradient in the last call's backward, hold it until the first call's, where another is added to
     it (autograd allocates the sum), and are reduced then.
@@ -214,7 +215,7 @@ def _freed_reduce_buffer(state: StateMemory) -> float:
 
 
 def _gradients(state: StateMemory, micro_batches: int) -> tuple[float, float]:
-    """Of one call, when its backward ends: (gradients to be reduced or accumulated, gradients that stay)."""
+    """Return, when the backward of a call ends, (gradients to be reduced or accumulated, gradients that stay)."""
     if state.persistent_reduce_buffer or (state.reduced_in_place and micro_batches > 1):
         return state.unsharded_gradients + state.gradients, 0.0
     return state.unsharded_gradients, state.gradients if micro_batches == 1 else 0.0

@@ -13,7 +13,7 @@ from autopar.cost_models.step.streams import Streams
 
 @dataclass(frozen=True, slots=True)
 class CallSegments:
-    """One call: its segments on the main stream, and the communication of the parameters that it alone uses."""
+    """The segments of one call: its segments on the main stream, and the communication of the parameters that it alone uses."""
 
     forward: Sequence[Segment]
     backward: Sequence[Segment]
@@ -22,7 +22,7 @@ class CallSegments:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPass:
-    """One forward or backward of all calls.
+    """A forward or backward of all calls.
 
     stall_seconds: part of `seconds` in which the main stream waits for the data axis.
     tail_seconds: part of `stall_seconds` that comes after the last call.
@@ -46,17 +46,17 @@ class StepPasses:
 
     @property
     def forward_seconds(self) -> float:
-        """All forwards of the step."""
+        """The seconds of all forwards of the step."""
         return self.first_forward.seconds + (self.micro_batches - 1) * self.forward.seconds
 
     @property
     def backward_seconds(self) -> float:
-        """All backwards of the step."""
+        """The seconds of all backwards of the step."""
         return self.last_backward.seconds + (self.micro_batches - 1) * self.backward.seconds
 
     @property
     def stall_seconds(self) -> float:
-        """Of all passes of the step."""
+        """The stalls of all passes of the step."""
         others = self.forward.stall_seconds + self.backward.stall_seconds
         return self.first_forward.stall_seconds + self.last_backward.stall_seconds + (self.micro_batches - 1) * others
 
@@ -71,7 +71,7 @@ def simulate_step(
     overlap: Overlap | None = None,
     sent_seconds: float = 0.0,
 ) -> StepPasses:
-    """One step of these calls.
+    """Simulate one step of these calls.
 
     root: communication of the parameters that several calls share.
     links: physical links of the data axis.
@@ -103,11 +103,11 @@ def simulate_step(
 
 @dataclass(slots=True)
 class _StepClock:
-    """FSDP2's order of communication. The all-gather of the next call overlaps with each call, in the forward and (ZeRO-3) in the
-    backward; the reduction of a call's gradients overlaps with the next call of the backward, which waits for it at its end. The
-    first gather and the last reduction are exposed. Reductions that a backward leaves over run in the next forward, after its
-    gathers. Between forward and backward the last call keeps its gathered weights, and between a backward and the next forward
-    the first one does."""
+    """The clock of a step in FSDP2's order of communication. The all-gather of the next call overlaps with each call, in the
+    forward and (ZeRO-3) in the backward; the reduction of a call's gradients overlaps with the next call of the backward, which
+    waits for it at its end. The first gather and the last reduction are exposed. Reductions that a backward leaves over run in
+    the next forward, after its gathers. Between forward and backward the last call keeps its gathered weights, and between a
+    backward and the next forward the first one does."""
 
     calls: Sequence[CallSegments]
     root: StateCommunication

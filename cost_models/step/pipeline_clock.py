@@ -19,16 +19,16 @@ from autopar.schedules.weight_versions import unroll_window, weight_version_wind
 
 
 def micro_batches_in_flight(pipeline: Pipeline, stage: int, micro_batches: int, saved_bytes: Sequence[float]) -> tuple[int, ...]:
-    """Per model chunk of `stage`, its micro-batches in flight (until B or W) when the stage holds most; `saved_bytes`: what one
-    micro-batch saves in each chunk. (A mean over the chunks would not do: interleaved, the last chunk has one in flight where the
-    others have p, and its logits are large.)"""
+    """Return per model chunk of `stage` its micro-batches in flight (until B or W) when the stage holds most; `saved_bytes`: what
+    one micro-batch saves in each chunk. (A mean over the chunks would not do: interleaved, the last chunk has one in flight where
+    the others have p, and its logits are large.)"""
     return tuple(each.whole + each.deferred for each in chunks_in_flight(pipeline, stage, micro_batches, saved_bytes))
 
 
 def chunks_in_flight(
     pipeline: Pipeline, stage: int, micro_batches: int, saved_bytes: Sequence[float], weight_gradient_bytes: Sequence[float] = ()
 ) -> tuple[InFlight, ...]:
-    """As `micro_batches_in_flight`, with those micro-batches apart of which only the `weight_gradient_bytes` are left, which W
+    """Return `micro_batches_in_flight` with those micro-batches apart of which only the `weight_gradient_bytes` are left, which W
     reads (inputs of linears and gradients of their results; all of `saved_bytes` where they are not given)."""
     if _all_forwards_first(pipeline):
         return (InFlight(micro_batches, 0),) * pipeline.virtual
@@ -41,8 +41,8 @@ def _all_forwards_first(pipeline: Pipeline) -> bool:
 
 
 def repeats_from(pipeline: Pipeline, micro_batches: int) -> int:
-    """The number of micro-batches (at most all) from which on a builder's order repeats, p of them at a time: a few groups of p
-    with the same remainder. (A remainder that is divided among the groups makes larger groups, of which there are few.)"""
+    """Return the number of micro-batches (at most all) from which on a builder's order repeats, p of them at a time: a few groups
+    of p with the same remainder. (A remainder that is divided among the groups makes larger groups, of which there are few.)"""
     p = pipeline.stages
     if pipeline.actions or group_of(p, micro_batches) != p:
         return micro_batches
@@ -61,7 +61,7 @@ def run_schedule(
     waits: Sequence[ChunkSeconds] = (),
     ranks_per_core: float = 1.0,
 ) -> tuple[RankSeconds, ...]:
-    """Simulates a schedule: an action begins when its stage is free and its input has arrived. The makespan is the largest end.
+    """Simulate a schedule: an action begins when its stage is free and its input has arrived. The makespan is the largest end.
 
     `transfer_seconds[c]` is one transfer between chunks c and c + 1, the same both ways, where they are on different stages; with
     `blocking` the sender stalls meanwhile. Many micro-batches are not simulated one by one: the clock of a fixed order of actions
@@ -99,7 +99,7 @@ def run_schedule(
 def _undrained_clock(
     stages: int, micro_batches: int, chunks: Sequence[ChunkSeconds], transfer_seconds: Sequence[float], blocking: bool
 ) -> tuple[RankSeconds, ...]:
-    """A step in the middle of many without a flush between them (PipeDream-2BW): what a third one adds to two."""
+    """Simulate a step in the middle of many without a flush between them (PipeDream-2BW): what a third one adds to two."""
     window = weight_version_window(stages, micro_batches)
     two, three = (ScheduleClock.of(unroll_window(window, steps)).run(chunks, transfer_seconds, blocking) for steps in (2, 3))
     period = max(stage.end_seconds for stage in three) - max(stage.end_seconds for stage in two)
@@ -113,7 +113,7 @@ def _clock(stages: int, virtual: int, name: str, text: str, micro_batches: int) 
 
 
 def _growth(before: Sequence[RankSeconds], after: Sequence[RankSeconds]) -> list[tuple[float, float]]:
-    """What a period adds to each stage: (busy, end)."""
+    """Return what a period adds to each stage: (busy, end)."""
     pairs = zip(before, after, strict=True)
     return [(two.busy_seconds - one.busy_seconds, two.end_seconds - one.end_seconds) for one, two in pairs]
 

@@ -1,4 +1,5 @@
-"""Activation recomputation: what the backward of a block recomputes, what is saved for it, and whether a plan can be run.
+"""Activation recomputation: the operations that a backward repeats, the tensors saved for it, and the check that a plan can be
+run.
 
 A tensor is *needed* where autograd saves it for some operation's backward, or where an operation or conversion is recomputed from
 it. What is needed and not recomputed is saved. Tensors are told apart by storage (`tensors.aliases`): a saved view keeps its
@@ -22,7 +23,8 @@ from autopar.rules.conversions import changed_axis
 
 @dataclass(frozen=True, slots=True)
 class RecomputePlan:
-    """What a block recomputes, saves and offloads. Bytes are per storage, by its first (value, placements), on one device.
+    """The tensors that a block recomputes, saves and offloads. Bytes are per storage, by its first (value, placements), on one
+    device.
 
     nodes, conversions: recomputed in the backward, in the order of the forward.
     saved: from forward to backward, without parameters as they are stored.
@@ -40,7 +42,8 @@ class RecomputePlan:
 
     @staticmethod
     def of(costs: BlockCosts, plan: BlockPlan, same: Aliases) -> RecomputePlan:
-        """`same` are the aliases of the plan. PlanError where the backward uses a tensor that is neither saved nor recomputed."""
+        """Work out the tensors of a plan. `same` are the aliases of the plan. PlanError where the backward uses a tensor that is
+        neither saved nor recomputed."""
         needs = _BackwardNeeds(costs, plan, same)
         if plan.recompute:
             inputs = {same.find(value) for value in needs.inputs}
@@ -62,7 +65,7 @@ class RecomputePlan:
 def with_least_recompute(
     costs: BlockCosts, plan: BlockPlan, saved: Callable[[PlacedValue], bool], ready: Collection[str]
 ) -> BlockPlan:
-    """The plan with the least recomputation where only these tensors are saved, and those that no node of `ready` produces."""
+    """Return the plan that recomputes least where only these tensors are saved, and those that no node of `ready` produces."""
     needs = _BackwardNeeds(costs, plan, aliases(costs.block, plan.nodes, plan.conversions))
     nodes, conversions = needs.closure(saved, ready)
     return replace(
@@ -74,7 +77,7 @@ def with_least_recompute(
 
 
 def overwritten_values(block: Block) -> frozenset[str]:
-    """Values that are not the same in the backward: buffers that the block updates, and views of them."""
+    """Return the values that are not the same in the backward: buffers that the block updates, and views of them."""
     names = {name for name, _ in block.updates}
     for node in block.nodes:
         if packet(node.op) in VIEWS and names & set(node.operands()):
@@ -83,7 +86,7 @@ def overwritten_values(block: Block) -> frozenset[str]:
 
 
 class _BackwardNeeds:
-    """What produces each tensor of a block, and what the backward of every node uses."""
+    """The producer of each tensor of a block, and the tensors that the backward of every node uses."""
 
     def __init__(self, costs: BlockCosts, plan: BlockPlan, same: Aliases) -> None:
         self.costs, self.plan, self.same = costs, plan, same
@@ -113,7 +116,7 @@ class _BackwardNeeds:
         self.backward = {self.same.find(placed): self.bytes_of(self.same.find(placed)) for placed in held}
 
     def _before_gather(self, placed: PlacedValue) -> PlacedValue:
-        """What is saved in place of `placed`: where the software gathers again, the shard that it was gathered from."""
+        """Return what is saved in place of `placed`: where the software gathers again, the shard that it was gathered from."""
         producer = self.producers.get(placed)
         if not self.costs.cluster.state_layout.regathered_operands or not isinstance(producer, Conversion):
             return placed
@@ -121,7 +124,7 @@ class _BackwardNeeds:
         return (producer.value, producer.source) if isinstance(producer.source[axis], Shard) else placed
 
     def _share_before_gather(self, node: str, plan: NodePlan) -> float:
-        """Of a copy of an operand that a product saves (in float8): as much of it as of the operand."""
+        """Return the share of a copy of an operand that a product saves (in float8): as much as of the operand."""
         at = self.costs.saved[node].extra_reference
         if at < 0 or packet(self.costs.nodes[node].op) in EXPERTS:
             return 1.0
@@ -132,7 +135,7 @@ class _BackwardNeeds:
         return self.sizes[placed] if placed[0].endswith("+") else self.costs.value_bytes(*placed)
 
     def operands(self, producer: str | Conversion) -> Iterator[PlacedValue]:
-        """What an operation or a conversion reads."""
+        """Yield what an operation or a conversion reads."""
         if isinstance(producer, Conversion):
             yield producer.value, producer.source
         else:
@@ -141,8 +144,8 @@ class _BackwardNeeds:
     def closure(
         self, saved: Callable[[PlacedValue], bool], ready: Collection[str] | None = None
     ) -> tuple[frozenset[str], frozenset[Conversion]]:
-        """The least that must be recomputed where only these tensors are saved. What no node of `ready` produces is saved, too;
-        PlanError where that is not enough."""
+        """Return the least that must be recomputed where only these tensors are saved. What no node of `ready` produces is saved,
+        too; PlanError where that is not enough."""
         nodes: set[str] = set()
         conversions: set[Conversion] = set()
         pending = list(self.used)
@@ -166,14 +169,14 @@ class _BackwardNeeds:
         return frozenset(nodes), frozenset(conversions)
 
     def saved(self, nodes: Iterable[str], conversions: Iterable[Conversion]) -> dict[PlacedValue, float]:
-        """What is needed and not recomputed."""
+        """Return what is needed and not recomputed."""
         recomputed: set[str | Conversion | None] = {*nodes, *conversions}
         needed = [*self.used, *(placed for each in recomputed if each is not None for placed in self.operands(each))]
         left = dict.fromkeys(self.same.find(placed) for placed in needed if self.producers.get(placed) not in recomputed)
         return {placed: self.bytes_of(placed) for placed in left if placed not in self.stored}
 
     def check(self, nodes: Iterable[str], conversions: Iterable[Conversion]) -> None:
-        """PlanError where something recomputed reads what the step has overwritten by then."""
+        """Raise PlanError where something recomputed reads what the step has overwritten by then."""
         recomputed: list[str | Conversion] = [*nodes, *conversions]
         for producer in recomputed:
             for placed in self.operands(producer):
@@ -181,7 +184,7 @@ class _BackwardNeeds:
                     raise self._unsaved(placed)
 
     def storages(self, values: Iterable[PlacedValue], saved: Mapping[PlacedValue, float]) -> list[PlacedValue]:
-        """Of values that are offloaded or partitioned. PlanError where one of them is not saved."""
+        """Return the storages of values that are offloaded or partitioned. PlanError where one of them is not saved."""
         out = []
         for placed in values:
             out.append(self.same.find(placed))
@@ -190,7 +193,7 @@ class _BackwardNeeds:
         return out
 
     def partitioned(self, saved: Mapping[PlacedValue, float]) -> dict[PlacedValue, int]:
-        """Of the tensors that the plan partitions, the index of the mesh axis. An offloaded one stays on the host."""
+        """Return the index of the mesh axis of each tensor that the plan partitions. An offloaded one stays on the host."""
         axes = [self.costs.mesh.index(axis) for _, _, axis in self.plan.partition_saved]
         values = [(value, at) for value, at, _ in self.plan.partition_saved]
         away = {self.same.find(placed) for placed in self.plan.offload}

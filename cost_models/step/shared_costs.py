@@ -13,8 +13,8 @@ from autopar.ir.plan import Candidate
 
 
 class SharedCosts:
-    """For `evaluate` of several candidates of one graph's blocks on one cluster. Nodes whose plans are one object in two
-    candidates are priced once."""
+    """The shared costs for `evaluate` of several candidates of one graph's blocks on one cluster. Nodes whose plans are one
+    object in two candidates are priced once."""
 
     def __init__(self, graph: Graph, cluster: Cluster) -> None:
         self.graph, self.cluster = graph, cluster
@@ -23,7 +23,7 @@ class SharedCosts:
         self._first: dict[str, BlockCosts] = {}
 
     def of(self, candidate: Candidate) -> Mapping[str, BlockCosts]:
-        """By the names of the blocks; empty where stages have different devices."""
+        """Return the costs by the names of the blocks; empty where stages have different devices."""
         if len({group.device for group in self.cluster.groups}) > 1:
             return {}
         key = candidate.mesh, candidate.micro_batch, candidate.zero_group

@@ -1,5 +1,4 @@
-"""The devices of each pipeline stage, also on a cluster of different devices. Stages are neighbours, in the order of its
-groups."""
+"""The devices of each pipeline stage, also on different devices. Stages are neighbours, in the order of the groups."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from autopar.errors import PlanError
 
 
 def stage_cluster(cluster: Cluster, stages: int) -> Cluster:
-    """The devices of one of `stages` equal pipeline stages, on the same links. PlanError where they do not divide."""
+    """Return the devices of one of `stages` equal pipeline stages, on the same links. PlanError where they do not divide."""
     if stages == 1:
         return cluster
     if cluster.size % stages:
@@ -22,7 +21,7 @@ def stage_cluster(cluster: Cluster, stages: int) -> Cluster:
 
 
 def stage_clusters(cluster: Cluster, stages: int) -> tuple[Cluster, ...]:
-    """The devices of each stage. A stage on several groups of devices has the bottleneck of them."""
+    """Return the devices of each stage. A stage on several groups of devices has the bottleneck of them."""
     whole = stage_cluster(cluster, stages)
     if stages == 1 or len({group.device for group in cluster.groups}) < 2:
         return (whole,) * stages
@@ -46,7 +45,7 @@ def _cluster_of_groups(whole: Cluster, groups: list[NodeGroup]) -> Cluster:
 
 
 def fastest_stage_cluster(cluster: Cluster, stages: int) -> Cluster:
-    """Devices at least as good, in every figure, as those of any stage: for lower bounds."""
+    """Return devices at least as good, in every figure, as those of any stage: for lower bounds."""
     clusters = stage_clusters(cluster, stages)
     if len({each.device for each in clusters}) < 2:
         return clusters[0]
@@ -55,10 +54,10 @@ def fastest_stage_cluster(cluster: Cluster, stages: int) -> Cluster:
 
 
 def cluster_for_bounds(cluster: Cluster) -> Cluster:
-    """A cluster on which no plan takes longer than on `cluster`, and a batch at once is never slower than in micro-batches, which
-    the bounds of solve/bounds rest on: measured tables without what makes a large message dearer than several small ones, and no
-    fresh pages. State, whose messages do not depend on the number of micro-batches, keeps its prices. `cluster` itself where that
-    changes nothing."""
+    """Return a cluster on which no plan takes longer than on `cluster`, and a batch at once is never slower than in
+    micro-batches, which the bounds of solve/bounds rest on: measured tables without what makes a large message dearer than
+    several small ones, and no fresh pages. State, whose messages do not depend on the number of micro-batches, keeps its prices.
+    `cluster` itself where that changes nothing."""
     device, links = _part_for_bounds(cluster.device, cluster.links)
     groups = tuple(NodeGroup(*_part_for_bounds(group.device, group.links), group.size) for group in cluster.groups)
     bound_cluster = replace(cluster, device=device, links=links, groups=groups)

@@ -51,12 +51,12 @@ class StageMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """What the device shows at the peak: reserved memory, context and communicators."""
+        """The bytes that the device shows at the peak: reserved memory, context and communicators."""
         return sum(self.table.values())
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator reserves."""
+        """The bytes that the allocator reserves."""
         return self.peak_bytes - self.table["base"]
 
     @property
@@ -66,12 +66,12 @@ class StageMemory:
 
     @property
     def least_bytes(self) -> int:
-        """What the stage cannot do without: where there is less, it runs out of memory whatever the allocator gives back."""
+        """The bytes that the stage cannot do without: with less it runs out of memory whatever the allocator gives back."""
         return self.peak_bytes - self.table["slack"]
 
     @property
     def place(self) -> str:
-        """``backward of model.layers.31, at cross_entropy_sum (modeling_llama.py:500)``."""
+        """The place of the peak: ``backward of model.layers.31, at cross_entropy_sum (modeling_llama.py:500)``."""
         if self.phase == "optimizer":
             return "optimizer step"
         phase = {"reduction": "end of the backward", "gather": "start of the backward"}.get(self.phase, self.phase)
@@ -87,7 +87,7 @@ def stage_memories(
     traces_of: Sequence[Mapping[str, CallTrace]],
     owned: Sequence[OwnedState],
 ) -> tuple[StageMemory, ...]:
-    """One per stage. `traces_of` are the blocks on each stage, `owned` the state of each model chunk."""
+    """Return the memory of each stage. `traces_of` are the blocks on each stage, `owned` the state of each model chunk."""
     saved = call_saved_bytes(graph, {name: trace.memory for name, trace in traces_of[0].items()})
     pipeline = candidate.pipeline
     devices = [each.device for each in stage_clusters(cluster, pipeline.stages)]
@@ -121,7 +121,7 @@ def _call_memories(
     owned: Sequence[OwnedState],
     saved: Sequence[float],
 ) -> list[CallMemory]:
-    """The calls of one stage, with the tensors of all its micro-batches in flight. `saved`: bytes of each call of the graph."""
+    """Return the calls of one stage, with the tensors of all its micro-batches in flight. `saved`: bytes of each call."""
     whole = [sum(saved[index] for index in each.calls) for each in owned]
     for_weights = [sum(traces[graph.calls[index].block].weight_gradient_bytes for index in each.calls) for each in owned]
     in_flight = chunks_in_flight(candidate.pipeline, stage, candidate.micro_batches, whole, for_weights)
@@ -145,8 +145,8 @@ def _call_memories(
 def _with_second_weight_version(
     peak: PeakMemory, calls: Sequence[CallMemory], root: StateMemory, overlapping: bool, foreach: bool
 ) -> PeakMemory:
-    """Adds the gradients of the batch that has begun, and (`overlapping`: backwards of the batch before are left over) the
-    weights that it was computed with. The optimizer steps while micro-batches are in flight."""
+    """Add the gradients of the batch that has begun, and (`overlapping`: backwards of the batch before are left over) the weights
+    that it was computed with. The optimizer steps while micro-batches are in flight."""
     states = [*(call.state for call in calls), root]
     table = dict(peak.table)
     table["parameters"] += sum(state.parameters for state in states) if overlapping else 0.0
@@ -168,7 +168,7 @@ def _with_second_weight_version(
 
 
 def _stage_memory(graph: Graph, traces: Mapping[str, CallTrace], peak: PeakMemory, indices: Sequence[int]) -> StageMemory:
-    """The peak with the names of its place. `indices` are the stage's calls in the graph."""
+    """Return the peak with the names of its place. `indices` are the stage's calls in the graph."""
     table = {kind: round(size) for kind, size in peak.table.items()}
     event = peak.event
     if event.call < 0:

@@ -17,8 +17,8 @@ from autopar.ir.placement import Shard
 
 
 def send_seconds(graph: Graph, traces: Mapping[str, CallTrace], cut: int, repeated: Collection[str], link: AxisLink) -> float:
-    """One transfer over the cut before call `cut`. With scattered sends each rank of a model axis sends its share of an
-    activation that all of them hold (arXiv 2104.04473, section 4.1), and the receivers all-gather the shares."""
+    """Return the seconds of one transfer over the cut before call `cut`. With scattered sends each rank of a model axis sends its
+    share of an activation that all of them hold (arXiv 2104.04473, section 4.1), and the receivers all-gather the shares."""
     costs = next(iter(traces.values())).costs
     whole = cut_bytes(graph, traces, cut, repeated)
     if not costs.cluster.overlap.scattered_sends:
@@ -33,8 +33,8 @@ def send_seconds(graph: Graph, traces: Mapping[str, CallTrace], cut: int, repeat
 def cut_bytes(
     graph: Graph, traces: Mapping[str, CallTrace], cut: int, repeated: Collection[str] = (), scattered: int = 1
 ) -> float:
-    """What one device sends over the cut before call `cut` for one micro-batch: every value that is produced before it, used
-    after it and not `repeated`. Of values that are not sharded on the model axes it sends one of `scattered` shares."""
+    """Return what one device sends over the cut before call `cut` for one micro-batch: every value that is produced before it,
+    used after it and not `repeated`. Of values that are not sharded on the model axes it sends one of `scattered` shares."""
     data = next(iter(traces.values())).costs.mesh.index(DATA_AXIS)
     used = {name for call in graph.calls[cut:] for name in call.inputs} - set(repeated)
     total = 0.0
@@ -50,8 +50,8 @@ def cut_bytes(
 
 
 def stage_link(cluster: Cluster, size: int, stage: int, other: int) -> AxisLink:
-    """The link between two stages of `size` devices each. Stages are the outermost axis: a rank and its peer are a multiple of
-    `size` apart."""
+    """Return the link between two stages of `size` devices each. Stages are the outermost axis: a rank and its peer are a
+    multiple of `size` apart."""
     here, there = stage * size, other * size
     joined = (
         link for link in cluster.links if all((here + r) // link.devices == (there + r) // link.devices for r in (0, size - 1))
@@ -60,6 +60,6 @@ def stage_link(cluster: Cluster, size: int, stage: int, other: int) -> AxisLink:
 
 
 def link_among_stages(cluster: Cluster, size: int, link: Link, stages: int) -> AxisLink:
-    """`link` as the link of an axis of so many stages of `size` devices each."""
+    """Return `link` as the link of an axis of so many stages of `size` devices each."""
     mesh = Mesh((Axis("pp", stages), Axis("rest", size)))
     return links_of_axis(replace(cluster, size=mesh.size, links=(link,)), mesh, 0)

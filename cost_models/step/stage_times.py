@@ -1,4 +1,4 @@
-"""When each pipeline stage ends a step: its chunks on the schedule's clock, gradient reductions that are left over, optimizer."""
+"""The end of each pipeline stage in a step: chunks on the schedule's clock, reductions that are left over, optimizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autopar.schedules.placement import chunks_of_stages, stage_of_chunks
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """One pipeline stage. `end_seconds` is the sum of the other four.
+    """The time of a pipeline stage. `end_seconds` is the sum of the other four.
 
     calls: of its chunks, as indices into the graph.
     busy_seconds: forwards and backwards, with stalls inside them (and sends, where they block).
@@ -54,7 +54,8 @@ class ScheduleTimes(NamedTuple):
 
 
 def schedule_times(costs: Sequence[ChunkCost], cluster: Cluster) -> ScheduleTimes:
-    """Of a pipeline's chunks. Weights that are gathered once arrive while a stage waits for its first micro-batch anyway."""
+    """Return the times of a pipeline's chunks. Weights that are gathered once arrive while a stage waits for its first
+    micro-batch anyway."""
     chunks, waits, before = [], [], 0.0
     for cost in costs:
         passes = cost.passes
@@ -75,7 +76,7 @@ def schedule_times(costs: Sequence[ChunkCost], cluster: Cluster) -> ScheduleTime
 def stage_times(
     graph: Graph, candidate: Candidate, cluster: Cluster, traces_of: Sequence[Mapping[str, CallTrace]], costs: Sequence[ChunkCost]
 ) -> tuple[StageTime, ...]:
-    """One per stage. `traces_of` are the blocks on each stage, `costs` all chunks in the model's order."""
+    """Return the time of each stage. `traces_of` are the blocks on each stage, `costs` all chunks in the model's order."""
     if len(costs) == 1:
         return (_only_stage(costs[0]),)
     times = schedule_times(costs, cluster)
@@ -90,7 +91,7 @@ def stage_times(
 
 
 def _only_stage(cost: ChunkCost) -> StageTime:
-    """Without a pipeline."""
+    """Return the time of the only stage."""
     tail = cost.passes.last_backward.tail_seconds
     busy = cost.passes.forward_seconds + cost.passes.backward_seconds - tail
     optimizer = sum(each.optimizer_seconds for each in cost.communication)
@@ -105,8 +106,8 @@ def _only_stage(cost: ChunkCost) -> StageTime:
 
 
 def _stage_time(costs: Sequence[ChunkCost], clock: RankSeconds, tied_seconds: float) -> StageTime:
-    """`costs` are the stage's chunks. Their last backwards run from the last chunk to the first; the last reduction of one
-    overlaps with the backward of the next."""
+    """Return the time of a stage. `costs` are the stage's chunks. Their last backwards run from the last chunk to the first; the
+    last reduction of one overlaps with the backward of the next."""
     tail = 0.0
     for cost in reversed(costs):
         last = cost.passes.last_backward
@@ -127,8 +128,8 @@ def _stage_time(costs: Sequence[ChunkCost], clock: RankSeconds, tied_seconds: fl
 def _tied_gradient_seconds(
     graph: Graph, candidate: Candidate, cluster: Cluster, traces: Mapping[str, CallTrace], costs: Sequence[ChunkCost]
 ) -> dict[int, float]:
-    """Per stage: parameters that calls of several stages share have a copy on each; their gradients are all-reduced at the
-    end."""
+    """Return the seconds of tied gradients per stage: parameters that calls of several stages share have a copy on each; their
+    gradients are all-reduced at the end."""
     mesh, stages = candidate.mesh, stage_of_chunks(candidate.pipeline)
     users: dict[str, set[int]] = {}
     sizes: dict[str, float] = {}

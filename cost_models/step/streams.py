@@ -27,29 +27,29 @@ class Streams:
     _done: int = 0
 
     def issue(self, seconds: float) -> int:
-        """Queues a transfer. Returns its ticket for `wait`."""
+        """Queue a transfer, and return its ticket for `wait`."""
         self._issued += 1
         self._queue.append((self._issued, seconds))
         return self._issued
 
     def issue_background(self, seconds: float) -> None:
-        """Adds a transfer of lowest priority: it runs while the queue is empty, until `wait_for_all`."""
+        """Add a transfer of lowest priority: it runs while the queue is empty, until `wait_for_all`."""
         self._background_seconds += seconds
 
     def wait_for_all(self) -> None:
-        """Stalls the main stream until every transfer has ended."""
+        """Stall the main stream until every transfer has ended."""
         self.wait(self._issued)
         self.clock_seconds += self._background_seconds
         self.stall_seconds += self._background_seconds
         self._background_seconds = 0.0
 
     def run_exposed(self, seconds: float) -> None:
-        """A transfer that nothing overlaps: the main stream stalls, and queued transfers do not progress."""
+        """Run a transfer that nothing overlaps: the main stream stalls, and queued transfers do not progress."""
         self.clock_seconds += seconds
         self.stall_seconds += seconds
 
     def run(self, seconds: float, links: frozenset[str] = frozenset()) -> None:
-        """The main stream computes, or communicates over `links`."""
+        """Run compute of the main stream, or its communication over `links`."""
         if not self.links.isdisjoint(links):
             self.clock_seconds += seconds
             return
@@ -58,7 +58,7 @@ class Streams:
         self.clock_seconds += seconds
 
     def _run_overlapped(self, seconds: float) -> float:
-        """Runs until the main stream's work or the next transfer ends. Returns the work that was done."""
+        """Run until the main stream's work or the next transfer ends, and return the work that was done."""
         left = self._queue[0][1] if self._queue else self._background_seconds
         done = left * (1.0 - self.contention)
         if seconds < done:
@@ -71,7 +71,7 @@ class Streams:
         return done
 
     def wait(self, ticket: int) -> None:
-        """Stalls the main stream until the transfer has ended."""
+        """Stall the main stream until the transfer has ended."""
         while self._queue and self._done < ticket:
             left = self._queue[0][1]
             self.clock_seconds += left
@@ -79,7 +79,7 @@ class Streams:
             self._advance(left)
 
     def _advance(self, seconds: float) -> None:
-        """The next transfer progresses; `seconds` is at most what is left of it."""
+        """Let the next transfer progress; `seconds` is at most what is left of it."""
         if not self._queue:
             self._background_seconds = max(0.0, self._background_seconds - seconds)
         elif seconds >= self._queue[0][1]:

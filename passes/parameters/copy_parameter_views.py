@@ -27,7 +27,7 @@ too."""
 
 @dataclass(frozen=True, slots=True)
 class CopyParameterViews:
-    """Where parameters are sharded over data ranks (ZeRO): elsewhere their storage stays."""
+    """Copies views of parameters that are sharded over data ranks (ZeRO): elsewhere their storage stays."""
 
     name: str = "copy_parameter_views"
 
@@ -48,7 +48,7 @@ class CopyParameterViews:
 
 
 def _shared_with_parameters(block: Block) -> set[str]:
-    """Values that may share storage with a parameter."""
+    """Return the values that may share storage with a parameter."""
     shared = {parameter.value.name for parameter in block.parameters if not parameter.buffer}
     for node in block.nodes:
         operands = node.operands()

@@ -10,7 +10,7 @@ from autopar.schedules.builder import ScheduleBuilder, VShapedStage, v_bubble
 
 
 def dual_pipe_v(stages: int, virtual: int, micro_batches: int, rank: int) -> tuple[Action, ...]:
-    """At least ``2 p`` micro-batches."""
+    """Return the actions of a stage, for at least ``2 p`` micro-batches."""
     out, following = VShapedStage(stages, rank), stages - rank - 1
     out.add(*["F0"] * (2 * following), *["F0", "F1"] * (rank + 1))
     for _ in range(following):

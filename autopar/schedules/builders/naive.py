@@ -7,19 +7,19 @@ from autopar.schedules.builder import ScheduleBuilder
 
 
 def naive(stages: int, virtual: int, micro_batches: int, rank: int) -> tuple[Action, ...]:
-    """All forwards and all backwards of a micro-batch before the next one."""
+    """Return the actions of a stage: all forwards and all backwards of a micro-batch before the next one."""
     chunks = range(rank, stages * virtual, stages)
     each = [(chunk, FORWARD) for chunk in chunks] + [(chunk, BACKWARD) for chunk in reversed(chunks)]
     return tuple(Action(chunk, kind, micro) for micro in range(micro_batches) for chunk, kind in each)
 
 
 def bubble_passes(virtual: int, micro_batches: int) -> float:
-    """Every micro-batch waits for every stage."""
+    """Return the bubble: every micro-batch waits for every stage."""
     return float(micro_batches)
 
 
 def in_flight(stages: int, virtual: int, micro_batches: int) -> float:
-    """One."""
+    """Return one micro-batch."""
     return 1.0
 
 

@@ -7,8 +7,9 @@ from autopar.schedules.builder import ScheduleBuilder, group_of, interleaved_pas
 
 
 def one_forward_one_backward(stages: int, virtual: int, micro_batches: int, rank: int) -> tuple[Action, ...]:
-    """Stage s runs ``p - s - 1`` forwards as warm-up, then one forward and one backward in turn. With v chunks micro-batches
-    go in groups of g through the chunks, and the warm-up has ``2 (p - s - 1) + (v - 1) g`` forwards."""
+    """Return the actions of a stage. Stage s runs ``p - s - 1`` forwards as warm-up, then one forward and one backward in turn.
+    With v chunks micro-batches go in groups of g through the chunks, and the warm-up has ``2 (p - s - 1) + (v - 1) g``
+    forwards."""
     following = stages - rank - 1
     warm_up = following if virtual == 1 else 2 * following + (virtual - 1) * group_of(stages, micro_batches)
     forward, backward = interleaved_passes(stages, virtual, micro_batches, rank)
@@ -22,7 +23,7 @@ def one_forward_one_backward(stages: int, virtual: int, micro_batches: int, rank
 
 
 def in_flight(stages: int, virtual: int, micro_batches: int) -> float:
-    """p on the first stage, one on the last."""
+    """Return the mean of p on the first stage and one on the last."""
     return (stages + 1) / 2 if virtual == 1 else stages_in_flight(stages, virtual, micro_batches)
 
 

@@ -24,7 +24,7 @@ def zero_bubble_h1(stages: int, virtual: int, micro_batches: int, rank: int) -> 
 
 
 def bubble_passes(virtual: int, micro_batches: int) -> float:
-    """Weight gradients fill two thirds of the bubble of 1F1B."""
+    """Return the bubble: weight gradients fill two thirds of the bubble of 1F1B."""
     return 1 / 3 / virtual
 
 

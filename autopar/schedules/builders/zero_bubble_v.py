@@ -7,7 +7,7 @@ from autopar.schedules.builder import ScheduleBuilder, VShapedStage, v_bubble
 
 
 def zero_bubble_v(stages: int, virtual: int, micro_batches: int, rank: int) -> tuple[Action, ...]:
-    """Fewer than ``2 p - 1`` micro-batches run in the order of so many, without the others."""
+    """Return the actions of a stage. Fewer than ``2 p - 1`` micro-batches run in the order of so many, without the others."""
     many = max(2 * stages - 1, micro_batches)
     out = VShapedStage(stages, rank)
     out.add(*["F0"] * (2 * (stages - rank) - 1), *["F1", "F0"] * rank, *["F1", "I1", "W1"] * (stages - rank))

@@ -1,5 +1,5 @@
-"""A greedy list scheduler: a simulation in which each stage runs the ready action of the highest priority; and a search over
-its rules."""
+"""A greedy list scheduler: a simulation in which each stage runs the ready action of the highest priority, and a search of its
+rules."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Per rank. `ahead`: so many (chunk, micro-batch) pairs it takes before it prefers backwards; `most`, per chunk: never more.
-    It waits for what is known to arrive within `patience` of the action's own time rather than begin a forward, or weights.
-    `deep`: of forwards, those of later chunks first; `early`: of backwards, those of earlier chunks first."""
+    """The rules of one rank. `ahead`: so many (chunk, micro-batch) pairs it takes before it prefers backwards; `most`, per chunk:
+    never more. It waits for what is known to arrive within `patience` of the action's own time rather than begin a forward, or
+    weights. `deep`: of forwards, those of later chunks first; `early`: of backwards, those of earlier chunks first."""
 
     ahead: tuple[int, ...]
     most: tuple[int, ...]
@@ -60,7 +60,7 @@ class _Stage:
     actions: list[tuple[int, int, int]] = field(default_factory=list)
 
     def fits(self, chunk: _Chunk, last_kind: int) -> bool:
-        """Whether the next forward of a chunk fits, with enough left for all chunks of the oldest micro-batch under way."""
+        """Return whether a chunk's next forward fits, with enough left for all chunks of the oldest micro-batch under way."""
         begun, oldest = chunk.done[FORWARDS], self.chunks[-1].done[FORWARDS]
         if begun == oldest:
             return self.used_bytes + chunk.saved_bytes <= self.limit_bytes
@@ -75,7 +75,7 @@ _Choice = tuple[_Chunk, int]
 
 
 class _Simulation:
-    """Events are (seconds, stage): a stage that may have become free, or have got an input."""
+    """A simulation of the ranks under their rules. Events are (seconds, stage): a stage that may be free, or have an input."""
 
     def __init__(self, task: Task, rules: Rules) -> None:
         self.task, self.split, self.last_kind = task, task.split, task.last_kind
@@ -97,7 +97,7 @@ class _Simulation:
         self.events = [(0.0, rank) for rank in range(task.ranks)]
 
     def run(self) -> tuple[float, Order]:
-        """(makespan, order)."""
+        """Return (makespan, order)."""
         while self.events:
             now, rank = heappop(self.events)
             stage = self.stages[rank]
@@ -111,8 +111,8 @@ class _Simulation:
         return max(stage.free_at for stage in self.stages), tuple(tuple(stage.actions) for stage in self.stages)
 
     def _choose(self, stage: _Stage, now: float) -> _Choice | None:
-        """The action with the highest priority of those whose input is there, weight gradients where there is none; None where
-        the stage waits."""
+        """Choose the action with the highest priority of those whose input is there, weight gradients where there is none; None
+        where the stage waits."""
         choice, next_arrival = self._ready(stage, now)
         if choice is None:
             choice = self._weight_gradients(stage)
@@ -126,7 +126,7 @@ class _Simulation:
         return choice
 
     def _ready(self, stage: _Stage, now: float) -> tuple[_Choice | None, float]:
-        """Of forwards and backwards the one to run now, and when the next input arrives that is not there yet.
+        """Return the forward or backward to run now, and when the next input arrives that is not there yet.
 
         Priority is (level, place of the chunk): forwards while fewer than `ahead` pairs are in flight, then backwards, then
         forwards; among each the chunks in the order of `deep` and `early`.
@@ -150,14 +150,14 @@ class _Simulation:
         return best, next_arrival
 
     def _weight_gradients(self, stage: _Stage) -> _Choice | None:
-        """Of the chunk that is furthest behind with them."""
+        """Return the weight gradients of the chunk that is furthest behind with them."""
         if not self.split:
             return None
         behind = [chunk for chunk in stage.chunks if chunk.done[WEIGHTS] < chunk.done[BACKWARDS]]
         return (min(behind, key=lambda chunk: chunk.done[WEIGHTS]), WEIGHTS) if behind else None
 
     def _execute(self, rank: int, chunk: _Chunk, kind: int, now: float) -> None:
-        """Runs the action from now on: what the stage holds, and what other stages may begin when it ends."""
+        """Run the action from now on: note what the stage holds, and what other stages may begin when it ends."""
         stage, micro_batch = self.stages[rank], chunk.done[kind]
         end = now + self.task.duration(chunk.number, kind, micro_batch)
         chunk.done[kind] += 1
@@ -178,7 +178,7 @@ class _Simulation:
             stage.in_flight -= 1
 
     def _send_forward(self, chunk: _Chunk, end: float) -> None:
-        """To the next chunk; the last chunk begins its own backward."""
+        """Send a forward's result to the next chunk; the last chunk begins its own backward."""
         if chunk.number + 1 < len(self.chunks):
             self._arrive(chunk.number + 1, FORWARDS, end + self.task.lags[chunk.number])
         else:
@@ -190,13 +190,14 @@ class _Simulation:
 
 
 def simulate_rules(task: Task, rules: Rules) -> tuple[float, Order]:
-    """(makespan, order), infinite where the rules do not come to an end. They do: a stage keeps memory for all chunks of the
-    micro-batch that is next at its last chunk."""
+    """Return (makespan, order), infinite where the rules do not come to an end. They do: a stage keeps memory for all chunks of
+    the micro-batch that is next at its last chunk."""
     return _Simulation(task, rules).run()
 
 
 def initial_rules(task: Task) -> list[Rules]:
-    """Backwards first, or as far ahead as memory allows, and in between; chunks share the memory in several ways."""
+    """Return the rules to begin with: backwards first, or as far ahead as memory allows, and in between; chunks share the memory
+    in several ways."""
     ranks, yes = task.ranks, (True,) * task.ranks
     out = []
     for ahead in (0, 1, 2, 3):
@@ -209,8 +210,8 @@ def initial_rules(task: Task) -> list[Rules]:
 
 
 def _shares(task: Task) -> list[tuple[int, ...]]:
-    """How many micro-batches each chunk may hold: all; or what the memory limit allows, shared as if a micro-batch stayed in a
-    chunk for the way from there to the last chunk and back, and in the last one for some part of that."""
+    """Return how many micro-batches each chunk may hold: all; or what the memory limit allows, shared as if a micro-batch stayed
+    in a chunk for the way from there to the last chunk and back, and in the last one for some part of that."""
     many, last = task.micro_batches, len(task.rank_of) - 1
     out = [(many,) * (last + 1)]
     for rest in (0.1, 0.3, 1.0):
@@ -227,7 +228,7 @@ def _shares(task: Task) -> list[tuple[int, ...]]:
 def search_rules(
     task: Task, best: float, order: Order, bound: float, rounds: int, seed: int = 0
 ) -> tuple[float, Order]:  # fmt: skip
-    """The best order of rules that are changed one by one, at random, so many times."""
+    """Change rules one by one, at random, so many times, and return the best order."""
     random = Random(seed)
     tried = [(*simulate_rules(task, rules), rules) for rules in initial_rules(task)]
     pool = [(seconds, rules) for seconds, _, rules in sorted(tried, key=lambda each: each[0])[:_POOL]]
@@ -251,7 +252,7 @@ def search_rules(
 
 
 def _mutate(rules: Rules, rank: int, random: Random, task: Task) -> Rules:
-    """One thing of one rank."""
+    """Change one rule of one rank."""
     field = random.choice(("ahead", "ahead", "most", "patience", "patience", "deep", "early"))
     if field == "ahead":
         ahead = max(0, rules.ahead[rank] + random.choice((-3, -2, -1, 1, 2, 3)))

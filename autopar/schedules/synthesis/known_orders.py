@@ -15,7 +15,7 @@ from autopar.schedules.synthesis.task import BACKWARDS, FORWARDS, WEIGHTS, Order
 
 
 def known_orders(task: Task) -> Iterator[tuple[str, Order]]:
-    """Builders of this placement that have room, and one micro-batch after the other."""
+    """Yield the orders of builders of this placement that have room, and one micro-batch after the other."""
     ranks, many = task.ranks, task.micro_batches
     virtual = len(task.rank_of) // ranks
     for name in schedule_names():
@@ -52,7 +52,7 @@ def _one_by_one(task: Task, rank: int) -> Iterator[tuple[int, int, int]]:
 
 
 def start_seconds(task: Task, order: Order) -> dict[tuple[int, int, int], float]:
-    """When each action starts."""
+    """Return when each action starts."""
     left = [deque(actions) for actions in order]
     free = [0.0] * task.ranks
     starts: dict[tuple[int, int, int], float] = {}

@@ -9,7 +9,7 @@ from autopar.schedules.synthesis.task import BACKWARDS, FORWARDS, WEIGHTS, Task
 
 
 def makespan_lower_bound(task: Task) -> float:
-    """The way of one micro-batch there and back, or the largest over ranks of these:
+    """Return the way of one micro-batch there and back, or the largest over ranks of these:
 
     With h when the first input is there, w the rank's work, t the way from the end of its last action to the end of the step:
     ``h + w + t``. Where memory binds: before the first backward can begin at b, a rank does no more forwards than fit in
@@ -26,8 +26,8 @@ def makespan_lower_bound(task: Task) -> float:
 
 
 def _dependency_bound(task: Task) -> float:
-    """When the last action ends if ranks do any number of actions at once: what is left is the order of each kind on a chunk,
-    what actions wait for, and backwards for which forwards wait since memory does not suffice for all."""
+    """Return when the last action ends if ranks do any number of actions at once: what is left is the order of each kind on a
+    chunk, what actions wait for, and backwards for which forwards wait since memory does not suffice for all."""
     last, many = len(task.rank_of) - 1, task.micro_batches
     ends: dict[tuple[int, int, int], float] = {}
     for micro in range(many):
@@ -46,12 +46,12 @@ def _dependency_bound(task: Task) -> float:
 
 
 def _forward_path(task: Task, chunk: int, to: int, micro: int) -> float:
-    """From the end of a forward of `chunk` to the end of that of `to`."""
+    """Return the seconds from the end of a forward of `chunk` to the end of that of `to`."""
     return sum(task.lags[at] + task.duration(at + 1, FORWARDS, micro) for at in range(chunk, to))
 
 
 def _backward_path(task: Task, chunk: int, micro: int) -> float:
-    """From the beginning of a backward of `chunk` until the micro-batch has all of its backwards from there on."""
+    """Return the seconds from the begin of a backward of `chunk` until its micro-batch has all of its backwards from there on."""
     most = passed = 0.0
     for at in range(chunk, -1, -1):
         passed += task.duration(at, BACKWARDS, micro)
@@ -81,7 +81,7 @@ def _rank_bound(task: Task, rank: int) -> float:
 
 
 def _held_backwards(task: Task, chunks: Sequence[int], limit: float) -> float:
-    """The most seconds of backwards that are left of what is held: of a micro-batch all of them, or only its weights."""
+    """Return the most seconds of backwards that are left of what is held: of a micro-batch all of them, or only its weights."""
     best = 0.0
     for chunk in chunks:
         _, inputs, weights = task.seconds[chunk]
@@ -91,7 +91,7 @@ def _held_backwards(task: Task, chunks: Sequence[int], limit: float) -> float:
 
 
 def _most_in_memory(items: Sequence[tuple[float, float, int]], limit: float) -> float:
-    """The most seconds of (seconds, bytes, how many at most) in `limit` bytes, parts of one counted."""
+    """Return the most seconds of (seconds, bytes, how many at most) in `limit` bytes, parts of one counted."""
     total = 0.0
     for seconds, size, many in sorted(items, key=lambda item: -(item[0] / item[1] if item[1] else inf)):
         count = min(float(many), limit / size) if size else float(many)

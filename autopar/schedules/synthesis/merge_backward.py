@@ -11,12 +11,12 @@ _TRIES = 100
 
 
 def with_merged_backwards(schedule: Schedule, makespan_of: Callable[[Schedule], float]) -> Schedule:
-    """`schedule` with as many whole backwards as its makespan allows: a whole one keeps nothing between its parts."""
+    """Return `schedule` with as many whole backwards as its makespan allows: a whole one keeps nothing between its parts."""
     limit, left = makespan_of(schedule) * (1 + 1e-12), _TRIES
     merged: set[tuple[int, int]] = set()
 
     def take(places: Sequence[tuple[int, int]]) -> None:
-        """All of them, or what goes of each half."""
+        """Merge all of these places, or what goes of each half."""
         nonlocal left, merged
         if not places or not left:
             return

@@ -18,8 +18,8 @@ Order = tuple[tuple[tuple[int, int, int], ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """`saved_bytes[c]`: what one micro-batch saves in chunk c from F to B or I; `deferred_bytes[c]`: what of it stays from I to W
-    (all of it where that is empty). `limit_bytes[r]`: what fits on rank r."""
+    """The memory limits of a task. `saved_bytes[c]`: what one micro-batch saves in chunk c from F to B or I; `deferred_bytes[c]`:
+    what of it stays from I to W (all of it where that is empty). `limit_bytes[r]`: what fits on rank r."""
 
     saved_bytes: tuple[float, ...]
     limit_bytes: tuple[float, ...]
@@ -28,8 +28,8 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Micro-batches are alike, so that each kind runs in their order on each chunk: the k-th smallest of times that are all
-    behind others is behind the k-th smallest of these, and no schedule is lost.
+    """The scheduling problem. Micro-batches are alike, so that each kind runs in their order on each chunk: the k-th smallest of
+    times that are all behind others is behind the k-th smallest of these, and no schedule is lost.
 
     `seconds[c][kind]` is the usual one, `first[c]` that of the first forward, `last[c]` that of the last backward or weights. A
     send that blocks is a part of its action; otherwise `lags[c]` lie between chunks c and c + 1.
@@ -95,7 +95,7 @@ class Task:
         return (FORWARDS, BACKWARDS, WEIGHTS) if self.split else (FORWARDS, BACKWARDS)
 
     def dependency(self, chunk: int, kind: int) -> tuple[int, int, float] | None:
-        """(chunk, kind, seconds between) of the same micro-batch that an action waits for."""
+        """Return (chunk, kind, seconds between) of the same micro-batch that an action waits for."""
         if kind == WEIGHTS:
             return chunk, BACKWARDS, 0.0
         if kind == FORWARDS:
@@ -113,7 +113,7 @@ class Task:
         return self.seconds[chunk][kind]
 
     def busy_seconds(self, rank: int) -> float:
-        """Seconds of all its actions."""
+        """Return the seconds of all actions of a rank."""
         total = 0.0
         for chunk in self.chunks_of(rank):
             usual = self.seconds[chunk]
@@ -122,7 +122,7 @@ class Task:
         return total
 
     def before_forward(self, chunk: int, micro_batch: int) -> list[tuple[int, int]]:
-        """(kind, micro-batch) of the chunk that have ended before this forward can begin, under the memory limit: no more
+        """Return (kind, micro-batch) of the chunk that have ended before this forward can begin, under the memory limit: no more
         are in flight whole than fit, nor have more of them their weights to come than fit beside this one."""
         saved, deferred, limit = self.saved[chunk], self.deferred[chunk], self.limit[self.rank_of[chunk]] * (1 + 1e-9)
         out = []
@@ -133,7 +133,7 @@ class Task:
         return [(kind, before) for kind, before in out if before >= 0]
 
     def fits(self, actions: Sequence[Action], rank: int) -> bool:
-        """Whether what the rank holds stays within its limit."""
+        """Return whether what the rank holds stays within its limit."""
         now, limit = 0.0, self.limit[rank] * (1 + 1e-9)
         for action in actions:
             saved, deferred = self.saved[action.chunk], self.deferred[action.chunk]
@@ -143,7 +143,7 @@ class Task:
         return True
 
     def schedule(self, name: str, orders: Order) -> Schedule:
-        """With whole backwards, or all of them in two parts."""
+        """Return the schedule of these orders with whole backwards, or all of them in two parts."""
         letters = (FORWARD, INPUT if self.split else BACKWARD, WEIGHT)
         return Schedule(
             name, tuple(tuple(Action(chunk, letters[kind], micro) for chunk, kind, micro in order) for order in orders)

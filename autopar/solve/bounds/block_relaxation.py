@@ -1,5 +1,5 @@
-"""What memory looks at of every block: the tensors that a backward may need, each at its smallest placement (or saved in
-parts), and what may be recomputed."""
+"""The part of every block that bounds on memory look at: the tensors that a backward may need, each at its smallest placement (or
+saved in parts), and what may be recomputed."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class RelaxedTensor:
 
 @dataclass(frozen=True, slots=True)
 class BlockRelaxation:
-    """One distinct block. `recompute`: the operations that may be recomputed, with their least seconds and the tensors that they
-    read. `offload_seconds_per_byte`: to the host and back; None without a host. `shared`: tensors that calls of more than one
-    block or several calls read: nobody knows which of them holds it."""
+    """The relaxation of one distinct block. `recompute`: the operations that may be recomputed, with their least seconds and the
+    tensors that they read. `offload_seconds_per_byte`: to the host and back; None without a host. `shared`: tensors that calls of
+    more than one block or several calls read: nobody knows which of them holds it."""
 
     name: str
     calls: float
@@ -52,8 +52,8 @@ def relax_blocks(problem: Problem) -> tuple[BlockRelaxation, ...]:
 
 
 def _first_readers(graph: Graph) -> tuple[dict[_Slot, int], set[_Slot]]:
-    """How many tensors between calls each input of a block is the first to read: such a tensor is saved once. And the inputs
-    that read some tensor which others read too."""
+    """Return the number of tensors between calls that each input of a block is the first to read (such a tensor is saved once),
+    and the inputs that read some tensor which others read too."""
     readers: dict[str, list[_Slot]] = {}
     for call in graph.calls:
         for index, name in enumerate(call.inputs):
@@ -99,7 +99,7 @@ def _relax_block(
 
 
 def _most_parts(mesh: Mesh, placements: Placements) -> int:
-    """In how many parts a tensor may be saved at most: over a model axis that it is replicated on."""
+    """Return the largest number of parts that a tensor may be saved in: over a model axis that it is replicated on."""
     model = (axis for axis, name in enumerate(mesh.names) if name != DATA_AXIS and replicated_on(placements, axis))
     return max((mesh.sizes[axis] for axis in model), default=1)
 
@@ -124,8 +124,8 @@ def _producers(block: Block) -> dict[str, str]:
 
 
 def _least_saved(table: BlockTable, find: Callable[[str], str]) -> tuple[dict[str, None], dict[str, float]]:
-    """Tensors that some operation saves whatever its strategy; and the least bytes of what is saved beside operands and
-    results."""
+    """Return the tensors that some operation saves whatever its strategy, and the least bytes of what is saved beside operands
+    and results."""
     needed: dict[str, None] = {}
     extras: dict[str, float] = {}
     for strategies in table.strategies.values():

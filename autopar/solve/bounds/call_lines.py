@@ -1,5 +1,5 @@
-"""What one call of a block takes at least, as half-planes: seconds of its forward and the two parts of its backward against each
-other, and seconds of recomputation against bytes that are saved.
+"""The least seconds and bytes of one call of a block, as half-planes: seconds of its forward and the two parts of its backward
+against each other, and seconds of recomputation against bytes that are saved.
 
 Each half-plane is a linear program of one block with other weights, so it holds for every plan, and for sums over calls.
 """
@@ -17,21 +17,21 @@ from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.problem.problem import Problem
 
 ROUNDING = 1e-6
-"""Of the programs."""
+"""The relative rounding of the programs."""
 
 _INPUTS_ALONE = (0.0, 1.0, 0.0)
 """Only schedules that take the backward apart have to do with it."""
 
 _DIRECTIONS = ((1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 1.0), _INPUTS_ALONE)
 
-_DEPTH = 3
-"""How often an edge of the frontier of saved bytes is halved."""
+_HALVINGS = 3
+"""The number of times that an edge of the frontier of saved bytes is halved."""
 
 
 @dataclass(frozen=True, slots=True)
 class DurationLine:
-    """``forward x F + inputs x I + weights x W >= least_seconds``: one micro-batch through one call; I and W are the parts of the
-    backward that a schedule may take apart."""
+    """A half-plane of durations, ``forward x F + inputs x I + weights x W >= least_seconds``, of one micro-batch through one
+    call; I and W are the parts of the backward that a schedule may take apart."""
 
     forward: float
     inputs: float
@@ -41,7 +41,7 @@ class DurationLine:
 
 @dataclass(frozen=True, slots=True)
 class SavedLine:
-    """``recompute x seconds + saved x bytes >= least``: of one micro-batch and one call."""
+    """A half-plane of one call and micro-batch, ``recompute x seconds + saved x bytes >= least``."""
 
     recompute: float
     saved: float
@@ -49,8 +49,8 @@ class SavedLine:
 
 
 def duration_lines(problem: Problem, name: str, seconds_left: float, minor: bool = False) -> tuple[DurationLine, ...]:
-    """Of one block; the first one has all weights 1. The others of a `minor` block are those of its operations alone, and so is
-    the last one of all."""
+    """Return the half-planes of one block's durations; the first one has all weights 1. The others of a `minor` block are those
+    of its operations alone, and so is the last one of all."""
     relaxation = FlowRelaxation(problem, (name,))
     table, form = problem.blocks[name], relaxation.form
     delayed = weight_gradient_nodes(table.block)
@@ -106,7 +106,7 @@ def saved_lines(block: BlockRelaxation) -> tuple[SavedLine, ...]:
     saving_all, saving_least = frontier.solve(1.0, ROUNDING), frontier.solve(ROUNDING, 1.0)
     if saving_all is None or saving_least is None:
         return ()
-    frontier.halve(saving_all, saving_least, _DEPTH)
+    frontier.halve(saving_all, saving_least, _HALVINGS)
     return tuple(frontier.lines)
 
 
@@ -142,7 +142,7 @@ class _Frontier:
                 model.row([(available[value], 1.0), (again[name], -1.0)], 0.0, INFINITY)
 
     def solve(self, recompute: float, saved: float) -> tuple[float, float] | None:
-        """(seconds, bytes) that are least by these weights, which make a line."""
+        """Return the (seconds, bytes) that are least by these weights, which make a line."""
         model = self.model
         model.cost = [0.0] * model.variables
         model.minimise({column: recompute * each for column, each in self.seconds.items()})

@@ -1,4 +1,4 @@
-"""What the parameter state of one call takes at least under each ZeRO stage: every parameter sharded over all model axes."""
+"""The least bytes and seconds of the parameter state of one call by ZeRO stage: every parameter sharded over all model axes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.solve.problem.problem import BlockTable, Problem
 
 @dataclass(frozen=True, slots=True)
 class CallState:
-    """One call under one ZeRO stage: bytes that the allocator reserves, and the seconds of `StateCommunication`."""
+    """The state of one call under one ZeRO stage: bytes that the allocator reserves, and the seconds of `StateCommunication`."""
 
     bytes: float
     optimizer_seconds: float
@@ -29,8 +29,8 @@ class CallState:
 
 
 def call_states(problem: Problem, name: str, micro_batches: int) -> dict[int, CallState]:
-    """By ZeRO stage; below every call of a block. Parameters that other calls share, and those that arrive sharded, count for
-    none."""
+    """Return the state below every call of a block, by ZeRO stage. Parameters that other calls share, and those that arrive
+    sharded, count for none."""
     table = problem.blocks[name]
     every = [
         [
@@ -50,7 +50,7 @@ def least_of(states: Sequence[CallState]) -> CallState:
 
 
 def undominated(states: Iterable[CallState]) -> tuple[CallState, ...]:
-    """Without those than which another one is nowhere larger."""
+    """Drop each state than which another one is nowhere larger."""
     out: list[CallState] = []
     for state in sorted(set(states), key=astuple):
         # one that is nowhere larger comes before it in this order

@@ -1,4 +1,4 @@
-"""What a transfer between two pipeline stages takes at least, wherever the model is cut."""
+"""The least bytes and seconds of a transfer between two pipeline stages, wherever the model is cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.solve.problem.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class StageTransfer:
-    """One transfer of a micro-batch from a stage to the next one, or back. `on_data_links`: the communication of state uses the
+    """The transfer of a micro-batch from a stage to the next one, or back. `on_data_links`: the communication of state uses the
     same links."""
 
     seconds: float = 0.0
@@ -26,7 +26,8 @@ class StageTransfer:
 
 
 def stage_transfers(problem: Problem, cluster: Cluster, stages: int) -> tuple[StageTransfer, ...]:
-    """From each stage to the next one, and from the last one to the first. `problem` is of one stage, `cluster` the whole one."""
+    """Return the transfers from each stage to the next one, and from the last one to the first. `problem` is of one stage,
+    `cluster` the whole one."""
     size, mesh = least_cut_bytes(problem), problem.mesh
     data = links_of_axis(stage_clusters(cluster, stages)[0], mesh, mesh.index(DATA_AXIS))
     links = [stage_link(cluster, mesh.size, stage, (stage + 1) % stages) for stage in range(stages)]
@@ -37,8 +38,8 @@ def stage_transfers(problem: Problem, cluster: Cluster, stages: int) -> tuple[St
 
 
 def least_cut_bytes(problem: Problem) -> float:
-    """What one device sends over any cut of the model for one micro-batch: the values that cross it, each at its smallest
-    placement. Not those that every stage may compute for itself; where nothing else crosses, there is no cut."""
+    """Return the least bytes that one device sends over any cut of the model for one micro-batch: the values that cross it, each
+    at its smallest placement, but those that every stage may compute for itself; where nothing else crosses, there is no cut."""
     graph, boundary, sizes = problem.graph, problem.boundary, problem.mesh.sizes
     repeatable, last_reader = repeatable_values(graph), dict[str, int]()
     for index, call in enumerate(graph.calls):

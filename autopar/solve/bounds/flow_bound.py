@@ -30,7 +30,7 @@ def _block_seconds(problem: Problem, name: str) -> float:
 
 
 def has_many_blocks(problem: Problem) -> bool:
-    """Whether no block is most of the problem, so that linear programs of single blocks are much smaller than one of all."""
+    """Return whether no block is most of the problem, so that programs of single blocks are much smaller than one of all."""
     sizes = [len(table.block.nodes) for table in problem.blocks.values()]
     return 2 * max(sizes) <= sum(sizes)
 
@@ -81,8 +81,8 @@ class FlowRelaxation:
             self.shared[variable] = self.shared.get(variable, 0.0) + count * shared
 
     def bound(self, time_limit_seconds: float, weight: float = 1.0) -> float:
-        """Below ``weight x main + (1 - weight) x shared`` of every plan: seconds of the calls, and seconds that their collectives
-        occupy a link of the data axis. `operation_bound` where time ends first."""
+        """Return a bound below ``weight x main + (1 - weight) x shared`` of every plan: seconds of the calls, and seconds that
+        their collectives occupy a link of the data axis. `operation_bound` where time ends first."""
         model = self.form.model
         model.cost = [0.0] * model.variables
         model.minimise(total((weight, self.main), (1 - weight, self.shared)))

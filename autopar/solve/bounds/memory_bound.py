@@ -25,8 +25,8 @@ from autopar.solve.problem.problem import BlockTable, Problem
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """What all pipelines of some stages have in common: before a stage begins, it waits for others, `wait_seconds` on average
-    over the stages. Stages of the grid do not offload."""
+    """The bubble that all pipelines of some stages have in common: before a stage begins, it waits for others, `wait_seconds` on
+    average over the stages. Stages of the grid do not offload."""
 
     stages: int = 1
     wait_seconds: float = 0.0
@@ -96,7 +96,8 @@ class _MemoryRelaxation:
         self.memory: dict[int, float] = {}
 
     def add_states(self) -> None:
-        """Every parameter is sharded over all model axes, and the state of each kind of call over the data axis as is best."""
+        """Add the state: every parameter sharded over all model axes, and the state of each kind of call over the data axis as is
+        best."""
         for kind, count in self.problem.boundary.kind_counts.items():
             table = self.problem.blocks[kind.block]
             own = [
@@ -139,8 +140,8 @@ class _MemoryRelaxation:
             self.memory[z] = count * state_bytes / self.budget_bytes
 
     def add_block(self, block: BlockRelaxation) -> None:
-        """S, O, A and r of one block. The tables' micro-batches are `repeats` in a step; memory is that of the smaller ones, of
-        which one is in flight."""
+        """Add S, O, A and r of one block. The tables' micro-batches are `repeats` in a step; memory is that of the smaller ones,
+        of which one is in flight."""
         model, repeats = self.model, self.problem.micro_batches
         byte = self.held * repeats / self.micro_batches / self.budget_bytes
         r = {name: model.variable(1.0) for name in block.recompute}
@@ -166,7 +167,7 @@ class _MemoryRelaxation:
                 model.row([(available[value], 1.0), (r[name], -1.0)], 0.0, INFINITY)
 
     def add_flow_bounds(self, flow: Mapping[float, float], shape: PipelineShape) -> None:
-        """The seconds of the calls, by weight of their main stream; what a stage waits for others; the optimizer."""
+        """Add the seconds of the calls, by weight of their main stream; what a stage waits for others; the optimizer."""
         model, wait = self.model, shape.stages * shape.wait_seconds / self.unit
         model.at_least(self.end, self.optimizer)
         for copied in self.offload.values():
@@ -179,6 +180,6 @@ class _MemoryRelaxation:
             model.at_least(self.t, terms, seconds / self.unit + weight * wait)
 
     def add_memory(self) -> None:
-        """The memory budget."""
+        """Add the memory budget."""
         # state + (1 + fragmentation) * sum S * bytes <= budget
         self.model.row(self.memory, -INFINITY, 1.0)

@@ -45,19 +45,20 @@ class MemoryFrontier:
 
 
 def memory_frontier(problem: Problem, time_limit_seconds: float, sharded_axes: Sequence[int] = ()) -> MemoryFrontier | None:
-    """None where time ends, or the pins leave no placement. `sharded_axes` are forced, as in `formulate`."""
+    """Return the frontier of a problem; None where time ends, or the pins leave no placement. `sharded_axes` are forced, as in
+    `formulate`."""
     frontier = fastest_sharding(problem, time_limit_seconds, sharded_axes)
     return None if frontier is None else with_less_memory(frontier)
 
 
 def fastest_sharding(problem: Problem, time_limit_seconds: float, sharded_axes: Sequence[int] = ()) -> MemoryFrontier | None:
-    """As `memory_frontier`, with the first option only: a small part of the work."""
+    """Return the frontier with its first option only, a small part of the work of `memory_frontier`."""
     sharding = _sharding(problem, time_limit_seconds, sharded_axes)
     return None if sharding is None else MemoryFrontier(problem, sharding, ({plan.block: plan for plan in sharding.blocks},))
 
 
 def with_less_memory(fastest: MemoryFrontier) -> MemoryFrontier:
-    """With all options, from `fastest_sharding`."""
+    """Return the frontier with all options, from `fastest_sharding`."""
     problem, sharding, (saving_all,) = fastest.problem, fastest.sharding, fastest.options
     fixed = with_fixed_placements(problem, sharding)
     options = [saving_all]
@@ -103,8 +104,8 @@ def _call_seconds(form: Formulation) -> dict[int, float]:
 
 
 def _parameter_cost(form: Formulation) -> dict[int, float]:
-    """``_PARAMETER_COST x seconds of the calls x parameters on one device / the least of these``; the seconds are about 1000
-    units."""
+    """Return ``_PARAMETER_COST x seconds of the calls x parameters on one device / the least of these``; the seconds are about
+    1000 units."""
     problem, boundary = form.problem, form.problem.boundary
     out: dict[int, float] = {}
     least = 0.0

@@ -51,7 +51,7 @@ class MemoryPlan:
 
     @property
     def shortage_bytes(self) -> int:
-        """What a device lacks for it, 0 where it fits."""
+        """The bytes that a device lacks for the plan, 0 where it fits."""
         return max(0, self.evaluation.peak_memory_bytes - self.evaluation.memory_budget_bytes)
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class MinimumMemory:
         self._placed: dict[tuple[str, int], BlockPlacements | None] = {}
 
     def fitting_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions, exact: bool = True) -> MemoryPlan | None:
-        """Some plan that fits, or None."""
+        """Return some plan that fits, or None."""
         plan = self.fixed_plan(graph, cluster, options)
         if (plan is None or plan.shortage_bytes) and exact and self.left > 0:
             plan = self.solved_plan(graph, cluster, options)
@@ -164,7 +164,7 @@ class MinimumMemory:
 
 
 def _least_memory_points(points: tuple[GridPoint, ...], options: SearchOptions) -> list[GridPoint]:
-    """Per mesh the point with the smallest micro-batches and the widest state group, few axes first."""
+    """Return per mesh the point with the smallest micro-batches and the widest state group, few axes first."""
     least: dict[object, GridPoint] = {}
     for point in points:
         if len(point.mesh.axes) > 2 and not {"tp2", EXPERT_AXIS} & set(options.force):
@@ -177,7 +177,7 @@ def _least_memory_points(points: tuple[GridPoint, ...], options: SearchOptions) 
 
 
 def without_forced(options: SearchOptions, *names: str) -> SearchOptions:
-    """`options` with these degrees no longer forced; without the pipeline's, its chunks and its schedule are free too."""
+    """Return `options` with these degrees no longer forced; without the pipeline's, its chunks and its schedule are free too."""
     gone = (*names, "virtual") if "pp" in names else names
     schedule = "" if "pp" in names else options.schedule
     return replace(options, force={name: value for name, value in options.force.items() if name not in gone}, schedule=schedule)

@@ -29,20 +29,21 @@ _FORWARD, _INPUTS, _WEIGHTS, _FIRST, _LAST, _SENDS = range(KINDS + 1)
 """After the durations a row of the transfers between each chunk and the next, in either direction."""
 
 _MOST_PHASES = 3
-"""Of more chunks a stage, those between the first and the last one are one class, but for few chunks in all."""
+"""Phases that are classes of their own: of more chunks a stage, those in the middle are one class, but for few chunks in all."""
 
 _FEW_CHUNKS = 32
 
 _MOST_PLACES = 3
 
 _MOST_ACTIONS = 10_000
-"""Of schedules with more, only what each stage does by itself is looked at, and the micro-batches in flight of a shorter one."""
+"""Actions of a schedule with paths: longer ones count by what each stage does alone, and the micro-batches in flight of shorter
+ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulePath:
-    """``[kind, chunk]``: how often each duration of each chunk occurs, at least. It ends on stage `end`. `sends`: how often
-    something is sent between each chunk and the next."""
+    """One path as ``[kind, chunk]``: how often each duration of each chunk occurs, at least. It ends on stage `end`. `sends`: how
+    often something is sent between each chunk and the next."""
 
     counts: Any
     end: int
@@ -51,8 +52,8 @@ class SchedulePath:
 
 @dataclass(frozen=True, slots=True)
 class SchedulePaths:
-    """`classes`: the chunks of each, all on one stage. `in_flight`: per stage, what it holds of each chunk of some classes at one
-    place of its order, at least."""
+    """The paths of one schedule. `classes`: the chunks of each, all on one stage. `in_flight`: per stage, what it holds of each
+    chunk of some classes at one place of its order, at least."""
 
     classes: tuple[tuple[int, ...], ...]
     stage_of: tuple[int, ...]
@@ -63,7 +64,7 @@ class SchedulePaths:
 
 @lru_cache(maxsize=256)
 def schedule_paths(stages: int, virtual: int, name: str, micro_batches: int) -> SchedulePaths:
-    """Of a named schedule."""
+    """Return the paths of a named schedule."""
     pipeline = Pipeline(stages, virtual, name)
     long = 2 * stages * virtual * micro_batches > _MOST_ACTIONS
     schedule = schedule_of(pipeline, repeats_from(pipeline, micro_batches) if long else micro_batches)
@@ -108,7 +109,7 @@ def _least_of_classes(held: dict[int, int], class_of: dict[int, int]) -> dict[in
 
 
 def _most_held(actions: Sequence[Action], chunks: Sequence[int]) -> list[dict[int, int]]:
-    """Where a stage holds most: in all, of the chunk that it holds least of, and of the last chunk."""
+    """Return what a stage holds where it holds most: in all, of the chunk that it holds least of, and of the last chunk."""
     now = dict.fromkeys(chunks, 0)
     every: dict[tuple[int, ...], None] = {}
     for action in actions:
@@ -121,7 +122,7 @@ def _most_held(actions: Sequence[Action], chunks: Sequence[int]) -> list[dict[in
 
 
 def _busy(schedule: Schedule, stage_of: Sequence[int], micro_batches: int) -> Iterator[tuple[Any, int]]:
-    """What each stage computes, after the first forwards before it."""
+    """Yield what each stage computes, after the first forwards before it."""
     for stage, actions in enumerate(schedule.ranks):
         counts = numpy.zeros((KINDS + 1, len(stage_of)))
         chunks_here = [chunk for chunk, of in enumerate(stage_of) if of == stage]
@@ -155,13 +156,13 @@ class _Paths:
         return self.place[self.stage_of[chunk]][Action(chunk, FORWARD, micro)]
 
     def _backward(self, chunk: int, micro: int) -> int:
-        """The cell of what the chunk before waits for."""
+        """Return the cell of the backward that the chunk before waits for."""
         cells = self.place[self.stage_of[chunk]]
         whole = cells.get(Action(chunk, BACKWARD, micro))
         return cells[Action(chunk, INPUT, micro)] if whole is None else whole
 
     def counted(self, stages: int, virtual: int) -> Iterator[tuple[Any, int]]:
-        """(counts, the stage where they end)."""
+        """Yield (counts, the stage where they end)."""
         for stage, actions in enumerate(self.schedule.ranks):
             first = actions[0].chunk
             yield self._stay(stage, 0, len(actions) - 1) + self._part(self.forwards[0], 0, first), stage
@@ -179,7 +180,7 @@ class _Paths:
         )
 
     def _sums(self, rank: int) -> Any:
-        """``[cell, kind, chunk]``: what comes before a cell."""
+        """Return ``[cell, kind, chunk]``: what comes before a cell."""
         actions = self.schedule.ranks[rank]
         out = numpy.zeros((len(actions) + 1, KINDS + 1, len(self.stage_of)), dtype=numpy.int32)
         for cell, action in enumerate(actions):
@@ -194,7 +195,7 @@ class _Paths:
         return out
 
     def _rest(self) -> Any:
-        """What the first chunk's stage has to do after its last backward (or gradient of inputs)."""
+        """Return what the first chunk's stage computes after its last backward (or gradient of inputs)."""
         rank = self.stage_of[0]
         return self._stay(rank, self._backward(0, self.last) + 1, len(self.schedule.ranks[rank]) - 1)
 

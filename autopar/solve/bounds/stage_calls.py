@@ -1,4 +1,5 @@
-"""What the calls of some chunks of a pipeline take at least, as terms of the linear program of `pipeline.stage_program`."""
+"""The least durations and bytes of the calls of some chunks of a pipeline, as terms of the linear program of
+`pipeline.stage_program`."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ class BlockCalls:
 
 @dataclass(frozen=True, slots=True)
 class StageLimits:
-    """`usable_bytes` of one stage; `held`: what the allocator reserves for a byte that is saved; `transfers`: from each stage to
-    the next (none: they take no time)."""
+    """The limits of a stage: `usable_bytes`; `held`: what the allocator reserves for a byte that is saved; `transfers`: from each
+    stage to the next (none: they take no time)."""
 
     usable_bytes: float
     held: float
@@ -41,8 +42,8 @@ class StageLimits:
     transfers: tuple[StageTransfer, ...] = ()
 
     def between_chunks(self, stage_of: Sequence[int]) -> tuple[StageTransfer, ...]:
-        """From each chunk to the next. Chunks that follow each other lie on neighbours, on the last and the first stage, or on
-        one."""
+        """Return the transfers from each chunk to the next. Chunks that follow each other lie on neighbours, on the last and the
+        first stage, or on one."""
         out = []
         for stage, after in pairwise(stage_of):
             number = min(stage, after) if abs(stage - after) == 1 else -1
@@ -72,7 +73,7 @@ class ClassCalls:
             yield from zip(columns, self.calls[block].states, strict=True)
 
     def computed(self, line: int, state: Mapping[int, float] | None = None) -> dict[int, float]:
-        """What durations by a line have to exceed; `state`: seconds of sharded calls beside the accumulation."""
+        """Return the terms that durations by a line have to exceed; `state`: seconds of sharded calls beside the accumulation."""
         terms: dict[int, float] = {}
         for block, count in self.counts.items():
             each = self.calls[block].durations[line]
@@ -98,11 +99,11 @@ class ClassCalls:
         return terms, (transfers_of(direction, inner_passes) * self.sends - direction.inputs * longest * self.size) / self.unit
 
     def holds_left(self, direction: DurationLine, inner_passes: int) -> float:
-        """Whether `sent` leaves out what `left_reductions` says of a next forward."""
+        """Return whether `sent` leaves out what `left_reductions` says of a next forward."""
         return direction.forward if inner_passes and not (inner_passes == 2 and direction.inputs) else 0.0
 
     def least_of_one(self, seconds: Mapping[int, float]) -> Linear:
-        """Of one call of each chunk, where all of its calls have such seconds."""
+        """Return the seconds of one call of each chunk, where all of its calls have such seconds."""
         least = min((each for each in seconds.values() if each), default=0.0) / self.unit
         return {column: -least for column, each in seconds.items() if not each}, least * self.size
 
@@ -121,5 +122,5 @@ class ClassCalls:
 
 
 def transfers_of(direction: DurationLine, inner_passes: int) -> float:
-    """How often a chunk's transfers run beside a forward and a backward. `inner_passes`: as in `ClassCalls.sent`."""
+    """Return how often a chunk's transfers run beside a forward and a backward. `inner_passes`: as in `ClassCalls.sent`."""
     return direction.forward * min(inner_passes, 1 + (direction.inputs > 0))

@@ -16,8 +16,9 @@ from autopar.schedules.clock import ScheduleClock
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """It ends after the action `before` on its stage by what the stage does until then (`busy`: how often each slot of the
-    clock's table), and after what it waits for from another stage (`after`, over `cut`) by its own `slot`. -1: there is none."""
+    """One action on the clock. It ends after the action `before` on its stage by what the stage does until then (`busy`: how
+    often each slot of the clock's table), and after what it waits for from another stage (`after`, over `cut`) by its own `slot`.
+    -1: there is none."""
 
     before: int
     busy: Mapping[int, int]
@@ -28,7 +29,7 @@ class TimedAction:
 
 @dataclass(frozen=True, slots=True)
 class TimedSchedule:
-    """`ends`: per stage the last of `actions`, and what the stage does after it."""
+    """The actions of a schedule. `ends`: per stage the last of `actions`, and what the stage does after it."""
 
     actions: tuple[TimedAction, ...]
     ends: tuple[tuple[int, Mapping[int, int]], ...]

@@ -1,5 +1,5 @@
-"""What one call of a block takes beyond the fastest one, against the bytes that it saves: as `call_lines.saved_lines`, with the
-placements that saved tensors have and the conversions that are recomputed.
+"""The least seconds of one call of a block beyond the fastest one, against the bytes that it saves: as `call_lines.saved_lines`,
+with the placements that saved tensors have and the conversions that are recomputed.
 
 Each line is the linear relaxation of the block's own program with saved bytes at a price: strategies, conversions, what is saved,
 saved in parts and recomputed. So it holds for every plan of the block, and for sums over calls.
@@ -23,30 +23,29 @@ from autopar.solve.problem.problem import BlockTable, Problem
 _PRICES = 0.1, 1.0
 """The least and the largest: of all bytes that a call may save, in seconds of the fastest call."""
 
-_DEPTH = 2
-"""How often an edge of the frontier between them is halved."""
+_HALVINGS = 2
+"""The number of times that an edge of the frontier between them is halved."""
 
-_BETTER = 1e-3
+_MIN_GAIN = 1e-3
 """Relative: edges that a corner between them lowers by less are not looked at."""
 
 
 def traded_lines(problem: Problem, block: BlockRelaxation, fastest_seconds: float, seconds_left: float) -> tuple[SavedLine, ...]:
-    """``seconds beyond the fastest call + price x bytes >= least``, with recomputation: of one micro-batch and one call, the
-    convex frontier from below. Tensors that several calls read count for none of them. None where the software saves other
-    tensors than those that operations read."""
+    """Return lines ``seconds beyond the fastest call + price x bytes >= least``, with recomputation: of one micro-batch and one
+    call, the convex frontier from below. Tensors that several calls read count for none of them. None where the software saves
+    other tensors than those that operations read."""
     most = sum(each.copies / block.calls * each.bytes for name, each in block.tensors.items() if name not in block.shared)
     if problem.cluster.state_layout.regathered_operands or not fastest_seconds or not most:
         return ()
     frontier = _Frontier(problem, block, fastest_seconds, most, seconds_left)
     cheap, dear = map(frontier.solve, _PRICES)
     if cheap is not None and dear is not None:
-        frontier.halve(cheap, dear, _DEPTH)
+        frontier.halve(cheap, dear, _HALVINGS)
     return tuple(frontier.lines)
 
 
 class _Frontier:
-    """Seconds and bytes of one call, in those of the fastest call and in all that it may save; `lines` are those that were
-    found."""
+    """The frontier of one call in seconds of the fastest call and shares of all that it may save, with its `lines`."""
 
     def __init__(
         self, problem: Problem, block: BlockRelaxation, fastest_seconds: float, most: float, seconds_left: float
@@ -59,7 +58,7 @@ class _Frontier:
         self.bytes = {column: each / most for column, each in _saved(form, table, block).items()}
 
     def solve(self, price: float) -> tuple[float, float] | None:
-        """(seconds, bytes) that are least at this price, which make a line. None where time ends."""
+        """Return the (seconds, bytes) that are least at this price, which make a line; None where time ends."""
         model = self.model
         model.cost = [0.0] * model.variables
         model.minimise(self.seconds)
@@ -74,17 +73,17 @@ class _Frontier:
     def halve(self, first: tuple[float, float], last: tuple[float, float], depth: int) -> None:
         """Lines between two corners."""
         longer, smaller = last[0] - first[0], first[1] - last[1]
-        if not depth or min(longer, smaller) < _BETTER:
+        if not depth or min(longer, smaller) < _MIN_GAIN:
             return
         price = longer / smaller
         corner = self.solve(price)
-        if corner is not None and corner[0] + price * corner[1] < (first[0] + price * first[1]) * (1 - _BETTER):
+        if corner is not None and corner[0] + price * corner[1] < (first[0] + price * first[1]) * (1 - _MIN_GAIN):
             self.halve(first, corner, depth - 1)
             self.halve(corner, last, depth - 1)
 
 
 def _formulation(problem: Problem, table: BlockTable) -> Formulation:
-    """Of one block. Stages of the grid do not offload."""
+    """Return the linear program of one block. Stages of the grid do not offload."""
     name = table.block.name
     form = formulate_flows(problem, (name,))
     add_conversion_trees(form, table)
@@ -112,8 +111,8 @@ def _seconds(form: Formulation, table: BlockTable) -> Expression:
 
 
 def _saved(form: Formulation, table: BlockTable, block: BlockRelaxation) -> Expression:
-    """Bytes that are saved, a tensor between calls with the share that `block` counts for one call. Storages that the program
-    takes for saved whatever they are count nothing."""
+    """Return the bytes that are saved, a tensor between calls with the share that `block` counts for one call. Storages that the
+    program takes for saved whatever they are count nothing."""
     storages, base = form.storages[block.name], value_storages(table.block)
     shares = {name: 0.0 if name in block.shared else each.copies / block.calls for name, each in block.tensors.items()}
     ends: dict[object, float] = {}

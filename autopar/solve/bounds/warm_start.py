@@ -26,7 +26,8 @@ from autopar.solve.space.problem_tables import ProblemTables
 
 
 class WarmStart:
-    """Of one graph on one cluster. Memory frontiers are cached: points with equal model axes and micro-batches share one."""
+    """The warm starts of one graph on one cluster. Memory frontiers are cached: points with equal model axes and micro-batches
+    share one."""
 
     def __init__(
         self, graph: Graph, cluster: Cluster, options: SearchOptions, tables: ProblemTables, left: Callable[[], float]
@@ -68,7 +69,7 @@ class WarmStart:
         )
 
     def _frontier(self, point: GridPoint, problem: Problem) -> MemoryFrontier | None:
-        """Of the point's model axes and micro-batch: the data degree changes no price but that of state."""
+        """Return the frontier of the point's model axes and micro-batch: the data degree changes no price but that of state."""
         data = point.mesh.size_of(DATA_AXIS)
         key = point.mesh.axes[1:], problem.batch // data, data > 1
         if key not in self._frontiers:

@@ -1,4 +1,4 @@
-"""What the backward of a call holds at least beside saved tensors, whatever its placements."""
+"""The least bytes that the backward of a call holds beside saved tensors, whatever its placements."""
 
 from __future__ import annotations
 

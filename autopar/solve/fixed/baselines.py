@@ -1,6 +1,6 @@
-"""What people write by hand, on the same cluster, as our own programs would run it: each a complete configuration, forced, and
-priced by the evaluator with the cluster's own constants. A plan is never predicted to be slower than these. What experts get of
-a recipe on their own software is `validate.recipes`.
+"""Plans that people write by hand, on the same cluster, as our own programs would run them: each a complete configuration,
+forced, and priced by the evaluator with the cluster's own constants. A plan is never predicted to be slower than these. What
+experts get of a recipe on their own software is `validate.recipes`.
 
 Within a recipe the micro-batches and the recomputation that fit and take least time are taken, as somebody would who tries
 them. DDP: Li et al., arXiv 2006.15704; FSDP (ZeRO-3): Zhao et al., arXiv 2304.11277; with tensor and sequence parallelism in the
@@ -34,13 +34,14 @@ from autopar.solve.space.options import SearchOptions
 _REPEATED = 0.05
 """A tensor axis whose ranks all repeat more than this share of the FLOPs is too wide: nobody would use it."""
 
-_MOST_SIZES = 4
-"""Of a pipeline, so many sizes of micro-batches are tried, from the smallest on."""
+_MAX_SIZES = 4
+"""Sizes of micro-batches that are tried of a pipeline, from the smallest on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """`key` names it in files, `title` for people. `recompute` is tried in this order, `pipeline` lengthens until it fits."""
+    """A kind of plan that people write by hand. `key` names it in files, `title` for people. `recompute` is tried in this order,
+    `pipeline` lengthens until it fits."""
 
     key: str
     title: str
@@ -59,8 +60,8 @@ RECIPES = (
 
 
 def memory_word(evaluation: Evaluation | None) -> str:
-    """How a configuration fits, in words: with the memory margin; only without it; only where the allocator keeps nothing beyond
-    the tensors; or not at all."""
+    """Say in words how a configuration fits: with the memory margin; only without it; only where the allocator keeps nothing
+    beyond the tensors; or not at all."""
     if evaluation is None:
         return ""
     if evaluation.fits:
@@ -98,7 +99,7 @@ class ExpertPrice:
 
     @property
     def short_bytes(self) -> int:
-        """What a device lacks to run it at all."""
+        """The bytes that a device lacks to run it at all."""
         stages = self.evaluation.stage_memory if self.evaluation is not None else ()
         return int(max((each.least_bytes - each.capacity_bytes for each in stages), default=0)) if not self.fits else 0
 
@@ -121,13 +122,13 @@ class PricedRecipe:
 
     @property
     def short_bytes(self) -> int:
-        """What a device lacks; 0 where it fits."""
+        """The bytes that a device lacks; 0 where it fits."""
         evaluation = self.evaluation
         return max(0, evaluation.peak_memory_bytes - evaluation.memory_budget_bytes) if evaluation is not None else 0
 
     @property
     def description(self) -> str:
-        """``tp=8 pp=4 dp=2, ZeRO-1, 16 micro-batches, selective recomputation``."""
+        """The configuration in words: ``tp=8 pp=4 dp=2, ZeRO-1, 16 micro-batches, selective recomputation``."""
         if self.configuration is None or self.candidate is None:
             return ""
         configuration = self.configuration
@@ -187,8 +188,8 @@ class _Pricer:
         return nearest
 
     def _priced(self, recipe: Recipe, variants: Sequence[FixedConfiguration]) -> Iterator[PricedRecipe]:
-        """Without those that only recompute more than one that fits: they are never faster. `variants` recompute more and
-        more."""
+        """Yield the priced variants but those that only recompute more than one that fits: they are never faster. `variants`
+        recompute more and more."""
         fitting: set[int] = set()
         for each in variants:
             if each.micro_batches not in fitting:
@@ -204,7 +205,7 @@ class _Pricer:
             return
         counts: Sequence[int] = micro_batch_counts(self.graph.batch, data, {}, self.whole)
         for recompute in recipe.recompute:
-            for count in sorted(counts)[-_MOST_SIZES if stages > 1 else 0 :]:
+            for count in sorted(counts)[-_MAX_SIZES if stages > 1 else 0 :]:
                 yield FixedConfiguration(
                     tp=tensor, sequence_parallel=tensor > 1, pp=stages, zero=recipe.zero if data > 1 else 0, micro_batches=count,
                     recompute=recompute, precision=self.options.precision, optimizer=self.options.optimizer,

@@ -54,7 +54,7 @@ def place_blocks(graph: Graph, fixed: FixedConfiguration, registry: Registry | N
 
 
 def _reference(mesh: Mesh) -> Cluster:
-    """Bandwidths alone, in the proportions of a node of today; no latency, so that no size is special."""
+    """Return a cluster of bandwidths alone, in the proportions of a node of today; no latency, so that no size is special."""
     device = Device("reference", "cuda", (("float32", 1e14),), 2**62, 2e12, 0.0, 1.0, 1.0, 1.0, 0)
     return Cluster("reference", device, (Link("reference", mesh.size, 2e11, 0.0),), mesh.size)
 
@@ -85,7 +85,7 @@ def _cut_matrices(table: BlockTable, axis: int, fixed: FixedConfiguration) -> Bl
 
 
 def _cuts_matrix(table: BlockTable, node: Node, choice: NodeStrategy, axis: int, fixed: FixedConfiguration) -> bool:
-    """Whether every matrix among the operands is cut; a table of words along its rows, the vocabulary."""
+    """Return whether every matrix among the operands is cut; a table of words along its rows, the vocabulary."""
     parameters = {parameter.value.name: parameter.value for parameter in table.block.parameters if not parameter.buffer}
     lookup = packet(node.op) == "aten.embedding"
     if node.op in EXPERTS and not fixed.sliced_experts:

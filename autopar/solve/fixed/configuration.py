@@ -1,4 +1,4 @@
-"""A fixed configuration: degrees, state sharding, recomputation and pipeline are told, not searched."""
+"""A fixed configuration: degrees, state sharding, recomputation and pipeline are given, not searched."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ TENSOR_AXIS = "tp"
 
 @dataclass(frozen=True, slots=True)
 class FixedConfiguration:
-    """What people write by hand. The data degree is what the cluster leaves. `zero_group`: state is sharded over so many
-    neighbours (0: all data ranks). `sliced_experts`: the tensor axis cuts inside experts too, else it takes part in dealing
-    them out. `recompute` is ``none``, ``modules`` (norms, and products up from a latent: Megatron's
-    ``--recompute-modules layernorm mla_up_proj``), ``selective`` (the attention's core), ``products`` (all but attention
-    and every second product of a layer), ``full`` (layers, what the backward needs: torch's checkpoint) or ``everything``
-    (layers from end to end: checkpoints that run all of it again). It is for `recomputed_blocks`, or for all that are
-    called more than once.
-    `layers` are those of each pipeline chunk, where they are not dealt evenly.
-    """
+    """A configuration as people write it by hand. The data degree is what the cluster leaves. `zero_group`: state is sharded over
+    so many neighbours (0: all data ranks). `sliced_experts`: the tensor axis cuts inside experts too, else it takes part in
+    dealing them out. `recompute` is ``none``, ``modules`` (norms, and products up from a latent: Megatron's ``--recompute-modules
+    layernorm mla_up_proj``), ``selective`` (the attention's core), ``products`` (all but attention and every second product of a
+    layer), ``full`` (layers, what the backward needs: torch's checkpoint) or ``everything`` (layers from end to end: checkpoints
+    that run all of it again). It is for `recomputed_blocks`, or for all that are called more than once. `layers` are those of
+    each pipeline chunk, where they are not dealt evenly."""
 
     tp: int = 1
     sequence_parallel: bool = False

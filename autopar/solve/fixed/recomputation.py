@@ -1,4 +1,4 @@
-"""What a fixed configuration recomputes in the backward: whole layers, the attention core, or all but some matrix products."""
+"""The recomputation of a fixed configuration: whole layers, the attention core, or all but some matrix products."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def _with_recomputation(block: Block, plan: BlockPlan, fixed: FixedConfiguration
 
 
 def cheap_modules(block: Block) -> tuple[str, ...]:
-    """Norms, and what lies between a latent and attention: products that widen it, rotations. (The activation function inside
-    routed experts is part of their operation, which says itself whether it is computed again.)"""
+    """Return norms, and what lies between a latent and attention: products that widen it, rotations. (The activation function
+    inside routed experts is part of their operation, which says itself whether it is computed again.)"""
     makers = {value.name: node for node in block.nodes for value in node.outputs}
     chosen = {node.name for node in block.nodes if packet(node.op) in _NORMS}
     for node in block.nodes:
@@ -79,14 +79,14 @@ def _widens(node: Node, block: Block) -> bool:
 
 
 def _from_latent(node: Node, block: Block) -> bool:
-    """Whether heads of queries and values differ in size, as those from latents do."""
+    """Return whether heads of queries and values differ in size, as those from latents do."""
     query, _, value = (block.values()[name].shape for name in node.operands()[:3])
     return query[-1] != value[-1]
 
 
 def _half_of_products(block: Block) -> set[str]:
-    """What selective checkpointing per operation saves: attention, and of the matrix products the first, third ... (torchtitan,
-    ``_apply_op_sac_to_transformer_block``)."""
+    """Return what selective checkpointing per operation saves: attention, and of the matrix products the first, third ...
+    (torchtitan, ``_apply_op_sac_to_transformer_block``)."""
     products = [node.name for node in block.nodes if packet(node.op) in MATRIX_PRODUCTS]
     return {*products[::2], *(node.name for node in block.nodes if packet(node.op) in ATTENTION)}
 

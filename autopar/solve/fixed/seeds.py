@@ -11,13 +11,13 @@ from autopar.solve.space.options import SearchOptions
 
 
 def may_seed(options: SearchOptions) -> bool:
-    """Whether nothing is forced: seeds obey nothing."""
+    """Return whether nothing is forced: seeds obey nothing."""
     fixed = options.force or options.schedule or options.pins or options.stored or options.placed
     return not fixed and not options.precision.offload_optimizer
 
 
 def with_seeds(options: SearchOptions, result: PlanResult, seeds: Iterable[PlanResult]) -> PlanResult:
-    """`result`, or the fastest of `seeds` where that fits and is predicted to be faster; those that fit are among the
+    """Return `result`, or the fastest of `seeds` where that fits and is predicted to be faster; those that fit are among the
     alternatives. Seeds are priced configurations (`candidate.price_configuration`) of the same model, batch and cluster.
     Unchanged where anything is forced: seeds obey nothing."""
     if not may_seed(options):

@@ -36,7 +36,7 @@ class BoundarySaved:
 
 @dataclass(slots=True)
 class BlockMemoryTerms:
-    """As `BlockMemory`, per block, as expressions in units of bytes.
+    """The terms of `BlockMemory` per block, as expressions in units of bytes.
 
     internal_saved: saved tensors that no other call has. forward: what the forward allocates. backward: the largest working set
     of the backward, beside saved tensors. input_gradients: what is left of it when the backward ends. boundary_saved: saved
@@ -51,7 +51,7 @@ class BlockMemoryTerms:
 
 
 def add_block_memory(form: Formulation, name: str, table: BlockTable, out: BlockMemoryTerms) -> None:
-    """The terms of one block, and the rows that define them."""
+    """Add the terms of one block, and the rows that define them."""
     storages = form.storages[name]
     model, byte, costs = form.model, form.byte_unit, table.costs
     recomputed = {m: storages.sizes[storage] for storage, m in storages.recomputed.items()}
@@ -100,7 +100,7 @@ def _add_saved(form: Formulation, name: str, table: BlockTable, out: BlockMemory
 
 
 def _extra_calls(boundary: BlockBoundaries, slot: Slot) -> float:
-    """How many more calls the block has than distinct tensors come in at the slot, as a share of its calls."""
+    """Return how many more calls the block has than distinct tensors come in at the slot, as a share of its calls."""
     calls = [call for call in boundary.graph.calls if call.block == slot.block]
     if slot.side == "param":
         return 1.0
@@ -125,8 +125,8 @@ def _one_variable(form: Formulation, terms: Terms) -> Terms:
 
 
 def unavoidable_saved_bytes(problem: Problem) -> float:
-    """A lower bound, without a solver, of what is saved from forward to backward: tensors saved beside the results of operations
-    that cannot be recomputed. 0 where there is a host to offload to."""
+    """Return a lower bound, without a solver, of what is saved from forward to backward: tensors saved beside the results of
+    operations that cannot be recomputed. 0 where there is a host to offload to."""
     if problem.cluster.host is not None:
         return 0.0
     least = 0.0
@@ -143,7 +143,7 @@ def unavoidable_saved_bytes(problem: Problem) -> float:
 
 
 def unavoidable_shortage_bytes(problem: Problem) -> float:
-    """By how much `unavoidable_saved_bytes` alone exceed the memory budget; negative where they do not."""
+    """Return by how much `unavoidable_saved_bytes` alone exceed the memory budget; negative where they do not."""
     device = problem.cluster.device
     reserved = (1 + fragmentation(device)) * unavoidable_saved_bytes(problem)
     return reserved - tensor_budget_bytes(device, communicator_count(problem.mesh, problem.zero_group))

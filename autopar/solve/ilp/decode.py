@@ -1,4 +1,4 @@
-"""From a solution of the ILP back to a plan: strategies, boundary placements, conversion trees, and what is recomputed,
+"""The way from a solution of the ILP back to a plan: strategies, boundary placements, conversion trees, and what is recomputed,
 offloaded and partitioned."""
 
 from __future__ import annotations

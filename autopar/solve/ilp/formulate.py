@@ -23,9 +23,9 @@ _PENALTY = 300.0
 
 
 def formulate(problem: Problem, sharded_axes: Sequence[int] = (), recompute: bool = False) -> Formulation:
-    """Without the memory constraint, which `memory_events.add_memory_constraint` adds. `sharded_axes` are forced: they must not
-    repeat FLOPs that they can shard. With `recompute` every tensor that the backward needs is saved, recomputed or offloaded;
-    else all of them are saved."""
+    """Return the program without the memory constraint, which `memory_events.add_memory_constraint` adds. `sharded_axes` are
+    forced: they must not repeat FLOPs that they can shard. With `recompute` every tensor that the backward needs is saved,
+    recomputed or offloaded; else all of them are saved."""
     form = formulate_flows(problem)
     if recompute:
         for name, table in problem.blocks.items():
@@ -54,7 +54,7 @@ def formulate_flows(problem: Problem, blocks: Collection[str] | None = None) -> 
 
 
 def _second_unit(problem: Problem, blocks: Mapping[str, BlockTable]) -> float:
-    """Scales the seconds of a micro-batch, in these blocks, to about a thousand."""
+    """Return a unit in which the seconds of a micro-batch, in these blocks, are about a thousand."""
     least = sum(
         problem.graph.count(name) * min((each.seconds.forward + each.seconds.backward for each in strategies), default=0.0)
         for name, table in blocks.items()
@@ -64,7 +64,7 @@ def _second_unit(problem: Problem, blocks: Mapping[str, BlockTable]) -> float:
 
 
 def add_boundary_placements(form: Formulation, blocks: Collection[str] | None = None) -> None:
-    """w: one placement per boundary class (of some `blocks`)."""
+    """Add w: one placement per boundary class (of some `blocks`)."""
     members = form.problem.boundary.members
     for number, allowed in form.problem.placements.items():
         if blocks is not None and not any(slot.block in blocks for slot in members[number]):
@@ -76,7 +76,7 @@ def add_boundary_placements(form: Formulation, blocks: Collection[str] | None = 
 
 
 def add_strategies(form: Formulation, table: BlockTable) -> None:
-    """x: one strategy per operation."""
+    """Add x: one strategy per operation."""
     for node, strategies in table.strategies.items():
         form.x[table.block.name, node] = form.model.shares(len(strategies), integer=True)
         # sum_s x[node, s] = 1
@@ -90,7 +90,7 @@ def _class_terms(form: Formulation, slot: Slot) -> dict[Placements, Expression]:
 
 
 def _produced(form: Formulation, table: BlockTable, value: str) -> dict[Placements, Expression]:
-    """Per placement the expression (0 or 1) that says whether the value is produced there."""
+    """Return per placement the expression (0 or 1) that says whether the value is produced there."""
     block = table.block
     for index, each in enumerate(block.inputs):
         if each.name == value:
@@ -107,8 +107,8 @@ def _produced(form: Formulation, table: BlockTable, value: str) -> dict[Placemen
 
 
 def _needed(form: Formulation, table: BlockTable, consumer: tuple[str, int]) -> dict[Placements, Expression]:
-    """Per placement the expression (0 or 1) that says whether the consumer needs the value there; none for a buffer's new value,
-    which is always replicated."""
+    """Return per placement the expression (0 or 1) that says whether the consumer needs the value there; none for a buffer's new
+    value, which is always replicated."""
     name, index = consumer
     if name == "=":
         return {}
@@ -121,7 +121,7 @@ def _needed(form: Formulation, table: BlockTable, consumer: tuple[str, int]) -> 
 
 
 def add_conversion_flow(form: Formulation, table: BlockTable, value: str) -> None:
-    """y, f: one unit flows per consumer from the produced to the needed placement; a conversion is paid once, however many
+    """Add y and f: one unit flows per consumer from the produced to the needed placement; a conversion is paid once, however many
     consumers use it."""
     model, conversions, consumers = form.model, table.conversions[value], table.consumers[value]
     produced = _produced(form, table, value)
@@ -148,7 +148,7 @@ def add_conversion_flow(form: Formulation, table: BlockTable, value: str) -> Non
 
 
 def add_conversion_trees(form: Formulation, table: BlockTable) -> None:
-    """The conversions of a value are a tree: a plan holds at most one copy of a value in each placement."""
+    """Make the conversions of a value a tree: a plan holds at most one copy of a value in each placement."""
     for value, conversions in table.conversions.items():
         into: list[Expression] = [{} for _ in conversions.states]
         for edge, y in zip(conversions.edges, form.y[table.block.name, value], strict=True):
@@ -162,8 +162,8 @@ def add_conversion_trees(form: Formulation, table: BlockTable) -> None:
 
 
 def add_redundancy_limits(form: Formulation, axes: Sequence[int], passes: int = 1) -> None:
-    """Of the FLOPs that a forced axis can shard, the share that it repeats stays small; where a memory constraint or pins do not
-    allow that, it is as small as can be (`forced_axes.why_disobeyed` says so then). `passes` of the model make the objective."""
+    """Limit the share that a forced axis repeats of the FLOPs that it can shard; where a memory constraint or pins do not allow
+    that, it is as small as can be (`forced_axes.why_disobeyed` says so then). `passes` of the model make the objective."""
     for work in forced_work(form.problem, axes):
         terms: Expression = {}
         for key, repeated in work.whole.items():

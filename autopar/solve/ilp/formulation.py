@@ -80,7 +80,7 @@ class StorageVariables:
     gathers: list[tuple[StreamSeconds, int]] = field(default_factory=list)
 
     def offloaded_bytes(self) -> Expression:
-        """Of one call, in units of bytes."""
+        """Return the offloaded bytes of one call, in units of bytes."""
         return {variable: self.sizes[storage] for storage, variable in self.offloaded.items()}
 
 

@@ -40,7 +40,7 @@ class LinearModel:
         return len(self.row_lower)
 
     def variable(self, upper: float = INFINITY, *, integer: bool = False, lower: float = 0.0) -> int:
-        """A new column; returns its number."""
+        """Add a column, and return its number."""
         self.lower.append(lower)
         self.upper.append(upper)
         self.integer.append(integer)
@@ -48,11 +48,11 @@ class LinearModel:
         return len(self.lower) - 1
 
     def binary(self) -> int:
-        """A new column that is 0 or 1."""
+        """Add a column that is 0 or 1."""
         return self.variable(1.0, integer=True)
 
     def shares(self, count: int, *, integer: bool = False) -> list[int]:
-        """So many new columns from 0 to 1; their numbers."""
+        """Add so many columns from 0 to 1, and return their numbers."""
         first = len(self.lower)
         self.lower += [0.0] * count
         self.upper += [1.0] * count
@@ -61,7 +61,7 @@ class LinearModel:
         return list(range(first, first + count))
 
     def row(self, terms: Terms | Iterable[tuple[int, float]], lower: float, upper: float) -> None:
-        """``lower <= terms <= upper``. A variable must occur once."""
+        """Add the row ``lower <= terms <= upper``. A variable must occur once."""
         pairs = terms.items() if isinstance(terms, Mapping) else terms
         first = len(self.entry_column)
         for column, value in pairs:
@@ -73,7 +73,7 @@ class LinearModel:
         self.row_upper.append(upper)
 
     def at_least_each(self, variables: Sequence[int], others: Sequence[int]) -> None:
-        """``variable >= other`` for each pair: one row each."""
+        """Add the row ``variable >= other`` for each pair."""
         count, first = len(variables), len(self.row_lower)
         self.entry_row += [number for number in range(first, first + count) for _ in range(2)]
         self.entry_column += [column for pair in zip(variables, others, strict=True) for column in pair]
@@ -82,23 +82,23 @@ class LinearModel:
         self.row_upper += [INFINITY] * count
 
     def at_least(self, variable: int, terms: Terms, constant: float = 0.0) -> None:
-        """``variable >= terms + constant``."""
+        """Add the row ``variable >= terms + constant``."""
         self.row(total((1.0, {variable: 1.0}), (-1.0, terms)), constant, INFINITY)
 
     def define(self, terms: Terms) -> int:
-        """A variable that equals the expression."""
+        """Add a variable that equals the expression."""
         variable = self.variable(lower=-INFINITY)
         self.row(total((1.0, {variable: 1.0}), (-1.0, terms)), 0.0, 0.0)
         return variable
 
     def minimise(self, terms: Terms) -> None:
-        """Adds to the objective."""
+        """Add the terms to the objective."""
         for variable, value in terms.items():
             self.cost[variable] += value
 
 
 def add(into: dict[int, float], terms: Terms, factor: float = 1.0) -> None:
-    """``into += factor * terms``."""
+    """Add terms in place: ``into += factor * terms``."""
     for variable, value in terms.items():
         into[variable] = into.get(variable, 0.0) + factor * value
 

@@ -18,8 +18,8 @@ from autopar.solve.problem.boundary import BlockBoundaries, Slot
 
 
 def add_memory_constraint(form: Formulation, margin_bytes: float = 0.0, minimise_excess: bool = False) -> None:
-    """Every memory event <= budget - margin: what tensors reserve. With `minimise_excess` the objective becomes by how much that
-    fails instead."""
+    """Add the rows of every memory event <= budget - margin: what tensors reserve. With `minimise_excess` the objective becomes
+    by how much that fails instead."""
     problem = form.problem
     device = problem.cluster.device
     share = 1 / (1 + fragmentation(device))
@@ -53,9 +53,9 @@ def _add_host_constraint(form: Formulation) -> None:
 
 
 def _memory_events(form: Formulation, memory: BlockMemoryTerms) -> Iterator[tuple[Expression, float]]:
-    """(expression, constant) of each event that no other one dominates, in units of bytes; what lives from step to step counts
-    as its share (it is not fragmented). Left out, since they are rarely the largest: weights that are gathered for a backward,
-    and the sum of a shared weight's gradients."""
+    """Yield (expression, constant) of each event that no other one dominates, in units of bytes; what lives from step to step
+    counts as its share (it is not fragmented). Left out, since they are rarely the largest: weights that are gathered for a
+    backward, and the sum of a shared weight's gradients."""
     boundary, states, byte = form.problem.boundary, form.states, form.byte_unit
     device = form.problem.cluster.device
     counts = {key: float(boundary.kind_counts[key]) if key is not None else 1.0 for key in states}
@@ -88,8 +88,7 @@ def _memory_events(form: Formulation, memory: BlockMemoryTerms) -> Iterator[tupl
 
 
 def _forward_event(form: Formulation, memory: BlockMemoryTerms, index: int, before: Terms) -> Expression:
-    """saved(calls < i) + forward[i] + weights, and (unless they are there from an earlier micro-batch) the buffer of their
-    gather."""
+    """Return saved(calls < i) + forward[i] + weights, and (but from an earlier micro-batch) the buffer of their gather."""
     kind = form.problem.boundary.call_kinds[index]
     state = form.states[kind]
     row = total((1.0, before), (1.0, memory.forward[kind.block]), (2.0, state.gathered_transient))
@@ -101,8 +100,8 @@ def _forward_event(form: Formulation, memory: BlockMemoryTerms, index: int, befo
 def _backward_events(
     form: Formulation, memory: BlockMemoryTerms, index: int, before: Terms, until: Terms
 ) -> Iterator[Expression]:
-    """While a call's backward runs, and when it ends (once with the buffer of its own reduction, once with that of the next
-    call)."""
+    """Yield what is there while a call's backward runs, and when it ends (once with the buffer of its own reduction, once with
+    that of the next call)."""
     kinds, states = form.problem.boundary.call_kinds, form.states
     kind, root, several = kinds[index], states.get(None), form.problem.micro_batches > 1
     state, following = states[kind], states[kinds[index + 1]] if index + 1 < len(kinds) else None
@@ -149,7 +148,7 @@ def _shared_gradients(root: StateTerms | None) -> Expression:
 
 
 def _undominated_calls(boundary: BlockBoundaries) -> list[tuple[int, bool]]:
-    """(call, backward): forward the last call of each neighbourhood, backward the first and the last."""
+    """Return (call, backward): forward the last call of each neighbourhood, backward the first and the last."""
     kinds = [None, *boundary.call_kinds, None]
     forward: dict[object, int] = {}
     first: dict[object, int] = {}
@@ -164,7 +163,7 @@ def _undominated_calls(boundary: BlockBoundaries) -> list[tuple[int, bool]]:
 
 
 def _boundary_slots(boundary: BlockBoundaries, memory: BlockMemoryTerms) -> Iterator[tuple[int, str, Slot]]:
-    """(call, graph value, slot) of every tensor between calls that the call may save."""
+    """Yield (call, graph value, slot) of every tensor between calls that the call may save."""
     slots = {each.slot for each in memory.boundary_saved}
     for index, call in enumerate(boundary.graph.calls):
         for side, names in (("in", call.inputs), ("out", call.outputs)):
@@ -180,7 +179,7 @@ def _last_savers(boundary: BlockBoundaries, memory: BlockMemoryTerms) -> dict[st
 
 
 def _saved_until(form: Formulation, memory: BlockMemoryTerms, last: dict[str, int], index: int) -> Expression:
-    """What the calls up to `index` save. A tensor between calls counts once, by the most that any of its readers says."""
+    """Return the bytes that the calls up to `index` save. A tensor between calls counts once, by its reader that says most."""
     boundary = form.problem.boundary
     done = [kind.block for kind in boundary.call_kinds[: index + 1]]
     out: Expression = {}
@@ -194,7 +193,7 @@ def _saved_until(form: Formulation, memory: BlockMemoryTerms, last: dict[str, in
 def _saver_sets(
     boundary: BlockBoundaries, memory: BlockMemoryTerms, last: dict[str, int], index: int
 ) -> dict[frozenset[Slot], int]:
-    """How many graph values are saved by then, by the slots that may save them."""
+    """Return how many graph values are saved by then, by the slots that may save them."""
     savers: dict[str, set[Slot]] = {}
     for _, name, slot in _boundary_slots(boundary, memory):
         if last[name] <= index:
@@ -206,7 +205,7 @@ def _saver_sets(
 
 
 def _boundary_bytes(form: Formulation, memory: BlockMemoryTerms, slots: frozenset[Slot]) -> int:
-    """G[slots]: bytes of a tensor between calls that these slots may save."""
+    """Return G[slots]: bytes of a tensor between calls that these slots may save."""
     variable = form.boundary_saved.get(slots)
     if variable is None:
         variable = form.boundary_saved[slots] = form.model.variable()

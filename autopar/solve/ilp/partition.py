@@ -20,13 +20,13 @@ from autopar.solve.ilp.linear_model import Terms, add, total
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable, Problem, StreamSeconds
 
-_LEAST = 0.1
+_MIN_BYTES = 0.1
 """Storages that take less of the device's memory than this, in units of bytes (hundredths of it), in all calls of a micro-batch
 are not worth a collective."""
 
 
 def partition_axes(problem: Problem, table: BlockTable) -> dict[str, tuple[int, ...]]:
-    """Per value of the block the model axes of several ranks on which nothing makes it sharded."""
+    """Return per value of the block the model axes of several ranks on which nothing makes it sharded."""
     mesh = problem.mesh
     axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1 and mesh.names[axis] != DATA_AXIS]
     out: dict[str, tuple[int, ...]] = {}
@@ -38,7 +38,7 @@ def partition_axes(problem: Problem, table: BlockTable) -> dict[str, tuple[int, 
 
 
 def may_partition(problem: Problem) -> bool:
-    """Whether some value of a block that is worth it could be saved in parts."""
+    """Return whether some value of a block that is worth it could be saved in parts."""
     byte_unit = problem.cluster.device.memory_bytes / 100
     return any(
         replicated_on(at, axis) and _worth_it(problem, name, table.costs.value_bytes(value, at) / byte_unit)
@@ -50,12 +50,12 @@ def may_partition(problem: Problem) -> bool:
 
 
 def _worth_it(problem: Problem, block: str, size: float) -> bool:
-    return size * problem.graph.count(block) >= _LEAST
+    return size * problem.graph.count(block) >= _MIN_BYTES
 
 
 def _produced(problem: Problem, table: BlockTable) -> Iterator[tuple[str, tuple[Placements, ...]]]:
-    """Each value that is no parameter, and the placements that it may be produced in; without inputs of the batch, which the
-    caller holds whole."""
+    """Yield each value that is no parameter, and the placements that it may be produced in; without inputs of the batch, which
+    the caller holds whole."""
     graph, name = problem.graph, table.block.name
     batch = {value.name for value in graph.inputs}
     for index, value in enumerate(table.block.inputs):
@@ -70,8 +70,7 @@ def _produced(problem: Problem, table: BlockTable) -> Iterator[tuple[str, tuple[
 def add_partition(
     form: Formulation, table: BlockTable, out: StorageVariables, storage: PlacedValue, axes: tuple[int, ...], is_input: Terms
 ) -> Expression:
-    """P of a storage over each of the axes, with its seconds. `is_input`: the expression that says that it is an input of the
-    block."""
+    """Add P of a storage over each axis, with its seconds. `is_input`: whether it is an input of the block, as an expression."""
     parts: Expression = {}
     if not _worth_it(form.problem, table.block.name, out.sizes[storage]):
         return parts
@@ -90,13 +89,13 @@ def add_partition(
 
 
 def _shares_link(problem: Problem, axis: int) -> bool:
-    """Whether the axis uses a physical link of the data axis."""
+    """Return whether the axis uses a physical link of the data axis."""
     data = links_of_axis(problem.cluster, problem.mesh, problem.mesh.index(DATA_AXIS)).names
     return not data.isdisjoint(links_of_axis(problem.cluster, problem.mesh, axis).names)
 
 
 def partition_terms(form: Formulation, storages: StorageVariables) -> tuple[Expression, Expression, Expression]:
-    """As `PartitionedBytes` of one call: saved, forward, backward, in units of bytes."""
+    """Return the terms of `PartitionedBytes` of one call: saved, forward, backward, in units of bytes."""
     saved: Expression = {}
     forward: Expression = {}
     backward: Expression = {}

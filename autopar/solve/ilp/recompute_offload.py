@@ -26,12 +26,12 @@ from autopar.solve.ilp.partition import add_partition, partition_axes
 from autopar.solve.ilp.storages import boundary_values, recomputable_nodes, storage_names
 from autopar.solve.problem.problem import BlockTable, NodeStrategy
 
-_SMALL = 1e-3
+_MIN_SHARE = 1e-3
 """Storages below this share of all that a block could save are not worth a decision."""
 
 
 def add_storages(form: Formulation, name: str, table: BlockTable, decide: bool) -> None:
-    """Variables and rows of one block. Without `decide` all that the backward needs is saved."""
+    """Add the variables and rows of one block. Without `decide` all that the backward needs is saved."""
     out = StorageVariables(storage_names(table))
     form.storages[name] = out
     for node, strategies in table.strategies.items():
@@ -51,7 +51,7 @@ def small_size(sizes: Mapping[PlacedValue, float]) -> float:
     least: dict[str, float] = {}
     for storage, size in sizes.items():
         least[storage[0]] = min(least.get(storage[0], INFINITY), size)
-    return _SMALL * sum(least.values())
+    return _MIN_SHARE * sum(least.values())
 
 
 def _save_everything(form: Formulation, out: StorageVariables) -> None:
@@ -95,7 +95,7 @@ class _BlockRecompute:
         self.partition_axes = partition_axes(form.problem, table)
 
     def add(self) -> None:
-        """All variables and rows."""
+        """Add all variables and rows."""
         self._add_recomputed_operations()
         self._add_recomputed_conversions()
         available: dict[PlacedValue, int] = {}
@@ -105,14 +105,14 @@ class _BlockRecompute:
         self._add_families(available)
 
     def _large(self, storage: PlacedValue) -> bool:
-        """Whether the storage is worth a decision; notes its size."""
+        """Note the size of a storage, and return whether it is worth a decision."""
         sizes = self.out.sizes
         if storage not in sizes:
             sizes[storage] = 0.0 if storage[0].endswith("+") else self.table.costs.value_bytes(*storage) / self.form.byte_unit
         return sizes[storage] > self.small
 
     def _add_recomputed_operations(self) -> None:
-        """r."""
+        """Add r: which operations are recomputed."""
         recomputable = recomputable_nodes(self.table.block)
         nodes = self.table.costs.nodes
         for name, strategies in self.table.strategies.items():
@@ -146,7 +146,7 @@ class _BlockRecompute:
         return names
 
     def _add_recomputed_conversions(self) -> None:
-        """c."""
+        """Add c: which conversions are recomputed."""
         overwritten = overwritten_values(self.table.block)
         for value, conversions in self.table.conversions.items():
             if value in overwritten:
@@ -168,7 +168,7 @@ class _BlockRecompute:
                 self.readers.append((source, {c: 1.0}))
 
     def _needed_storages(self) -> dict[PlacedValue, None]:
-        """What some backward needs, and what that may be recomputed from."""
+        """Return what some backward needs, and what that may be recomputed from."""
         needed = dict.fromkeys(self.out.needs)
         pending = list(needed)
         while pending:
@@ -182,7 +182,7 @@ class _BlockRecompute:
         return needed
 
     def _add_storage(self, storage: PlacedValue) -> int:
-        """S, O, P, M and A of a storage; returns A."""
+        """Add S, O, P, M and A of a storage, and return A."""
         model, out, large = self.model, self.out, self._large(storage)
         may_offload = self.has_host and large and not storage[0].endswith("+")  # such a tensor has no name in a program
         producers = self.producers.get(storage, [])
@@ -219,14 +219,14 @@ class _BlockRecompute:
         return available
 
     def _add_reads(self, available: Mapping[PlacedValue, int]) -> None:
-        """Whatever is recomputed reads what is available."""
+        """Add the rows by which whatever is recomputed reads what is available."""
         for storage, terms in self.readers:
             if storage in available:
                 # A[t] >= r, c that read it
                 self.model.at_least(available[storage], terms)
 
     def _add_families(self, available: Mapping[PlacedValue, int]) -> None:
-        """Storages that conversions produce from each other (a family) do not support each other in a cycle."""
+        """Add rows by which storages that conversions produce from each other (a family) do not support each other."""
         joined = UnionFind()
         for storage in available:
             for producer in self.producers.get(storage, ()):

@@ -1,4 +1,4 @@
-"""One mesh at a time: solve the ILP, price its solution with the evaluator, and compare the two."""
+"""The solution of one mesh: solve the ILP, price its solution with the evaluator, and compare the two."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from autopar.solve.space.grid import GridPoint
 RATIO = 1.03
 """The evaluator's seconds may be at most this many times those of the ILP."""
 
-_TRIES = 4
-"""How often a problem is solved with less and less memory, while its solution does not fit by the evaluator."""
+_ATTEMPTS = 4
+"""Attempts to solve a problem with less and less memory, while its solution does not fit by the evaluator."""
 
-_REPEATS = 1e-6
+_REPEAT_TOLERANCE = 1e-6
 """The share of FLOPs above what a forced axis may repeat that is more than rounding."""
 
 
 @dataclass(slots=True)
 class MeshSolution:
-    """What is known of one point of the grid. `bound_seconds` is below every plan on it; `shortage_bytes` is the least that an
+    """The state of one point of the grid. `bound_seconds` is below every plan on it; `shortage_bytes` is the least that an
     infeasible one lacks on each device, `refusal` why its plan does not obey a forced degree, `reason` why it was not solved.
     `graph` is that of the candidate, where its blocks differ by pipeline stage."""
 
@@ -93,7 +93,7 @@ class MeshSolution:
 
 @dataclass(slots=True)
 class MeshSolver:
-    """Solves one point of the grid. `problem` are its tables, `result` what is known so far."""
+    """The solver of one point of the grid. `problem` are its tables, `result` what is known so far."""
 
     graph: Graph
     problem: Problem
@@ -102,7 +102,7 @@ class MeshSolver:
     result: MeshSolution
 
     def solve_without_memory(self, time_limit_seconds: float) -> None:
-        """Without the memory constraint: a lower bound, and the optimum where that plan fits."""
+        """Solve without the memory constraint: a lower bound, and the optimum where that plan fits."""
         form = formulate(self.problem, self.sharded_axes)
         self.result.variables, self.result.constraints = form.model.variables, form.model.constraints
         outcome = self._outcome(form, time_limit_seconds)
@@ -113,12 +113,12 @@ class MeshSolver:
             self.result.status = outcome.status
 
     def solve_with_memory(self, time_limit_seconds: float, cutoff_seconds: float = inf, iterations: float = inf) -> None:
-        """With the memory constraint: placements, state sharding, what is saved, recomputed and offloaded, jointly. With a
-        smaller capacity again where the solution does not fit by the evaluator. PRUNED where every plan of a large problem takes
-        longer than `cutoff_seconds`. A large problem ends with its best plan after so many `iterations` of the simplex method."""
+        """Solve placements, state sharding, and what is saved, recomputed and offloaded, jointly under the memory constraint;
+        with a smaller capacity again where the solution does not fit by the evaluator. PRUNED where every plan of a large problem
+        takes longer than `cutoff_seconds`. A large problem ends with its best plan after so many simplex `iterations`."""
         began = monotonic()
         margin = 0.0
-        for attempt in range(_TRIES):
+        for attempt in range(_ATTEMPTS):
             form = self._formulate_with_memory(margin)
             self.result.variables, self.result.constraints = form.model.variables, form.model.constraints
             left = time_limit_seconds - (monotonic() - began)
@@ -137,8 +137,8 @@ class MeshSolver:
             margin += 1.02 * (self.result.evaluation.peak_memory_bytes - self.problem.cluster.device.budget_bytes)
 
     def relax_with_memory(self, time_limit_seconds: float, iterations: int | None = None) -> float | None:
-        """Seconds below every plan that fits: the linear relaxation of `solve_with_memory`. Infinite where nothing fits, None
-        where the time or so many `iterations` of the simplex method end."""
+        """Return seconds below every plan that fits: the linear relaxation of `solve_with_memory`. Infinite where nothing fits,
+        None where the time or so many `iterations` of the simplex method end."""
         form = self._formulate_with_memory(0.0)
         outcome = solve(form.model, relaxed=True, time_limit_seconds=time_limit_seconds, iterations=iterations)
         if outcome.status is Status.INFEASIBLE:
@@ -149,14 +149,14 @@ class MeshSolver:
         return self.result.bound_seconds
 
     def _outcome(self, form: Formulation, time_limit_seconds: float, cutoff: float = inf, iterations: float = inf) -> Outcome:
-        """Where repeated FLOPs of a forced axis are cheaper than to shard them in spite of their price (small operations on slow
-        links), they are forbidden, and the program is solved again; the first outcome stays where nothing obeys that."""
+        """Solve a program; once more with repeated FLOPs of a forced axis forbidden where these are cheaper than to shard in
+        spite of their price (small operations on slow links). The first outcome stays where nothing obeys that."""
         began = monotonic()
         outcome = solve_large(
             form.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap, cutoff=cutoff,
             iterations=iterations,
         )  # fmt: skip
-        if not outcome.values or all(outcome.values[slack] <= _REPEATS for slack in form.penalties):
+        if not outcome.values or all(outcome.values[slack] <= _REPEAT_TOLERANCE for slack in form.penalties):
             return outcome
         for slack in form.penalties:
             form.model.upper[slack] = 0.0
@@ -169,19 +169,19 @@ class MeshSolver:
         add_memory_constraint(form, margin_bytes)
         return form
 
-    def shortage_bytes(self, time_limit_seconds: float | None = None) -> float:
-        """Bytes that each device lacks at least (linear relaxation), whatever is recomputed or offloaded; 0 where a plan may
+    def shortage_bytes(self) -> float:
+        """Return the least bytes that a device lacks (linear relaxation), whatever is recomputed or offloaded; 0 where a plan may
         fit."""
         unavoidable = unavoidable_shortage_bytes(self.problem)
         if unavoidable > 0:
             return unavoidable
         form = formulate(self.problem, recompute=True)
         add_memory_constraint(form, minimise_excess=True)
-        outcome = solve(form.model, relaxed=True, time_limit_seconds=time_limit_seconds)
+        outcome = solve(form.model, relaxed=True)
         return max(0.0, outcome.objective) * form.byte_unit if outcome.values else 0.0
 
     def has_useless_axis(self) -> bool:
-        """Whether some model axis shards nothing in any strategy: then a smaller axis does as well."""
+        """Return whether some model axis shards nothing in any strategy: then a smaller axis does as well."""
         used = {
             axis
             for table in self.problem.blocks.values()
@@ -194,7 +194,7 @@ class MeshSolver:
         return not used.issuperset(range(1, len(self.problem.mesh.axes)))
 
     def _accept(self, form: Formulation, outcome: Outcome) -> None:
-        """Decodes and prices a solution. It counts as solved only if it fits by the evaluator."""
+        """Decode and price a solution. It counts as solved only if it fits by the evaluator."""
         result = self.result
         result.candidate = decode(form, outcome.values)
         result.evaluation = self._price(result.candidate)
@@ -217,7 +217,7 @@ class MeshSolver:
 
     @staticmethod
     def _seconds(form: Formulation, outcome: Outcome, objective: float) -> float:
-        """Without the penalties for redundant FLOPs, which are not seconds."""
+        """Return the seconds of an objective without the penalties for redundant FLOPs, which are not seconds."""
         if outcome.values:
             objective -= sum(outcome.values[variable] * price for variable, price in form.penalties.items())
         elif form.penalties:

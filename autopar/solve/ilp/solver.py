@@ -1,4 +1,4 @@
-"""Solves a `LinearModel` by HiGHS, with SCIP (GLOP for relaxations) as fallback and cross-check; large ones by branching on few
+"""Solvers of a `LinearModel`: HiGHS, with SCIP (GLOP for relaxations) as fallback and cross-check; large ones by branching on few
 of their binaries."""
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _NODE_VARIABLES = 300_000
 
 
 class Status(StrEnum):
-    """`FEASIBLE`: the solution is not proven optimal. `TIMEOUT`: time ended without a solution. `PRUNED`: not solved, since its
-    bound is above a known plan. `NOT_TRIED`: not solved, although its bound leaves room for a better plan."""
+    """The status of a solution. `FEASIBLE`: the solution is not proven optimal. `TIMEOUT`: time ended without a solution.
+    `PRUNED`: not solved, since its bound is above a known plan. `NOT_TRIED`: not solved, although its bound leaves room for a
+    better plan."""
 
     OPTIMAL = "OPTIMAL"
     FEASIBLE = "FEASIBLE"
@@ -45,8 +46,8 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`values` per variable (empty without a solution); `objective` of them; `bound` below every solution; `iterations` of the
-    simplex method that it took."""
+    """The result of a solver: `values` per variable (empty without a solution); `objective` of them; `bound` below every
+    solution; `iterations` of the simplex method that it took."""
 
     status: Status
     values: tuple[float, ...]
@@ -65,7 +66,7 @@ def solve(
     iterations: int | None = None,
     nodes: int | None = None,
 ) -> Outcome:
-    """Minimises. `relaxed` drops integrality: the root LP. Limits: see `solver_call.Limits`."""
+    """Minimise the objective of a model. `relaxed` drops integrality: the root LP. Limits: see `solver_call.Limits`."""
     limits = Limits(iterations, nodes, time_limit_seconds)
 
     def call(name: SolverName) -> SolverResult | None:
@@ -85,14 +86,14 @@ def solve(
 
 
 def most_nodes(model: LinearModel) -> int:
-    """The nodes of branch and bound after which an integer program of this size ends with the best solution so far."""
+    """Return the nodes of branch and bound after which an integer program of this size ends with the best solution so far."""
     return max(1, _NODE_VARIABLES // max(1, model.variables))
 
 
 def _interruptible(call: Callable[[], T]) -> T:
-    """Runs a call in a second thread, so that the main thread receives Ctrl-C at once; the call then runs to its time limit.
-    Short calls too: the first Python code that runs after the solver's own is a look-up of a message's class, whose exceptions
-    OR-tools drops, an interrupt among them."""
+    """Run a call in a second thread, so that the main thread receives Ctrl-C at once; the call then runs to its time limit. Short
+    calls too: the first Python code that runs after the solver's own is a look-up of a message's class, whose exceptions OR-tools
+    drops, an interrupt among them."""
     if current_thread() is not main_thread():
         return call()
     out: Queue[T | BaseException] = Queue()
@@ -114,7 +115,7 @@ def solve_large(
     model: LinearModel, *, time_limit_seconds: float, relative_gap: float, cutoff: float = float("inf"),
     iterations: float = float("inf"),
 ) -> Outcome:  # fmt: skip
-    """As `solve`, with `most_nodes`. Where the model is large, by branching on its `branching_groups` alone: at each node the
+    """Minimise as `solve` does, with `most_nodes`. A large model is branched on its `branching_groups` alone: at each node the
     linear relaxation, which is a lower bound, and where it mixes none of these groups, the integer problem without the binaries
     that are zero in the relaxation, which takes a tenth of the time. The bound remains that of the relaxations. Nodes whose
     relaxation is above `cutoff` are not looked into: PRUNED where that leaves nothing. No node begins after so many `iterations`.
@@ -202,9 +203,9 @@ class _Branching:
                 heappush(self.open, (root.objective, 10 * number + index, out | set(mixed) - {chosen}))
 
     def _round(self, out: frozenset[int], values: Sequence[float]) -> None:
-        """A solution whose boundaries have the placements of the largest share in the relaxation: what is left falls apart into
-        blocks. Over the strategies that the relaxation uses, else over all; conversions are free, since those of a relaxation
-        that mixes two equal axes are halves of which no whole ones can be made."""
+        """Look for a solution whose boundaries have the placements of the largest share in the relaxation: what is left falls
+        apart into blocks. Over the strategies that the relaxation uses, else over all; conversions are free, since those of a
+        relaxation that mixes two equal axes are halves of which no whole ones can be made."""
         far: set[int] = set()
         for group in self.model.boundary_groups:
             chosen = max(group, key=lambda column: values[column])
@@ -214,11 +215,11 @@ class _Branching:
             self._solve_wholly({*out, *far})
 
     def _dive(self, out: frozenset[int], values: Sequence[float]) -> None:
-        """A solution with the relaxation's choice in every branching group, over all other binaries."""
+        """Look for a solution with the relaxation's choice in every branching group, over all other binaries."""
         self._solve_wholly({*out, *(column for group in self.model.branching_groups for column in group if values[column] < 0.5)})
 
     def _solve_fully(self, out: frozenset[int], bound: float) -> float:
-        """Solves with all binaries, where those of the relaxation give no solution. Returns the bound of the node."""
+        """Solve with all binaries, where those of the relaxation give no solution, and return the bound of the node."""
         return max(bound, self._solve_wholly(out).bound)
 
     def _solve_wholly(self, out: Iterable[int]) -> Outcome:

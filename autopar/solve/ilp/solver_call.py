@@ -31,8 +31,8 @@ _INFEASIBLE = (result_pb2.TERMINATION_REASON_INFEASIBLE, result_pb2.TERMINATION_
 
 @dataclass(frozen=True, slots=True)
 class SolverResult:
-    """`values` per variable, None without a feasible solution; `objective` of them; `bound` below every solution; `iterations` of
-    the simplex method in all its linear programs."""
+    """The numbers of a solution: `values` per variable, None without a feasible solution; `objective` of them; `bound` below
+    every solution; `iterations` of the simplex method in all its linear programs."""
 
     infeasible: bool
     optimal: bool
@@ -44,8 +44,8 @@ class SolverResult:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where a solver ends without an optimum: by counts, which are the same on every machine, of the simplex `iterations` of a
-    linear relaxation and the `nodes` of an integer program (None: no limit), and by the user's time limit."""
+    """Limits at which a solver ends without an optimum: counts, which are the same on every machine, of the simplex `iterations`
+    of a linear relaxation and the `nodes` of an integer program (None: no limit), and the user's time limit."""
 
     iterations: int | None = None
     nodes: int | None = None
@@ -55,8 +55,8 @@ class Limits:
 def call_solver(
     model: LinearModel, solver: SolverName, relaxed: bool, limits: Limits, relative_gap: float
 ) -> SolverResult | None:  # fmt: skip
-    """Minimises; `relaxed` drops integrality. None where the solver gave up for numerical reasons (HiGHS' model status
-    "unknown", which OR-tools reports as an error)."""
+    """Minimise the objective of a model; `relaxed` drops integrality. None where the solver gave up for numerical reasons (HiGHS'
+    model status "unknown", which OR-tools reports as an error)."""
     parameters = parameters_pb2.SolveParametersProto()
     parameters.highs.int_options.update(_ONE_THREAD)
     if limits.time_limit_seconds is not None:

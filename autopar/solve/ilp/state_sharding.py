@@ -1,5 +1,5 @@
-"""State sharding (ZeRO) in the ILP: which stage each block takes, and what its parameters, gradients and optimizer state cost
-then.
+"""State sharding (ZeRO) in the ILP: the stage of each block, and the cost of its parameters, gradients and optimizer state under
+it.
 
 Seconds and bytes of state depend on the elements on one device, a product of a parameter's placement (w) and the ZeRO stage (z);
 ``u[parameter, shards, zero]`` makes that product linear.
@@ -26,7 +26,7 @@ from autopar.solve.problem.boundary import Slot
 
 
 def add_zero_stages(form: Formulation) -> None:
-    """z: one ZeRO stage per block; shared parameters take the largest of their users', at most 2."""
+    """Add z: one ZeRO stage per block; shared parameters take the largest of their users', at most 2."""
     problem, model = form.problem, form.model
     boundary = problem.boundary
     users = sorted({kind.block for kind in boundary.kind_counts if not all(kind.own)})
@@ -52,7 +52,7 @@ def add_zero_stages(form: Formulation) -> None:
 
 
 def add_state_terms(form: Formulation) -> None:
-    """u, and the costs of every group of parameters: those that a kind of call owns alone, and those that calls share."""
+    """Add u, and the costs of every group of parameters: those that a kind of call owns alone, and those that calls share."""
     boundary, blocks = form.problem.boundary, form.problem.blocks
     for name, table in blocks.items():
         slots = [Slot(name, "param", index) for index in range(len(table.block.parameters))]
@@ -69,7 +69,7 @@ def add_state_terms(form: Formulation) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _StoredParameter:
-    """`placements` are those it may be stored in, `elements` per ZeRO stage those on one device, as an expression."""
+    """A parameter: `placements` are those it may be stored in, `elements` those on one device by ZeRO stage, as expressions."""
 
     parameter: Parameter
     placements: tuple[Placements, ...]
@@ -91,7 +91,7 @@ def _elements(parameter: Parameter) -> int:
 
 
 def _stored_parameter(form: Formulation, slot: Slot, z: Mapping[int, int]) -> _StoredParameter:
-    """With u where both the number of shards and the ZeRO stage are to be chosen."""
+    """Return the parameter at a slot, with u where both the number of shards and the ZeRO stage are to be chosen."""
     number = form.problem.boundary.classes[slot]
     parameter, placements = form.problem.boundary.parameter(slot), form.problem.placements[number]
     by_shards: dict[int, list[int]] = {}
@@ -103,7 +103,7 @@ def _stored_parameter(form: Formulation, slot: Slot, z: Mapping[int, int]) -> _S
 def _local_elements(
     form: Formulation, count: float, by_shards: Mapping[int, Sequence[int]], z: Mapping[int, int]
 ) -> dict[int, Expression]:
-    """Per ZeRO stage the elements on one device of a parameter of `count`. `by_shards`: the w of placements of so many shards."""
+    """Return by ZeRO stage the local elements of a parameter of `count`. `by_shards`: the w of placements of so many shards."""
     model = form.model
     if len(z) == 1:
         (zero,) = z
@@ -123,7 +123,7 @@ def _local_elements(
 
 @dataclass(frozen=True, slots=True)
 class _StatePrices:
-    """Seconds of a group under one ZeRO stage, as functions of its elements (all, or trainable) on one device."""
+    """The seconds of a group under one ZeRO stage, as functions of its elements (all, or trainable) on one device."""
 
     costs: BlockCosts
     zero: int
@@ -151,7 +151,7 @@ class _StatePrices:
 
 @dataclass(slots=True)
 class _GroupTerms:
-    """Adds the costs of one group under one ZeRO stage (its column is `z`) to the terms of the group."""
+    """The costs of one group under one ZeRO stage (its column is `z`), added to the terms of the group."""
 
     form: Formulation
     z: int
@@ -164,7 +164,7 @@ class _GroupTerms:
         extremes: tuple[float, float],
         bends: Sequence[float] = (),
     ) -> None:
-        """``into += cost(elements) z``, by the lower convex envelope of the cost between its extremes."""
+        """Add ``into += cost(elements) z``, by the lower convex envelope of the cost between its extremes."""
         unit = self.form.second_unit
         envelope = _envelope(cost, *extremes, bends)
         lines = [total((slope / unit, elements), (intercept / unit, {self.z: 1.0})) for slope, intercept in envelope]
@@ -178,14 +178,14 @@ class _GroupTerms:
         add(into, {price: 1.0})
 
     def bytes(self, into: Expression, elements: Terms, bytes_per_element: float) -> None:
-        """``into += bytes per element x elements``."""
+        """Add ``into += bytes per element x elements``."""
         if bytes_per_element:
             add(into, elements, bytes_per_element / self.form.byte_unit)
 
 
 def _envelope(cost: Callable[[float], float], low: float, high: float, bends: Sequence[float]) -> list[tuple[float, float]]:
-    """(slope, intercept) of each line of the lower convex envelope of a cost that is concave between `bends`: the chord of both
-    ends for affine and concave costs, and for measured tables the lower hull of their points (Andrew's monotone chain)."""
+    """Return (slope, intercept) of each line of the lower convex envelope of a cost that is concave between `bends`: the chord of
+    both ends for affine and concave costs, and for measured tables the lower hull of their points (Andrew's monotone chain)."""
     if high <= 0:
         return [(0.0, 0.0)]
     if high - low <= 1e-9 * high:

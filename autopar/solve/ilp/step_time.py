@@ -11,8 +11,8 @@ from autopar.solve.problem.problem import BlockTable, StreamSeconds
 
 
 def add_block_seconds(form: Formulation, name: str, table: BlockTable) -> None:
-    """seconds = sum_s x (compute + collectives inside) + sum_e y (conversion) + what is recomputed; and the part of it on links
-    of the data axis."""
+    """Add seconds = sum_s x (compute + collectives inside) + sum_e y (conversion) + what is recomputed; and the part of it on
+    links of the data axis."""
     forward: Expression = {}
     backward: Expression = {}
     forward_shared: Expression = {}
@@ -72,8 +72,9 @@ def _overlapped_offload(form: Formulation, main: Terms, offload: Terms) -> int:
 
 
 def add_step_seconds(form: Formulation) -> None:
-    """The objective: step = first gather + first forward + (m - 1) (backward + later forward) + last backward + last reduction +
-    optimizer, for m micro-batches. All later forwards are equal, and all backwards but the last (see `micro_batch_clock`)."""
+    """Add the objective: step = first gather + first forward + (m - 1) (backward + later forward) + last backward + last
+    reduction + optimizer, for m micro-batches. All later forwards are equal, and all backwards but the last (see
+    `micro_batch_clock`)."""
     model, boundary, states, micro_batches = form.model, form.problem.boundary, form.states, form.problem.micro_batches
     first, root = states[boundary.call_kinds[0]], states.get(None)
     model.minimise(first.gather_forward)
@@ -93,7 +94,7 @@ def add_step_seconds(form: Formulation) -> None:
 
 
 def _add_other_micro_batches(form: Formulation, first: StateTerms, root: StateTerms | None) -> None:
-    """(m - 1) (backward + later forward). The last reductions of a micro-batch overlap the forward of the next one."""
+    """Add (m - 1) (backward + later forward). The last reductions of a micro-batch overlap the forward of the next one."""
     model, overlap = form.model, form.problem.cluster.overlap
     others = float(form.problem.micro_batches - 1)
     calls, transfers = _forward_pass(form, lambda state: state.gather_backward)
@@ -111,7 +112,7 @@ def _add_other_micro_batches(form: Formulation, first: StateTerms, root: StateTe
 
 
 def _forward_pass(form: Formulation, gather: Callable[[StateTerms], Terms]) -> tuple[Terms, Terms]:
-    """One forward, in which each call overlaps the gather of the next one: seconds, and seconds of all transfers on the link."""
+    """Return a forward, in which each call overlaps the gather of the next one: its seconds, and those of all transfers."""
     parts: list[tuple[float, Terms]] = []
     transfers: list[tuple[float, Terms]] = []
     prefetched = form.problem.cluster.overlap.parameter_gather
@@ -126,7 +127,7 @@ def _forward_pass(form: Formulation, gather: Callable[[StateTerms], Terms]) -> t
 
 
 def _backward_pass(form: Formulation, reduce: Callable[[StateTerms], Terms]) -> Terms:
-    """One backward, in which each call overlaps the reduction of the next call and the gather of the previous one."""
+    """Return one backward, in which each call overlaps the reduction of the next call and the gather of the previous one."""
     parts: list[tuple[float, Terms]] = []
     overlap = form.problem.cluster.overlap
     for (following, kind, previous), count in form.problem.boundary.backward_neighbours.items():

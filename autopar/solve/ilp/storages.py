@@ -18,7 +18,7 @@ from autopar.solve.problem.problem import BlockTable
 
 
 def storage_names(table: BlockTable) -> Aliases:
-    """Over all strategies and all conversions without communication."""
+    """Return the aliases over all strategies and all conversions without communication."""
     plans = [strategy.plan for strategies in table.strategies.values() for strategy in strategies]
     free = [
         Conversion(value, conversions.states[edge.source], conversions.states[edge.target])
@@ -36,8 +36,7 @@ def _shares_storage(table: BlockTable, value: str, source: Placements, target: P
 
 
 def boundary_values(form: Formulation, table: BlockTable) -> Iterator[tuple[Slot, str, Placements, Terms]]:
-    """Placed values between blocks, with the variables that say that the boundary is there; inputs last, so that they name a
-    storage."""
+    """Yield placed values between blocks, with the variables of the boundary there; inputs last, so that they name a storage."""
     block, boundary = table.block, form.problem.boundary
     sides = (
         ("out", block.outputs),

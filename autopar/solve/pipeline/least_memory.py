@@ -1,5 +1,5 @@
-"""The pipeline that takes least memory under what is forced, by the stage search: what tells by how much a forced pipeline does
-not fit, and finds one where the faster partitions do not fit.
+"""The pipeline that takes least memory under what is forced, by the stage search: it tells by how much a forced pipeline does not
+fit, and fits where the faster partitions do not.
 
 Of each stage mesh it takes the smallest micro-batches and the schedule with the fewest in flight; the dynamic program then
 minimises the fullest stage's bytes in place of its seconds, over all options of the frontier (which end in full recomputation)
@@ -32,8 +32,7 @@ _MOST_MESHES = 6
 def least_memory_pipeline(
     graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry
 ) -> MeshSolution | None:  # fmt: skip
-    """The pipeline with the least peak memory by the evaluator, or the first that fits; None where there is none under what is
-    forced."""
+    """Return the pipeline with the least peak memory by the evaluator, or the first that fits; None where there is none."""
     try:
         tables = ProblemTables(graph, cluster, options, registry)
         search = PipelineSearch(graph, cluster, options, registry, tables, lambda: inf)
@@ -61,7 +60,7 @@ def _least(stages: StageSearch, point: GridPoint) -> MeshSolution | None:
 
 
 def _least_memory_points(points: Iterable[GridPoint]) -> list[GridPoint]:
-    """Per stages and mesh the point with the smallest micro-batches and the widest state group."""
+    """Return per stages and mesh the point with the smallest micro-batches and the widest state group."""
     points_by_mesh: dict[tuple[Mesh, int], GridPoint] = {}
     for point in points:
         other = points_by_mesh.setdefault((point.mesh, point.stages), point)

@@ -25,25 +25,25 @@ from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.pipeline_grid import ScheduleOption
 
-_MINOR = 0.1
+_MINOR_SHARE = 0.1
 """Blocks with less of all calls' seconds are looked at less closely."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSeconds:
-    """One call of a block for one micro-batch, by the fastest strategies: its forward, and all of it."""
+    """The seconds of one call of a block for one micro-batch, by the fastest strategies: its forward, and all of it."""
 
     forward: float
     both: float
 
     def part(self, share: float) -> CallSeconds:
-        """Of a share of the micro-batch."""
+        """Return the seconds of a share of the micro-batch."""
         return CallSeconds(self.forward * share, self.both * share)
 
 
 @dataclass(frozen=True, slots=True)
 class CallLines:
-    """One call of a block for one micro-batch, sharper: by linear programs of the block. `traded` of those that matter."""
+    """The half-planes of one call for one micro-batch, by linear programs of the block. `traded` of those that matter."""
 
     durations: tuple[DurationLine, ...]
     saved: tuple[SavedLine, ...]
@@ -73,8 +73,8 @@ class StageRelaxation:
     def at_least(
         self, points: Sequence[GridPoint], options: Sequence[ScheduleOption], best_seconds: float, by_clock: bool = True
     ) -> dict[ScheduleOption, float]:
-        """The least step of `points`, which differ in `zero_group` only, with each of `options`; infinite where nothing fits.
-        `by_clock` as in `schedule_bound`. Not looked at where what holds for all schedules is `best_seconds`."""
+        """Return the least step of `points`, which differ in `zero_group` only, with each of `options`; infinite where nothing
+        fits. `by_clock` as in `schedule_bound`. Not looked at where what holds for all schedules is `best_seconds`."""
         point, least = points[0], self.least_under_any_schedule(points)
         if least >= best_seconds:
             return dict.fromkeys(options, least)
@@ -83,17 +83,17 @@ class StageRelaxation:
         return {option: max(least, seconds) for option, seconds in bounds}
 
     def least_under_any_schedule(self, points: Sequence[GridPoint]) -> float:
-        """Of points that differ in `zero_group` only."""
+        """Return the least bound of points that differ in `zero_group` only."""
         return min(map(self.under_any_schedule, points))
 
     def under_any_schedule(self, point: GridPoint) -> float:
-        """With one micro-batch in flight, and no bubble but the first calls."""
+        """Return a bound with one micro-batch in flight, and no bubble but the first calls."""
         problem = with_zero_group(self.problem, point.zero_group)
         shape = PipelineShape(point.stages, self._wait_seconds(point.stages))
         return memory_bound(problem, self.relaxed.blocks, point.micro_batches, {1.0: self.relaxed.flow_seconds}, shape)
 
     def _wait_seconds(self, stages: int) -> float:
-        """On average over the stages: behind s others, the first s calls at least."""
+        """Return the seconds that a stage waits, on average over the stages: behind s others, the first s calls at least."""
         waits = [0.0]
         for call in self.problem.graph.calls[: stages - 1]:
             waits.append(waits[-1] + self.relaxed.calls[call.block].forward)
@@ -128,7 +128,7 @@ class StageRelaxation:
 
 
 def operation_calls(problem: Problem, stages: int) -> RelaxedCalls:
-    """By the fastest strategies of a point's own micro-batch alone, without linear programs."""
+    """Relax the calls by the fastest strategies of a point's own micro-batch alone, without linear programs."""
     calls = {name: call_seconds(problem, name, 0.0) for name in problem.blocks}
     return RelaxedCalls(_flow_seconds(problem, stages, calls), relax_blocks(problem), calls)
 
@@ -136,9 +136,9 @@ def operation_calls(problem: Problem, stages: int) -> RelaxedCalls:
 def relaxed_calls(
     problem: Problem, stages: int, blocks: tuple[BlockRelaxation, ...], seconds_left: Callable[[], float]
 ) -> RelaxedCalls:
-    """By the tables of a point's own micro-batch."""
+    """Relax the calls by the tables of a point's own micro-batch."""
     shares = {name: problem.graph.count(name) * call_seconds(problem, name, 0.0).both for name in problem.blocks}
-    minor = {name for name, seconds in shares.items() if seconds < _MINOR * sum(shares.values())}
+    minor = {name for name, seconds in shares.items() if seconds < _MINOR_SHARE * sum(shares.values())}
     lines = {each.name: _call_lines(problem, each, each.name in minor, seconds_left) for each in blocks}
     calls = {name: call_seconds(problem, name, each.durations[0].least_seconds) for name, each in lines.items()}
     return RelaxedCalls(_flow_seconds(problem, stages, calls), blocks, calls, lines)
@@ -157,7 +157,7 @@ def _flow_seconds(problem: Problem, stages: int, calls: Mapping[str, CallSeconds
 
 
 def call_seconds(problem: Problem, name: str, least_seconds: float) -> CallSeconds:
-    """`least_seconds`: what is known of one call and one micro-batch."""
+    """Return the seconds of one call. `least_seconds`: what is known of one call and one micro-batch."""
     forward = both = 0.0
     for strategies in problem.blocks[name].strategies.values():
         forward += min(each.seconds.forward for each in strategies)

@@ -1,4 +1,4 @@
-"""Which pipelines are worth partitioning: an estimate of each point with each of its schedules."""
+"""The ranking of pipelines by which some are worth partitioning: an estimate of each point with each of its schedules."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from autopar.solve.space.pipeline_grid import ScheduleOption
 
 Estimates = list[tuple[float, GridPoint, ScheduleOption]]
 
-_MOST_PLACED = 40
+_MAX_FAMILIES = 40
 """Families of points that are placed: a third of a second each where their blocks are large."""
 
 
 def rank_pipelines(
     search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float, with_memory: Callable[[GridPoint], float]
 ) -> Estimates:
-    """The estimated step of each point (with its lower bound) with each of its schedules, the shortest first, where it is below
-    `best_seconds`. `with_memory` gives a sharper bound. At most `_MOST_PLACED` families of points are placed, those with the
-    least bounds first. AutoparError where a forced schedule fits none of the points."""
+    """Return the estimated step of each point (with its lower bound) with each of its schedules, the shortest first, where it is
+    below `best_seconds`. `with_memory` gives a sharper bound. At most `_MAX_FAMILIES` families of points are placed, those with
+    the least bounds first. AutoparError where a forced schedule fits none of the points."""
     estimates = _Ranking(search, points, best_seconds, with_memory).run()
     return sorted(estimates, key=lambda each: (each[0], each[1].stages, each[2].virtual))
 
 
 class _Ranking:
-    """`ratios`: what larger micro-batches showed of smaller ones, where these are never faster. `beyond`: what memory and the
-    communication of state add to the bound of a point, which no bubble makes longer."""
+    """The estimates of one search. `ratios`: what larger micro-batches showed of smaller ones, where these are never faster.
+    `beyond`: what memory and the communication of state add to the bound of a point, which no bubble makes longer."""
 
     def __init__(
         self, search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float,
@@ -46,7 +46,7 @@ class _Ranking:
         self.schedules = dict(search.with_schedules(order))
 
     def run(self) -> Estimates:
-        """Point by point; other processes begin with the placements of the next ones."""
+        """Estimate point by point; other processes begin with the placements of the next ones."""
         out: Estimates = []
         search, options = self.search, self.search.options
         order, placed = list(self.schedules), 0
@@ -58,7 +58,7 @@ class _Ranking:
                     continue
                 try:
                     if not self.placement.knows(point):
-                        if placed == _MOST_PLACED:
+                        if placed == _MAX_FAMILIES:
                             continue
                         if self.best_seconds < inf:
                             self.beyond[point] = self.with_memory(point) - self.points[point]
@@ -78,13 +78,13 @@ class _Ranking:
         return self.points[point] * max(1.0, bubble_factor(point, option) / shared)
 
     def _open_schedules(self, point: GridPoint) -> list[ScheduleOption]:
-        """Those that bound, bubble and ratios do not prune."""
+        """Return the schedules that bound, bubble and ratios do not prune."""
         every = self.schedules[point]
         most = self.best_seconds - self.beyond.get(point, 0.0)
         return [each for each in every if self._least(point, each) * self.ratios.least(point, each) < most]
 
     def _unknown_families(self, point: GridPoint, order: Sequence[GridPoint]) -> Iterator[GridPoint]:
-        """The first point of each other family that may be placed."""
+        """Yield the first point of each other family that may be placed."""
         seen = {self.placement.family(point)}
         for each in order:
             if self.placement.family(each) not in seen and not self.placement.knows(each) and self._open_schedules(each):
@@ -100,7 +100,7 @@ class _Ranking:
         return self.placement.family_placement(point)
 
     def _estimates(self, point: GridPoint) -> Estimates:
-        """Without the memory constraint, which prunes the next ones; and under it."""
+        """Estimate without the memory constraint, which prunes the next ones; and under it."""
         fastest = self.placement.place(point, fastest=True)
         if fastest is None:
             return []
@@ -116,30 +116,30 @@ class _Ranking:
 
 
 def bubble_factor(point: GridPoint, option: ScheduleOption) -> float:
-    """The step with its bubble over that of the fullest stage."""
+    """Return the ratio of the step with its bubble to that of the fullest stage."""
     return 1 + option.bubble_passes * (point.stages - 1) / point.micro_batches
 
 
 class BoundRatios:
-    """What larger micro-batches of a stage mesh showed: estimates without memory over bounds. A bound is of the largest
-    micro-batch: smaller ones take as much longer at least, by the example."""
+    """The ratios of estimates without memory to bounds that larger micro-batches of a stage mesh showed. A bound is of the
+    largest micro-batch: smaller ones take as much longer at least, by the example."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
         self._known: dict[object, list[tuple[int, ScheduleOption, float]]] = {}
 
     def examples(self, point: GridPoint) -> int:
-        """Of one micro-batch on one data rank."""
+        """Return the examples of one micro-batch on one data rank."""
         return self._batch // point.micro_batches // point.mesh.size_of(DATA_AXIS)
 
     def least(self, point: GridPoint, option: ScheduleOption) -> float:
-        """What larger micro-batches showed of this schedule, or of any."""
+        """Return the ratio that larger micro-batches showed of this schedule, or of any."""
         known = [each for each in self._known.get(self._key(point), ()) if each[0] >= self.examples(point)]
         same = [ratio for _, of, ratio in known if (of.schedule, of.virtual) == (option.schedule, option.virtual)]
         return max(1.0, max(same, default=0.0) or min((ratio for *_, ratio in known), default=1.0))
 
     def learn(self, point: GridPoint, ratios: Mapping[ScheduleOption, float]) -> None:
-        """The schedules of `point` take so many times what its bound with their bubble says."""
+        """Note that the schedules of `point` take so many times what its bound with their bubble says."""
         self._known.setdefault(self._key(point), []).extend((self.examples(point), *each) for each in ratios.items())
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The pipelines of the grid: a lower bound for each point, solutions of the promising ones, and what certifies the rest.
+"""The pipelines of the grid: a lower bound for each point, solutions of the best ones, and bounds that certify the rest.
 
 A bound of a mesh is one of every pipeline whose stages have its model axes: of ``m`` micro-batches of ``b`` examples through
 ``p`` stages, the stage that works longest takes at least ``m x work(b) / p``, which is ``batch x ranks of the model axes /
@@ -42,8 +42,8 @@ Axes = tuple[Axis, ...]
 
 
 class PipelineSearch:
-    """Its graph may have split blocks (`split_blocks`); `tables` are those of `graph` as it is. `all_solutions` has one entry
-    for each point (all of its schedules together), then one for each pipeline that was priced."""
+    """The search over pipelines. Its graph may have split blocks (`split_blocks`); `tables` are those of `graph` as it is.
+    `all_solutions` has one entry for each point (all of its schedules together), then one for each pipeline that was priced."""
 
     def __init__(
         self, graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry, tables: ProblemTables,
@@ -72,7 +72,7 @@ class PipelineSearch:
         return [*self.points.values(), *self.solutions]
 
     def list_points(self) -> None:
-        """AutoparError where a pipeline is forced that cannot be."""
+        """List the points of the grid. AutoparError where a pipeline is forced that cannot be."""
         asked = pipeline_asked(self.options.force, self.options.schedule)
         if self.cluster.size == 1 and not asked:
             return
@@ -85,19 +85,19 @@ class PipelineSearch:
             raise PlanError(f"{option} needs a pipeline, and {self.graph.name} has none on {self.cluster.name}: leave it open")
 
     def learn_bound(self, problem: Problem, step_seconds: float) -> None:
-        """A bound on the step of all plans on the problem's mesh, memory and state left out."""
+        """Note a bound on the step of all plans on the problem's mesh, memory and state left out."""
         data = problem.mesh.size_of(DATA_AXIS)
         examples = problem.batch // data
         share = step_seconds * problem.cluster.size / self.cluster.size
         self.learn_rates({(problem.mesh.axes[1:], examples): share})
 
     def learn_rates(self, rates: Mapping[tuple[Axes, int], float]) -> None:
-        """As `seconds_per_example` of another search."""
+        """Take the `seconds_per_example` of another search."""
         for key, rate in rates.items():
             self.seconds_per_example[key] = max(self.seconds_per_example.get(key, 0.0), rate)
 
     def run(self, best_seconds: Callable[[], float]) -> Iterator[MeshSolution]:
-        """Solves the points that bounds and estimates do not prune; those that fit."""
+        """Solve the points that bounds and estimates do not prune, and yield those that fit."""
         if not self.points:
             return
         for axes, members in self._families().items():
@@ -126,11 +126,12 @@ class PipelineSearch:
         return out
 
     def _examples(self, point: GridPoint) -> int:
-        """Of one micro-batch on one data rank."""
+        """Return the examples of one micro-batch on one data rank."""
         return self.graph.batch // point.micro_batches // point.mesh.size_of(DATA_AXIS)
 
     def _bound_family(self, axes: Axes, members: list[GridPoint], best_seconds: Callable[[], float]) -> None:
-        """The least of what is known of micro-batches at least as large; where nothing is, the tables of the largest one."""
+        """Bound a family by the least of what is known of micro-batches at least as large; where nothing is, the tables of the
+        largest one."""
         largest = max(members, key=lambda point: (self._examples(point), point.stages))
         rates = [
             rate
@@ -147,9 +148,9 @@ class PipelineSearch:
             self.points[point].bound_seconds = max(self.points[point].bound_seconds, max(rates))
 
     def tighten(self, best_seconds: float, others_seconds: float) -> None:
-        """The least bounds, as long as they are what the certificate is short of (`others_seconds`: bounds of what is no
-        pipeline): first with memory and state, then with the tables of their own micro-batch and the bubble too. Goes on where
-        it ended before."""
+        """Raise the least bounds, as long as they are what the certificate is short of (`others_seconds`: bounds of what is no
+        pipeline): first with memory and state, then with the tables of their own micro-batch and the bubble too. Goes on where it
+        ended before."""
         if not self.ran:
             return
         self._tightening = self._tightening or self._new_tightening(best_seconds)
@@ -166,14 +167,14 @@ class PipelineSearch:
         return BoundTightening(self.points, steps, best_seconds)
 
     def _with_memory(self, point: GridPoint) -> float:
-        """`mesh_bound` with the bound that the point has, once."""
+        """Return the `mesh_bound` with the bound that the point has, once."""
         if point not in self._memory_bounds:
             self._memory_bounds[point] = self.mesh_bound(point, self.points[point].bound_seconds)
             raise_bound(self.points[point], self._memory_bounds[point])
         return self._memory_bounds[point]
 
     def _is_bounded(self, point: GridPoint) -> bool:
-        """Or its own tables, which say more, are those of the largest micro-batch on its mesh."""
+        """Return whether `mesh_bound` was taken, or says less than the point's own tables, of the largest micro-batch."""
         return point in self._memory_bounds or self._largest(point) == point.micro_batches
 
     def _largest(self, point: GridPoint) -> int:
@@ -182,17 +183,17 @@ class PipelineSearch:
         return min(each.micro_batches for each in same_mesh)
 
     def _family(self, point: GridPoint) -> object:
-        """Points of one relaxation."""
+        """Return what points of one relaxation have in common."""
         return point.mesh.axes[1:], self._examples(point)
 
     def problem(self, point: GridPoint, for_smaller: bool = False) -> Problem:
-        """Of one stage, on devices that are no slower than those of any stage. `for_smaller`: with prices whose bounds hold for
-        smaller micro-batches too."""
+        """Return the tables of one stage, on devices that are no slower than those of any stage. `for_smaller`: with prices whose
+        bounds hold for smaller micro-batches too."""
         cluster = cluster_for_bounds(self.cluster) if for_smaller else self.cluster
         return self.tables.problem(replace(point, zero_group=0), None, fastest_stage_cluster(cluster, point.stages))
 
     def mesh_bound(self, point: GridPoint, flow_seconds: float) -> float:
-        """What is known of the seconds of its calls, with memory and the communication of state, by the tables of the largest
+        """Bound a point by the seconds of its calls, with memory and the communication of state, by the tables of the largest
         micro-batch on its mesh: a call of a smaller one takes at least its share."""
         largest = replace(point, micro_batches=self._largest(point))
         key = largest.mesh, largest.micro_batches
@@ -209,8 +210,8 @@ class PipelineSearch:
     def schedule_bounds(
         self, members: Sequence[GridPoint], best_seconds: float, options: Sequence[ScheduleOption] | None = None
     ) -> dict[ScheduleOption, float]:
-        """Of points that differ in `zero_group` only: by the clock of these schedules, or all of theirs by some paths. Operations
-        alone first: those of small micro-batches often say enough."""
+        """Bound points that differ in `zero_group` only: by the clock of these schedules, or all of theirs by some paths.
+        Operations alone first: those of small micro-batches often say enough."""
         point, by_clock, shared = members[0], options is not None, self._ranks_per_core
         try:
             options = options or schedule_options(self.graph, point, self.options.force, self.options.schedule)
@@ -232,16 +233,15 @@ class PipelineSearch:
 
     @property
     def _ranks_per_core(self) -> float:
-        """At most by this factor is a step shorter than its schedule's clock (`schedules.shared_cores`)."""
+        """The factor by which a step is at most shorter than its schedule's clock (`schedules.shared_cores`)."""
         return max(1.0, self.cluster.device.ranks_per_core)
 
     def bounds(self) -> Iterable[float]:
-        """Below every pipeline of each point that is not shown to be infeasible."""
+        """Return the bounds below every pipeline of each point that is not shown to be infeasible."""
         return [result.bound_seconds for result in self.points.values() if result.status is not Status.INFEASIBLE]
 
     def finished(self, best_seconds: float) -> list[MeshSolution]:
-        """All results. What was not solved beside a plan of `best_seconds` is pruned by its bound, or says why it was not
-        tried."""
+        """Return all results. What was not solved beside `best_seconds` is pruned by its bound, or says why it was not tried."""
         for point, result in self.points.items():
             if self.ran and result.status is Status.TIMEOUT:
                 result.leave(best_seconds, self.options.min_improvement, self._why_not_tried(point))

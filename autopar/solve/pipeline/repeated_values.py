@@ -1,4 +1,4 @@
-"""Which values (masks, rotary tables) every pipeline stage computes itself instead of receiving them."""
+"""Values (masks, rotary tables) that every pipeline stage computes itself instead of receiving them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from autopar.ir.plan import Candidate
 def values_worth_repeating(
     graph: Graph, candidate: Candidate, cluster: Cluster, costs: Mapping[str, BlockCosts]
 ) -> tuple[str, ...]:
-    """Of the values that cross a cut and that inputs determine, those that are made in less time than they are sent: seconds of
-    the nodes on every chunk that reads one, against its bytes over the link at each cut that it crosses."""
+    """Return the values that cross a cut, are determined by inputs, and are made in less time than they are sent: seconds of the
+    nodes on every chunk that reads one, against its bytes over the link at each cut that it crosses."""
     chunks = chunk_calls(graph, candidate.pipeline)
     crossings = crossing_values(graph, chunks)
     repeatable = repeatable_values(graph)

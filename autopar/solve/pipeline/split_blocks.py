@@ -17,16 +17,16 @@ from autopar.ir.graph import Block, Graph
 from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
 from autopar.ir.pipeline.split_blocks import single_tensor_cuts, split_block
 
-_USUAL = 8
-"""Where no degree is forced, graphs are split for at most so many chunks."""
+_DEFAULT_CHUNKS = 8
+"""Chunks that graphs are split for at most, where no degree is forced."""
 
-_LONG = 1.2
+_MAX_SHARE = 1.2
 """A block that takes more than this share of a chunk is divided, into parts of half a chunk."""
 
 
 def with_split_blocks(graph: Graph, cluster: Cluster, force: Mapping[str, int]) -> Graph:
-    """`graph` for the pipelines that are asked for, or up to `_USUAL` chunks of the cluster's devices."""
-    chunks = force["pp"] * force.get("virtual", 1) if force.get("pp", 1) > 1 else min(_USUAL, cluster.size)
+    """Split blocks of `graph` for the pipelines that are asked for, or up to `_DEFAULT_CHUNKS` of the cluster's devices."""
+    chunks = force["pp"] * force.get("virtual", 1) if force.get("pp", 1) > 1 else min(_DEFAULT_CHUNKS, cluster.size)
     operations = sum(len(graph.block(call.block).nodes) for call in graph.calls)
     if chunks < 2 or chunks > operations or "virtual" not in force and len(graph.calls) > 4 * chunks:
         return graph
@@ -34,7 +34,7 @@ def with_split_blocks(graph: Graph, cluster: Cluster, force: Mapping[str, int]) 
     total = sum(sum(work[call.block]) for call in graph.calls)
     for block in graph.blocks:
         seconds = sum(work[block.name])
-        if seconds * chunks <= _LONG * total:
+        if seconds * chunks <= _MAX_SHARE * total:
             continue
         places = _places(block, work[block.name], ceil(2 * chunks * seconds / total))
         if places:
@@ -43,7 +43,7 @@ def with_split_blocks(graph: Graph, cluster: Cluster, force: Mapping[str, int]) 
 
 
 def _places(block: Block, seconds: list[float], parts: int) -> list[int]:
-    """Of the narrow places those nearest to equal shares."""
+    """Return the narrow places that are nearest to equal shares."""
     cuts = single_tensor_cuts(block)
     sums = [0.0]
     for each in seconds:
@@ -53,7 +53,7 @@ def _places(block: Block, seconds: list[float], parts: int) -> list[int]:
 
 
 def _node_seconds(block: Block, batch: int, cluster: Cluster) -> list[float]:
-    """Of each operation on one device, forward and backward, from the data sheet."""
+    """Return the seconds of each operation on one device, forward and backward, from the data sheet."""
     costs = BlockCosts(block, Mesh((Axis(DATA_AXIS, 1),)), batch, replace(cluster, size=1))
     device = cluster.device
     out = []

@@ -19,13 +19,13 @@ from autopar.ir.pipeline.stage_values import check_chunk_borders, crossing_value
 Matrix = Any
 """``[first call, end]`` of floats, as in ``calls[first:end]``; infinite where that cannot be a chunk."""
 
-_LIMITS = 6
+_LOAD_BOUNDS = 6
 """At most so many bounds on the largest load are tried, from the least one on."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePartition:
-    """`edges` are the first calls of all chunks, and the number of calls; `score` is what was minimised, in seconds."""
+    """A partition: `edges` are the first calls of all chunks, and the number of calls; `seconds` is what was minimised."""
 
     edges: tuple[int, ...]
     seconds: float
@@ -33,9 +33,9 @@ class StagePartition:
 
 
 def best_partition(
-    load_seconds: Sequence[Matrix], pass_seconds: Sequence[Matrix], bubble_passes: float, limits: int = _LIMITS
+    load_seconds: Sequence[Matrix], pass_seconds: Sequence[Matrix], bubble_passes: float, limits: int = _LOAD_BOUNDS
 ) -> StagePartition | None:
-    """`loads` and `passes` of each chunk in the model's order. None where nothing fits.
+    """Return the best partition of chunks with these loads and passes, in the model's order. None where nothing fits.
 
     Exact where `limits` is not below the number of distinct loads: for each bound on the largest load, the least sum.
     """
@@ -68,7 +68,7 @@ def _bounds(loads: Sequence[Matrix], least: float, count: int) -> Sequence[float
 
 
 def _least_sum(loads: Sequence[Matrix], passes: Sequence[Matrix], limit: float, weight: float) -> StagePartition | None:
-    """The least sum of passes where no load is above `limit`."""
+    """Return the partition with the least sum of passes where no load is above `limit`."""
     calls = loads[0].shape[0] - 1
     total = numpy.full(calls + 1, numpy.inf)
     total[0] = 0.0
@@ -89,14 +89,14 @@ def _least_sum(loads: Sequence[Matrix], passes: Sequence[Matrix], limit: float, 
 
 
 def allowed_ranges(graph: Graph) -> Matrix:
-    """``[first, end]``: whether ``calls[first:end]`` may be a chunk."""
+    """Return ``[first, end]``: whether ``calls[first:end]`` may be a chunk."""
     calls = len(graph.calls)
     good = numpy.array([True, *(_may_cut(graph, index) for index in range(1, calls)), True])
     return good[:, None] & good[None, :]
 
 
 def _may_cut(graph: Graph, index: int) -> bool:
-    """Something with a gradient crosses (where there is any), and nothing but values does."""
+    """Return whether something with a gradient crosses (where there is any), and nothing but values does."""
     chunks = (tuple(range(index)), tuple(range(index, len(graph.calls))))
     try:
         check_chunk_borders(graph, chunks)

@@ -26,8 +26,8 @@ _TracedFrontier = tuple[MemoryFrontier, TracedOptions]
 
 @dataclass(frozen=True, slots=True)
 class FamilyPlacement:
-    """How the blocks are placed on a stage mesh with one micro-batch size, without the tables: the options with the fastest one
-    only, and with less memory (None: not asked for). `refusal`: as that of `StagePlacement`."""
+    """The placements of the blocks on a stage mesh with one micro-batch size, without the tables: the options with the fastest
+    one only, and with less memory (None: not asked for). `refusal`: as that of `StagePlacement`."""
 
     sharding: Candidate | None = None
     fastest: BlockOptions = ()
@@ -46,7 +46,7 @@ class PlacedPoint:
 
 
 class StagePlacement:
-    """Of one graph on one cluster. `refusal`: why the last sharding that did not obey a forced degree was left out."""
+    """The placements of one graph on one cluster. `refusal`: why the last sharding against a forced degree was left out."""
 
     def __init__(
         self, graph: Graph, cluster: Cluster, options: SearchOptions, tables: ProblemTables, seconds_left: Callable[[], float]
@@ -56,7 +56,7 @@ class StagePlacement:
         self.refusal = ""
 
     def place(self, point: GridPoint, fastest: bool = False) -> PlacedPoint | None:
-        """None where its blocks cannot be placed in time. `fastest`: with the option that saves all only."""
+        """Place the blocks of a point; None where time ends first. `fastest`: with the option that saves all only."""
         frontier = self._frontier(point, fastest)
         if frontier is None:
             return None
@@ -72,24 +72,24 @@ class StagePlacement:
         return PlacedPoint(point, frontier[0], costs, tables)
 
     def family(self, point: GridPoint) -> object:
-        """Points with the same model axes and micro-batch per data rank share their placements: the data degree changes only the
-        price of the state."""
+        """Return the model axes and micro-batch per data rank, of which points share their placements: the data degree changes
+        only the price of the state."""
         data = point.mesh.size_of(DATA_AXIS)
         return point.mesh.axes[1:], self.graph.batch // point.micro_batches // data, data > 1
 
     def knows(self, point: GridPoint) -> bool:
-        """Whether the fastest placement of its family was looked for."""
+        """Return whether the fastest placement of its family was looked for."""
         return (self.family(point), True) in self._frontiers
 
     def family_placement(self, point: GridPoint) -> FamilyPlacement:
-        """What is known of the family of a point, for another process."""
+        """Return the placements of the family of a point, for another process."""
         fastest, less = (self._frontiers.get((self.family(point), fastest)) for fastest in (True, False))
         if fastest is None:
             return FamilyPlacement(refusal=self.refusal)
         return FamilyPlacement(fastest[0].sharding, fastest[0].options, less[0].options if less else None)
 
     def learn(self, point: GridPoint, placement: FamilyPlacement) -> None:
-        """Takes what another process found for the family of a point."""
+        """Take what another process found for the family of a point."""
         if self.knows(point):
             return
         key, self.refusal = self.family(point), placement.refusal or self.refusal
@@ -124,7 +124,7 @@ class StagePlacement:
         return StageTables(self.graph, runs, costs, zeros, setting)
 
     def _frontier(self, point: GridPoint, fastest: bool) -> _TracedFrontier | None:
-        """Shared by the points of a family."""
+        """Return the frontier that the points of a family share."""
         key = self.family(point)
         if (key, fastest) not in self._frontiers:
             frontier = self._fastest_sharding(point) if fastest else None

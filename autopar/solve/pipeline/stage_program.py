@@ -23,11 +23,11 @@ from autopar.solve.ilp.linear_model import INFINITY, LinearModel, add, total
 from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.space.pipeline_grid import ScheduleOption
 
-_MOST_TIMED = 4_000
+_MAX_CLOCKED = 4_000
 """Actions of the schedules whose clock is looked at."""
 
-_TIMED = 800
-"""Of longer ones only about so many."""
+_CLOCKED_ACTIONS = 800
+"""Actions of longer ones that are looked at, about."""
 
 
 def schedule_bound(
@@ -38,8 +38,8 @@ def schedule_bound(
     limits: StageLimits,
     by_clock: bool = True,
 ) -> float:
-    """Seconds below every plan of these calls under a schedule; infinite where none fits. `by_clock`: with all of the schedule
-    where it is not too long, else by some paths, in less time."""
+    """Return seconds below every plan of these calls under a schedule; infinite where none fits. `by_clock`: with all of the
+    schedule where it is not too long, else by some paths, in less time."""
     if limits.usable_bytes <= 0:
         return INFINITY
     clocked = by_clock and has_clock(stages, option, micro_batches)
@@ -47,8 +47,8 @@ def schedule_bound(
 
 
 def has_clock(stages: int, option: ScheduleOption, micro_batches: int) -> bool:
-    """Whether a schedule is short enough for a program with all of its actions."""
-    return 2 * stages * option.virtual * micro_batches <= _MOST_TIMED
+    """Return whether a schedule is short enough for a program with all of its actions."""
+    return 2 * stages * option.virtual * micro_batches <= _MAX_CLOCKED
 
 
 class _Program:
@@ -82,7 +82,7 @@ class _Program:
             self._add_paths()
 
     def _deal(self, classes: int) -> None:
-        """Calls of each block in each class; how many have their state sharded in each way; what they save and recompute."""
+        """Add the calls of each block in each class, their state by ZeRO stage, and what they save and recompute."""
         model = self.model
         for block, each in enumerate(self.calls):
             places = range(classes) if each.place is None else [0 if each.place == 0 else classes - 1]
@@ -108,18 +108,18 @@ class _Program:
             model.row(dealt, float(each.count), float(each.count))
 
     def _trade(self, line: SavedLine, seconds: int, saved: int, count: int) -> None:
-        """``seconds x recompute + bytes x saved >= calls x least``."""
+        """Add the row ``seconds x recompute + bytes x saved >= calls x least``."""
         terms = {seconds: line.recompute * self.unit, saved: line.saved * self.limits.usable_bytes, count: -line.least}
         self.model.row(terms, 0.0, INFINITY)
 
     def _on_data_links(self, chunk: int) -> float:
-        """Seconds of a chunk's transfers in each pass, on links that the communication of its state uses too."""
+        """Return the seconds of a chunk's transfers in each pass, on links that the communication of its state uses too."""
         both = self.sends[max(0, chunk - 1) : chunk + 1]
         return max((each.seconds for each in both if each.on_data_links), default=0.0)
 
     def _bound_class(self, number: int) -> None:
-        """The durations of its chunks, each of which has a call: what its calls take; with the gathers that it waits for and what
-        overlaps compute, which slows it; and at least what is sent."""
+        """Bound the durations of a class's chunks, each of which has a call: what its calls take; with the gathers that it waits
+        for and what overlaps compute, which slows it; and at least what is sent."""
         model, part, contention = self.model, self.parts[number], self.limits.overlap.contention
         columns = [each[number] for each in self.columns]
         model.row({count: 1.0 for count in part.counts.values()}, float(part.size), INFINITY)
@@ -142,13 +142,13 @@ class _Program:
         self._bound_last(number, columns)
 
     def _positive(self, linear: Linear) -> int:
-        """A column that is at least this, and not negative."""
+        """Add a column that is at least this, and not negative."""
         column = self.model.variable()
         self._exceeds({column: 1.0}, *linear)
         return column
 
     def _chunk_columns(self) -> dict[int, list[int]]:
-        """The durations of each chunk."""
+        """Return the durations of each chunk."""
         out: dict[int, list[int]] = {}
         for number, members in enumerate(self.shape.classes):
             columns = [each[number] for each in self.columns]
@@ -163,7 +163,7 @@ class _Program:
         return out
 
     def _bound_each(self, number: int, chunks: Mapping[int, Sequence[int]]) -> None:
-        """Each chunk of a class: what its calls take, without recomputation and state."""
+        """Bound each chunk of a class by what its calls take, without recomputation and state."""
         model, part, members = self.model, self.parts[number], self.shape.classes[number]
         counts = {block: [model.variable() for _ in members] for block in part.counts}
         for block, columns in counts.items():
@@ -179,11 +179,11 @@ class _Program:
                     self._exceeds(longer, terms, sends * transfers_of(direction, inner_passes))
 
     def _exceeds(self, longer: Mapping[int, float], terms: Mapping[int, float], constant: float) -> None:
-        """``longer >= terms + constant``."""
+        """Add the row ``longer >= terms + constant``."""
         self.model.row(total((1.0, longer), (-1.0, terms)), constant, INFINITY)
 
     def _bound_last(self, number: int, columns: Sequence[int]) -> None:
-        """What the last backward of a chunk leaves to its end is the first call's reduction."""
+        """Bound the last backward of a chunk, which leaves the first call's reduction to its end."""
         part, overlap = self.parts[number], self.limits.overlap
         if not overlap.gradient_reduction or overlap.gradient_buffers:
             return
@@ -195,7 +195,7 @@ class _Program:
             self._exceeds({one: 1.0, inputs: 1.0, last: 1.0}, terms, -part.size * overlap.contention * longest / self.unit)
 
     def _bound_stage(self, stage: int) -> None:
-        """What follows its last action: a reduction and the optimizer; and its memory."""
+        """Bound a stage's memory, and what follows its last action: a reduction and the optimizer."""
         model, usable = self.model, self.limits.usable_bytes
         classes_here = [number for number, of in enumerate(self.shape.stage_of_class) if of == stage]
         optimizer: dict[int, float] = {}
@@ -219,7 +219,7 @@ class _Program:
             model.row({**held, **saved}, -INFINITY, 1.0 - self.limits.held * working / usable)
 
     def _add_paths(self) -> None:
-        """The longest of some paths through the schedule."""
+        """Add the longest of some paths through the schedule."""
         for path in self.shape.paths:
             counts = numpy.stack([path.counts[:, list(members)].min(axis=1) for members in self.shape.classes], axis=1)
             terms = {
@@ -233,14 +233,14 @@ class _Program:
             self._exceeds({self.t: 1.0}, {self.after[path.end]: 1.0, **terms}, sends / self.unit)
 
     def solve(self) -> float:
-        """Seconds; 0 where the solver fails, infinite where nothing fits."""
+        """Return the seconds; 0 where the solver fails, infinite where nothing fits."""
         outcome = solve(self.model, relaxed=True)
         if outcome.status is Status.INFEASIBLE:
             return INFINITY
         return outcome.bound * self.unit if outcome.status is Status.OPTIMAL else 0.0
 
     def _add_clock(self, chunks: Mapping[int, Sequence[int]]) -> None:
-        """When each action ends."""
+        """Add the ends of all actions."""
         model, timed = self.model, _timed(*self.key)
         slots = [each for chunk in range(len(chunks)) for each in _slots(chunks[chunk])]
 
@@ -269,8 +269,8 @@ def _slots(columns: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def _passes(columns: Sequence[int], direction: DurationLine) -> Iterator[tuple[dict[int, float], int]]:
-    """What a direction says of a forward and a backward of one micro-batch, as terms; and how many of them are neither the first
-    nor the last of the step."""
+    """Yield what a direction says of a forward and a backward of one micro-batch, as terms; and how many of them are neither the
+    first nor the last of the step."""
     forward, inputs, weights, first, last = columns
     done = set[tuple[int, ...]]()
     for one, other, inner_passes in ((forward, weights, 2), (forward, last, 1), (first, weights, 0), (first, last, 0)):
@@ -284,5 +284,5 @@ def _passes(columns: Sequence[int], direction: DurationLine) -> Iterator[tuple[d
 @lru_cache(maxsize=64)
 def _timed(stages: int, virtual: int, schedule: str, micro_batches: int) -> TimedSchedule:
     actions = schedule_of(Pipeline(stages, virtual, schedule), micro_batches)
-    share = _TIMED / (2 * stages * virtual * micro_batches)
+    share = _CLOCKED_ACTIONS / (2 * stages * virtual * micro_batches)
     return timed_schedule(actions, range(micro_batches) if share >= 1 else spread_micro_batches(stages, micro_batches, share))

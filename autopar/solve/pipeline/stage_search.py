@@ -1,6 +1,5 @@
 """The stage search: placements of the blocks are solved once for each stage mesh and micro-batch, a dynamic program partitions
-the calls into model chunks, and the evaluator prices the most promising pipelines.
-"""
+the calls into model chunks, and the evaluator prices the pipelines with the least estimates."""
 
 from __future__ import annotations
 
@@ -42,12 +41,12 @@ _MOST_PER_MESH = 4
 _WORTH_PRICING = 1.04
 """Estimates that are not above the best plan by more than that are worth pricing."""
 
-_TRIES = 3
-"""How often a pipeline that does not fit by the evaluator is partitioned with a smaller memory budget."""
+_ATTEMPTS = 3
+"""Attempts to partition a pipeline that does not fit by the evaluator, with smaller and smaller memory budgets."""
 
 
 class StageSearch:
-    """Of one graph on one cluster. `seconds_left` says how long the search may still run."""
+    """The stage search of one graph on one cluster. `seconds_left` says how long the search may still run."""
 
     def __init__(
         self, graph: Graph, cluster: Cluster, options: SearchOptions, tables: ProblemTables, seconds_left: Callable[[], float]
@@ -94,7 +93,7 @@ class StageSearch:
     # -- one point
 
     def _in_flight(self, point: GridPoint, option: ScheduleOption) -> tuple[float, ...]:
-        """For each chunk, in the model's order: the peak of micro-batches in flight on its stage, on average over its chunks."""
+        """Return for each chunk, in order, the peak of micro-batches in flight on its stage, on average over its chunks."""
         pipeline = Pipeline(point.stages, option.virtual, option.schedule)
         ranks = stage_of_chunks(pipeline)
         counts = [
@@ -104,7 +103,7 @@ class StageSearch:
         return tuple(counts[rank] / option.virtual for rank in ranks)
 
     def estimate(self, placed: PlacedPoint, option: ScheduleOption, usable_bytes: float | None = None) -> float:
-        """Of the step, in seconds; without the memory constraint for infinite `usable_bytes`."""
+        """Estimate the step in seconds; without the memory constraint for infinite `usable_bytes`."""
         stages = placed.point.stages
         sent = sorted(next(iter(placed.tables.values())).sent_bytes[1:])
         middle = stages // 2  # its link spans the most devices
@@ -131,13 +130,13 @@ class StageSearch:
         return least(option.bubble_passes, transfer)
 
     def solve_point(self, point: GridPoint, option: ScheduleOption) -> MeshSolution | None:
-        """The point under one schedule: partitioned, priced, and partitioned with a smaller budget where it does not fit. None
+        """Partition and price the point under one schedule, and partition it with a smaller budget where it does not fit. None
         where no partition fits."""
         placed = self.placement.place(point)
         if placed is None:
             return None
         margin = 0.0
-        for _ in range(_TRIES):
+        for _ in range(_ATTEMPTS):
             partition = self._partition(placed, option, margin)
             if partition is None:
                 break
@@ -194,7 +193,7 @@ class StageSearch:
     def _partition(
         self, placed: PlacedPoint, option: ScheduleOption, margin_bytes: float
     ) -> tuple[Graph, Candidate, dict[str, str]] | None:
-        """(graph with a block for each distinct plan, candidate, the original block of each), for the memory budget of the
+        """Return (graph with a block for each distinct plan, candidate, the original block of each), for the memory budget of the
         devices without `margin_bytes`. None where no partition fits."""
         point = placed.point
         for device, tables in placed.tables.items():
@@ -246,7 +245,7 @@ class StageSearch:
         return graph, candidate, originals
 
     def _with_sends(self, placed: PlacedPoint, ranges: BestRanges, before: int, rank: int) -> BestRanges:
-        """Of a chunk on stage `rank` that follows one on stage `before`."""
+        """Return the ranges of a chunk on stage `rank` that follows one on stage `before`, with their sends."""
         if before == rank:
             return ranges
         tables = next(iter(placed.tables.values()))
@@ -256,7 +255,7 @@ class StageSearch:
 
     @staticmethod
     def _usable_bytes(point: GridPoint, device: Device) -> float:
-        """What the tensors of a stage may reserve."""
+        """Return the bytes that the tensors of a stage may reserve."""
         return tensor_budget_bytes(device, communicator_count(point.mesh, point.zero_group, point.stages))
 
     def _allowed_ranges(self) -> Matrix:

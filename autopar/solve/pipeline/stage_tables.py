@@ -33,10 +33,10 @@ from autopar.solve.pipeline.stage_partition import Matrix, best_partition
 
 
 class CallCost(NamedTuple):
-    """One call. Of each micro-batch: `pass_seconds` and its share `backward_seconds`. Once a step: `reduce_seconds` (of
-    gradients, where they are reduced after the last micro-batch) and `update_seconds` (optimizer). Of a chunk's calls only the
-    largest counts for `running_bytes` (what it needs while it runs) and `exposed_seconds` (a reduction that nothing overlaps).
-    Bytes are those that the allocator reserves."""
+    """The cost of one call. Of each micro-batch: `pass_seconds` and its share `backward_seconds`. Once a step: `reduce_seconds`
+    (of gradients, where they are reduced after the last micro-batch) and `update_seconds` (optimizer). Of a chunk's calls only
+    the largest counts for `running_bytes` (what it needs while it runs) and `exposed_seconds` (a reduction that nothing
+    overlaps). Bytes are those that the allocator reserves."""
 
     pass_seconds: float
     backward_seconds: float
@@ -49,7 +49,8 @@ class CallCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageSetting:
-    """A step: global batch, its micro-batches, ranks that share one copy of the state, precision, optimizer; and the hardware."""
+    """The setting of a step: global batch, its micro-batches, ranks that share one copy of the state, precision, optimizer; and
+    the hardware."""
 
     batch: int
     micro_batches: int
@@ -62,10 +63,10 @@ class StageSetting:
 
 @dataclass(frozen=True, slots=True)
 class RangeOptions:
-    """``[choice, first, end]``: ``calls[first:end]`` as a chunk under each choice (an option of the blocks and a ZeRO stage,
-    in `names`). `load_seconds` of a step, `pass_seconds` of one micro-batch, `state_bytes` of parameters, gradients and
-    optimizer, `running_bytes` while its largest call runs (the chunks of a stage take turns), `saved_bytes` of each
-    micro-batch in flight."""
+    """Costs by ``[choice, first, end]``: ``calls[first:end]`` as a chunk under each choice (an option of the blocks and a ZeRO
+    stage, in `names`). `load_seconds` of a step, `pass_seconds` of one micro-batch, `state_bytes` of parameters, gradients and
+    optimizer, `running_bytes` while its largest call runs (the chunks of a stage take turns), `saved_bytes` of each micro-batch
+    in flight."""
 
     names: tuple[tuple[int, int], ...]
     load_seconds: Matrix
@@ -77,7 +78,7 @@ class RangeOptions:
 
 @dataclass(frozen=True, slots=True)
 class BestRanges:
-    """``[first, end]``: the least load that fits, and the number of its choice."""
+    """Best choices by ``[first, end]``: the least load that fits, and the number of its choice."""
 
     load_seconds: Matrix
     pass_seconds: Matrix
@@ -86,8 +87,9 @@ class BestRanges:
 
 @dataclass(frozen=True, slots=True)
 class TracedOptions:
-    """Per option of the blocks: the trace of one call of each block, and what every call of the graph saves for its backward.
-    `sent_bytes` are those of a micro-batch over a cut before each call, without values that every stage computes itself."""
+    """The traces of the blocks, per option: the trace of one call of each block, and what every call of the graph saves for its
+    backward. `sent_bytes` are those of a micro-batch over a cut before each call, without values that every stage computes
+    itself."""
 
     traces: tuple[Mapping[str, CallTrace], ...]
     saved_bytes: tuple[Sequence[float], ...]
@@ -102,7 +104,8 @@ class TracedOptions:
 
 
 class StageTables:
-    """`traced` are the blocks under each option, `costs` the blocks' prices on the mesh of one stage with its ZeRO group."""
+    """Tables of one graph on the mesh of a stage: `traced` are the blocks under each option, `costs` the blocks' prices there
+    with its ZeRO group."""
 
     def __init__(
         self, graph: Graph, traced: TracedOptions, costs: Mapping[str, BlockCosts], zeros: Sequence[int], setting: StageSetting
@@ -124,9 +127,9 @@ class StageTables:
     def least_seconds(
         self, stages: int, virtual: int, in_flight: float, usable_bytes: float, bubble_passes: float, transfer_seconds: float
     ) -> float:
-        """An estimate of the step with equal stages of `virtual` equal chunks: at least the layers of the fullest chunk
-        (chunks take turns, so a longer one delays all), and `transfer_seconds` for each micro-batch. Infinite where stages do
-        not fit that have `in_flight` micro-batches on average."""
+        """Return an estimate of the step with equal stages of `virtual` equal chunks: at least the layers of the fullest chunk
+        (chunks take turns, so a longer one delays all), and `transfer_seconds` for each micro-batch. Infinite where stages do not
+        fit that have `in_flight` micro-batches on average."""
         counts = Counter(call.block for call in self.graph.calls)
         best = float("inf")
         for (number, _), calls in zip(self.names, self.calls, strict=True):
@@ -146,7 +149,7 @@ class StageTables:
         return best
 
     def range_options(self) -> RangeOptions:
-        """Of all ranges of calls."""
+        """Return the costs of all ranges of calls."""
         rows = [self._row(number, calls) for (number, _), calls in zip(self.names, self.calls, strict=True)]
         load, pass_seconds, state, running, saved = (numpy.stack([row[index] for row in rows]) for index in range(5))
         return RangeOptions(
@@ -169,13 +172,13 @@ class StageTables:
 
 
 def block_state(costs: BlockCosts, trace: CallTrace, zero: int, setting: StageSetting) -> StateCost:
-    """Of all parameters of a block."""
+    """Return the state cost of all parameters of a block."""
     stored = list(zip(costs.block.parameters, trace.plan.parameters, strict=True))
     return costs.state_cost(stored, zero, setting.precision, optimizer_named(setting.optimizer))
 
 
 def call_cost(trace: CallTrace, cost: StateCost, zero: int, setting: StageSetting) -> CallCost:
-    """One call of a block under a ZeRO stage."""
+    """Price one call of a block under a ZeRO stage."""
     many, contention = setting.micro_batches, setting.overlap.contention
     communication = StateCommunication.of(cost, zero, setting.shards, setting.device, setting.precision, many)
     forward = sum(seconds for seconds, _ in trace.forward)
@@ -224,8 +227,8 @@ def _largest(values: Sequence[float]) -> Matrix:
 
 
 def with_sends(ranges: BestRanges, seconds: Sequence[float], micro_batches: int) -> BestRanges:
-    """`seconds` is a transfer over a cut before each call, forward or backward. A link carries all micro-batches one after
-    another."""
+    """Add the transfers of chunks to their loads: `seconds` is a transfer over a cut before each call, forward or backward. A
+    link carries all micro-batches one after another."""
     pass_seconds = numpy.array([*seconds, 0.0])[:, None]
     load = numpy.where(
         numpy.isfinite(ranges.load_seconds), numpy.maximum(ranges.load_seconds, micro_batches * pass_seconds), numpy.inf
@@ -246,8 +249,9 @@ def best_ranges(options: RangeOptions, in_flight: float, usable_bytes: float, al
 
 
 def spare_bytes(ranges: Sequence[tuple[RangeOptions, float, float]], allowed: Matrix, virtual: int) -> float | None:
-    """What the fullest stage leaves free at most, by estimate; negative where no partition fits. `ranges` has for each chunk its
-    options, the micro-batches in flight and the usable bytes of its device. None where the calls cannot be cut so often."""
+    """Return what the fullest stage leaves free at most, by estimate (the dynamic program over bytes in place of seconds);
+    negative where no partition fits. `ranges` has for each chunk its options, the micro-batches in flight and the usable bytes of
+    its device. None where the calls cannot be cut so often."""
     most = max(usable for _, _, usable in ranges)
     loads_by_key: dict[tuple[int, float, float], Matrix] = {}
     for options, count, usable in ranges:

@@ -22,19 +22,19 @@ from autopar.schedules.synthesis.task import BACKWARDS, FORWARDS, WEIGHTS, Memor
 from autopar.solve.ilp.solver import Status
 
 _UNITS = 1_000_000
-"""Of the best known makespan, or of a stage's memory, where numbers are no multiples of a larger unit."""
+"""Units of the best known makespan, or of a stage's memory, where numbers are no multiples of a larger unit."""
 
-_NEAR = 1e-3
+_OPTIMAL_GAP = 1e-3
 """The relative gap at which a schedule counts as optimal; seconds are rounded down to units."""
 
-_ACTIONS = 50_000
+_ACTIONS_PER_EFFORT = 50_000
 """Actions that the greedy search over rules simulates for each unit of effort: about as long as CP-SAT takes for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Synthesis:
-    """`builder` is the best named schedule that fits in memory, with its makespan; `lower_bound_seconds` is below every
-    schedule of these chunks on these ranks. `status`: OPTIMAL where the gap is below 0.1 %, else FEASIBLE."""
+    """A synthesized schedule. `builder` is the best named schedule that fits in memory, with its makespan; `lower_bound_seconds`
+    is below every schedule of these chunks on these ranks. `status`: OPTIMAL where the gap is below 0.1 %, else FEASIBLE."""
 
     schedule: Schedule
     makespan_seconds: float
@@ -61,8 +61,8 @@ def synthesize(
     workers: int = 2,
     name: str = "synthesized",
 ) -> Synthesis:
-    """A schedule of the least makespan, never worse than the best builder's. `rank_of[c]` is the rank of chunk c; seconds are
-    those of `Clock.run` (while it searches, transfers between two ranks may overlap). `effort` is CP-SAT's deterministic time
+    """Return a schedule of the least makespan, never worse than the best builder's. `rank_of[c]` is the rank of chunk c; seconds
+    are those of `Clock.run` (while it searches, transfers between two ranks may overlap). `effort` is CP-SAT's deterministic time
     (about seconds), so that every machine ends with the same schedule. PlanError for lists of other lengths, Infeasible where one
     micro-batch does not fit on a rank."""
     _check_lengths(chunks, rank_of, transfer_seconds, memory)
@@ -81,7 +81,7 @@ def synthesize(
     best, bound = builder_seconds, min(makespan_lower_bound(task), builder_seconds)
     if not _near(best, bound):
         actions = len(task.kinds) * len(task.rank_of) * task.micro_batches
-        _, ruled = search_rules(task, best, order, bound, ceil(effort * _ACTIONS / actions))
+        _, ruled = search_rules(task, best, order, bound, ceil(effort * _ACTIONS_PER_EFFORT / actions))
         best, order = min((best, order), (seconds_of(ruled), ruled), key=lambda each: each[0])
     if not _near(best, bound):
         found_order, proven = _Model(task, order, best, bound).solve(effort, workers)
@@ -104,7 +104,7 @@ def synthesize(
 
 
 def _near(seconds: float, bound: float) -> bool:
-    return seconds <= bound * (1 + _NEAR)
+    return seconds <= bound * (1 + _OPTIMAL_GAP)
 
 
 def _check_lengths(
@@ -165,7 +165,7 @@ class _Model:
         return variable
 
     def add_order(self) -> None:
-        """start(c, F, m) >= end(c - 1, F, m) + lag, and so on; start(c, k, m) >= end(c, k, m - 1)."""
+        """Add the order of actions: start(c, F, m) >= end(c - 1, F, m) + lag, and so on; start(c, k, m) >= end(c, k, m - 1)."""
         for (chunk, kind, micro), start in self.start.items():
             before = self.task.dependency(chunk, kind)
             if before is not None:
@@ -176,7 +176,7 @@ class _Model:
                 self.model.add(start >= self.start[key] + self.long[key])
 
     def add_rank(self, rank: int) -> None:
-        """One action at a time, and the memory in flight within the limit at any time."""
+        """Let a rank run one action at a time, with the memory in flight within its limit."""
         task, chunks = self.task, self.task.chunks_of(rank)
         actions = [key for key in self.start if task.rank_of[key[0]] == rank]
         self.model.add_no_overlap(
@@ -209,19 +209,19 @@ class _Model:
         self.model.add_cumulative(intervals, sizes, floor(limit / unit + 1e-6))
 
     def span(self, first: tuple[int, int, int], after: bool, last: tuple[int, int, int]) -> cp_model.IntervalVar:
-        """From the start of an action, or from its end (`after`), to the end of another one."""
+        """Return the interval from the start of an action, or from its end (`after`), to the end of another one."""
         extra = self.long[first] if after else 0
         size = self.variable(self.known[last] + self.long[last] - self.known[first] - extra)
         return self.model.new_interval_var(self.start[first] + extra, size, self.start[last] + self.long[last], "")
 
     def solve(self, effort: float, workers: int) -> tuple[Order, float]:
-        """(order or nothing, a bound in seconds)."""
+        """Return (order or nothing, a bound in seconds)."""
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = workers
         solver.parameters.interleave_search = True  # without it the workers' answers arrive in the order of the clock
         solver.parameters.max_deterministic_time = effort
         solver.parameters.random_seed = 1
-        solver.parameters.relative_gap_limit = _NEAR / 2
+        solver.parameters.relative_gap_limit = _OPTIMAL_GAP / 2
         status = solver.solve(self.model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return (), -inf
@@ -237,7 +237,7 @@ class _Model:
 
 
 def _unit(values: Sequence[float], upper: float) -> float:
-    """A number of which all `values` are multiples, or a small one."""
+    """Return a number of which all `values` are multiples, or a small one."""
     positive = [value for value in values if value > upper * 1e-9]
     least = min(positive, default=upper or 1.0)
     for parts in range(1, 101):

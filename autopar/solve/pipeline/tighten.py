@@ -1,4 +1,4 @@
-"""The order in which bounds of pipelines are sharpened: always what the least bound is made of, up to a number of tasks.
+"""The order in which bounds of pipelines are tightened: always the one that the least bound is made of, up to a number of tasks.
 
 A point first gets what holds for any schedule, then each of its schedules by some paths, then the schedules that limit it, one
 after the other, by their clock. Other processes begin with what may come next.
@@ -26,7 +26,7 @@ Task = tuple[Points, ScheduleOption | None]
 
 @dataclass(frozen=True, slots=True)
 class TightenedBounds:
-    """What a task found: seconds by schedule, and the relaxation of the point's calls (None: that was not needed)."""
+    """The result of a task: seconds by schedule, and the relaxation of the point's calls (None: that was not needed)."""
 
     seconds: Mapping[ScheduleOption, float]
     relaxation: RelaxedCalls | None
@@ -34,9 +34,9 @@ class TightenedBounds:
 
 @dataclass(frozen=True, slots=True)
 class TighteningSteps:
-    """Callbacks of a tightening: `bound_any_schedule` bounds one point by what holds for any schedule (`is_bounded`: where that
-    was done or is not worth it), `bound_schedules` does a task. `family` names points of one relaxation, and `relaxations` has
-    those that are known."""
+    """The callbacks of a tightening: `bound_any_schedule` bounds one point by what holds for any schedule (`is_bounded`: where
+    that was done or is not worth it), `bound_schedules` does a task. `family` names points of one relaxation, and `relaxations`
+    has the known ones."""
 
     bound_any_schedule: Callable[[GridPoint], float]
     is_bounded: Callable[[GridPoint], bool]
@@ -50,8 +50,8 @@ _MOST_RELAXED, _MOST_TIMED = 24, 12
 
 
 class BoundTightening:
-    """Of `points`, whose bounds it raises until the least one is `enough_seconds`. `left`: tasks that may still be done, of those
-    for all schedules (False) and of those by the clock of one (True)."""
+    """A tightening of `points`, whose bounds it raises until the least one is `enough_seconds`. `tasks_left`: tasks that may
+    still be done, of those for all schedules (False) and of those by the clock of one (True)."""
 
     def __init__(self, points: Mapping[GridPoint, MeshSolution], steps: TighteningSteps, enough_seconds: float) -> None:
         self.points, self.steps, self.enough_seconds = points, steps, enough_seconds
@@ -62,7 +62,7 @@ class BoundTightening:
         self._tasks: dict[Task, Task] = {}
 
     def run(self, seconds_left: Callable[[], float], processes: int) -> None:
-        """Until nothing is left to do, or no task or time is."""
+        """Raise bounds until nothing is left to do, or no task or time is."""
         with Lookahead(self.steps.bound_schedules, processes, self._has_relaxation) as ahead:
             while seconds_left() > 0:
                 order = self._order()
@@ -84,7 +84,7 @@ class BoundTightening:
         return sorted(low, key=lambda point: self.points[point].bound_seconds)
 
     def _tasks_of(self, members: Points) -> Iterator[Task]:
-        """What is left to do for some points, what limits them first."""
+        """Yield the tasks that are left for some points, those that limit them first."""
         if members not in self._bounds:
             yield self._task(members, None)
             return
@@ -95,11 +95,11 @@ class BoundTightening:
             yield self._task(members, option)
 
     def _task(self, members: Points, option: ScheduleOption | None) -> Task:
-        """Always the same object, which is how `Lookahead` knows it."""
+        """Return a task, always the same object, which is how `Lookahead` knows it."""
         return self._tasks.setdefault((members, option), (members, option))
 
     def _upcoming(self, order: list[GridPoint], task: Task) -> Iterator[Task]:
-        """What others may begin beside `task`: of each family that is not relaxed one task at most."""
+        """Yield the tasks that others may begin beside `task`: of each family that is not relaxed one task at most."""
         busy = set[object]()
         self._waits(task, busy)
         for members in dict.fromkeys(self.groups[point] for point in order if self.steps.is_bounded(point)):
@@ -108,11 +108,11 @@ class BoundTightening:
                     yield each
 
     def _has_relaxation(self, task: Task) -> bool:
-        """Whether a task finds the relaxation of its family, or makes it of its own point."""
+        """Return whether a task finds the relaxation of its family, or makes it of its own point."""
         return self.steps.family(task[0][0]) in self.steps.relaxations
 
     def _waits(self, task: Task, busy: set[object]) -> bool:
-        """For a relaxation that another task makes; if not, it may make one."""
+        """Return whether a task waits for a relaxation that another one makes; if not, it may make one."""
         family = self.steps.family(task[0][0])
         if task[1] is not None or self._has_relaxation(task):
             return False
@@ -132,14 +132,14 @@ class BoundTightening:
 
 
 def raise_bound(result: MeshSolution, seconds: float) -> None:
-    """Bounds only grow; infinite where nothing fits."""
+    """Raise a bound, which only grows; infinite where nothing fits."""
     result.bound_seconds = max(result.bound_seconds, seconds)
     if seconds == inf:
         result.status = Status.INFEASIBLE
 
 
 def _points_with_one_bound(points: Mapping[GridPoint, MeshSolution]) -> dict[GridPoint, Points]:
-    """With each point those that share a bound with it."""
+    """Return with each point those that share a bound with it."""
     groups: dict[GridPoint, list[GridPoint]] = {}
     for point, result in points.items():
         if result.status is not Status.INFEASIBLE:

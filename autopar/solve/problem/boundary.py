@@ -1,5 +1,5 @@
-"""Where blocks meet: which inputs, outputs and parameters of which blocks must agree on a placement, and which calls follow each
-other.
+"""The boundaries where blocks meet: which inputs, outputs and parameters of which blocks must agree on a placement, and which
+calls follow each other.
 
 A graph value has one placement between calls, and all calls of a block share one plan. So the slots of all blocks that read or
 write one graph value (or one original parameter) form an equivalence class, a *boundary class*, with one placement.
@@ -113,12 +113,12 @@ class BlockBoundaries:
 
     @cached_property
     def forward_neighbours(self) -> Counter[tuple[CallKind, CallKind | None]]:
-        """(call, next call) with counts: while `call` runs forward, the parameters of the next are all-gathered."""
+        """The pairs (call, next call) with counts: while `call` runs forward, the parameters of the next are all-gathered."""
         return Counter(zip(self.call_kinds, [*self.call_kinds[1:], None], strict=True))
 
     @cached_property
     def backward_neighbours(self) -> Counter[tuple[CallKind | None, CallKind, CallKind | None]]:
-        """(next call, call, previous call) with counts: while `call` runs backward, the gradients of the next call are reduced
-        and the parameters of the previous one gathered."""
+        """The triples (next call, call, previous call) with counts: while `call` runs backward, the gradients of the next call
+        are reduced and the parameters of the previous one gathered."""
         kinds = self.call_kinds
         return Counter(zip([*kinds[1:], None], kinds, [None, *kinds[:-1]], strict=True))

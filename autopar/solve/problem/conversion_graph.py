@@ -11,14 +11,14 @@ from autopar.ir.placement import Partial, Placement, Placements, Shard
 from autopar.rules.conversions import axis_conversion, placement_states
 
 EdgeKey = tuple[int, Placement, Placement, int]
-"""What the price of a conversion depends on: mesh axis, placements on it before and after, shards cut by the other axes."""
+"""The key of a conversion's price: mesh axis, placements on it before and after, shards cut by the other axes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionGraph:
-    """`states`: the vertices. `edges`: (source state, target state, price number). Edges of one price number change the same mesh
-    axis in the same way while the other axes cut the tensor into equally many shards; `price_keys` says so per price number, and
-    `examples` is the first edge of each."""
+    """The conversions of a value: `states` are the vertices, `edges` (source state, target state, price number). Edges of one
+    price number change the same mesh axis in the same way while the other axes cut the tensor into equally many shards;
+    `price_keys` says so per price number, and `examples` is the first edge of each."""
 
     states: tuple[Placements, ...]
     edges: tuple[tuple[int, int, int], ...]
@@ -53,7 +53,7 @@ def conversion_graph(
 
 
 def _axis_targets(places: Sequence[Placement], needed: Collection[Placement], differentiable: bool) -> list[list[int]]:
-    """Per placement on one axis the numbers of those that it may be converted to."""
+    """Return per placement on one axis the numbers of those that it may be converted to."""
     return [
         [
             to
@@ -66,7 +66,7 @@ def _axis_targets(places: Sequence[Placement], needed: Collection[Placement], di
 
 
 def _nests(source: Placements, target: Placement, axis: int) -> bool:
-    """As `rules.conversions.may_convert`, for a source and what one axis becomes."""
+    """Return whether `rules.conversions.may_convert` holds for a source and what one axis becomes."""
     for place in (source[axis], target):
         if type(place) is Shard:
             for other in source[axis + 1 :]:

@@ -30,21 +30,21 @@ _PADDED = 2.0
 
 @dataclass(frozen=True, slots=True)
 class DataAxisPlacements:
-    """On the data axis: the strategy of every (block, node), and the placement of every boundary class."""
+    """The placements on the data axis: the strategy of every (block, node), and the placement of every boundary class."""
 
     strategies: Mapping[tuple[str, str], AxisStrategy]
     classes: Mapping[int, Placement]
 
 
 def follows_batch(value: Value, graph: Graph) -> bool:
-    """Whether a graph input is sharded along dimension 0."""
+    """Return whether a graph input is sharded along dimension 0."""
     if not value.shape:
         return False
     return dims.has_batch(value.shape[0]) if graph.batch_is_symbolic else value.shape[0] == graph.batch
 
 
 class AxisStrategies:
-    """`block_strategies` of one graph by block and axis size, and its boundary: what all meshes of a search share."""
+    """The `block_strategies` of one graph by block and axis size, and its boundary, which all meshes of a search share."""
 
     def __init__(self, graph: Graph, registry: Registry) -> None:
         self.graph, self.registry = graph, registry
@@ -52,7 +52,8 @@ class AxisStrategies:
         self._known: dict[tuple[str, int, str], dict[str, tuple[AxisStrategy, ...]]] = {}
 
     def of(self, block: Block, size: int, axis: str) -> dict[str, tuple[AxisStrategy, ...]]:
-        """By node name, on an axis of this name; all but the data axis and `EXPERT_AXIS` have the same strategies."""
+        """Return the strategies by node name, on an axis of this name; all but the data axis and `EXPERT_AXIS` have the same
+        strategies."""
         key = block.name, size, axis if axis in (DATA_AXIS, EXPERT_AXIS) else ""
         if key not in self._known:
             self._known[key] = block_strategies(
@@ -65,8 +66,8 @@ class AxisStrategies:
 def propagate_data_axis(
     graph: Graph, boundary: BlockBoundaries, size: int, registry: Registry, strategies: AxisStrategies | None = None
 ) -> DataAxisPlacements:
-    """Walks the calls once. A distinct block is decided at its first call; its other calls agree through their boundary
-    classes."""
+    """Propagate placements by walking the calls once. A distinct block is decided at its first call; its other calls agree
+    through their boundary classes."""
     classes: dict[int, Placement] = {}
     loss = boundary.class_of(graph.loss)
     assert loss is not None
@@ -101,7 +102,7 @@ def propagate_data_axis(
 
 
 class _Walk:
-    """One block: `available` are the placements that each value has been converted to so far."""
+    """The walk through one block: `available` are the placements that each value has been converted to so far."""
 
     def __init__(self, block: Block, size: int, graph: Graph, start: Mapping[str, Placement]) -> None:
         self.size, self.graph = size, graph

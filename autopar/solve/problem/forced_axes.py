@@ -1,4 +1,4 @@
-"""What a forced model axis has to shard: the operations whose sizes allow it, and what is said of those whose sizes do not.
+"""The work that a forced model axis has to shard: the operations whose sizes allow it, and messages on those whose sizes do not.
 
 One rule for every search (`ilp.formulate`, `bounds.memory_frontier`): of the FLOPs that an axis of a forced degree can shard, at
 most `MOST_REDUNDANT` are computed whole, on every rank of the axis.
@@ -17,8 +17,8 @@ from autopar.ir.plan import BlockPlan, Candidate
 from autopar.solve.problem.problem import NodeStrategy, Problem
 
 REDUNDANT_SHARE = 0.0133
-"""Of the FLOPs that a forced axis can shard it repeats at most this share, without recomputation. What is recomputed counts 1.5
-times at most (a product with one gradient: two passes, and one again), so that a plan repeats `MOST_REDUNDANT` at most."""
+"""The share that a forced axis repeats at most of the FLOPs that it can shard, without recomputation. What is recomputed counts
+1.5 times at most (a product with one gradient: two passes, and one again), so that a plan repeats `MOST_REDUNDANT` at most."""
 
 MOST_REDUNDANT = 0.02
 """The share that a plan may repeat, with recomputation."""
@@ -40,7 +40,8 @@ Key = tuple[str, str]
 
 @dataclass(slots=True)
 class ForcedWork:
-    """What some forced axes (several where an operation can be sharded over each of them, but not over all) must not repeat.
+    """The work that some forced axes (several where an operation can be sharded over each of them, but not over all) must not
+    repeat.
 
     whole: per operation, FLOPs of a step's calls that each of its strategies repeats though it could be sharded. shardable:
     FLOPs of all operations that can be sharded. forbidden: those whose sizes do not divide, with their FLOPs.
@@ -53,7 +54,7 @@ class ForcedWork:
 
     @property
     def forbidden_share(self) -> float:
-        """Of all FLOPs."""
+        """The share of all FLOPs whose sizes do not divide."""
         size = sum(self.forbidden.values())
         return size / (self.shardable + size) if size else 0.0
 
@@ -64,7 +65,7 @@ def forced_axes(mesh: Mesh, force: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def forced_work(problem: Problem, axes: Collection[int]) -> tuple[ForcedWork, ...]:
-    """Of each axis, and of all together where operations have to choose between them."""
+    """Return the work of each axis, and of all together where operations have to choose between them."""
     each = {axis: ForcedWork((axis,)) for axis in axes}
     either = ForcedWork(tuple(axes))
     for key, flops, strategies in _products(problem):
@@ -95,7 +96,7 @@ def _products(problem: Problem) -> Iterator[tuple[Key, float, tuple[NodeStrategy
 
 
 def check_forced_axes(problem: Problem, axes: Collection[int]) -> None:
-    """PlanError where a forced axis can shard less than half of the FLOPs, with the operations and sizes that forbid it."""
+    """Raise PlanError where a forced axis can shard less than half of the FLOPs, with the operations and sizes that forbid it."""
     for work in forced_work(problem, axes):
         if work.forbidden_share > _MOST_FORBIDDEN:
             share = f"only {100 * (1 - work.forbidden_share):.1f} % of the FLOPs" if work.shardable else "none of the FLOPs"
@@ -103,7 +104,7 @@ def check_forced_axes(problem: Problem, axes: Collection[int]) -> None:
 
 
 def forced_axis_notes(problem: Problem, axes: Collection[int]) -> tuple[str, ...]:
-    """A line for each forced axis that cannot shard a part worth telling."""
+    """Write a line for each forced axis that cannot shard a part worth a note."""
     return tuple(
         f"{_degrees(problem, work)} computes {100 * work.forbidden_share:.1f} % of the FLOPs on every rank: "
         + _forbidding(problem, work)
@@ -113,7 +114,7 @@ def forced_axis_notes(problem: Problem, axes: Collection[int]) -> tuple[str, ...
 
 
 def why_disobeyed(problem: Problem, candidate: Candidate, axes: Collection[int]) -> str:
-    """What a plan computes whole on a forced axis that could shard it, in a line; empty where that is little enough."""
+    """Say in a line what a plan computes whole on a forced axis that could shard it; empty where that is little enough."""
     chosen = {(plan.block, node.node): node for plan in candidate.blocks for node in plan.nodes}
     twice = {(plan.block, node.node) for plan in candidate.blocks for node in plan.nodes if _recomputes(plan, node.node)}
     for work in forced_work(problem, axes):
@@ -149,7 +150,7 @@ def _forbidding(problem: Problem, work: ForcedWork) -> str:
 
 
 def _product_text(problem: Problem, key: Key) -> str:
-    """``aten.linear [16, 7] x [5, 7] at mlp.up of Layer (net.py:12)``."""
+    """Describe a node: ``aten.linear [16, 7] x [5, 7] at mlp.up of Layer (net.py:12)``."""
     block: Block = problem.blocks[key[0]].block
     node: Node = next(node for node in block.nodes if node.name == key[1])
     values = block.values()

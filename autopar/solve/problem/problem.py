@@ -36,7 +36,7 @@ class StreamSeconds:
 
 @dataclass(frozen=True, slots=True)
 class NodeStrategy:
-    """One strategy of a node. `redundant_flops` per mesh axis: FLOPs that every rank of the axis repeats."""
+    """A strategy of a node. `redundant_flops` per mesh axis: FLOPs that every rank of the axis repeats."""
 
     plan: NodePlan
     seconds: StreamSeconds
@@ -45,8 +45,7 @@ class NodeStrategy:
 
 @dataclass(frozen=True, slots=True)
 class ConversionEdge:
-    """A conversion between two of `PricedConversions.states`. `alias`: nothing happens in the forward, the storage is the
-    same."""
+    """A conversion between two `PricedConversions.states`. `alias`: the storage is the same, and the forward does nothing."""
 
     source: int
     target: int
@@ -64,8 +63,9 @@ class PricedConversions:
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """One distinct block. `strategies` per node, `conversions` per value, priced when they are first read: what only asks for the
-    state of parameters prices none. `consumers` per value: (node, operand), ("", output) or ("=", 0) for a buffer's new value."""
+    """The tables of one distinct block. `strategies` per node, `conversions` per value, priced when they are first read: what
+    only asks for the state of parameters prices none. `consumers` per value: (node, operand), ("", output) or ("=", 0) for a
+    buffer's new value."""
 
     block: Block
     costs: BlockCosts

@@ -33,7 +33,8 @@ V = TypeVar("V")
 
 
 class LazyTable(Mapping[str, V]):
-    """`keys` in order; `compute` is called once for each key that is read."""
+    """A table whose entries are computed when they are first read. `compute` is called once for each of the `keys` that is
+    read."""
 
     def __init__(self, keys: Iterable[str], compute: Callable[[str], V]) -> None:
         self._keys, self._compute = dict.fromkeys(keys), compute
@@ -58,9 +59,9 @@ class LazyTable(Mapping[str, V]):
 
 @dataclass(frozen=True, slots=True)
 class BlockStructure:
-    """One distinct block. `plans`: the strategies of each node. `same_price_as`: per strategy, the first of its node that shards
-    all tensors the same way and so costs the same. `consumers` per value: (node, operand), ("", output) or ("=", 0) for a
-    buffer's new value. `conversions`: the conversion graph of each value."""
+    """The choices of one distinct block. `plans`: the strategies of each node. `same_price_as`: per strategy, the first of its
+    node that shards all tensors the same way and so costs the same. `consumers` per value: (node, operand), ("", output) or ("=",
+    0) for a buffer's new value. `conversions`: the conversion graph of each value."""
 
     block: Block
     plans: Mapping[str, tuple[NodePlan, ...]]
@@ -71,7 +72,7 @@ class BlockStructure:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """All blocks of a graph on one mesh. `placements` are the allowed ones of each boundary class."""
+    """The choices of all blocks of a graph on one mesh. `placements` are the allowed ones of each boundary class."""
 
     mesh: Mesh
     boundary: BlockBoundaries
@@ -88,7 +89,8 @@ def structure_of(
     stored: Stored | None = None,
     placed: Placed | None = None,
 ) -> Structure:
-    """The same for all batches where the batch is symbolic; placements on the data axis are chosen for the graph's own batch.
+    """Return the structure, the same for all batches where the batch is symbolic; placements on the data axis are chosen for the
+    graph's own batch.
 
     `strategies`: those of the graph, shared between its meshes. `stored`: placements of parameters that are given; `placed`:
     those of inputs and results.
@@ -153,7 +155,7 @@ class _Builder:
         )
 
     def _ends(self, block: Block) -> dict[str, tuple[dict[Placements, None], dict[Placements, None]]]:
-        """Per value: the placements it is produced in and those it is needed in, over all strategies."""
+        """Return per value the placements it is produced in and those it is needed in, over all strategies."""
         out: dict[str, tuple[dict[Placements, None], dict[Placements, None]]] = {name: ({}, {}) for name in block.values()}
         for node in block.nodes:
             names = node.operands()
@@ -206,7 +208,7 @@ class _Builder:
         return allowed
 
     def _as_placed(self, at: Placements, places: Mapping[str, Placement]) -> bool:
-        """Whether a result is sharded as it is to be; a replicated one may take gradients or not."""
+        """Return whether a result is sharded as it is to be; a replicated one may take gradients or not."""
         return all(
             place == places.get(axis.name) if axis.name in places else not isinstance(place, Shard)
             for axis, place in zip(self.mesh.axes, at, strict=True)
@@ -256,7 +258,7 @@ def _consumers(block: Block, plans: Mapping[str, Collection[NodePlan]]) -> dict[
 
 
 def _same_price(plans: Collection[NodePlan]) -> tuple[int, ...]:
-    """Per strategy the number of the first that shards every tensor the same way and calls the same function."""
+    """Return per strategy the number of the first that shards every tensor the same way and calls the same function."""
     first: dict[object, int] = {}
     out = []
     for index, plan in enumerate(plans):

@@ -1,5 +1,5 @@
-"""What a user fixes of a plan, parsed once: degrees and a schedule for the search, or a whole configuration that is only
-priced."""
+"""The parts of a plan that a user fixes, parsed once: degrees and a schedule for the search, or a whole configuration that is
+only priced."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ DEGREES = (*AXES, "pp", "virtual", "zero", "zero_group", "micro")
 """Numbers that can be fixed, one by one."""
 
 CONFIGURATION = ("tp", "pp", "zero", "micro_batches", "recompute", "zero_group", "sequence_parallel")
-"""What a fixed configuration says. The data degree is what the cluster leaves."""
+"""The parts of a fixed configuration. The data degree is what the cluster leaves."""
 
 _CONFIGURATION_MORE = ("virtual", "dp", "schedule", "weight_versions")
 _ONLY_CONFIGURATION = ("micro_batches", "recompute", "sequence_parallel")
 
 RECOMPUTE = ("none", "modules", "selective", "products", "full", "everything")
-"""Of a fixed configuration; `fixed_configuration.FixedConfiguration` says what each is."""
+"""Recomputation of a fixed configuration; `fixed.configuration.FixedConfiguration` says what each is."""
 
 OFFLOAD, NO_OFFLOAD = "offload_optimizer", "none"
-"""Where the optimizer's state lies between steps: one of `ir.plan.OFFLOAD_DEVICES`, or always on the device."""
+"""The place of the optimizer's state between steps: one of `ir.plan.OFFLOAD_DEVICES`, or always on the device."""
 
 SYNTHESIZED = "synthesized"
 """The schedule that is solved for, instead of a named one."""
@@ -35,9 +35,10 @@ _FROM_ZERO = ("zero", "zero_group", "sequence_parallel")
 
 @dataclass(frozen=True, slots=True)
 class Force:
-    """`degrees` by name. `schedule` is that of a builder, or `INTERLEAVED` where the search decides on the number of chunks; it
-    is empty where the search decides, or where the user asks for a synthesized one (`synthesize`). `recompute` is
-    empty unless everything is fixed. `offload_optimizer` is ``cpu``, ``nvme`` or ``none``; empty where the planner decides."""
+    """The parts of a plan that are forced. `degrees` by name. `schedule` is that of a builder, or `INTERLEAVED` where the search
+    decides on the number of chunks; it is empty where the search decides, or where the user asks for a synthesized one
+    (`synthesize`). `recompute` is empty unless everything is fixed. `offload_optimizer` is ``cpu``, ``nvme`` or ``none``; empty
+    where the planner decides."""
 
     degrees: Mapping[str, int]
     schedule: str = ""
@@ -52,7 +53,7 @@ class Force:
 
 
 def parse_force(force: str | Mapping[str, int | str] | None) -> Force:
-    """``"tp=4,zero=3,schedule=zb-h1"`` for the search, or a configuration:
+    """Parse ``"tp=4,zero=3,schedule=zb-h1"`` for the search, or a configuration:
     ``tp=8,pp=2,zero=1,micro_batches=4,recompute=full,zero_group=0,sequence_parallel=1`` (and ``virtual=2``, ``schedule=gpipe``,
     ``weight_versions=2``). AutoparError on another key, a value that makes no sense, or a part of a configuration."""
     if force is not None and not isinstance(force, str | Mapping):
@@ -125,7 +126,7 @@ _DIGITS = 9
 
 
 def check_recompute(recompute: str) -> None:
-    """AutoparError where it is none of `RECOMPUTE`."""
+    """Raise AutoparError where a word is none of `RECOMPUTE`."""
     if recompute not in RECOMPUTE:
         raise AutoparError(f"recompute={recompute} is none of {', '.join(RECOMPUTE)}")
 
@@ -139,7 +140,7 @@ def _degree(key: str, text: str) -> int:
 
 
 def check_degrees(degrees: Mapping[str, int]) -> None:
-    """The same for numbers that come from a program. AutoparError names the first that cannot be."""
+    """Check degrees that come from a program. AutoparError names the first that cannot be."""
     _check_keys({key: "" for key in degrees})
     for key, value in degrees.items():
         _degree(key, str(value))

@@ -25,7 +25,7 @@ GROUP = "zero_group"
 
 @dataclass(frozen=True, slots=True)
 class GridPoint:
-    """One candidate of the grid. State is sharded over `zero_group` neighbours on the data axis (0: all). Without a `schedule` a
+    """A candidate of the grid. State is sharded over `zero_group` neighbours on the data axis (0: all). Without a `schedule` a
     point of several pipeline stages stands for all of its schedules, with any number of model chunks (`virtual`)."""
 
     mesh: Mesh
@@ -45,8 +45,8 @@ class GridPoint:
 
 
 def grid_points(graph: Graph, size: int, node_size: int, force: Mapping[str, int], registry: Registry) -> tuple[GridPoint, ...]:
-    """Every point for a cluster of `size` devices in nodes of `node_size`, few micro-batches first, and one state group before
-    several.
+    """Return every point for a cluster of `size` devices in nodes of `node_size`, few micro-batches first, and one state group
+    before several.
 
     BatchError or ClusterError where what is forced leaves nothing.
     """
@@ -82,7 +82,7 @@ def grid_points(graph: Graph, size: int, node_size: int, force: Mapping[str, int
 
 
 def dispatches_tokens(graph: Graph, registry: Registry) -> bool:
-    """Whether some operation distributes the batch over another of its dimensions: tokens to experts."""
+    """Return whether some operation distributes the batch over another of its dimensions: tokens to experts."""
     ops = {node.op for block in graph.blocks for node in block.nodes}
     rules = filter(None, map(registry.rule, ops))
     return any(BATCH_DIMS in (function.factor, *function.also) for rule in rules for function in rule.functions)

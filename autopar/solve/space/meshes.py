@@ -27,7 +27,7 @@ def divisors(number: int) -> list[int]:
 
 
 def mesh_of(dp: int, *model: int, ep: int = 1) -> Mesh:
-    """A mesh without model axes of one rank; the data axis is always there. The last axis joins neighbouring ranks."""
+    """Return the mesh without model axes of one rank; the data axis is always there. The last axis joins neighbouring ranks."""
     sizes = [size for size in model if size > 1]
     names = MODEL_AXES[: len(sizes)]
     experts = (Axis(EXPERT_AXIS, ep),) if ep > 1 else ()
@@ -35,7 +35,7 @@ def mesh_of(dp: int, *model: int, ep: int = 1) -> Mesh:
 
 
 def check_axes(force: Mapping[str, int], size: int, batch: int) -> None:
-    """AutoparError where a degree is none, or does not divide the cluster's devices or the batch."""
+    """Raise AutoparError where a degree is none, or does not divide the cluster's devices or the batch."""
     check_degrees(force)
     for name, value in force.items():
         if name in AXES and size % value:
@@ -70,7 +70,7 @@ def meshes(size: int, batch: int, force: Mapping[str, int], node_size: int = 0, 
 
 
 def _is_same_in_node(mesh: Mesh, node_size: int) -> bool:
-    """Whether its two model axes, the smaller one first, are in the grid in the other order over the same links."""
+    """Return whether its two model axes, the smaller one first, are in the grid in the other order over the same links."""
     sizes = mesh.sizes[1:]
     inside = len(sizes) == 2 and EXPERT_AXIS not in mesh.names and node_size % (sizes[0] * sizes[1]) == 0
     return inside and sizes[0] < sizes[1]

@@ -18,8 +18,7 @@ MICRO = "micro"
 
 
 def why_one_micro_batch(graph: Graph, registry: Registry) -> str:
-    """What forces one micro-batch, in a sentence; empty where any number of them gives the loss and gradients of the whole
-    batch."""
+    """Say in a sentence what forces one micro-batch; empty where any number gives the loss and gradients of the batch."""
     if not graph.batch_is_symbolic:
         return why_fixed(graph)
     boundary = BlockBoundaries(graph)
@@ -45,8 +44,8 @@ def why_one_micro_batch(graph: Graph, registry: Registry) -> str:
 
 
 def expert_axis_fits(mesh: Mesh, batch: int, micro_batches: int, force: Mapping[str, int], experts: bool) -> bool:
-    """Whether `EXPERT_AXIS` can shard each of so many micro-batches. A mesh without it is for batches that it cannot shard at
-    all: where only some micro-batches are too small for it, larger ones remain, or a forced ``tp``."""
+    """Return whether `EXPERT_AXIS` can shard each of so many micro-batches. A mesh without it is for batches that it cannot shard
+    at all: where only some micro-batches are too small for it, larger ones remain, or a forced ``tp``."""
     each = batch // mesh.size_of(DATA_AXIS)
     if mesh.size_of(EXPERT_AXIS) > 1:
         return each // micro_batches % mesh.size_of(EXPERT_AXIS) == 0

@@ -12,15 +12,15 @@ from autopar.rules.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """`batch` is the global batch (0: the captured one). `force` fixes degrees (see `force`), `schedule` that of pipelines.
-    `pins` fixes placements on the model axes of named values, as text (``I``, ``S(1) R``); `stored` those of parameters, by their
-    names in the model, where another program has the same weights; `placed` those of inputs and results of the graph, by their
-    names in it and mesh axis. `registry` holds rules that a user added. `relative_gap` is that of each ILP. A candidate is pruned
-    whose lower bound is not below the best plan by at least `min_improvement` (relative), or `min_improvement_large` where its
-    problem is large. A lower bound within `sharp_gap` of the best plan is not sharpened. Plans whose steps differ by at most
-    `indifference` (relative) count as equally fast (`robust_choice`). `may_offload_optimizer`: where nothing fits, plans with the
-    optimizer's state in host memory are searched (`offload_optimizer`). Problems that do not wait for each other are solved on
-    so many `processes` at once, where the machine can fork."""
+    """The options of a search. `batch` is the global batch (0: the captured one). `force` fixes degrees (see `force`), `schedule`
+    that of pipelines. `pins` fixes placements on the model axes of named values, as text (``I``, ``S(1) R``); `stored` those of
+    parameters, by their names in the model, where another program has the same weights; `placed` those of inputs and results of
+    the graph, by their names in it and mesh axis. `registry` holds rules that a user added. `relative_gap` is that of each ILP. A
+    candidate is pruned whose lower bound is not below the best plan by at least `min_improvement` (relative), or
+    `min_improvement_large` where its problem is large. A lower bound within `sharp_gap` of the best plan is not sharpened. Plans
+    whose steps differ by at most `indifference` (relative) count as equally fast (`robust_choice`). `may_offload_optimizer`:
+    where nothing fits, plans with the optimizer's state in host memory are searched (`offload_optimizer`). Problems that do not
+    wait for each other are solved on so many `processes` at once, where the machine can fork."""
 
     batch: int = 0
     precision: Precision = field(default_factory=Precision)

@@ -51,17 +51,17 @@ class ScheduleOption:
 
 
 def pipeline_forced(force: Mapping[str, int]) -> bool:
-    """Whether only pipelines are allowed."""
+    """Return whether only pipelines are allowed."""
     return force.get("pp", 1) > 1
 
 
 def pipeline_asked(force: Mapping[str, int], schedule: str) -> bool:
-    """Whether what is forced only pipelines have, whatever their number of stages."""
+    """Return whether what is forced only pipelines have, whatever their number of stages."""
     return pipeline_forced(force) or bool(schedule) or force.get("virtual", 1) > 1
 
 
 def pipeline_excluded(force: Mapping[str, int]) -> bool:
-    """Whether no pipeline is allowed."""
+    """Return whether no pipeline is allowed."""
     return force.get("pp", 2) == 1
 
 
@@ -79,7 +79,7 @@ def chunks_per_stage(force: Mapping[str, int], schedule: str = "") -> int:
 def pipeline_points(
     graph: Graph, cluster: Cluster, force: Mapping[str, int], registry: Registry, schedule: str = ""
 ) -> Iterator[GridPoint]:
-    """Every point, those with few stages first. AutoparError where a pipeline is forced that is impossible."""
+    """Yield every point, those with few stages first. AutoparError where a pipeline is forced that is impossible."""
     if pipeline_excluded(force):
         return
     if reason := why_one_graph(graph):
@@ -142,7 +142,8 @@ def _check(graph: Graph, cluster: Cluster, chunks: int, stages: int) -> None:
 
 
 def schedule_options(graph: Graph, point: GridPoint, force: Mapping[str, int], schedule: str = "") -> tuple[ScheduleOption, ...]:
-    """The schedules of a point: those that builders offer to the search, or the forced one. PlanError where that cannot be."""
+    """Return the schedules of a point: those that builders offer the search, or the forced one. PlanError where that cannot
+    be."""
     layers = max(len(layer_calls(graph)[1]), 1)
     name = "1f1b" if schedule == INTERLEAVED else schedule
     builders = [builder_named(name)] if name else [each for each in schedule_builders().values() if each.searched]
@@ -164,7 +165,7 @@ def schedule_options(graph: Graph, point: GridPoint, force: Mapping[str, int], s
 
 
 def _usual(builder: ScheduleBuilder, virtual: int, stages: int, layers: int, forced: str) -> bool:
-    """Whether a schedule is looked at with so many chunks a stage, where nobody says how many."""
+    """Return whether a schedule is looked at with so many chunks a stage, where nobody says how many."""
     if builder.v_shaped:
         return virtual == 2 and (stages * 2 <= layers or bool(forced))
     if forced == INTERLEAVED:

@@ -28,7 +28,8 @@ _CACHED = {False: 16, True: 4}
 
 
 class ProblemTables:
-    """`graph` is at the global batch. A structure serves every number of micro-batches, a price table every state group."""
+    """The tables of one grid. `graph` is at the global batch. A structure serves every number of micro-batches, a price table
+    every state group."""
 
     def __init__(self, graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry) -> None:
         self.graph, self.cluster, self.options, self.registry = graph, cluster, options, registry
@@ -77,7 +78,7 @@ def _is_wide(mesh: Mesh) -> bool:
 
 
 def _remember(cache: OrderedDict[Hashable, T], key: Hashable, table: T, most: int) -> None:
-    """First in, first out: the search goes through the grid mesh by mesh."""
+    """Cache an entry, first in, first out: the search goes through the grid mesh by mesh."""
     cache[key] = table
     while len(cache) > most:
         cache.popitem(last=False)

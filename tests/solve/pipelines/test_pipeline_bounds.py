@@ -230,7 +230,7 @@ def test_who_waits_for_whom() -> None:
     order = tightening._order()
     for point in order:
         search._with_memory(point)
-    first, *others = (tightening._task(each, None) for each in dict.fromkeys(tightening.together.values()))
+    first, *others = (tightening._task(each, None) for each in dict.fromkeys(tightening.groups.values()))
     taken = list(tightening._upcoming(order, first))
     assert len({search._family(each[0][0]) for each in (first, *taken)}) == len(taken) + 1 < len(others) + 1
     sharp_bound(search, first[0], float("inf"))
