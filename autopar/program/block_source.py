@@ -9,10 +9,10 @@ import sympy
 
 from autopar.ir import dims
 from autopar.ir.dims import Shape
-from autopar.ir.graph import Arg, Block, Node, Symbol, draws_masks
+from autopar.ir.graph import Block, Node, Symbol, draws_masks, leaves
 from autopar.ir.placement import parse_placement
 from autopar.passes.lowered import Lowered, LoweredBlock, StoredParameter
-from autopar.program.checks import check_identifiers, comment, quoted, refuse
+from autopar.program.checks import check_attributes, check_identifiers, comment, docstring, quoted, refuse
 from autopar.program.expressions import WHOLE_BATCH, expression, recomputed_expression
 from autopar.program.names import IMPORTED_NAMES, attribute_of, class_names
 from autopar.rules.conversions import axis_conversion
@@ -46,7 +46,7 @@ def block_class_lines(lowered: Lowered, block: LoweredBlock) -> list[str]:
     where = prefixes[0] if len(prefixes) == 1 else f"{prefixes[0]} .. {prefixes[-1]}, {len(prefixes)} times"
     name = class_names([block.block.name])[block.block.name]
     check_identifiers([name], IMPORTED_NAMES)
-    lines = [f"class {name}(BlockModule):", f'{INDENT}"""{comment(where)}"""', "", f"{INDENT}zero = {block.zero}"]
+    lines = [f"class {name}(BlockModule):", f'{INDENT}"""{docstring(where)}"""', "", f"{INDENT}zero = {block.zero}"]
     lines += [f"{INDENT}recompute = True"] * block.recompute
     lines += [f"{INDENT}selective_recompute = True"] * block.selective
     lines += [f"{INDENT}uses_rng = True"] * (block.recompute and any(map(draws_masks, block.block.nodes)))
@@ -71,14 +71,6 @@ def _spec(spec: StoredParameter) -> str:
 def shape_comment(shape: Shape) -> str:
     """``B 2048 512``, or ``()`` for a scalar."""
     return " ".join(str(dim).replace("*", "") if isinstance(dim, str) else str(dim) for dim in shape) or "()"
-
-
-def _symbols(arg: Arg) -> Iterator[Symbol]:
-    if isinstance(arg, Symbol):
-        yield arg
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from _symbols(item)
 
 
 def batch_size_source(inputs: Iterable[tuple[str, Shape]]) -> str | None:
@@ -160,7 +152,7 @@ class _Forward:
         block, axes = self.block, [*self.lowered.mesh.names, *(axis for _, axis in self.lowered_block.partitioned)]
         made = [value.name for values in (block.inputs, *(node.outputs for node in block.nodes)) for value in values]
         check_identifiers([*made, *axes])
-        check_identifiers((attribute_of(spec.path) for spec in self.lowered_block.specs), ())
+        check_attributes(attribute_of(spec.path) for spec in self.lowered_block.specs)
         for name in (self._read | {buffer for buffer, _ in block.updates}) - {*made}:
             if not any(parameter.value.name == name for parameter in block.parameters):
                 refuse(f"{block.name} reads {name[:60]!r}, which it does not have")
@@ -176,7 +168,8 @@ class _Forward:
         used = {str(dict(node.kwargs).get("axis")) for node in self.block.nodes}
         used |= {axis for _, axis in self.lowered_block.partitioned}
         lines = [f"{axis} = self.mesh.{axis}" for axis in self.lowered.mesh.names if axis in used]
-        symbols = [s for node in self.block.nodes for arg in (*node.args, *(v for _, v in node.kwargs)) for s in _symbols(arg)]
+        args = [arg for node in self.block.nodes for arg in (*node.args, *(v for _, v in node.kwargs))]
+        symbols = [leaf for leaf in leaves(tuple(args)) if isinstance(leaf, Symbol)]
         if self.lowered.uneven:
             sizes = {WHOLE_BATCH if symbol.whole else dims.BATCH for symbol in symbols}
             lines += [f"{name} = {source}" for name, source in BATCH_SIZES.items() if name in sizes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.passes.lower import lower
@@ -19,4 +20,8 @@ def program_text(graph: Graph, candidate: Candidate, *, uneven: bool = False) ->
 
 def build_program(graph: Graph, candidate: Candidate, *, uneven: bool = False) -> ModuleType:
     """The program as a module: its class ``Program`` takes a `MeshHandle`."""
-    return load_program(program_text(graph, candidate, uneven=uneven))
+    text = program_text(graph, candidate, uneven=uneven)
+    try:
+        return load_program(text)
+    except (SyntaxError, RecursionError, MemoryError) as error:  # arguments that are nested too deeply
+        raise PlanError(f"the program of this plan is no Python ({str(error)[:80]}): plan the model again") from None

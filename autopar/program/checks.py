@@ -52,14 +52,26 @@ def check_identifiers(names: Iterable[str], taken: Collection[str] = RESERVED) -
             refuse(f"{name} hides a name that the program uses")
 
 
+def check_attributes(names: Iterable[str]) -> None:
+    """Refuses names that are no attributes; those of parameters may have letters of any language."""
+    for name in names:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            refuse(f"{name[:60]!r} is no name")
+
+
 def quoted(text: str) -> str:
     """A string literal in double quotes."""
     return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 def comment(text: str) -> str:
-    """Words of a comment or docstring, which they cannot end."""
-    return (text if text.isprintable() else one_line(text)).replace('"', "'").replace("\\", "/")
+    """Words of a comment, in one line."""
+    return text if text.isprintable() else one_line(text)
+
+
+def docstring(text: str) -> str:
+    """Words of a docstring, which they cannot end."""
+    return comment(text).replace('"', "'").replace("\\", "/")
 
 
 def dtype_source(name: str) -> str:

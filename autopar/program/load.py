@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from autopar.errors import PlanError
-
 _PREFIX = "autopar_program_"
 _LOADED: weakref.WeakValueDictionary[str, ModuleType] = weakref.WeakValueDictionary()
 """All that are alive, by name."""
@@ -41,11 +39,7 @@ def load_program(text: str) -> ModuleType:
         sys.meta_path.append(_Programs())
     module = ModuleType(name)
     module.__file__ = path
-    try:
-        code = compile(text, path, "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise PlanError(f"the program of this plan is no Python ({str(error)[:80]}): plan the model again") from None
-    exec(code, module.__dict__)
+    exec(compile(text, path, "exec"), module.__dict__)
     module.__dict__["_itself"] = module  # its functions keep its globals, and these the module
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     weakref.finalize(module, linecache.cache.pop, path, None).atexit = False

@@ -11,7 +11,7 @@ from autopar.passes.lowered import Lowered, LoweredChunk
 from autopar.passes.readable_names import RESERVED
 from autopar.program.block_source import INDENT, batch_size_source
 from autopar.program.calls_source import CallsWriter, fresh_variable
-from autopar.program.checks import comment, quoted, size_source
+from autopar.program.checks import comment, docstring, quoted, size_source
 from autopar.program.program_attributes import program_attributes, return_values, write_totals
 
 WIDTH = 110
@@ -118,7 +118,7 @@ def _chunk_class(
     where = ", ".join(prefixes) if len(prefixes) < 4 else f"{prefixes[0]}, {prefixes[1]} .. {prefixes[-1]}"
     return [
         f"class Chunk{number}(ModelChunk):",
-        f'{INDENT}"""On stage {schedule.rank_of[number]}: {comment(where)}"""',
+        f'{INDENT}"""On stage {schedule.rank_of[number]}: {docstring(where)}"""',
         "",
         f"{INDENT}batch_inputs = ({taken.strip() if len(batch_inputs) == 1 else taken.rstrip(', ')})",
         "",

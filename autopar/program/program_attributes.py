@@ -89,20 +89,17 @@ def return_values(names: Iterable[str], outputs: Iterable[LoweredOutput]) -> str
 
 
 def _output_lines(lowered: Lowered) -> list[str]:
+    stand_in = lowered.interface is not None and not lowered.interface.has_loss
+    has_loss = [f"{INDENT}has_loss = False  # the loss is a stand-in, which nobody gets"] * stand_in
     if not lowered.outputs:
-        return []
+        return has_loss
     texts = [
         f"{quoted(each.path)}: {{{', '.join(f'{quoted(a)}: {quoted(at)}' for a, at in each.placements)}}}"
         for each in lowered.outputs
     ]
     kinds = {each.path: each.kind for each in lowered.outputs}
     returned = [f"{INDENT}outputs = {{  # returned after the loss", *(f"{INDENT * 2}{text}," for text in texts), f"{INDENT}}}"]
-    stand_in = lowered.interface is not None and not lowered.interface.has_loss
-    return [
-        *returned,
-        *_dict_lines("output_kinds", kinds, "how they come back"),
-        *([f"{INDENT}has_loss = False  # the loss is a stand-in, which nobody gets"] if stand_in else []),
-    ]
+    return [*returned, *_dict_lines("output_kinds", kinds, "how they come back"), *has_loss]
 
 
 def _interface_lines(lowered: Lowered) -> list[str]:

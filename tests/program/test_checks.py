@@ -16,6 +16,7 @@ from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
 from autopar.ir.mesh import Axis, Mesh
 from autopar.passes.lower import lower
 from autopar.passes.lowered import Lowered, LoweredBlock
+from autopar.program.build import build_program
 from autopar.program.load import load_program
 from autopar.program.source import render
 
@@ -56,8 +57,9 @@ def test_operations_that_no_model_has_are_refused(op: str) -> None:
 @pytest.mark.parametrize("op", ["aten.from_file", "aten.resize_", "ap.opaque", "load_library.__call__.__call__"])
 def test_operations_inside_of_a_branch_are_checked_too(op: str) -> None:
     region = ((), ((("y",), op, ("x",), (), (((1,), "float32"),)),), ("y",))
+    predicate = Ref(lowered().blocks[0].block.inputs[0].name)
     with pytest.raises(PlanError, match="inside"):
-        render(with_node(Node("ap.cond", (Ref("x"), (), region, region), (), (Value("made", (1,), "float32"),))))
+        render(with_node(Node("ap.cond", (predicate, (), region, region), (), (Value("made", (1,), "float32"),))))
 
 
 NAMES = (
@@ -148,10 +150,13 @@ def test_sizes_are_arithmetic_of_the_batch(size: str) -> None:
         render(with_node(ones(fill=Symbol(size))))
 
 
-def test_text_that_python_does_not_read_is_one_line() -> None:
+def test_a_plan_whose_program_python_does_not_read_is_one_line() -> None:
+    graph, candidate = tiny_plan("dense").graph, tiny_plan("dense").candidate
     deep: Arg = 1
     for _ in range(300):
         deep = (deep,)
-    text = render(with_node(ones(fill=deep)))
+    block = next(each for each in graph.blocks if any(node.op == "aten.linear" for node in each.nodes))
+    nodes = tuple(replace(each, kwargs=(("x", deep),)) if each.op == "aten.linear" else each for each in block.nodes)
+    blocks = tuple(replace(each, nodes=nodes) if each is block else each for each in graph.blocks)
     with pytest.raises(PlanError, match="no Python"):
-        load_program(text)
+        build_program(replace(graph, blocks=blocks), candidate)
