@@ -9,11 +9,12 @@ import sympy
 
 from autopar.ir import dims
 from autopar.ir.dims import Shape
-from autopar.ir.graph import Arg, Block, Node, Symbol, draws_masks
+from autopar.ir.graph import Block, Node, Symbol, draws_masks, leaves
 from autopar.ir.placement import parse_placement
 from autopar.passes.lowered import Lowered, LoweredBlock, StoredParameter
+from autopar.program.checks import check_attributes, check_identifiers, comment, docstring, quoted, refuse
 from autopar.program.expressions import WHOLE_BATCH, expression, recomputed_expression
-from autopar.program.names import attribute_of, class_names
+from autopar.program.names import IMPORTED_NAMES, attribute_of, class_names
 from autopar.rules.conversions import axis_conversion
 
 INDENT = "    "
@@ -44,7 +45,8 @@ def block_class_lines(lowered: Lowered, block: LoweredBlock) -> list[str]:
     prefixes = [call.prefix or "the model's own" for call in calls]
     where = prefixes[0] if len(prefixes) == 1 else f"{prefixes[0]} .. {prefixes[-1]}, {len(prefixes)} times"
     name = class_names([block.block.name])[block.block.name]
-    lines = [f"class {name}(BlockModule):", f'{INDENT}"""{where}"""', "", f"{INDENT}zero = {block.zero}"]
+    check_identifiers([name], IMPORTED_NAMES)
+    lines = [f"class {name}(BlockModule):", f'{INDENT}"""{docstring(where)}"""', "", f"{INDENT}zero = {block.zero}"]
     lines += [f"{INDENT}recompute = True"] * block.recompute
     lines += [f"{INDENT}selective_recompute = True"] * block.selective
     lines += [f"{INDENT}uses_rng = True"] * (block.recompute and any(map(draws_masks, block.block.nodes)))
@@ -60,8 +62,8 @@ def _spec_lines(specs: Iterable[StoredParameter]) -> list[str]:
 
 
 def _spec(spec: StoredParameter) -> str:
-    words = [f'"{spec.path}"', repr(spec.shape), f'"{spec.dtype}"']
-    words.append("{" + ", ".join(f'"{axis}": "{where}"' for axis, where in spec.placements) + "}")
+    words = [quoted(spec.path), repr(spec.shape), quoted(spec.dtype)]
+    words.append("{" + ", ".join(f"{quoted(axis)}: {quoted(where)}" for axis, where in spec.placements) + "}")
     words += ["trainable=False"] * (not spec.trainable) + ["buffer=True"] * spec.buffer
     return f"ParameterSpec({', '.join(words)})"
 
@@ -69,14 +71,6 @@ def _spec(spec: StoredParameter) -> str:
 def shape_comment(shape: Shape) -> str:
     """``B 2048 512``, or ``()`` for a scalar."""
     return " ".join(str(dim).replace("*", "") if isinstance(dim, str) else str(dim) for dim in shape) or "()"
-
-
-def _symbols(arg: Arg) -> Iterator[Symbol]:
-    if isinstance(arg, Symbol):
-        yield arg
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from _symbols(item)
 
 
 def batch_size_source(inputs: Iterable[tuple[str, Shape]]) -> str | None:
@@ -135,6 +129,7 @@ class _Forward:
 
     def lines(self) -> list[str]:
         block = self.block
+        self._check_names()
         arguments = "".join(f", {value.name}" for value in block.inputs)
         inside = [
             *self._body(),
@@ -147,6 +142,21 @@ class _Forward:
         body = [*self._header(), *inside]
         return [f"{INDENT}def forward(self{arguments}):", *(f"{INDENT * 2}{line}".rstrip() for line in body)]
 
+    @property
+    def _read(self) -> set[str]:
+        """The values that something reads."""
+        operands = {name for node in self.block.nodes for name in node.operands()}
+        return operands | {*self.block.outputs, *(value for _, value in self.block.updates)}
+
+    def _check_names(self) -> None:
+        block, axes = self.block, [*self.lowered.mesh.names, *(axis for _, axis in self.lowered_block.partitioned)]
+        made = [value.name for values in (block.inputs, *(node.outputs for node in block.nodes)) for value in values]
+        check_identifiers([*made, *axes])
+        check_attributes(attribute_of(spec.path) for spec in self.lowered_block.specs)
+        for name in (self._read | {buffer for buffer, _ in block.updates}) - {*made}:
+            if not any(parameter.value.name == name for parameter in block.parameters):
+                refuse(f"{block.name} reads {name[:60]!r}, which it does not have")
+
     def _name(self, name: str) -> str:
         """The expression of a value. A parameter is an attribute at every use, since FSDP2 swaps in the all-gathered one."""
         for parameter, spec in zip(self.block.parameters, self.lowered_block.specs, strict=True):
@@ -158,7 +168,8 @@ class _Forward:
         used = {str(dict(node.kwargs).get("axis")) for node in self.block.nodes}
         used |= {axis for _, axis in self.lowered_block.partitioned}
         lines = [f"{axis} = self.mesh.{axis}" for axis in self.lowered.mesh.names if axis in used]
-        symbols = [s for node in self.block.nodes for arg in (*node.args, *(v for _, v in node.kwargs)) for s in _symbols(arg)]
+        args = [arg for node in self.block.nodes for arg in (*node.args, *(v for _, v in node.kwargs))]
+        symbols = [leaf for leaf in leaves(tuple(args)) if isinstance(leaf, Symbol)]
         if self.lowered.uneven:
             sizes = {WHOLE_BATCH if symbol.whole else dims.BATCH for symbol in symbols}
             lines += [f"{name} = {source}" for name, source in BATCH_SIZES.items() if name in sizes]
@@ -170,15 +181,14 @@ class _Forward:
     def _body(self) -> Iterator[str]:
         no_grad = False
         module = ""
-        read = {name for node in self.block.nodes for name in node.operands()}
-        read |= {*self.block.outputs, *(value for _, value in self.block.updates)}
+        read = self._read
         schedule = self.lowered.schedule
         split = split_backward_nodes(self.block) if schedule is not None and schedule.splits_backward else frozenset[str]()
         for node in self.block.nodes:
             top = node.module.split(".")[0] if node.module else module
             if top != module:
                 module = top
-                yield f"# {module}"
+                yield f"# {comment(module)}"
                 no_grad = False
             if node.no_grad and not no_grad:
                 yield "with torch.no_grad():"
@@ -201,7 +211,7 @@ class _Forward:
         comments = [shape_comment(node.outputs[0].shape)]
         collectives = self._collectives(node)
         comments += [collectives] if collectives else []
-        comments += [node.source] if node.source else []
+        comments += [comment(node.source)] if node.source else []
         rest = ""
         if len(code) + indent > MAX_CODE_WIDTH and "(" in code:
             code, rest = code.split("(", 1)

@@ -11,10 +11,12 @@ from autopar.passes.base import fresh_name
 from autopar.passes.lowered import Lowered
 from autopar.passes.readable_names import RESERVED, identifier
 from autopar.program.block_source import INDENT
+from autopar.program.checks import USED, check_identifiers, quoted
 from autopar.program.loops import Loop, last_uses, loops_of_calls
-from autopar.program.names import attribute_of, class_names
+from autopar.program.names import RESERVED_ATTRIBUTES, attribute_of, class_names
 
 NUMBER = re.compile(r"\d+")
+PATH = re.compile(r"[\w.]*")
 COUNTER = re.compile(r"[_\d]+$")
 
 
@@ -51,6 +53,7 @@ class CallsWriter:
     carried: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_identifiers(self.names.values(), USED)
         self.variables |= RESERVED | set(self.names.values())
 
     @property
@@ -83,6 +86,7 @@ class CallsWriter:
             path = [*path[:-2], f"{path[-2]}_{path[-1]}"]
         name = identifier(path[-1]) if first.prefix else attribute_stem(first.block)
         attribute = fresh_name(attribute_of(name), self.attributes)
+        check_identifiers([attribute], RESERVED_ATTRIBUTES)
         if not many:
             self.init_lines.append(f"self.{attribute} = {self._constructor(first)}")
             return attribute
@@ -103,14 +107,15 @@ class CallsWriter:
 
     def _constructor(self, call: Call) -> str:
         names = self._other_names(call)
-        written = ", ".join(f'"{path}": "{name}"' for path, name in names.items())
-        return f'{self.classes[call.block]}(mesh, "{call.prefix}"{f", {{{written}}}" if names else ""})'
+        written = ", ".join(f"{quoted(path)}: {quoted(name)}" for path, name in names.items())
+        return f"{self.classes[call.block]}(mesh, {quoted(call.prefix)}{f', {{{written}}}' if names else ''})"
 
     def _comprehension(self, calls: list[Call]) -> str | None:
         """A comprehension, where prefixes count in steps and names are regular."""
         numbers = [[int(n) for n in NUMBER.findall(call.prefix)] for call in calls]
         shapes = {NUMBER.sub("#", call.prefix) for call in calls}
-        if len(shapes) > 1 or not numbers[0] or any(self._other_names(call) for call in calls):
+        plain = all(PATH.fullmatch(call.prefix) for call in calls)
+        if not plain or len(shapes) > 1 or not numbers[0] or any(self._other_names(call) for call in calls):
             return None
         varying = [i for i, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1]
         if len(varying) != 1:

@@ -14,8 +14,8 @@ from autopar.ir import dims
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Shard, parse_placement
 from autopar.passes.lowered import Lowered
-from autopar.program.build import checked_text
 from autopar.program.export_folder import export_folder
+from autopar.program.source import render
 from autopar.program.templates import README, TRAIN
 
 EMBEDDINGS = ("aten.embedding", "ap.embedding_sharded")
@@ -49,7 +49,7 @@ def export_program(
     ranks = lowered.devices
     name, mesh = lowered.name, lowered.whole_mesh
     with export_folder(directory, overwrite) as folder:
-        (folder / "program.py").write_text(checked_text(lowered, "runtime"), encoding="utf-8")
+        (folder / "program.py").write_text(render(lowered, "runtime"), encoding="utf-8")
         (folder / "plan.json").write_text(plan_json, encoding="utf-8")
         _copy_runtime(folder / "runtime")
         (folder / "train.py").write_text(TRAIN.format(learning_rate=learning_rate, ranks=ranks), encoding="utf-8")

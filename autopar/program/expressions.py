@@ -9,6 +9,7 @@ from math import isinf, isnan
 from autopar.ir.dims import BATCH
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol
 from autopar.ir.regions import REGION_OPS, without_shapes
+from autopar.program.checks import check_node, dtype_source, registered_name, size_source
 from autopar.program.operations import EXPRESSION_WRITERS, INFIX, OperationCall
 
 Names = Callable[[str], str]
@@ -21,7 +22,6 @@ FUNCTION_CALL = re.compile(r"((?:F|C|torch(?:\.ops\.\w+)?)(?:\.\w+)+)\(((?:[^()]
 """An expression that is one call of a module's function: its name and its arguments."""
 METHOD_CALL = re.compile(r"([\w.]+)\.(\w+)\((.*)\)")
 """An expression that is one method call of a named tensor: the tensor, the method and its arguments."""
-DIVISION = re.compile(r"(?<!/)/(?!/)")
 OPERATORS = {symbol: name.removeprefix("aten.").strip("_") for name, symbol in INFIX.items()} | {
     "/": "div", "&": "bitwise_and", "|": "bitwise_or", "^": "bitwise_xor",
 }  # fmt: skip
@@ -35,11 +35,10 @@ def argument_source(arg: Arg, names: Names) -> str:
     if isinstance(arg, Ref):
         return names(arg.name)
     if isinstance(arg, Symbol):
-        # Sizes are whole numbers by construction, so a quotient is a floor division.
-        written = DIVISION.sub("//", str(arg.dim)).replace("*", " * ").replace(" *  * ", "**")
+        written = size_source(arg.dim).replace("*", " * ").replace(" *  * ", "**")
         return written.replace(BATCH, WHOLE_BATCH) if arg.whole else written
     if isinstance(arg, DType):
-        return f"torch.{arg.name}"
+        return dtype_source(arg.name)
     if isinstance(arg, tuple):
         items = [argument_source(item, names) for item in arg]
         return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
@@ -50,6 +49,7 @@ def argument_source(arg: Arg, names: Names) -> str:
 
 def expression(node: Node, names: Names) -> str:
     """The expression of a node, the right-hand side of its line."""
+    check_node(node)
     given = (*node.args[:2], *map(without_shapes, node.args[2:])) if node.op in REGION_OPS else node.args
     call = OperationCall(
         node,
@@ -85,5 +85,4 @@ def recomputed_expression(node: Node, names: Names) -> str:
 
 def aten_call(call: OperationCall) -> str:
     """``torch.ops.aten.name.overload(...)``."""
-    words = call.node.op.split(".")
-    return f"torch.ops.{'.'.join(words if len(words) > 2 else [*words, 'default'])}({call.listed()})"
+    return f"{registered_name(call.node.op)}({call.listed()})"

@@ -11,6 +11,7 @@ from autopar.passes.lowered import Lowered, LoweredChunk
 from autopar.passes.readable_names import RESERVED
 from autopar.program.block_source import INDENT, batch_size_source
 from autopar.program.calls_source import CallsWriter, fresh_variable
+from autopar.program.checks import comment, docstring, quoted, size_source
 from autopar.program.program_attributes import program_attributes, return_values, write_totals
 
 WIDTH = 110
@@ -37,11 +38,11 @@ def pipeline_classes(lowered: Lowered, schedule: Schedule) -> list[list[str]]:
         f"{INDENT}boundaries = (  # sent from each chunk to the next",
         *(line for chunk in lowered.chunks[1:] for line in _boundary_tuple(list(_boundary_tensors(chunk.receives, between)))),
         f"{INDENT})",
-        f"{INDENT}schedule = (  # actions of each stage: {schedule.name}",
+        f"{INDENT}schedule = (  # actions of each stage: {comment(schedule.name)}",
         *(line for rank in schedule.ranks for line in _schedule_lines([str(action) for action in rank])),
         f"{INDENT})",
         *versions,
-        f'{INDENT}loss_dtype = "{lowered.chunks[-1].sends[0].dtype}"',
+        f"{INDENT}loss_dtype = {quoted(lowered.chunks[-1].sends[0].dtype)}",
         "",
         *_init_method(writer.init_lines),
         *totals.method(lowered),
@@ -77,11 +78,11 @@ def _boundary_tuple(texts: Sequence[str]) -> list[str]:
 
 def _boundary_tensors(values: Sequence[Value], names: dict[str, str]) -> Iterator[str]:
     for value in values:
-        shape = ", ".join(dim.replace("/", "//") if isinstance(dim, str) else str(dim) for dim in value.shape)
+        shape = ", ".join(size_source(dim) for dim in value.shape)
         shape += "," if len(value.shape) == 1 else ""
         batch = "B" if any(map(dims.has_batch, value.shape)) else "_"
         gradient = "" if value.differentiable else ", gradient=False"
-        yield f'BoundaryTensor("{names[value.name]}", lambda {batch}: ({shape}), "{value.dtype}"{gradient}),'
+        yield f"BoundaryTensor({quoted(names[value.name])}, lambda {batch}: ({shape}), {quoted(value.dtype)}{gradient}),"
 
 
 def _schedule_lines(words: Sequence[str]) -> Iterator[str]:
@@ -112,12 +113,12 @@ def _chunk_class(
     writer.write()
     final, returned = number + 1 == len(lowered.chunks), [names[name] for name in results]
     arguments = "".join(f", {names[name]}" for name in (*received, *batch_inputs))
-    taken = "".join(f'"{known[name]}", ' for name in batch_inputs)
+    taken = "".join(f"{quoted(known[name])}, " for name in batch_inputs)
     prefixes = list(dict.fromkeys(call.prefix or call.block for call in chunk.calls))
     where = ", ".join(prefixes) if len(prefixes) < 4 else f"{prefixes[0]}, {prefixes[1]} .. {prefixes[-1]}"
     return [
         f"class Chunk{number}(ModelChunk):",
-        f'{INDENT}"""On stage {schedule.rank_of[number]}: {where}"""',
+        f'{INDENT}"""On stage {schedule.rank_of[number]}: {docstring(where)}"""',
         "",
         f"{INDENT}batch_inputs = ({taken.strip() if len(batch_inputs) == 1 else taken.rstrip(', ')})",
         "",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from autopar.ir.placement import Shard, parse_placement
 from autopar.passes.lowered import Lowered, LoweredOutput
 from autopar.program.block_source import INDENT
 from autopar.program.calls_source import CallsWriter
+from autopar.program.checks import quoted
 
 WIDTH = 110
 
@@ -29,7 +29,7 @@ class Totals:
         if not self.names:
             return []
         arguments = "".join(f", {value.name}" for value in lowered.inputs)
-        items = ", ".join(f'"{name}": {name}' for name in self.names)
+        items = ", ".join(f"{quoted(name)}: {name}" for name in self.names)
         lines = [*self.body, f"return {{{items}}}"]
         return [f"{INDENT}def count(self{arguments}):", *(f"{INDENT * 2}{line}" for line in lines), ""]
 
@@ -45,19 +45,19 @@ def write_totals(lowered: Lowered, names: dict[str, str], writer: CallsWriter) -
 
 def program_attributes(lowered: Lowered, totals: Totals) -> list[str]:
     """The lines of the class attributes."""
-    mesh = ", ".join(f'"{name}": {size}' for name, size in lowered.axes)
+    mesh = ", ".join(f"{quoted(name)}: {size}" for name, size in lowered.axes)
     inputs = [
-        f'{INDENT * 2}"{name}": {{{", ".join(f"{axis!r}: {where!r}" for axis, where in texts)}}},'.replace("'", '"')
+        f"{INDENT * 2}{quoted(name)}: {{{', '.join(f'{quoted(axis)}: {quoted(where)}' for axis, where in texts)}}},"
         for name, texts in lowered.input_placements
     ]
     shapes = ", ".join(
-        f'"{value.name}": {tuple(None if isinstance(n, str) or dim in sharded else n for dim, n in enumerate(value.shape))}'
+        f"{quoted(value.name)}: {tuple(None if isinstance(n, str) or dim in sharded else n for dim, n in enumerate(value.shape))}"
         for value, sharded in zip(lowered.inputs, map(_data_sharded_dims, lowered.input_placements), strict=True)
     )
-    dtypes = ", ".join(f'"{value.name}": "{value.dtype}"' for value in lowered.inputs)
-    flowing = "".join(f'"{value.name}", ' for value in lowered.inputs if value.differentiable).rstrip()
+    dtypes = ", ".join(f"{quoted(value.name)}: {quoted(value.dtype)}" for value in lowered.inputs)
+    flowing = "".join(f"{quoted(value.name)}, " for value in lowered.inputs if value.differentiable).rstrip()
     grouped = 0 < lowered.zero_group < lowered.mesh.size_of("dp")
-    ops = ", ".join(f'"{name}": "{op}"' for name, op in zip(totals.names, totals.ops, strict=True))
+    ops = ", ".join(f"{quoted(name)}: {quoted(op)}" for name, op in zip(totals.names, totals.ops, strict=True))
     offload, reduce = lowered.precision.offload_optimizer, lowered.precision.reduce
     return [
         f"{INDENT}mesh_axes = {{{mesh}}}",
@@ -67,15 +67,15 @@ def program_attributes(lowered: Lowered, totals: Totals) -> list[str]:
         *([f"{INDENT}differentiable_inputs = ({flowing})  # gradients flow into them"] if flowing else []),
         *_interface_lines(lowered),
         *_output_lines(lowered),
-        f'{INDENT}precision = ("{lowered.precision.compute}", "{lowered.precision.master}")  # compute, stored',
-        *([f'{INDENT}reduce_dtype = "{reduce}"  # in which gradients are summed over the data axis'] if reduce else []),
+        f"{INDENT}precision = ({quoted(lowered.precision.compute)}, {quoted(lowered.precision.master)})  # compute, stored",
+        *([f"{INDENT}reduce_dtype = {quoted(reduce)}  # in which gradients are summed over the data axis"] if reduce else []),
         *([f"{INDENT}micro_batches = {lowered.micro_batches}"] if lowered.micro_batches > 1 else []),
         *(
             [f"{INDENT}zero_group = {lowered.zero_group}  # neighbouring data ranks that shard one copy of the state"]
             if grouped
             else []
         ),
-        *([f'{INDENT}offload_optimizer = "{offload}"  # between steps its state lies there'] if offload else []),
+        *([f"{INDENT}offload_optimizer = {quoted(offload)}  # between steps its state lies there"] if offload else []),
         *([f"{INDENT}forward_only = True  # nothing trains: no backward runs"] if lowered.forward_only else []),
         *([f"{INDENT}totals = {{{ops}}}  # over all micro-batches, before the first"] if totals.names else []),
     ]
@@ -89,20 +89,17 @@ def return_values(names: Iterable[str], outputs: Iterable[LoweredOutput]) -> str
 
 
 def _output_lines(lowered: Lowered) -> list[str]:
+    stand_in = lowered.interface is not None and not lowered.interface.has_loss
+    has_loss = [f"{INDENT}has_loss = False  # the loss is a stand-in, which nobody gets"] * stand_in
     if not lowered.outputs:
-        return []
+        return has_loss
     texts = [
-        f"{_literal(each.path)}: {{{', '.join(f'{_literal(a)}: {_literal(at)}' for a, at in each.placements)}}}"
+        f"{quoted(each.path)}: {{{', '.join(f'{quoted(a)}: {quoted(at)}' for a, at in each.placements)}}}"
         for each in lowered.outputs
     ]
     kinds = {each.path: each.kind for each in lowered.outputs}
     returned = [f"{INDENT}outputs = {{  # returned after the loss", *(f"{INDENT * 2}{text}," for text in texts), f"{INDENT}}}"]
-    stand_in = lowered.interface is not None and not lowered.interface.has_loss
-    return [
-        *returned,
-        *_dict_lines("output_kinds", kinds, "how they come back"),
-        *([f"{INDENT}has_loss = False  # the loss is a stand-in, which nobody gets"] if stand_in else []),
-    ]
+    return [*returned, *_dict_lines("output_kinds", kinds, "how they come back"), *has_loss]
 
 
 def _interface_lines(lowered: Lowered) -> list[str]:
@@ -113,7 +110,7 @@ def _interface_lines(lowered: Lowered) -> list[str]:
     nested = {each.path: each.input for each in interface.arguments if each.input and each.path != each.input}
     fixed = {each.path: each.constant for each in interface.arguments if not each.input and not each.optional}
     usual = {each.path: each.constant for each in interface.arguments if not each.input and each.optional}
-    positional = f"{INDENT}positional = ({''.join(f'{_literal(name)}, ' for name in interface.positional).rstrip()})"
+    positional = f"{INDENT}positional = ({''.join(f'{quoted(name)}, ' for name in interface.positional).rstrip()})"
     return [
         positional,
         *_dict_lines("arguments", nested, "paths in the user's arguments"),
@@ -124,7 +121,7 @@ def _interface_lines(lowered: Lowered) -> list[str]:
 
 
 def _batch_dim_lines(interface: Interface) -> list[str]:
-    items = ", ".join(f"{_literal(name)}: {dim}" for name, dim in interface.batch_dims.items())
+    items = ", ".join(f"{quoted(name)}: {dim}" for name, dim in interface.batch_dims.items())
     return [f"{INDENT}batch_dims = {{{items}}}  # where the caller's tensors have the batch"] if items else []
 
 
@@ -134,7 +131,7 @@ def _dict_lines(name: str, texts: Mapping[str, str], comment: str) -> list[str]:
         return []
     lines, current = [], ""
     for key, text in texts.items():
-        item = f"{_literal(key)}: {_literal(text)}, "
+        item = f"{quoted(key)}: {quoted(text)}, "
         if current and len(current) + len(item) > WIDTH:
             lines.append(current.rstrip())
             current = ""
@@ -143,11 +140,6 @@ def _dict_lines(name: str, texts: Mapping[str, str], comment: str) -> list[str]:
     if len(lines) == 1:
         return [f"{INDENT}{name} = {{{lines[0].rstrip(',')}}}  # {comment}"]
     return [f"{INDENT}{name} = {{  # {comment}", *(f"{INDENT * 2}{line}" for line in lines), f"{INDENT}}}"]
-
-
-def _literal(text: str) -> str:
-    """A string literal in double quotes."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _data_sharded_dims(placed: tuple[str, tuple[tuple[str, str], ...]]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Every operation that has a rule goes through the text, the gate and ranks: torch's own samples of the table's operations, in
+"""Every operation that has a rule goes through the text and ranks: torch's own samples of the table's operations, in
 programs of drawn placements; and the operations without tensors, which have no samples there."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.errors import AutoparError, CaptureError
 from autopar.passes.lower import lower
-from autopar.program.build import checked_text
 from autopar.program.operations import FACTORIES
+from autopar.program.source import render
 from autopar.runtime.step.inputs import NamedBatch
 
 WITHOUT_TENSORS: dict[str, Callable[[], Tensor]] = {
@@ -56,9 +56,9 @@ class Made(nn.Module):
 
 
 def program(model: nn.Module, given: Any, seed: int) -> str:
-    """The text, which the gate has read. Placements are drawn: operations are sharded where they can be."""
+    """The text. Placements are drawn: operations are sharded where they can be."""
     graph = capture(model, (), given)
-    return checked_text(lower(graph, drawn_candidate(graph, mesh_of(dp=1, tp=2), seed, wild=0.5)))
+    return render(lower(graph, drawn_candidate(graph, mesh_of(dp=1, tp=2), seed, wild=0.5)))
 
 
 def losses(cases: list[Case]) -> list[float | str]:

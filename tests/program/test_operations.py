@@ -80,8 +80,8 @@ X, Y = Ref("x"), Ref("y")
         (node_of("ap.convert_many", (X, Y), axis="tp", conversion="I -> R"), 'C.convert_many((x, y), tp, "I -> R")'),
         (node_of("ap.dropout", X, 0.1, sharded_axes=("dp",)), 'C.dropout(x, 0.1, self.training, self.mesh, (\'dp\',))'),
         (node_of("aten.roll", X, (1,), (0,)), "x.roll((1,), (0,))"),
-        (node_of("aten.foo.bar", X, 1), "torch.ops.aten.foo.bar(x, 1)"),
-        (node_of("mine.op", X), "torch.ops.mine.op.default(x)"),
+        (node_of("aten.lerp.Scalar", X, 1), "torch.ops.aten.lerp.Scalar(x, 1)"),
+        (node_of("aten.logit", X), "torch.ops.aten.logit.default(x)"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip

@@ -30,9 +30,8 @@ from autopar.ir.plan import BlockPlan, Candidate, Precision
 from autopar.ir.plan_file.document import divide_blocks, join_blocks
 from autopar.ir.verify import verify_candidate
 from autopar.passes.lower import lower
-from autopar.program.build import checked_text, program_text
-from autopar.program.gate.gate import check_program
-from autopar.program.source import RUNTIME
+from autopar.program.build import program_text
+from autopar.program.source import render
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
 
@@ -147,12 +146,9 @@ def test_the_plan_file_has_it_and_the_program_shows_it() -> None:
     candidate = with_partition(prepared.graph, megatron(prepared, 2), CLUSTER, "tp")
     assert join_blocks(*divide_blocks(prepared.graph, candidate)) == candidate.blocks
     lowered = lower(prepared.graph, candidate)
-    text = checked_text(lowered)
+    text = render(lowered)
     assert "recompute.partition(hidden, tp)" in text.replace("h0", "hidden") and "# each rank of tp saves a part" in text
     assert "activations of" in describe(prepared.graph, candidate) and "saved in parts" in describe(prepared.graph, candidate)
-    for old, new in (("recompute.partition(", "recompute.offload("), (", tp)  # each rank", ", dp)  # each rank")):
-        with pytest.raises(PlanError):
-            check_program(text.replace(old, new, 1), lowered, RUNTIME)
 
 
 def wrong(candidate: Candidate, **change: object) -> Candidate:
