@@ -23,6 +23,7 @@ from autopar.ir.plan import Precision
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.options import PlanOptions
 from autopar.precision import PrecisionLike, compute_dtype_of, precision_of, with_float8
+from autopar.recipes.by_hand import seeds_of, with_expert_prices, with_reasons, with_stage_seeds
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry, default_registry
 from autopar.solve.fixed.baselines import PricedRecipe, baselines
@@ -39,7 +40,6 @@ from autopar.solve.robust_choice import robust_choice
 from autopar.solve.search import search
 from autopar.solve.space.force import Force
 from autopar.solve.space.options import SearchOptions
-from autopar.validate.recipes.by_hand import seeds_of, with_expert_prices, with_reasons, with_stage_seeds
 
 ExampleInputs = Mapping[str, Any] | tuple[Any, ...]
 Progress = Callable[[str], None]

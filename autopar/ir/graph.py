@@ -100,17 +100,12 @@ def draws_masks(node: Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter or buffer that a block reads. `path` is relative to the block's module (``self_attn.q_proj.weight``).
-
-    `expert_parallel` is the number of neighbouring data ranks over which dimension 0 of expert weights is sharded outside of the
-    mesh (graphs of published runs only, see `autopar.validate`).
-    """
+    """A parameter or buffer that a block reads. `path` is relative to the block's module (``self_attn.q_proj.weight``)."""
 
     value: Value
     path: str
     trainable: bool = True
     buffer: bool = False
-    expert_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True)

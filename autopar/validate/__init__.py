@@ -1,5 +1,5 @@
-"""Compares the cost models with published runs: a row of a table -> its model -> graph -> fixed configuration -> evaluator.
+"""Published runs beside predictions: a row of a table -> its model -> graph -> fixed configuration -> evaluator; fits, residuals.
 
-Start with `price.Session`. `architectures` and `modules` rebuild the model of a row, `graphs` its graph, `configuration` how it
-was parallelized, `summary` and `report` the errors. Imports `capture`, `rules`, `cost_models` and `solve`.
+Start with `price.Session`. `architectures` has the decoder of a row, `configuration` how it was parallelized, `summary` and
+`report` the errors, `constants` fits software stacks, `residuals` the memory margin. Planning imports `recipes`, and not this.
 """

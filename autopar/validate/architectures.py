@@ -1,63 +1,21 @@
 """The decoder of a published run: the sizes that the row states, and the details that are known of its model family and of the
 software stack that ran it.
 
-Start with `architecture_of`. The table `_FAMILIES` has what a model's name says, `_STACKS` what the software's name says.
+Start with `architecture_of`. The table `_FAMILIES` has what a model's name says, `recipes.software` what the software's says.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from autopar.errors import AutoparError
+from autopar.recipes.decoder import Architecture, Latent
+from autopar.recipes.software import implementation_of
 from autopar.validate.rows import Row
 
 
 class NotExpressed(AutoparError):
     """A row that cannot be expressed as a graph and a candidate; the message is the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """A decoder, without its number of layers. Sizes are in elements; flags say which operations the implementation launches."""
-
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    seq: int
-    gated: bool
-    gelu: bool
-    rms_norm: bool
-    rope: bool
-    learned_positions: bool
-    bias: bool
-    tied: bool
-    flash: bool
-    dropout: float
-    fused_projections: bool
-    float_logits: bool
-    loss_in_place: bool
-    norm_heads: bool = False
-    experts: int = 0
-    top_k: int = 0
-    shared_ffn: int = 0
-    dense_layers: int = 0
-    dense_ffn: int = 0
-    latent: Latent | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): ranks of the compressed queries and key-values,
-    and head sizes without position, with position, and of values."""
-
-    query_rank: int
-    kv_rank: int
-    plain_dim: int
-    rope_dim: int
-    value_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,35 +50,6 @@ _QWEN3 = Family(norm_heads=True)
 _FAMILIES = {"nemotron": _NEMOTRON, "deepseek": _DEEPSEEK, "llama-4": _LLAMA4, "llama 4": _LLAMA4, "qwen3": _QWEN3}
 """By a word of the model's name in lower case."""
 
-
-@dataclass(frozen=True, slots=True)
-class Implementation:
-    """What the name of a software stack says about models without a gate (`dropout`, `bias`, `tied`) and about all. `tied` None:
-    as the model is."""
-
-    fused_projections: bool = False
-    float_logits: bool = True
-    loss_in_place: bool = False
-    bias: bool = True
-    dropout: float = 0.0
-    tied: bool | None = None
-
-
-_MEGATRON = Implementation(fused_projections=True, float_logits=False, loss_in_place=True)
-_MEGATRON_SCRIPT = replace(_MEGATRON, dropout=0.1)
-"""Runs of the training script as it is, which drops a tenth (Megatron-LM ``--hidden-dropout``; ``hidden_dropout: 0.1`` of GPT-3
-in NeMo-Framework-Launcher, launcher_scripts/conf/training/gpt3)."""
-_MPT = Implementation(fused_projections=True, float_logits=False, bias=False, tied=True)
-"""llm-foundry's MPT has neither biases nor dropout, and ties its head."""
-_STACKS = {
-    "deepspeed-zero3-2021": _MEGATRON_SCRIPT,
-    "megatron-lm-2021": _MEGATRON_SCRIPT,
-    "megatron-lm-2022": _MEGATRON_SCRIPT,
-    "megatron-core": replace(_MEGATRON_SCRIPT, tied=False),
-    "nanotron": Implementation(tied=True),
-}
-"""By the whole name; BLOOM's runs train without dropout (bigscience tr11 scripts)."""
-_STACK_PREFIXES = {"llm-foundry": _MPT, "megatron": _MEGATRON, "nemo": _MEGATRON_SCRIPT}
 
 _GPT2_VOCABULARY = 51200
 """50,257 tokens of GPT-2, padded as Megatron does in its published GPT runs (arXiv 2104.04473, section 5)."""
@@ -169,12 +98,6 @@ def architecture_of(row: Row) -> Architecture:
 def _family(row: Row) -> Family:
     name = row.model_family.lower()
     return next((family for word, family in _FAMILIES.items() if word in name), Family())
-
-
-def implementation_of(name: str) -> Implementation:
-    """What the name of a software stack says."""
-    by_prefix = (stack for prefix, stack in _STACK_PREFIXES.items() if name.startswith(prefix))
-    return _STACKS.get(name) or next(by_prefix, Implementation())
 
 
 def _vocabulary(row: Row) -> int:

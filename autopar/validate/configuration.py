@@ -8,6 +8,7 @@ from dataclasses import replace
 from autopar.cost_models.hardware.cluster import Cluster, preset_with_devices
 from autopar.cost_models.hardware.cluster_file import GIB
 from autopar.ir.plan import Precision
+from autopar.recipes.software import WHOLE_EXPERTS
 from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.validate.architectures import NotExpressed, stated
 from autopar.validate.rows import Row
@@ -109,9 +110,6 @@ def reduction_of(row: Row) -> str:
     compute = COMPUTE[row.precision]
     return compute if row.software_stack in REDUCES_IN_COMPUTE and compute != "float32" else ""
 
-
-WHOLE_EXPERTS = ("megatron-bridge", "megatron-core-moe", "automodel")
-"""Stacks with an expert tensor parallelism of 1: the weights of an expert are not sharded where those of all else are."""
 
 REENTRANT = ("megatron", "nemo", "internevo")
 """Stacks whose own ``CheckpointFunction`` recomputes a layer to its end; torch's stops when it has all saved tensors."""

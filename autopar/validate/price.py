@@ -12,6 +12,7 @@ from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
+from autopar.recipes.graphs import RECOMPUTED, RunOptions, graph_of, with_marked_layers
 from autopar.rules.table.priced_only import priced_registry
 from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.candidate import fixed_candidate
@@ -29,7 +30,6 @@ from autopar.validate.configuration import (
     sends_once,
     uses_cuda_graphs,
 )
-from autopar.validate.graphs import RECOMPUTED, RunOptions, graph_of, with_marked_layers
 from autopar.validate.rows import Row
 
 Constants = Mapping[str, float] | None

@@ -28,6 +28,7 @@ from autopar.ir.graph import Block, Node, Parameter, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, NodePlan, Precision
+from autopar.rules.table.priced_only import expert_degrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +187,11 @@ class BlockCosts:
         tokens = self.value_bytes(self.nodes[plan.node].operands()[0], plan.operands[0])
         return known.experts.shapes.top_k * tokens * expert_imbalance(known, plan, self.mesh.sizes, self.cluster)
 
+    @cached_property
+    def expert_degrees(self) -> dict[Parameter, int]:
+        """Degrees of expert parallelism outside of the mesh, see `priced_only.expert_degrees`."""
+        return expert_degrees(self.block)
+
     def state_cost(
         self, stored: Iterable[tuple[Parameter, Placements]], zero: int, precision: Precision, optimizer: Optimizer
     ) -> StateCost:
@@ -195,11 +201,11 @@ class BlockCosts:
         common: list[tuple[Parameter, Placements]] = []
         experts: list[tuple[Parameter, Placements]] = []
         for parameter, at in stored:
-            (experts if parameter.expert_parallel > 1 else common).append((parameter, at))
+            (experts if parameter in self.expert_degrees else common).append((parameter, at))
         cost = self.group_state_cost(state_group(common, self.mesh), zero, precision, optimizer)
         if not experts:
             return cost
-        degree, group = experts[0][0].expert_parallel, state_group(experts, self.mesh)
+        degree, group = self.expert_degrees[experts[0][0]], state_group(experts, self.mesh)
         links = expert_links(self.cluster, self.mesh, degree, [at for _, at in experts])
         local = StateGroup(
             group.elements / degree, group.trainable / degree, group.tensors, group.buffer_bytes, group.largest / degree

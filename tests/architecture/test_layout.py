@@ -13,9 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ORDER = [
-    *("runtime", "errors", "files", "ir", "schedules", "ops", "capture", "rules", "cost_models", "solve", "explain", "validate"),
+    *("runtime", "errors", "files", "ir", "schedules", "ops", "capture", "rules", "cost_models", "solve", "explain", "recipes"),
     *("precision", "options", "planning", "passes", "program", "variants", "dryrun", "given_plan", "api"),
-    *("integrations", "verification", "doctor", "cli"),
+    *("integrations", "verification", "doctor", "validate", "cli"),
 ]
 FOLDERS = {"passes": ROOT / "passes", "cost_models": ROOT / "cost_models"}
 STANDARD = set(sys.stdlib_module_names)
@@ -54,6 +54,19 @@ def test_imports_run_one_way(part: str, path: Path) -> None:
         assert words[0] not in ("passes", "cost_models", "tests"), f"{path} imports {name}: write autopar.{name}"
         if words[0] == "autopar" and len(words) > 1 and words[1] in ORDER:
             assert ORDER.index(words[1]) <= ORDER.index(part), f"{path} imports {name}, which comes later in {ORDER}"
+
+
+def test_planning_does_not_read_published_runs() -> None:
+    """Only the command line imports them, and planning reaches recipes by one module."""
+    users = {part for part, path in SOURCES for name in imports(path, part) if name.startswith("autopar.validate")}
+    assert users <= {"validate", "cli"}
+    reached = {name for part, path in SOURCES for name in imports(path, part) if part not in ("recipes", "validate")}
+    assert {name for name in reached if name.startswith("autopar.recipes.")} <= {
+        "autopar.recipes.by_hand", *(f"autopar.recipes.by_hand.{name}" for name in BY_HAND)
+    }  # fmt: skip
+
+
+BY_HAND = ("seeds_of", "with_expert_prices", "with_reasons", "with_stage_seeds")
 
 
 @pytest.mark.parametrize("path", files_of("runtime"), ids=str)

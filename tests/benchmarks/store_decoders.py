@@ -1,4 +1,4 @@
-"""Writes ``autopar/validate/data/decoders.json.gz``: a graph for each kind of decoder that the public table and the bundled
+"""Writes ``autopar/recipes/data/decoders.json.gz``: a graph for each kind of decoder that the public table and the bundled
 models need. ``python tests/benchmarks/store_decoders.py``; takes two minutes.
 """
 
@@ -10,12 +10,13 @@ from autopar.capture import capture
 from autopar.capture.models import load_model
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
-from autopar.validate.architectures import Architecture, architecture_of
+from autopar.recipes.decoder import Architecture
+from autopar.recipes.graphs import kind_of, traced
+from autopar.recipes.recognize import recognize
+from autopar.recipes.stored_graphs import store, stored_key, stored_path
+from autopar.validate.architectures import architecture_of
 from autopar.validate.configuration import COMPUTE
-from autopar.validate.graphs import kind_of, traced
-from autopar.validate.recipes.recognize import recognize
 from autopar.validate.rows import bundled_table, read_table
-from autopar.validate.stored_graphs import store, stored_key, stored_path
 
 MODELS = ("gpt2", "gpt2-xl", "llama3-8b", "llama3-70b", "llama3-405b", "qwen3-8b", "mixtral-8x22b", "deepseek-v3")
 SOFTWARE = ("nemo-megatron-core", "torchtitan-fsdp2")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import autopar
+from autopar.recipes.modules import Decoder
 from autopar.validate.architectures import architecture_of
 from autopar.validate.configuration import configuration_of
-from autopar.validate.modules import Decoder
 from autopar.validate.price import Session
 from autopar.validate.rows import Row, bundled_table, read_table
 

@@ -106,7 +106,7 @@ _HOOKS = {
 
 _KEYS: Mapping[type[Any], str] = {
     Node: "op args outputs kwargs? module? source? no_grad?",
-    Parameter: "value path trainable? buffer? expert_parallel?",
+    Parameter: "value path trainable? buffer?",
     Argument: "path input? constant? optional? batch_dim?",
     Precision: "compute! master! offload_optimizer? reduce? float8?",
     BlockPlan: "block zero recompute! inputs parameters outputs conversions recompute_nodes recompute_conversions offload"

@@ -1,7 +1,7 @@
 """Rules of operations in published runs of other software, which are priced but never run: no capture or program has them.
 
-`autopar.validate` puts them into graphs of published runs. They are not in `default_registry`, so no plan contains them;
-`tests/validate` proves their lines by executing a plain function.
+`autopar.recipes.graphs` puts them into graphs of decoders as other software writes them. They are not in `default_registry`, so
+no plan contains them; `tests/validate` proves their lines by executing a plain function.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from autopar.ir.dims import Shape
-from autopar.ir.graph import Node
+from autopar.ir.graph import Block, Node, Parameter
 from autopar.rules.registry import Registry, default_registry
 from autopar.rules.rule import DerivedLine, NamedFunction, Rule, argument
 from autopar.rules.strategy import OperationCollective
@@ -34,6 +34,14 @@ def experts_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """
     inner = "(2 f+)" if shapes[2][1] != shapes[3][2] else "f+"
     return DerivedLine(f"... h!, ... e!, e! {inner} h!, e! h! f+ -> ... h!")
+
+
+def expert_degrees(block: Block) -> dict[Parameter, int]:
+    """By expert weight: the number of neighbouring data ranks over which its dimension 0 is sharded outside of the mesh, if there
+    are several."""
+    experts = [node for node in block.nodes if node.op in ("ap.experts", "ap.experts_float8")]
+    degrees = {name: int(argument(node, 99, "ep", 1)) for node in experts for name in node.operands()[2:4]}  # type: ignore[arg-type]
+    return {each: degrees[each.value.name] for each in block.parameters if degrees.get(each.value.name, 1) > 1}
 
 
 def experts_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCollective, ...]:

@@ -36,7 +36,7 @@ def call_states(problem: Problem, name: str, micro_batches: int) -> dict[int, Ca
         [
             parameter
             for parameter, alone in zip(table.block.parameters, kind.own, strict=True)
-            if alone and not parameter.buffer and parameter.expert_parallel == 1
+            if alone and not parameter.buffer and parameter not in table.costs.expert_degrees
         ]
         for kind in problem.boundary.kind_counts
         if kind.block == name

@@ -102,7 +102,7 @@ class _MemoryRelaxation:
             own = [
                 parameter
                 for parameter, alone in zip(table.block.parameters, kind.own, strict=True)
-                if alone and not parameter.buffer and parameter.expert_parallel == 1
+                if alone and not parameter.buffer and parameter not in table.costs.expert_degrees
             ]
             kinds = self.problem.boundary.call_kinds
             self._add_state(table, own, count, is_first=kind == kinds[0], is_last=kind == kinds[-1])

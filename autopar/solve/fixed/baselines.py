@@ -1,6 +1,6 @@
 """What people write by hand, on the same cluster, as our own programs would run it: each a complete configuration, forced, and
 priced by the evaluator with the cluster's own constants. A plan is never predicted to be slower than these. What experts get of
-a recipe on their own software is `validate.recipes`.
+a recipe on their own software is `recipes`.
 
 Within a recipe the micro-batches and the recomputation that fit and take least time are taken, as somebody would who tries
 them. DDP: Li et al., arXiv 2006.15704; FSDP (ZeRO-3): Zhao et al., arXiv 2304.11277; with tensor and sequence parallelism in the
@@ -72,7 +72,7 @@ def memory_word(evaluation: Evaluation | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPrice:
-    """The recipe on the software that people run it on, the best of its usual knobs (`validate.recipes`): a comparison, and no
+    """The recipe on the software that people run it on, the best of its usual knobs (`recipes`): a comparison, and no
     bound of the search. `measured` is a published run in words, `measured_seconds` its time where batch and precision are the
     same too. `own` is the same configuration on our programs' kernels, `seed` is it as a candidate of the search, where a fixed
     configuration has all of its degrees; `stage` is the point of its pipeline, with the chunks per stage, where it has not;

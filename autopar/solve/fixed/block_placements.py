@@ -69,7 +69,8 @@ def _pinned(problem: Problem, axis: int, fixed: FixedConfiguration) -> Problem:
         streams = boundary.members[number][0].side != "param" and all(value.differentiable for value in values)
         allowed_here = tuple(at for at in allowed if at[axis] == between) if streams and values[0].shape else ()
         slot = boundary.members[number][0]
-        if slot.side == "param" and boundary.parameter(slot).expert_parallel > 1 and not fixed.sliced_experts:
+        experts = problem.blocks[slot.block].costs.expert_degrees
+        if slot.side == "param" and boundary.parameter(slot) in experts and not fixed.sliced_experts:
             allowed_here = tuple(at for at in allowed if not isinstance(at[axis], Shard))
         placements[number] = allowed_here or allowed
     blocks = {name: _cut_matrices(table, axis, fixed) for name, table in problem.blocks.items()}

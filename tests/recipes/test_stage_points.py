@@ -10,16 +10,16 @@ from support.plans.forced_plans import bundled_graph
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.plan import Precision
+from autopar.recipes.by_hand import seeds_of, with_expert_prices, with_stage_seeds
+from autopar.recipes.graphs import RunOptions, graph_of
+from autopar.recipes.knobs import Knobs
+from autopar.recipes.recipe_price import PricedKnobs, RecipePricer
+from autopar.recipes.stage_points import stage_mesh, stage_point, stage_seed
 from autopar.solve.fixed.baselines import RECIPES, baselines
 from autopar.solve.fixed.seeds import with_seeds
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.architectures import architecture_of
-from autopar.validate.graphs import RunOptions, graph_of
-from autopar.validate.recipes.by_hand import seeds_of, with_expert_prices, with_stage_seeds
-from autopar.validate.recipes.knobs import Knobs
-from autopar.validate.recipes.recipe_price import PricedKnobs, RecipePricer
-from autopar.validate.recipes.stage_points import stage_mesh, stage_point, stage_seed
 
 OPTIONS = SearchOptions(batch=16, precision=Precision("bfloat16", "float32"))
 

@@ -1,31 +1,30 @@
-"""Published runs beside recipes: which recipe a run is an instance of, and which runs are of a model on a cluster."""
+"""Published runs beside recipes: which recipe a run is an instance of, its workload, and what planning shows of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.validate.architectures import Architecture, architecture_of, stated
+from autopar.recipes.knobs import Workload
+from autopar.recipes.measured import MeasuredRun
+from autopar.recipes.software import WHOLE_EXPERTS
+from autopar.validate.architectures import architecture_of, stated
 from autopar.validate.configuration import (
     FLOAT8,
     PRESETS,
-    WHOLE_EXPERTS,
     cluster_of,
     configuration_of,
     packed_samples,
     sends_once,
 )
 from autopar.validate.price import stack_of
-from autopar.validate.recipes.knobs import Workload
-from autopar.validate.rows import Row, bundled_table, read_table
+from autopar.validate.rows import Row
 
 _WITHOUT_SEQUENCE_PARALLELISM = ("megatron-lm-2021", "megatron-deepspeed")
 _PROXY = "reduced-layer proxy"
-_VOCABULARY = 0.02
-"""Vocabularies are padded: they are equal to this share."""
 
 
 def recipe_of(row: Row) -> str:
@@ -70,50 +69,28 @@ def comparable_runs(rows: Iterable[Row]) -> list[list[Row]]:
     return list(found.values())
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredRun:
-    """A published run of the same model on as many of the same devices. `same_batch`: also of the same batch, so its time is
-    comparable as it is."""
-
-    row: Row
-    same_batch: bool
-
-    @property
-    def tokens_per_second_per_device(self) -> float:
-        row = self.row
-        return (row.global_batch or 0) * (row.seq_len or 0) / (row.step_seconds or 1.0) / (row.n_gpus or 1)
+def measured_runs(rows: Iterable[Row]) -> tuple[MeasuredRun, ...]:
+    """What is shown beside prices of recipes (`recipes.measured`)."""
+    devices = {Cluster.parse(name).device.name: gpu for gpu, (name, _) in PRESETS.items()}
+    names = {gpu: name for name, gpu in devices.items()}
+    runs = (_measured_run(row, names[row.gpu]) for row in rows if row.gpu in names and row.step_seconds and row.global_batch)
+    return tuple(run for run in runs if run is not None)
 
 
-def runs_of(decoder: Architecture, layers: int, cluster: Cluster, batch: int) -> tuple[MeasuredRun, ...]:
-    """The published runs of a model on a cluster, of every software and precision, those of the same batch first."""
-    preset = _device_names().get(cluster.device.name)
-    found = [
-        MeasuredRun(row, row.global_batch == batch)
-        for row in _measured()
-        if row.gpu == preset and row.n_gpus == cluster.size and row.layers == layers and _same_sizes(row, decoder)
-    ]
-    return tuple(sorted(found, key=lambda each: (not each.same_batch, each.row.step_seconds or 0.0)))
-
-
-@lru_cache(maxsize=1)
-def _device_names() -> Mapping[str, str]:
-    """How the table calls a device of the presets."""
-    return {Cluster.parse(name).device.name: gpu for gpu, (name, _) in PRESETS.items()}
-
-
-@lru_cache(maxsize=1)
-def _measured() -> tuple[Row, ...]:
-    return tuple(row for row in read_table(bundled_table()) if row.step_seconds and row.global_batch)
-
-
-def _same_sizes(row: Row, decoder: Architecture) -> bool:
-    if row.hidden != decoder.hidden or row.seq_len != decoder.seq:
-        return False
+def _measured_run(row: Row, device: str) -> MeasuredRun | None:
+    """None for a run of no recipe, or of a model that is not known in full."""
     try:
-        found = architecture_of(row)
+        decoder, layers, size = architecture_of(row), stated(row, "layers"), stated(row, "n_gpus")
     except AutoparError:
-        return False
-    names = ("ffn", "heads", "head_dim", "gated", "experts", "top_k", "shared_ffn")
-    alike = all(getattr(found, name) == getattr(decoder, name) for name in names)
-    heads = max(found.kv_heads, decoder.kv_heads) <= 2 * min(found.kv_heads, decoder.kv_heads)
-    return alike and heads and abs(found.vocab - decoder.vocab) <= _VOCABULARY * decoder.vocab
+        return None
+    if not recipe_of(row):
+        return None
+    own: dict[str, Any] = {
+        "id": row.id,
+        "software": row.software_stack,
+        "precision": row.precision,
+        "recipe": recipe_of(row),
+        "device": device,
+    }
+    own |= {"devices": size, "layers": layers, "batch": row.global_batch, "step_seconds": row.step_seconds}
+    return MeasuredRun(**own, **{each.name: getattr(decoder, each.name) for each in fields(MeasuredRun) if each.name not in own})

@@ -6,10 +6,10 @@ import pytest
 from support.oracles.published_rows import row, table
 
 from autopar.errors import AutoparError
+from autopar.recipes.graphs import kind_of, traced
+from autopar.recipes.stored_graphs import stored_graph
 from autopar.validate.architectures import architecture_of
 from autopar.validate.configuration import COMPUTE
-from autopar.validate.graphs import kind_of, traced
-from autopar.validate.stored_graphs import stored_graph
 
 REMEDY = "run python tests/benchmarks/store_decoders.py"
 

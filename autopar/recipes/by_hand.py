@@ -11,48 +11,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.software_stacks import with_stack
-from autopar.cost_models.hardware.stack_entries import stack_for
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
+from autopar.recipes.knobs import Knobs, Workload
+from autopar.recipes.measured import MeasuredRun, runs_of
+from autopar.recipes.recipe_price import PricedKnobs, RecipePricer
+from autopar.recipes.recognize import RecognizedDecoder, recognize, same_model
+from autopar.recipes.software import SENDS_ONCE, WHOLE_EXPERTS, cluster_with, software_of
+from autopar.recipes.stage_points import stage_point, stage_seed
 from autopar.rules.registry import default_registry
 from autopar.solve.fixed.baselines import ExpertPrice, PricedRecipe
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.result import PlanResult
 from autopar.solve.space.options import SearchOptions
-from autopar.validate.configuration import WHOLE_EXPERTS
-from autopar.validate.recipes.knobs import Knobs, Workload
-from autopar.validate.recipes.published import MeasuredRun, recipe_of, runs_of
-from autopar.validate.recipes.recipe_price import PricedKnobs, RecipePricer
-from autopar.validate.recipes.recognize import RecognizedDecoder, recognize, same_model
-from autopar.validate.recipes.stage_points import stage_point, stage_seed
-
-_PYTORCH = ("torchtitan-fsdp2", "fms-fsdp1", "llm-foundry-fsdp1")
-_MEGATRON = ("nemo-megatron-core", "megatron-bridge", "megatron-core")
-_NEWEST_MEGATRON = ("megatron-bridge", "megatron-core-moe", "nemo-megatron-core")
-_NEAREST = {"blackwell": "hopper", "hopper": "ampere", "volta": "ampere", "cdna3": "hopper", "ampere": "hopper"}
-"""The generation whose constants of a software stand for another that it was not measured on."""
-_SENDS_ONCE = ("megatron-bridge",)
-
-
-def software_of(recipe: str, generation: str, mixture: bool) -> tuple[str, str] | None:
-    """(software, generation of its constants) that a recipe is run on; None where nothing is known of any, as on CPUs."""
-    names = _PYTORCH if recipe != "megatron" else _NEWEST_MEGATRON if mixture or generation == "blackwell" else _MEGATRON
-    for known in (generation, _NEAREST.get(generation, "")):
-        for name in names:
-            stack = stack_for(name, known)
-            if stack is not None and stack.name == name:
-                return name, known
-    return None
-
-
-def cluster_with(software: str, known: str, cluster: Cluster) -> Cluster:
-    """The cluster as `software` uses it, with its constants on the generation `known`. PyTorch's recipes are compiled."""
-    compiled = software in _PYTORCH
-    stack = stack_for(software, known, compiled)
-    constants = dict(stack.constants) if stack is not None else None
-    return with_stack(cluster, software, compiled=compiled, constants=constants)
 
 
 def with_expert_prices(
@@ -121,7 +93,7 @@ def _pricer(
         cluster=cluster,
         precision=options.precision,
         optimizer=options.optimizer,
-        once=software in _SENDS_ONCE,
+        once=software in SENDS_ONCE,
         whole_experts=software.startswith(WHOLE_EXPERTS),
     )
     pricer = RecipePricer(work)
@@ -139,10 +111,10 @@ def _expert_price(
         found = pricer.best(recipe)
     except AutoparError as error:
         return ExpertPrice(software, problem=str(error))
-    runs = [run for run in runs_of(work.decoder, work.layers, cluster, work.batch) if recipe_of(run.row) == recipe]
-    runs.sort(key=lambda run: (not run.same_batch, run.row.precision not in ("bf16", "fp16")))
-    measured = _said(runs[0]) if runs else ""
-    exact = runs[0] if runs and runs[0].same_batch and runs[0].row.precision in ("bf16", "fp16") else None
+    runs = [run for run in runs_of(work.decoder, work.layers, cluster, work.batch) if run.recipe == recipe]
+    runs.sort(key=lambda run: (run.batch != work.batch, run.precision not in ("bf16", "fp16")))
+    measured = _said(runs[0], work.batch) if runs else ""
+    exact = runs[0] if runs and runs[0].batch == work.batch and runs[0].precision in ("bf16", "fp16") else None
     if found is None:
         return ExpertPrice(software, problem=f"a batch of {work.batch} divides by no such degrees", measured=measured)
     seed = _seed(found, pricer, cluster, graph, options) if found.fits else None
@@ -153,7 +125,7 @@ def _expert_price(
         described(found, work),
         found.evaluation,
         measured=measured,
-        measured_seconds=exact.row.step_seconds if exact is not None else None,
+        measured_seconds=exact.step_seconds if exact is not None else None,
         own=own,
         seed=seed,
         stage=stage,
@@ -184,13 +156,12 @@ def described(found: PricedKnobs, work: Workload) -> str:
     return ", ".join([*parts, *([f"{again} recomputation"] * (again != "none"))])
 
 
-def _said(run: MeasuredRun) -> str:
-    row = run.row
-    precision = f" in {row.precision}" if row.precision != "bf16" else ""
-    if run.same_batch:
-        return f"{row.step_seconds:.4g} s ({row.software_stack}{precision}, {row.id})"
+def _said(run: MeasuredRun, batch: int) -> str:
+    precision = f" in {run.precision}" if run.precision != "bf16" else ""
+    if run.batch == batch:
+        return f"{run.step_seconds:.4g} s ({run.software}{precision}, {run.id})"
     rate = f"{run.tokens_per_second_per_device:.0f} tokens/s a device"
-    return f"{rate} at batch {row.global_batch} ({row.software_stack}{precision}, {row.id})"
+    return f"{rate} at batch {run.batch} ({run.software}{precision}, {run.id})"
 
 
 def _better_kernels(found: PricedKnobs, pricer: RecipePricer, cluster: Cluster) -> str:

@@ -10,12 +10,12 @@ from autopar.cost_models.step.evaluate import Evaluation, evaluate, stage_traces
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
+from autopar.recipes.graphs import RunOptions, graph_of
+from autopar.recipes.knobs import Knobs, LayerCost, LayerCosts, Workload, estimated_bytes, estimated_seconds, knobs_of
 from autopar.rules.table.priced_only import priced_registry
 from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
-from autopar.validate.graphs import RunOptions, graph_of
-from autopar.validate.recipes.knobs import Knobs, LayerCost, LayerCosts, Workload, estimated_bytes, estimated_seconds, knobs_of
 
 MOST_EVALUATED = 7
 """So many configurations of a recipe are evaluated at most; then, if none of them fits, `_LEAST` that need least memory."""

@@ -16,9 +16,9 @@ from autopar.cost_models.step.call_trace import CallTrace
 from autopar.ir import dims
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
+from autopar.recipes.decoder import Architecture
 from autopar.solve.space.grid import devices_per_node
 from autopar.solve.space.meshes import divisors
-from autopar.validate.architectures import Architecture
 
 _LARGEST_MICRO_BATCH = 32
 _OVERLAPPED = 0.3

@@ -14,6 +14,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.recipes.knobs import Knobs
 from autopar.rules.registry import default_registry
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.stage_search import StageSearch
@@ -23,7 +24,6 @@ from autopar.solve.space.meshes import mesh_of
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import schedule_options
 from autopar.solve.space.problem_tables import ProblemTables
-from autopar.validate.recipes.knobs import Knobs
 
 
 def stage_mesh(knobs: Knobs, size: int) -> Mesh | None:

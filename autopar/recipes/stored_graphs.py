@@ -2,7 +2,7 @@
 
 ``data/decoders.json.gz`` has a graph for each kind of decoder (`graphs`) that the public table and the bundled models need; any
 other kind is captured when it is asked for. ``python tests/benchmarks/store_decoders.py`` writes the file again after a change of
-`modules` or of capture; ``tests/validate/test_stored_graphs.py`` says when that is due.
+`modules` or of capture; ``tests/recipes/test_stored_graphs.py`` says when that is due.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import msgspec
 
 from autopar.ir.graph import Graph
 from autopar.ir.plan_file.codec import decode, encode
-from autopar.validate.architectures import Architecture
+from autopar.recipes.decoder import Architecture
 
 
 def stored_path() -> Path:
     """The file of the package."""
-    return Path(str(files("autopar.validate") / "data" / "decoders.json.gz"))
+    return Path(str(files("autopar.recipes") / "data" / "decoders.json.gz"))
 
 
 def stored_key(kind: Architecture, dtype: str) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.validate.architectures import Architecture
+from autopar.recipes.decoder import Architecture
 
 
 class Attention(nn.Module):

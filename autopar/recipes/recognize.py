@@ -11,7 +11,8 @@ from math import prod
 
 from autopar.cost_models.tensors.flops import ATTENTION, LOSSES, packet
 from autopar.ir.graph import Block, Graph, Node
-from autopar.validate.architectures import Architecture, Latent, implementation_of
+from autopar.recipes.decoder import Architecture, Latent
+from autopar.recipes.software import implementation_of
 
 _PRODUCTS = ("aten.linear", "ap.linear_kn")
 _SAME_SIZE = 0.01

@@ -19,9 +19,9 @@ from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.ir import dims
 from autopar.ir.graph import Arg, Block, Call, Graph, Node, Parameter, Symbol, Value
-from autopar.validate.architectures import Architecture
-from autopar.validate.modules import Decoder
-from autopar.validate.stored_graphs import stored_graph
+from autopar.recipes.decoder import Architecture
+from autopar.recipes.modules import Decoder
+from autopar.recipes.stored_graphs import stored_graph
 
 _PRIMES = {
     **{"hidden": 1019, "ffn": 1021, "kv_heads": 1031, "head_dim": 1033, "vocab": 1013, "seq": 1009},
@@ -132,7 +132,7 @@ def with_experts(graph: Graph, options: RunOptions) -> Graph:
     def parameter(block: str, item: Parameter) -> Parameter:
         if item.value.name not in weights[block]:
             return item
-        return replace(item, value=replace(item.value, differentiable=False), expert_parallel=options.ep)
+        return replace(item, value=replace(item.value, differentiable=False))
 
     blocks = []
     for block in graph.blocks:

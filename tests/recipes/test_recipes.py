@@ -12,6 +12,12 @@ from support.oracles.published_rows import row, session, table
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.ir.plan import Precision
+from autopar.recipes.by_hand import seeds_of, software_of, with_expert_prices, with_reasons
+from autopar.recipes.graphs import RunOptions, graph_of
+from autopar.recipes.knobs import knobs_of
+from autopar.recipes.measured import runs_of, stored_runs
+from autopar.recipes.recipe_price import MOST_EVALUATED, RecipePricer
+from autopar.recipes.recognize import recognize, same_model
 from autopar.rules.registry import default_registry
 from autopar.solve.fixed.baselines import baselines
 from autopar.solve.fixed.candidate import price_configuration
@@ -20,12 +26,7 @@ from autopar.solve.fixed.seeds import with_seeds
 from autopar.solve.report import as_baseline
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.architectures import architecture_of
-from autopar.validate.graphs import RunOptions, graph_of
-from autopar.validate.recipes.by_hand import seeds_of, software_of, with_expert_prices, with_reasons
-from autopar.validate.recipes.knobs import knobs_of
-from autopar.validate.recipes.published import comparable_runs, recipe_of, runs_of, workload_of
-from autopar.validate.recipes.recipe_price import MOST_EVALUATED, RecipePricer
-from autopar.validate.recipes.recognize import recognize, same_model
+from autopar.validate.published import comparable_runs, measured_runs, recipe_of, workload_of
 from autopar.validate.rows import Row
 
 BF16 = Precision("bfloat16", "float32")
@@ -132,9 +133,13 @@ def test_another_batch_is_shown_as_tokens() -> None:
     each = row("dg-006")
     decoder = architecture_of(each)
     runs = runs_of(decoder, 80, Cluster.parse("dgx-h100:8"), 64)
-    assert runs and not any(run.same_batch for run in runs if run.row.id == "dg-006")
-    assert runs_of(decoder, 80, Cluster.parse("dgx-h100:8"), 128)[0].same_batch
+    assert runs and not any(run.batch == 64 for run in runs if run.id == "dg-006")
+    assert runs_of(decoder, 80, Cluster.parse("dgx-h100:8"), 128)[0].batch == 128
     assert not runs_of(decoder, 80, Cluster.parse("dgx-a100:8"), 128)
+
+
+def test_what_planning_shows_is_of_the_table() -> None:
+    assert stored_runs() == measured_runs(table().values())
 
 
 def test_where_nothing_is_known_the_recipes_stay() -> None:
