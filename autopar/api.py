@@ -47,8 +47,7 @@ from autopar.planning import (
 from autopar.precision import PrecisionLike, compute_dtype_of
 from autopar.program.build import build_program
 from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
-from autopar.runtime.comm.heartbeat import watched
-from autopar.runtime.comm.joining import join
+from autopar.runtime.comm.heartbeat import join, watched
 from autopar.runtime.comm.peer_watch import PATIENCE_SECONDS
 from autopar.runtime.compat.modules import is_compiled
 from autopar.runtime.device.mesh import MeshHandle
@@ -59,9 +58,8 @@ from autopar.runtime.patches import apply_patches
 from autopar.runtime.plain.code_reads import Code, code_of
 from autopar.runtime.plain.frozen_reads import FrozenReads, Reads
 from autopar.runtime.plain.plain_model import PlainModel, hooked_modules
-from autopar.runtime.pretrained.source import pretrained_source
-from autopar.runtime.state.meta_buffers import fill_missing, named_state
-from autopar.runtime.state.weight_source import BroadcastSource
+from autopar.runtime.pretrained.load import pretrained_source
+from autopar.runtime.state.weight_source import BroadcastSource, fill_missing, named_state
 from autopar.variants.maker import VariantMaker, on_first_rank
 
 __all__ = ["Deferred", "check_plan", "make_plan", "parallelize", "plan", "plan_folder", "register_rule"]

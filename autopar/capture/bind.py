@@ -13,7 +13,7 @@ from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, TreeSpec, t
 
 from autopar.errors import CaptureError
 from autopar.ir.interface import Argument, Interface
-from autopar.runtime.step.constants import constant_text
+from autopar.runtime.step.inputs import constant_text
 
 TARGET = "target"
 """The argument that goes to the loss function, beside the model's result."""
@@ -133,8 +133,8 @@ def batch_of(tensors: Mapping[str, Tensor]) -> int:
 
 
 def batch_dims_of(tensors: Mapping[str, Tensor], names: Mapping[str, str], said: BatchDim) -> dict[str, int]:
-    """By input: the dimension of the batch where it is not 0. `names` are the inputs by path. CaptureError where `said` names
-    none.
+    """Return the batch dimensions by input: the dimension of the batch where it is not 0. `names` are the inputs by path.
+    CaptureError where `said` names none.
 
     Where nobody says it: dimension 1 of an input whose dimension 0 has another size than the batch of the others, if dimension 1
     has the size (sequence first), and all inputs agree then; lists of ids beside stacked offsets may have any length.
@@ -145,7 +145,7 @@ def batch_dims_of(tensors: Mapping[str, Tensor], names: Mapping[str, str], said:
             raise CaptureError(f"batch_dim={said} is a dimension of no input: {inputs}")
         said = tuple((path, said) for path, name in names.items() if tensors[name].dim() > said)
     if said is not None:
-        return _said(tensors, names, dict(said))
+        return _declared(tensors, names, dict(said))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor.dim()}
     leading = Counter(shape[0] for shape in shapes.values())
     most = max(leading.values(), default=0)
@@ -174,7 +174,7 @@ def _reads_both_ways(shapes: Mapping[str, tuple[int, ...]], batch: int) -> bool:
     return any(all(size in shape[:2] for shape in shapes.values()) for size in sizes)
 
 
-def _said(tensors: Mapping[str, Tensor], names: Mapping[str, str], said: Mapping[str, int]) -> dict[str, int]:
+def _declared(tensors: Mapping[str, Tensor], names: Mapping[str, str], said: Mapping[str, int]) -> dict[str, int]:
     found: dict[str, int] = {}
     for path, dim in said.items():
         if path not in names:

@@ -52,10 +52,10 @@ class _Region:
 
     def __init__(self, module: Any, operands: Sequence[Arg], title: str, arg: ArgOf, value: ValueOf) -> None:
         self.module, self.operands, self.title, self.outer, self.value = module, operands, title, arg, value
-        self.known: dict[fx.Node, Arg] = {}
+        self.arguments: dict[fx.Node, Arg] = {}
         self.several: dict[fx.Node, tuple[Arg, ...]] = {}
         self.nodes: list[Node] = []
-        self.made = 0
+        self.count = 0
 
     def read(self) -> Region:
         graph: fx.Graph = self.module.graph
@@ -63,9 +63,9 @@ class _Region:
         for node, operand in zip((each for each in graph.nodes if each.op == "placeholder"), self.operands, strict=True):
             if isinstance(operand, Ref):
                 arguments.append(f"a{len(arguments)}")
-                self.known[node] = Ref(arguments[-1])
+                self.arguments[node] = Ref(arguments[-1])
             else:
-                self.known[node] = operand
+                self.arguments[node] = operand
         for node in graph.nodes:
             if node.op == "call_function":
                 self.call(node)
@@ -78,8 +78,8 @@ class _Region:
 
     def arg(self, arg: Any) -> Arg:
         if isinstance(arg, fx.Node):
-            if arg in self.known:
-                return self.known[arg]
+            if arg in self.arguments:
+                return self.arguments[arg]
             if arg.op == "get_attr":
                 raise CaptureError(f"{self.title} holds the tensor {arg.target}: pass it as an operand")
             return self.outer(arg)  # a size
@@ -93,7 +93,7 @@ class _Region:
     def call(self, node: fx.Node) -> None:
         target: Any = node.target
         if target is operator.getitem:
-            self.known[node] = self.several[node.args[0]][node.args[1]]  # type: ignore[index]
+            self.arguments[node] = self.several[node.args[0]][node.args[1]]  # type: ignore[index]
             return
         result, text = node.meta.get("val"), str(target)
         if text.startswith(("aten.item.", "aten._local_scalar_dense.")):
@@ -108,14 +108,14 @@ class _Region:
             draft = Node(*self.operation(node), ())
         outputs = []
         for tensor in tensors:
-            outputs.append(self.value(f"v{self.made}", tensor))
-            self.made += 1
+            outputs.append(self.value(f"v{self.count}", tensor))
+            self.count += 1
         self.nodes.append(replace(draft, outputs=tuple(outputs)))
         names = tuple(Ref(value.name) for value in outputs)
         if isinstance(result, (tuple, list)):
             self.several[node] = names
         else:
-            self.known[node] = names[0]
+            self.arguments[node] = names[0]
 
     def operation(self, node: fx.Node) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
         target: Any = node.target
@@ -141,7 +141,7 @@ def _one_open(sizes: Arg) -> Arg:
 
 
 def results_read(node: fx.Node) -> tuple[int, ...]:
-    """Which results of a call are read: the counter of a loop may not be."""
+    """Return the numbers of the results of a call that are read: the counter of a loop may not be."""
     read = {int(user.args[1]) for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
     return tuple(sorted(read)) or (0,)
 

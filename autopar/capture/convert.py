@@ -115,7 +115,7 @@ class _Converter:
         return flat
 
     def all_updates(self, updates: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-        """With what copied layers write to their buffers; copies inside of a layer before those of that layer."""
+        """Add what copied layers write to their buffers; copies inside of a layer before those of that layer."""
         for span in sorted(self.spans.values(), key=lambda span: -span.path.count(".")):
             updates += tuple(span.copied_updates(updates))
         return updates
@@ -187,12 +187,12 @@ class _Converter:
             )
         return as_dim(found)
 
-    def made(self, name: str, tensor: torch.Tensor, differentiable: bool = False) -> Value:
+    def new_value(self, name: str, tensor: torch.Tensor, differentiable: bool = False) -> Value:
         shape: Shape = tuple(self.dim(size) for size in tensor.shape)
         return Value(name, shape, str(tensor.dtype).removeprefix("torch."), differentiable)
 
     def value(self, name: str, tensor: torch.Tensor, differentiable: bool) -> Value:
-        value = self.made(name, tensor, differentiable)
+        value = self.new_value(name, tensor, differentiable)
         self.values[name] = value
         return value
 
@@ -287,7 +287,7 @@ class _Converter:
             refuse_strides(node)
         refuse_random(op, node, source_line(node) or "the model")
         if branches:
-            args = region_call(node, self.traced.program.graph_module, source_place(node), self.arg, self.made)
+            args = region_call(node, self.traced.program.graph_module, source_place(node), self.arg, self.new_value)
         else:
             args = tuple(self.arg(arg) for arg in node.args)
         if op == "aten.slice.Tensor" and args[2:3] == (None,):  # export writes 0 or None, by whether sizes are symbols
@@ -391,7 +391,7 @@ def without_casts(found: sympy.Expr) -> sympy.Expr:
 
 
 def _cut_size(node: fx.Node) -> int | torch.SymInt:
-    """Of the dimension that ``split(x, size, dim=0)`` cuts."""
+    """Return the size of the dimension that ``split(x, size, dim=0)`` cuts."""
     x: Any = node.args[0]
     dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     return x.meta["val"].shape[dim]  # type: ignore[no-any-return]

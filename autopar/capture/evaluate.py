@@ -11,7 +11,7 @@ from torch import Tensor
 from autopar.capture.flat import FlatGraph
 from autopar.ir.dims import size_at as size
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol
-from autopar.runtime.ops.constants import unpacked
+from autopar.runtime.ops.functions import unpacked
 
 
 def evaluate_constant(flat: FlatGraph, name: str, batch: int, producers: Mapping[str, Node] | None = None) -> Tensor | None:

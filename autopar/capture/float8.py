@@ -27,7 +27,7 @@ def with_float8_products(graph: Graph) -> Graph:
 
     def rewritten(block: Block) -> Block:
         if block.name not in layers:
-            left.extend(_said(node) for node in block.nodes if node.op in _PRODUCTS)
+            left.extend(_place(node) for node in block.nodes if node.op in _PRODUCTS)
             return block
         shapes = {value.name: value.shape for value in (each.value for each in block.parameters)}
         shapes |= {value.name: value.shape for node in block.nodes for value in node.outputs}
@@ -47,15 +47,15 @@ def with_float8_products(graph: Graph) -> Graph:
 def _node(node: Node, shapes: Mapping[str, Shape], left: list[str]) -> Node:
     if node.op != "aten.linear":
         if node.op in _PRODUCTS:
-            left.append(f"{_said(node)} ({node.op.partition('.')[2]})")
+            left.append(f"{_place(node)} ({node.op.partition('.')[2]})")
         return node
     weight = node.args[1]
     sizes = shapes.get(weight.name, ()) if isinstance(weight, Ref) else ()
     if len(sizes) != 2 or any(not isinstance(size, int) or size % MULTIPLE for size in sizes):
-        left.append(f"{_said(node)} (sizes {tuple(sizes)} are no multiples of {MULTIPLE})")
+        left.append(f"{_place(node)} (sizes {tuple(sizes)} are no multiples of {MULTIPLE})")
         return node
     return replace(node, op=LINEAR)
 
 
-def _said(node: Node) -> str:
+def _place(node: Node) -> str:
     return node.module or node.source or node.name

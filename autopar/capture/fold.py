@@ -104,7 +104,7 @@ def glue_name(index: int, total: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FlatNames:
-    """What the value names of a flat graph mean, looked up once for all blocks."""
+    """The meaning of the value names of a flat graph, looked up once for all blocks."""
 
     values: Mapping[str, Value]
     sources: Mapping[str, StateTensor]
@@ -136,18 +136,18 @@ class BlockShapes:
     """The canonical block of every span that is asked for, made once."""
 
     def __init__(self, model: nn.Module, flat: FlatGraph) -> None:
-        self.model, self.flat, self.known = model, flat, FlatNames.of(flat)
+        self.model, self.flat, self.names = model, flat, FlatNames.of(flat)
         self._last_use = {name: index for index, node in enumerate(flat.nodes) for name in node.operands()}
         self._last_use |= dict.fromkeys(flat.results, len(flat.nodes))
-        self._made: dict[tuple[str, int, int], CanonicalBlock] = {}
+        self._blocks: dict[tuple[str, int, int], CanonicalBlock] = {}
 
     def of(self, span: Span) -> CanonicalBlock:
         key = span.path, span.start, span.end
-        if key not in self._made:
+        if key not in self._blocks:
             nodes = tuple(replace(node, module=without_marks(node.module)) for node in self.flat.nodes[span.start : span.end])
             later = {value.name for node in nodes for value in node.outputs if self._last_use.get(value.name, -1) >= span.end}
-            self._made[key] = canonical_block(without_marks(span.path), nodes, self.flat, self.known, later)
-        return self._made[key]
+            self._blocks[key] = canonical_block(without_marks(span.path), nodes, self.flat, self.names, later)
+        return self._blocks[key]
 
     def class_of(self, path: str) -> str:
         return type(self.model.get_submodule(path)).__name__

@@ -1,4 +1,4 @@
-"""Which runs of nodes become blocks: layers at every depth of the module tree.
+"""The runs of nodes that become blocks: layers at every depth of the module tree.
 
 The elements of lists of layers are blocks: those of the outermost lists always, those of lists inside of them (the bottlenecks of
 a stage, the transformer layers of a U-Net's attention block) where equal ones make the distinct blocks of the whole smaller. A
@@ -105,7 +105,8 @@ class Spans:
         return sum({self.fingerprint(each): _size(each) for each in within if self.fingerprint(each) not in known}.values())
 
     def _sharing(self, spans: Sequence[Span]) -> list[Span] | None:
-        """With one kind of layer taken apart, since enough of its parts are blocks anyway; None where there is none."""
+        """Return the spans with one kind of layer taken apart, since enough of its parts are blocks anyway; None where there is
+        none."""
         known = Counter(self.fingerprint(span) for span in spans)
         tried: set[Hashable] = set()
         for span in spans:

@@ -87,7 +87,7 @@ def _call(module: fx.GraphModule, at: fx.Node, target: Any, args: tuple[Any, ...
 
 
 def _meta(at: fx.Node, value: Any) -> dict[str, Any]:
-    """Where the loop stands: the module and the line of what it is made of."""
+    """Return the metadata of the place where the loop stands: the module and the line of what it is made of."""
     return {**at.meta, "val": value}
 
 

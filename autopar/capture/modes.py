@@ -27,7 +27,7 @@ class CapturedModes:
     kwargs: Mapping[str, Any]
     options: Mapping[str, Any]
     graph: Graph
-    known: dict[bool, bool] = field(default_factory=dict)
+    answers: dict[bool, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.args, self.kwargs = tree_map_only(
@@ -37,9 +37,9 @@ class CapturedModes:
     def right_in(self, training: bool) -> bool:
         """Whether the program, switched to this mode, is the model, switched to this mode. A program in evaluation leaves dropout
         out; nothing else of it depends on the mode."""
-        if training not in self.known:
-            self.known[training] = self._compare(training)
-        return self.known[training]
+        if training not in self.answers:
+            self.answers[training] = self._compare(training)
+        return self.answers[training]
 
     def _compare(self, training: bool) -> bool:
         modules = list(self.model.modules())

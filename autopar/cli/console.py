@@ -1,4 +1,4 @@
-"""Where commands print: tables and text on stdout, or with ``--json`` one JSON document; progress on stderr either way."""
+"""The console of commands: tables and text on stdout, or with ``--json`` one JSON document; progress on stderr either way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TableConsole(RichConsole):
 
 @dataclass(frozen=True, slots=True)
 class Console:
-    """With `as_json` tables and text are silent, and `document` prints."""
+    """The output of a command. With `as_json` tables and text are silent, and `document` prints."""
 
     as_json: bool = False
 

@@ -44,7 +44,7 @@ def say(line: str) -> None:
 
 
 def write_any_text() -> None:
-    """What a terminal or file cannot show in its encoding is a ``?``."""
+    """Write a ``?`` for what a terminal or file cannot show in its encoding."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -19,8 +19,7 @@ from autopar.runtime.comm.p2p import PendingReceive, PointToPoint
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.module import ParameterSpec
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.report.compare import tables
-from autopar.runtime.report.text import ratio_words, seconds_words
+from autopar.runtime.report.compare import ratio_words, seconds_words, tables
 from autopar.runtime.step.inputs import NamedBatch
 
 _SCALE = 0.02

@@ -64,7 +64,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
             self.scaler = loss_scaler(self)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As in accelerate; an optimizer that was made from the plain model gets the parameters of the parallel one."""
+        """Prepare as accelerate does; an optimizer that was made from the plain model gets the parameters of the parallel one."""
         models = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, Parallel)]
         if len(models) > 1:
             raise AutoparError("one call of prepare takes one model: prepare each with its own optimizer and example_inputs")
@@ -94,7 +94,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """By the norm of all gradients of the parallel model that has these parameters, whatever the plan."""
+        """Clip by the norm of all gradients of the parallel model that has these parameters, whatever the plan."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         given = {id(each) for each in parameters}
         for model in self._models:
@@ -109,7 +109,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         return other
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """As in accelerate, also where the precision is the plan's."""
+        """Unscale as accelerate does, also where the precision is the plan's."""
         several = optimizer if isinstance(optimizer, (tuple, list)) else [optimizer]
         for each in self._optimizers if optimizer is None else several:
             if self.scaler is not None:

@@ -29,7 +29,7 @@ def save_optimizer(folder: str, parallel: Parallel, optimizer: Optimizer) -> Non
 
 
 def load_optimizer(folder: str, parallel: Parallel, optimizer: Optimizer) -> None:
-    """What a run under this plan or another one wrote (all ranks must call)."""
+    """Load what a run under this plan or another one wrote (all ranks must call)."""
     path = Path(folder, OPTIMIZER_FOLDER)
     if not path.is_dir():
         raise StateError(f"{folder} has no folder {OPTIMIZER_FOLDER}, so it was not saved by autopar: pass its model only")
@@ -53,8 +53,8 @@ def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
 
 
 def load_weights(folder: str, parallel: Parallel) -> None:
-    """What transformers has written, into the parallel model (all ranks must call). StateError where weights are missing; of tied
-    names one is enough."""
+    """Load what transformers has written into the parallel model (all ranks must call). StateError where weights are missing; of
+    tied names one is enough."""
     found = parallel.load_pretrained(folder, strict=False)
     extra = parallel.plain.extra if parallel.plain is not None else {}
     unexpected = [key for key in found.unexpected_keys if key not in extra]

@@ -146,7 +146,7 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc, unused-ignore
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """That of the plain LightningModule, with full tensors on every rank (all ranks must call)."""
+        """Return the state dict of the plain LightningModule, with full tensors on every rank (all ranks must call)."""
         prefix, state = f"{self.module}.", dict(self._whole.state_dict())
         rest = {key: value for key, value in state.items() if not key.startswith(prefix)}
         return {prefix + key: value for key, value in self.parallel.full_state().items()} | rest
@@ -162,7 +162,7 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc, unused-ignore
             raise StateError(f"the checkpoint {what}: resume from one of this LightningModule")
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """That of the plain module's optimizer, with full tensors on every rank (all ranks must call)."""
+        """Return the state of the plain module's optimizer, with full tensors on every rank (all ranks must call)."""
         return self.parallel.full_optimizer_state(_plain(optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

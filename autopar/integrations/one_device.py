@@ -1,4 +1,5 @@
-"""What the integrations share: all processes look like one device to accelerate, which wraps no model and divides no batch."""
+"""The common part of the integrations: all processes look like one device to accelerate, which wraps no model and divides no
+batch."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ class MovedOptimizer:
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:
-    """Without accelerate's wrapper."""
+    """Return the optimizer inside of accelerate's wrapper."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     found: Optimizer = optimizer

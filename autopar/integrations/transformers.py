@@ -183,7 +183,7 @@ class Trainer(transformers.Trainer):
     # -- files
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """What ``from_pretrained`` reads; rank 0 writes it (all ranks must call)."""
+        """Write what ``from_pretrained`` reads, on rank 0 (all ranks must call)."""
         state = self._parallel.full_state()
         if self.args.should_save:
             self._save(output_dir, state)

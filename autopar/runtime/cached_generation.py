@@ -78,7 +78,7 @@ class CachedGeneration:
         return found
 
     def bytes_here(self) -> int:
-        """What the cache takes on this rank."""
+        """The bytes of the cache on this rank."""
         past = [*self.cache.keys, *self.cache.values] if self.cache is not None else []
         return sum(_local(each).nbytes for each in past)
 
@@ -105,7 +105,7 @@ class CachedGeneration:
         return found
 
     def _rows_of(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """For each sequence a row of the cache that begins like it ``[batch]``; None where one has none."""
+        """Return for each sequence a row of the cache that begins like it ``[batch]``; None where one has none."""
         length = rows.shape[1]
         if len(rows) != len(self.rows) or not 0 < length <= self.rows.shape[1]:
             return None
@@ -181,7 +181,7 @@ def _by_heads(past: DTensor, mesh: MeshHandle) -> DTensor:
 
 
 def _grown(past: DTensor, capacity: int) -> DTensor:
-    """With room for this many tokens."""
+    """Return a cache with room for this many tokens."""
     local = _local(past)
     return _like(past, nn.functional.pad(local, (0, 0, 0, capacity - local.shape[2])))
 
@@ -201,7 +201,7 @@ def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def same_on_all_ranks(logits: torch.Tensor) -> torch.Tensor:
-    """Those of rank 0: replicas may differ in the last bit, and must not choose different tokens."""
+    """Return the logits of rank 0: replicas may differ in the last bit, and must not choose different tokens."""
     logits = logits.contiguous()
     if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
         dist.broadcast(logits, 0)

@@ -13,15 +13,13 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from .module import Program
 from .plain.frozen_reads import Change
-from .step.constants import constant_text
-from .step.inputs import path_word
-from .step.placed_inputs import model_placements
+from .step.inputs import constant_text, model_placements, path_word
 
 
 class CallKey(NamedTuple):
-    """What selects a variant. `modes`: training or evaluation, of each module. `leaves`: each argument by its path, in words that
-    leave the batch size out. `division`: how the batch divides over data ranks and micro-batches. `outputs`: what is asked for
-    beside the loss in this call. `unfrozen`: parameters that were frozen when the plan was made, and get gradients now.
+    """The key that selects a variant. `modes`: training or evaluation, of each module. `leaves`: each argument by its path, in
+    words that leave the batch size out. `division`: how the batch divides over data ranks and micro-batches. `outputs`: what is
+    asked for beside the loss in this call. `unfrozen`: parameters that were frozen when the plan was made, and get gradients now.
     `autocast`: the dtype of a ``torch.autocast`` around the call. `changed`: what programs read that is no argument (attributes,
     globals), and is not as the first program read it."""
 
@@ -45,7 +43,7 @@ class KeyedCall(NamedTuple):
     times: int
 
     def words(self) -> str:
-        """For messages."""
+        """Return the call in the words of a message."""
         inputs = ", ".join(f"{path} {text}" for path, text in self.key.leaves)
         trained = f", with gradients of {self.key.unfrozen[0]} ..." if self.key.unfrozen else ""
         cast = f", under torch.autocast({self.key.autocast})" if self.key.autocast else ""

@@ -20,15 +20,13 @@ from .plain.assignments import Assignments
 from .plain.plain_model import PlainModel, check_parameters
 from .state.fsdp import reshard_all
 from .state.materialize import State
-from .step.inputs import LocalBatch, NamedBatch, bind_arguments, bind_named_batch, local_inputs
+from .step.inputs import LocalBatch, NamedBatch, bind_arguments, bind_named_batch, local_inputs, plain_inputs
 from .step.micro_batches import StepResult
 from .step.out_of_memory import WatchedWork
 from .step.outputs import build_result, plain_result, returned_outputs
-from .step.penalties import with_plain_gradient
-from .step.placed_inputs import plain_inputs
 from .step.same_batch import check_same_batch, is_checked
 from .step.step_checks import StepChecks
-from .tensors.torch_functions import mark_result
+from .tensors.torch_functions import mark_result, with_plain_gradient
 from .variants import Variant, Variants
 
 

@@ -10,12 +10,12 @@ from .comm.convert import PendingConversion, convert, convert_many, start, wait
 from .device.rng import attention_dropout, dropout, random
 from .ops.attention.ring import attention_ring
 from .ops.attention.sharded import attention, attention_heads, attention_rows
-from .ops.constants import constant
 from .ops.control_flow import cond, while_loop
 from .ops.expert_parallel import moe_experts_dispatched, moe_experts_owned, moe_experts_start, moe_experts_wait
 from .ops.experts import expert_capacity, moe_experts
 from .ops.float8 import linear_float8_dynamic
 from .ops.functions import (
+    constant,
     count_valid,
     cross_entropy_sharded,
     cross_entropy_sum,
@@ -26,9 +26,8 @@ from .ops.functions import (
     local_mean,
 )
 from .ops.opaque import opaque
-from .ops.space.convolution import convolution_halo, transposed_convolution_halo
+from .ops.space.convolution import avg_pool_halo, convolution_halo, interpolate_halo, max_pool_halo, transposed_convolution_halo
 from .ops.space.norms import adaptive_avg_pool_space, group_norm_space, instance_norm_space, mean_space
-from .ops.space.pooling import avg_pool_halo, interpolate_halo, max_pool_halo
 
 __all__ = [
     "PendingConversion",

@@ -27,7 +27,7 @@ _TAKEN = ("input_ids", "attention_mask", "position_ids", "logits_to_keep", "use_
 
 
 def generate(parallel: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the `generate` of the plain model of this `Parallel` returns in evaluation, on every rank. RuntimeProblem for a model
+    """Return the result of the plain model's own `generate` in evaluation, on every rank. RuntimeProblem for a model
     without one.
 
     All ranks call it with the same arguments. Samples are drawn with rank 0's random state, on all ranks alike.
@@ -138,7 +138,7 @@ def _signed(kind: type[nn.Module]) -> Callable[..., Any]:
 
 
 class _Generator(nn.Module):
-    """What the plain model says of its parameters, said of the parallel model's."""
+    """The plain model's properties of its parameters, of the parallel model's."""
 
     @property
     def device(self) -> torch.device:

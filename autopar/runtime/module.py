@@ -105,7 +105,7 @@ class BlockModule(nn.Module):
             self.forward = partial(run, context_fn=_rng_contexts) if self.uses_rng else run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In a profile, a range with the module's name: of its call, which includes the gathers of its weights."""
+        """Run the block, in a profile within a range of its name: of its call, which includes the gathers of its weights."""
         if not profiling():
             return super().__call__(*args, **kwargs)
         with record_function(self.prefix or type(self).__name__):

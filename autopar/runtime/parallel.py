@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DistributedSampler
 
 from .calls import Calls
@@ -15,7 +16,6 @@ from .checkpoint.entry import Checkpoints
 from .comm.agreement import program_digest
 from .comm.heartbeat import Heartbeat, start_heartbeat
 from .comm.peer_watch import PATIENCE_SECONDS
-from .copies import copied
 from .errors import RuntimeProblem, StateError
 from .generate import generate
 from .module import Program
@@ -30,12 +30,12 @@ from .plain.plain_model import PlainModel
 from .report.measurement import Measurement, Measurements, Predict
 from .report.step_report import StepReport
 from .sharded_module import ShardedModule
+from .state.host_optimizer import check_planned_offload, offload_as_planned
 from .state.materialize import State, materialize
 from .state.optimizer_state import refuse_full_states
 from .state.weight_source import WeightSource
 from .step.inputs import LocalBatch
 from .step.out_of_memory import MemoryGuard, WatchedWork
-from .step.planned_offload import check_planned_offload, offload_as_planned
 from .step.step_checks import StepChecks
 from .tensors.random_draws import draw_for_stage
 from .variants import MakeVariant, Variant, Variants, compile_blocks
@@ -48,7 +48,6 @@ class Parallel(ShardedModule):
     `calls`, checkpoints and pretrained weights to their rooms, generation, measuring and expert load to theirs."""
 
     pipeline_step: PipelineStep | PipeDreamStep | None
-    calls: Calls
     variants: Variants | None
     measurements: Measurements
     compiler: str | bool | Callable[..., Any]
@@ -140,12 +139,13 @@ class Parallel(ShardedModule):
         return self.calls.returning(outputs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's own `generate` returns in evaluation, on every rank, with samples of rank 0's random state (all ranks
-        must call, alike). Models of transformers have a key-value cache, sharded by heads, where model and plan allow one."""
+        """Return the result of the model's own `generate` in evaluation, on every rank, with samples of rank 0's random state
+        (all ranks must call, alike). Models of transformers have a key-value cache, sharded by heads, where model and plan allow
+        one."""
         return generate(self, *args, **kwargs)
 
     def flush(self) -> torch.Tensor:
-        """With two weight versions a call returns the loss of the batch before; this returns that of the last batch."""
+        """Return the loss of the last batch, for plans with two weight versions, whose calls return that of the batch before."""
         return self.calls.flush()
 
     def trace(self) -> tuple[str, ...]:
@@ -207,19 +207,11 @@ class Parallel(ShardedModule):
 
     def __deepcopy__(self, memo: Any) -> Parallel:
         """A parallel model with weights of its own (all ranks must call)."""
-        found: Parallel | None = memo.get(id(self))
-        if found is None:
+        copy: Parallel | None = memo.get(id(self))
+        if copy is None:
             with self._watch("the copy of the model"):
-                found = memo[id(self)] = copied(self)
-        return found
-
-    def _check_steps_ended(self, action: str) -> None:
-        self.calls.check_steps_ended(action)
-
-    def reseed(self, seed: int) -> None:
-        super().reseed(seed)
-        for variant in self.variants.known.values() if self.variants is not None else ():
-            variant.program.mesh.reseed(seed)
+                copy = memo[id(self)] = _copied(self)
+        return copy
 
 
 def _pipeline_step(program: Program, state: State, memory: MemoryGuard) -> PipelineStep | PipeDreamStep | None:
@@ -229,3 +221,35 @@ def _pipeline_step(program: Program, state: State, memory: MemoryGuard) -> Pipel
     step = PipeDreamStep(program, state) if program.weight_versions > 1 else PipelineStep(program, state)
     memory.detail = lambda: step.executor.doing
     return step
+
+
+def _copied(parallel: Parallel) -> Parallel:
+    """Return another model of the same program on the same mesh, with the same values. All ranks must call."""
+    state, heartbeat = parallel.state, parallel.heartbeat
+    plain = None if parallel.plain is None else parallel.plain.copied()
+    kinds = type(parallel.program).__mro__  # FSDP2 changes the class
+    kind: Any = next(kind for kind in kinds if not issubclass(kind, FSDPModule))
+
+    def source(name: str) -> torch.Tensor:
+        unused = {} if plain is None else plain.unused
+        return state.broadcast_full(name) if name in state.index.specs else unused[name]
+
+    if plain is not None:
+        plain.training = parallel.training
+    out = type(parallel)(
+        kind(parallel.program.mesh), source, compile=parallel.compiler, form=parallel.calls.first.form, plain=plain,
+        patience_seconds=PATIENCE_SECONDS if heartbeat is None else heartbeat.patience_seconds,
+        check_batch_every=parallel.calls.check_batch_every, check_every=parallel.calls.checks.every, plan=parallel.plan,
+        make_variant=None if parallel.variants is None else parallel.variants.make,
+    )  # fmt: skip
+    if parallel.variants is not None and out.variants is not None:
+        out.variants.programs.update(
+            (key, out.calls.first) for key, each in parallel.variants.programs.items() if each is parallel.calls.first
+        )
+        for node, other in zip(out.calls.nodes, parallel.calls.nodes, strict=True):
+            node.training = other.training
+    for name, parameter in state.parameters.items():
+        out.state.parameters[name].requires_grad_(parameter.requires_grad)
+    if out.variants is None and out.training != parallel.training:
+        out.train(parallel.training)
+    return out

@@ -27,10 +27,15 @@ from .compat.hooks import (
 )
 from .state.loss_scale import agree_on_overflow
 from .step.out_of_memory import latest_answer
-from .step.penalties import explain_penalty
 from .tensors.mixed_operations import mix_whole_tensors
 from .tensors.random_draws import draw_whole_tensors
-from .tensors.torch_functions import allow_empty_optimizers, parameter_gradients, refuse_collectives, refuse_one_stage
+from .tensors.torch_functions import (
+    allow_empty_optimizers,
+    explain_penalty,
+    parameter_gradients,
+    refuse_collectives,
+    refuse_one_stage,
+)
 from .tensors.view_writes import write_through_views
 
 _FSDP2_WARNING = "FSDP2-wrapped module"

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import _IncompatibleKeys
 
+from .calls import Calls
 from .checkpoint.entry import Checkpoints, load_parallel, save_parallel
 from .checkpoint.loading import LoadedCheckpoint
 from .checkpoint.saving import PendingSave
@@ -27,8 +28,7 @@ from .plain.plain_attributes import attribute_of
 from .plain.plain_model import PlainModel
 from .pretrained.export import save_pretrained
 from .pretrained.load import load_pretrained
-from .state.gradient import stand_in
-from .state.gradient_norm import clip_gradients
+from .state.gradient import clip_gradients, stand_in
 from .state.host_optimizer import offload_optimizer
 from .state.materialize import State
 from .state.optimizer_state import full_optimizer_state, load_full_optimizer_state
@@ -63,6 +63,7 @@ class ShardedModule(TreeNode):
     memory: MemoryGuard
     checkpoints: Checkpoints
     plain: PlainModel | None
+    calls: Calls
     _watch: WatchedWork
     assignments: Assignments
 
@@ -88,8 +89,8 @@ class ShardedModule(TreeNode):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Also plain attributes of the model (``config``) and methods of its class, which are bound to this object; parameters of
-        other stages of a pipeline have no values."""
+        """Return also plain attributes of the model (``config``) and methods of its class, which are bound to this object;
+        parameters of other stages of a pipeline have no values."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -108,7 +109,7 @@ class ShardedModule(TreeNode):
         return ShardedStateDict(found)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """What `state_dict` gave, or the full state dict of the plain model; a part of it where not `strict`."""
+        """Load the result of `state_dict`, or the full state dict of the plain model; a part of it where not `strict`."""
         if assign:
             raise StateError(
                 "load_state_dict(assign=True) puts other tensors in the place of the shards, which programs do not see: leave "
@@ -125,7 +126,7 @@ class ShardedModule(TreeNode):
         return _IncompatibleKeys(missing, unexpected)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What torch.save, pickle and copy.copy ask for."""
+        """Refuse torch.save, pickle and copy.copy."""
         raise StateError(
             "a parallel model cannot be pickled, since a rank has only its part: torch.save(parallel.full_state(), path), with "
             "full_state called on every rank, or parallel.save(folder, optimizer, step=...); copy.deepcopy copies it"
@@ -140,7 +141,7 @@ class ShardedModule(TreeNode):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For scripts that come from DDP. The gradients of several calls accumulate with and without it."""
+        """A context for scripts that come from DDP. The gradients of several calls accumulate with and without it."""
         yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -206,7 +207,7 @@ class ShardedModule(TreeNode):
         With `asynchronous` it is written by a thread, from copies in host memory, while training goes on. The next save waits for
         it, and so do ``.wait()`` of what is returned and `shut_down`; they raise CheckpointProblem on all ranks where it could
         not be written, and then the one before is the newest. All ranks must call."""
-        self._check_steps_ended("save")
+        self.calls.check_steps_ended("save")
         with self._watch("saving a checkpoint"):
             return save_parallel(
                 self, folder, optimizer, step=step, extra=extra, keep=keep, asynchronous=asynchronous
@@ -222,7 +223,7 @@ class ShardedModule(TreeNode):
         """Loads the newest whole checkpoint of the folder (or that of `step`), whichever plan saved it, into the model, the
         optimizer and the random state. Returns its step and `extra`; None where the folder has no checkpoint. One that is damaged
         is passed over with a warning. All ranks must call."""
-        self._check_steps_ended("load")
+        self.calls.check_steps_ended("load")
         with self._watch("loading a checkpoint"):
             return load_parallel(self, folder, optimizer, step=step)
 
@@ -233,7 +234,7 @@ class ShardedModule(TreeNode):
         most `max_shard_size` with an index, and the configuration of a model that has one; `from_pretrained`, vLLM and
         ``safetensors.torch.load_model`` load the folder. Floating-point weights are written as they are trained, or in `dtype`.
         No rank ever holds more than one whole tensor. All ranks must call."""
-        self._check_steps_ended("save_pretrained")
+        self.calls.check_steps_ended("save_pretrained")
         with self._watch("writing the weights"):
             rounds = self.checkpoints.rounds(self.state.mesh.describe)
             return save_pretrained(self.state, self.plain, rounds, folder, max_shard_size=max_shard_size, dtype=dtype)
@@ -242,17 +243,16 @@ class ShardedModule(TreeNode):
         """Loads weights in that layout (a folder, or one safetensors file), of which each rank reads its own part. What does not
         fit is refused before anything changes; without `strict` weights may be missing, unexpected or of a longer floating-point
         type than the model's, and what is missing or unexpected is returned, as by `load_state_dict`. All ranks must call."""
-        self._check_steps_ended("load_pretrained")
+        self.calls.check_steps_ended("load_pretrained")
         with self._watch("loading weights"):
             rounds = self.checkpoints.rounds(self.state.mesh.describe)
             return load_pretrained(self.state, self.plain, rounds, folder, strict=strict)
 
-    def _check_steps_ended(self, action: str) -> None:
-        """For plans with two weight versions, whose steps overlap."""
-
     def reseed(self, seed: int) -> None:
         """Restarts all random streams from `seed`; pass the same on every rank."""
-        self.program.mesh.reseed(seed)
+        programs = self.calls.variants.programs.values() if self.calls.variants is not None else ()
+        for program in (self.program, *(variant.program for variant in programs)):
+            program.mesh.reseed(seed)
 
     def _parameter_order(self) -> list[str]:
         names = [name for name, spec in self.state.index.specs.items() if not spec.buffer]

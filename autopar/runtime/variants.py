@@ -26,9 +26,8 @@ from .pipeline.stage_modules import PipelineProgram
 from .pipeline.weight_versions import PipeDreamStep
 from .plain.frozen_reads import FrozenReads, Reads
 from .plain.plain_model import PlainModel
-from .state.lend import lend_state
+from .state.lend import UnfrozenParameters, lend_state
 from .state.materialize import State
-from .state.unfreeze import UnfrozenParameters
 from .step.inputs import arguments_by_name
 from .step.micro_batches import Batch, StepResult, run_micro_batches, split_result
 from .step.outputs import EVERYTHING, leaves_out
@@ -42,9 +41,10 @@ MANY_VALUES = 4
 LOGGER = logging.getLogger("autopar")
 
 
-class MadeVariant(NamedTuple):
-    """What makes a variant: a program, the form of its result, and the batch size that it is fixed to (0: any). `whole_batch`:
-    every data rank computes the whole batch; `uneven`: data ranks have uneven shards of it. `reads`: of its capture."""
+class VariantParts(NamedTuple):
+    """The ingredients of a variant: a program, the form of its result, and the batch size that it is fixed to (0: any).
+    `whole_batch`: every data rank computes the whole batch; `uneven`: data ranks have uneven shards of it. `reads`: of its
+    capture."""
 
     program: type[Program]
     form: Any
@@ -79,7 +79,7 @@ class Variant:
 
     @property
     def copies(self) -> int:
-        """How many data ranks compute the same."""
+        """The number of data ranks that compute the same."""
         return self.program.state_program.mesh.dp.size if self.whole_batch else 1
 
     def run(self, inputs: Batch, training: bool) -> StepResult:
@@ -127,7 +127,7 @@ def compile_blocks(program: Program, backend: Any) -> None:
             block.forward = torch.compile(block.forward, backend=backend)
 
 
-MakeVariant = Callable[[KeyedCall, nn.Module], MadeVariant]
+MakeVariant = Callable[[KeyedCall, nn.Module], VariantParts]
 
 
 class Variants:
@@ -140,8 +140,8 @@ class Variants:
     ) -> None:
         self.first, self.make, self.plain, self.captured_modes, self.compiler = first, make, plain, modes, compiler
         self._values: dict[str, set[str]] = {}
-        self.known: OrderedDict[tuple[CallKey, int], Variant] = OrderedDict()
-        self.uneven: dict[CallKey, MadeVariant] = {}  # a program for each number of examples, of one class
+        self.programs: OrderedDict[tuple[CallKey, int], Variant] = OrderedDict()
+        self.uneven: dict[CallKey, VariantParts] = {}  # a program for each number of examples, of one class
         self.control: dist.ProcessGroup | None = None
         self.outputs: tuple[str, ...] | None = None
         self.incomplete: set[CallKey] = set()  # calls of which no program returns everything
@@ -150,7 +150,7 @@ class Variants:
 
     @property
     def frozen(self) -> FrozenReads:
-        """What programs read of the plain model."""
+        """The reads of programs in the plain model."""
         return self.plain.frozen
 
     @contextmanager
@@ -186,7 +186,7 @@ class Variants:
         self.first.fixed_batch = fixed_batch
         key = self.call(self.captured_modes, args, keywords).key._replace(division="micro-batches", outputs=())
         for gradients in (False, True):
-            self.known[key._replace(gradients=gradients), fixed_batch] = self.first
+            self.programs[key._replace(gradients=gradients), fixed_batch] = self.first
 
     def find(self, call: KeyedCall) -> tuple[Variant, bool]:
         """The variant of a call, made where it is new, and whether it runs in training mode. All ranks must come here
@@ -207,7 +207,7 @@ class Variants:
         """A program that returns all fields: that of training where it leaves none out, else one that is asked for them. Where
         there is none, what is left out says so when it is used."""
         plain = call._replace(key=call.key._replace(outputs=()))
-        found = self._known(plain)
+        found = self._lookup(plain)
         if plain.key in self.incomplete or (found is not None and not leaves_out(found.form)):
             return found or self._find(plain)
         try:
@@ -217,32 +217,32 @@ class Variants:
             self.incomplete.add(plain.key)
             return self._find(plain)
         if found is None and not (variant.program.outputs and variant.program.has_loss):  # a call with gradients gets the same
-            fixed = next(fixed for fixed in (0, call.batch) if (call.key, fixed) in self.known)
-            self.known[plain.key, fixed] = self.known.pop((call.key, fixed))
+            fixed = next(fixed for fixed in (0, call.batch) if (call.key, fixed) in self.programs)
+            self.programs[plain.key, fixed] = self.programs.pop((call.key, fixed))
         return variant
 
-    def _known(self, call: KeyedCall) -> Variant | None:
+    def _lookup(self, call: KeyedCall) -> Variant | None:
         for fixed in (0, call.batch):
-            found = self.known.get((call.key, fixed))
+            found = self.programs.get((call.key, fixed))
             if found is not None:
                 if found is not self.first:
-                    self.known.move_to_end((call.key, fixed))
+                    self.programs.move_to_end((call.key, fixed))
                 return found
         return None
 
     def _find(self, call: KeyedCall) -> Variant:
-        if (found := self._known(call)) is not None:
+        if (found := self._lookup(call)) is not None:
             return found
-        made = self.uneven.get(call.key) or self._made(call)
+        made = self.uneven.get(call.key) or self._make(call)
         if made.uneven:
             self.uneven[call.key] = made
         uneven_batch = call.batch if made.uneven else 0
         variant = self._load(made, self.first.program.mesh.for_variant(made.whole_batch, uneven_batch))
-        self.known[call.key, uneven_batch or made.fixed_batch] = variant
+        self.programs[call.key, uneven_batch or made.fixed_batch] = variant
         self._evict()
         return variant
 
-    def _load(self, made: MadeVariant, mesh: MeshHandle) -> Variant:
+    def _load(self, made: VariantParts, mesh: MeshHandle) -> Variant:
         """Return the variant with the weights of the first one."""
         program = made.program(mesh)
         lend_state(program, self.first.program, self.first.state)
@@ -257,7 +257,7 @@ class Variants:
             compile_blocks(program, self.compiler)
         return Variant(program, made.form, self.first.state, step, whole_batch=made.whole_batch, fixed_batch=made.fixed_batch)
 
-    def _made(self, call: KeyedCall) -> MadeVariant:
+    def _make(self, call: KeyedCall) -> VariantParts:
         made = self.make(call, self.frozen.model)
         self.frozen.add(made.reads)
         for place, text in call.key.changed:
@@ -272,9 +272,9 @@ class Variants:
         return made
 
     def _evict(self) -> None:
-        while len(self.known) > MOST_VARIANTS:
-            oldest = next(key for key, each in self.known.items() if each is not self.first)
-            del self.known[oldest]
+        while len(self.programs) > MOST_VARIANTS:
+            oldest = next(key for key, each in self.programs.items() if each is not self.first)
+            del self.programs[oldest]
             self.uneven.pop(oldest[0], None)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 LOGGER.warning(

@@ -29,9 +29,9 @@ class Exports:
         self.sizes: dict[tuple[str, int], set[int | str]] = {
             (name, dim): {size} for name, shape in shapes.items() for dim, size in enumerate(shape)
         }
-        self.known: OrderedDict[tuple[Structure, int], Export] = OrderedDict()
+        self.exports: OrderedDict[tuple[Structure, int], Export] = OrderedDict()
         self.closed: set[Structure] = set()
-        self.made = 0
+        self.count = 0
 
     def graph(
         self,
@@ -49,9 +49,9 @@ class Exports:
         if not all(isinstance(leaf, Hashable) for leaf in bound.leaves):  # a constant that cannot be compared
             return Export(model, (), arguments, options).graph
         structure = (id(model), modes, changed, trained, kinds, bound.interface, bound.leaves, options)
-        for key, export in reversed(self.known.items()):
+        for key, export in reversed(self.exports.items()):
             if key[0] == structure and (graph := export.graph_at(bound.tensors)) is not None:
-                self.known.move_to_end(key)
+                self.exports.move_to_end(key)
                 return graph
         dims = self._open(bound.tensors)
         if dims and structure not in self.closed:
@@ -64,10 +64,10 @@ class Exports:
         return Export(model, (), arguments, options).graph
 
     def _keep(self, structure: Structure, export: Export) -> None:
-        self.made += 1
-        self.known[structure, self.made] = export
-        while len(self.known) > MOST_EXPORTS:
-            self.known.popitem(last=False)
+        self.count += 1
+        self.exports[structure, self.count] = export
+        while len(self.exports) > MOST_EXPORTS:
+            self.exports.popitem(last=False)
 
     def _open(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """The dimensions of each input, beside the batch, that had several sizes by now."""

@@ -1,4 +1,7 @@
-"""Makes the program of a call that is of another kind than those before: captured and planned on rank 0, built on all."""
+"""Makes the program of a call that is of another kind than those before: captured and planned on rank 0, built on all.
+
+Inputs that a call gives as DTensors keep their placements on model axes, and so do the results of the same path.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only, tree_map_with_path
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_with_path
 
 from autopar import errors
 from autopar.capture.bind import TARGET
@@ -22,6 +26,7 @@ from autopar.cost_models.tensors.sizes import value_bytes
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.placement import Placement, parse_placement
 from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.program.build import build_program
@@ -29,11 +34,10 @@ from autopar.rules.registry import Registry
 from autopar.runtime.call_keys import KeyedCall
 from autopar.runtime.device.axis import shares_of
 from autopar.runtime.plain.frozen_reads import FrozenReads, Reads
-from autopar.runtime.step.inputs import path_word
+from autopar.runtime.step.inputs import model_placements, path_word
 from autopar.runtime.step.outputs import EVERYTHING
-from autopar.runtime.variants import LOGGER, MadeVariant
+from autopar.runtime.variants import LOGGER, VariantParts
 from autopar.variants.exports import Exports
-from autopar.variants.placed import placed_values
 from autopar.variants.planner import plan_variant
 
 T = TypeVar("T")
@@ -43,7 +47,7 @@ MOST_BYTES = 2**30
 
 
 def on_first_rank(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, on every rank; an error there is raised on all of them, so that none waits for ever."""
+    """Return rank 0's result of `make` on every rank; an error there is raised on all of them, so that none waits for ever."""
     said: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -69,13 +73,13 @@ class VariantMaker:
     registry: Registry
     options: Mapping[str, Any]
     modes: CapturedModes
-    known: dict[bool, bool] = field(default_factory=dict)
+    answers: dict[bool, bool] = field(default_factory=dict)
     exports: Exports = field(init=False)
 
     def __post_init__(self) -> None:
         self.exports = Exports({value.name: value.shape for value in self.plan.graph.inputs})
 
-    def make(self, call: KeyedCall, model: nn.Module) -> MadeVariant:
+    def make(self, call: KeyedCall, model: nn.Module) -> VariantParts:
         """The program of a call of `model`, a copy on the meta device, with its attributes of now. All ranks must call.
         AutoparError where it cannot be captured or planned."""
         graph, candidate, reads = on_first_rank(lambda: self._planned(call, model))
@@ -84,7 +88,7 @@ class VariantMaker:
         module: Any = build_program(graph, candidate, uneven=uneven)
         shared = ranks == self.plan.candidate.mesh.size_of(DATA_AXIS)
         form = graph.interface.returns if graph.interface else None
-        return MadeVariant(module.Program, form, 0 if graph.batch_is_symbolic else graph.batch, not shared, uneven, reads)
+        return VariantParts(module.Program, form, 0 if graph.batch_is_symbolic else graph.batch, not shared, uneven, reads)
 
     def _planned(self, call: KeyedCall, model: nn.Module) -> tuple[Graph, Candidate, Reads]:
         with recorded_reads() as record, in_modes(model, call.key.modes), unfrozen(model, call.key.unfrozen):
@@ -94,7 +98,7 @@ class VariantMaker:
         return *found, record.reads
 
     def _division(self, candidate: Candidate) -> str:
-        """How the data ranks share a batch that does not divide, for messages."""
+        """Return the words for how data ranks share a batch that does not divide."""
         ranks, most = candidate.mesh.size_of(DATA_AXIS), self.plan.candidate.mesh.size_of(DATA_AXIS)
         if ranks != most:
             return f", whole on each of {most} data ranks"
@@ -132,10 +136,10 @@ class VariantMaker:
     def right_in(self, training: bool) -> bool:
         """Whether the first program, switched to this mode, is the model, switched to this mode: in evaluation it leaves dropout
         out, and nothing else of it depends on the mode. All ranks must call."""
-        if training not in self.known:
-            self.known[training], reads = on_first_rank(lambda: self._compared(training))
+        if training not in self.answers:
+            self.answers[training], reads = on_first_rank(lambda: self._compared(training))
             self.frozen.add(reads)
-        return self.known[training]
+        return self.answers[training]
 
     def _compared(self, training: bool) -> tuple[bool, Reads]:
         with recorded_reads() as record:
@@ -149,12 +153,12 @@ def _small_fields(graph: Graph) -> tuple[str, ...]:
 
 
 def _tensors(arguments: dict[str, Any]) -> Any:
-    """With arrays as tensors, as a call takes them."""
+    """Return the arguments with arrays as tensors, as a call takes them."""
 
-    def made(x: Any) -> Any:
+    def as_tensor(x: Any) -> Any:
         return torch.as_tensor(x) if hasattr(x, "__array__") and not isinstance(x, torch.Tensor) else x
 
-    return tree_map_only(object, made, arguments)
+    return tree_map_only(object, as_tensor, arguments)
 
 
 @contextmanager
@@ -183,3 +187,17 @@ def in_modes(model: nn.Module, modes: tuple[bool, ...]) -> Iterator[None]:
     finally:
         for module, mode in zip(modules, before, strict=True):
             module.training = mode
+
+
+def placed_values(graph: Graph, call: KeyedCall) -> dict[str, Mapping[str, Placement]]:
+    """Return the placements by name in the graph, by model axis, of the DTensors of a call. A result that has the path of such
+    an argument (``past_key_values.keys.0``) is what the next call is given, and is placed like it."""
+    leaves, _ = tree_flatten_with_path(dict(call.arguments))
+    given = {".".join(map(path_word, keys)): _placements(leaf) for keys, leaf in leaves if isinstance(leaf, DTensor)}
+    arguments = graph.interface.arguments if given and graph.interface is not None else ()
+    out: dict[str, Mapping[str, Placement]] = {each.input: given[each.path] for each in arguments if each.path in given}
+    return out | {output.value: given[output.path] for output in (graph.outputs if given else ()) if output.path in given}
+
+
+def _placements(tensor: DTensor) -> dict[str, Placement]:
+    return {axis: parse_placement(text) for axis, text in model_placements(tensor).items()}

@@ -1,8 +1,13 @@
-"""The plan of a variant: the mesh, the pipeline and the stored placements of parameters are those of the first program."""
+"""The plan of a variant: the mesh, the pipeline and the stored placements of parameters are those of the first program.
+
+The graph of a variant is cut into the model chunks that the weights of the first program are on, and takes over the decisions
+of its plan where it has the same structure and other sizes (another length, another batch).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -10,9 +15,12 @@ from math import inf
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.stage_devices import stage_cluster
 from autopar.errors import AutoparError, PlanMismatch
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Block, Call, Graph
+from autopar.ir.interface import Output
 from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
 from autopar.ir.micro_batching import why_one_graph
+from autopar.ir.pipeline.chunk_calls import chunk_calls
+from autopar.ir.pipeline.split_blocks import split_block
 from autopar.ir.pipeline.stage_values import repeatable_values
 from autopar.ir.placement import Placements
 from autopar.ir.plan import Candidate, Pipeline
@@ -29,8 +37,6 @@ from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.meshes import divisors
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.problem_tables import ProblemTables
-from autopar.variants.stages import cut_like
-from autopar.variants.transfer import in_structure_of
 
 _ITERATIONS = 100_000
 """Of the simplex method, for the integer program of a variant."""
@@ -151,3 +157,110 @@ def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data
         raise PlanMismatch("no placement of its operations fits those of the parameters")
     candidate = replace(solution.candidate, batch=graph.batch, micro_batches=parts, zero_group=0, pipeline=pipeline)
     return graph, candidate
+
+
+def cut_like(graph: Graph, planned: Graph, pipeline: Pipeline) -> tuple[Graph, tuple[int, ...]]:
+    """`graph`, with blocks split where a chunk ends inside of them, and the first call of every chunk but the first. PlanMismatch
+    where its operations read the weights in another order than the chunks hold them."""
+    holders: dict[str, list[int]] = {}
+    for chunk, calls in enumerate(chunk_calls(planned, pipeline)):
+        for index in calls:
+            for name in planned.calls[index].parameters:
+                holders.setdefault(name, []).append(chunk)
+    places: dict[str, set[int]] = {}
+    for call, chunks in _chunks_of_nodes(graph, holders):
+        places.setdefault(call.block, set()).update(at for at in range(1, len(chunks)) if chunks[at] != chunks[at - 1])
+    for block, inside in places.items():
+        if inside:
+            graph = split_block(graph, block, sorted(inside))
+    firsts = [chunks[0] for _, chunks in _chunks_of_nodes(graph, holders)]
+    parts = pipeline.stages * pipeline.virtual
+    if set(firsts) != set(range(parts)):
+        raise PlanMismatch(f"it computes nothing in {parts - len(set(firsts))} of the {parts} model chunks of the pipeline")
+    return graph, tuple(firsts.index(chunk) for chunk in range(1, parts))
+
+
+def _chunks_of_nodes(graph: Graph, holders: Mapping[str, list[int]]) -> Iterator[tuple[Call, list[int]]]:
+    """The chunk of every operation of every call: the first that has what it reads, and is not before that of the operation
+    before it. `holders` are the chunks of the calls that read a parameter: where as many calls read it here, one for one."""
+    blocks = {block.name: block for block in graph.blocks}
+    total = Counter(name for call in graph.calls for name in call.parameters)
+    seen: Counter[str] = Counter()
+    current = 0
+    for call in graph.calls:
+        block = blocks[call.block]
+        names = {p.value.name: name for p, name in zip(block.parameters, call.parameters, strict=True)}
+        seen.update(call.parameters)
+
+        def chunks_of(name: str) -> set[int]:
+            chunks = holders.get(name, [])
+            return {chunks[seen[name] - 1]} if len(chunks) == total[name] else set(chunks)
+
+        found = []
+        for node in block.nodes:
+            read = [names[operand] for operand in node.operands() if operand in names]
+            able = set.intersection(*(chunks_of(name) for name in read)) if read else {current}
+            later = [chunk for chunk in able if chunk >= current]
+            if not later:
+                raise PlanMismatch(f"it reads {read[0]} in another order than the pipeline's stages have the weights")
+            current = min(later)
+            found.append(current)
+        yield call, found or [current]
+
+
+def in_structure_of(graph: Graph, planned: Graph) -> Graph | None:
+    """`graph` with the blocks and calls of `planned`, whose operations it must have, one for one; None where it has others.
+
+    A plan's graph may have several blocks for one captured block, where pipeline stages have plans of their own.
+    """
+    if len(graph.calls) != len(planned.calls) or len(graph.inputs) != len(planned.inputs):
+        return None
+    names = {value.name: other.name for value, other in zip(graph.inputs, planned.inputs, strict=True)}
+    blocks: dict[str, Block] = {}
+    theirs = {block.name: block for block in planned.blocks}
+    own = {block.name: block for block in graph.blocks}
+    for call, other in zip(graph.calls, planned.calls, strict=True):
+        block = own[call.block]
+        if blocks.setdefault(other.block, block) is not block or not _same_call(call, other, names):
+            return None
+    if any(not _same_block(block, theirs[name]) for name, block in blocks.items()):
+        return None
+    results = names.get(graph.loss) == planned.loss and len(graph.outputs) == len(planned.outputs)
+    if not results or any(names.get(a.value) != b.value for a, b in zip(graph.outputs, planned.outputs, strict=True)):
+        return None
+    inputs = tuple(replace(value, name=names[value.name]) for value in graph.inputs)
+    renamed = [replace(block, name=name) for name, block in blocks.items()]
+    order = [block.name for block in planned.blocks]
+    return replace(
+        graph,
+        inputs=inputs,
+        blocks=tuple(sorted(renamed, key=lambda block: order.index(block.name))),
+        calls=planned.calls,
+        loss=planned.loss,
+        outputs=tuple(Output(each.path, names[each.value], each.kind) for each in graph.outputs),
+    )
+
+
+def _same_call(call: Call, other: Call, names: dict[str, str]) -> bool:
+    """Whether both calls read and make values at the same places; adds what they make to `names`."""
+    if (call.prefix, call.parameters) != (other.prefix, other.parameters) or len(call.outputs) != len(other.outputs):
+        return False
+    if [names.get(name) for name in call.inputs] != list(other.inputs):
+        return False
+    names.update(zip(call.outputs, other.outputs, strict=True))
+    return True
+
+
+def _same_block(block: Block, other: Block) -> bool:
+    return list(_lines(block)) == list(_lines(other))
+
+
+def _lines(block: Block) -> Iterator[object]:
+    """All of a block but its sizes, names of blocks, and source lines."""
+    yield block.outputs, block.updates
+    for parameter in block.parameters:
+        yield parameter.value, parameter.path, parameter.trainable, parameter.buffer
+    yield [(value.name, len(value.shape), value.dtype, value.differentiable) for value in block.inputs]
+    for node in block.nodes:
+        yield node.op, node.operands(), node.no_grad, [key for key, _ in node.kwargs]
+        yield [(value.name, len(value.shape), value.dtype, value.differentiable) for value in node.outputs]

@@ -29,7 +29,8 @@ _ATTENTION = "aten.scaled_dot_product_attention"
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What a random operation of the single process drew. `op` is its packet (``bernoulli_``), `module` the innermost module."""
+    """The draw of a random operation of the single process. `op` is its packet (``bernoulli_``), `module` the innermost
+    module."""
 
     module: str
     op: str
@@ -145,8 +146,8 @@ def _probability(node: Node) -> float:
 
 
 def match_draws(graph: Graph, draws: Sequence[Draw]) -> dict[tuple[int, str], Tensor]:
-    """What each random operation of the program is given, by call and node: the next draw of its module that has its shape, else
-    the next one of all modules. PlanError, one line, where there is none."""
+    """Return the numbers for each random operation of the program, by call and node: the next draw of its module that has its
+    shape, else the next one of all modules. PlanError, one line, where there is none."""
     left = list(draws)
     out: dict[tuple[int, str], Tensor] = {}
     for want in wanted_draws(graph):
@@ -160,12 +161,12 @@ def match_draws(graph: Graph, draws: Sequence[Draw]) -> dict[tuple[int, str], Te
             )
         chosen = (own or fitting)[0]
         left = [draw for draw in left if draw is not chosen]
-        out[want.key] = _given(want.node, chosen)
+        out[want.key] = _placed_draw(want.node, chosen)
     return out
 
 
 def _plain(path: str) -> str:
-    """Without the number of a repeated call (``drop@1``)."""
+    """Return the path without the number of a repeated call (``drop@1``)."""
     return ".".join(part.partition("@")[0] for part in path.split("."))
 
 
@@ -179,7 +180,7 @@ def _fits(graph: Graph, node: Node, draw: Draw) -> bool:
     return tuple(draw.values.shape) == shape and (not mask or node.args[1] in ("bernoulli", "uniform"))
 
 
-def _given(node: Node, draw: Draw) -> Tensor:
+def _placed_draw(node: Node, draw: Draw) -> Tensor:
     values = draw.values
     if node.op == _ATTENTION:
         return values != 0
@@ -193,7 +194,7 @@ def _given(node: Node, draw: Draw) -> Tensor:
 # -- draws as inputs
 
 
-def with_given_draws(
+def with_draws(
     graph: Graph, candidate: Candidate, given: Mapping[tuple[int, str], Tensor]
 ) -> tuple[Graph, Candidate, dict[str, Tensor]]:
     """The graph and its candidate with inputs in place of random operations, and these inputs. PlanError where the plan has a
@@ -262,7 +263,7 @@ def _as_input(where: Placements, axes: Sequence[str]) -> Placements:
 
 
 def _conversions(value: str, source: Placements, target: Placements) -> list[Conversion]:
-    """From one to the other, one axis at a time: each takes its part, and nothing is sent."""
+    """Return the conversions from one to the other, one axis at a time: each takes its part, and nothing is sent."""
     out = []
     for number, (before, after) in enumerate(zip(source, target, strict=True)):
         if before != after:

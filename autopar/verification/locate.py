@@ -1,4 +1,4 @@
-"""Where two runs depart first: the program returns the outputs of its modules too, compared in order of execution."""
+"""The place where two runs depart first: the program returns the outputs of its modules too, compared in order of execution."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from autopar.program.build import program_text
 from autopar.variants.planner import plan_variant
 from autopar.verification.apart import apart, in_dtype, moved_by_a_rounding
 from autopar.verification.differences import Difference, compare
-from autopar.verification.draws import Draw, match_draws, with_given_draws
+from autopar.verification.draws import Draw, match_draws, with_draws
 from autopar.verification.lift import has_casts, lift_casts
 from autopar.verification.locate import first_gradient, first_output, with_module_outputs
 from autopar.verification.rank import work
@@ -59,7 +59,7 @@ class Subject:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """What is asked of the model's result beside its loss."""
+        """The outputs that are asked for beside the loss."""
         has_loss = self.graph.interface is None or self.graph.interface.has_loss
         return (*(output.asked for output in self.graph.outputs), *asked_loss(self.graph)) if has_loss else ()
 
@@ -89,7 +89,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class ModeProof:
-    """What was compared in one mode. `left_out` says why nothing was."""
+    """The comparisons of one mode. `left_out` says why nothing was."""
 
     training: bool
     differences: tuple[Difference, ...] = ()
@@ -281,9 +281,9 @@ def first_departure(
 def _run_of(
     subject: Subject, graph: Graph, candidate: Candidate, reference: SingleRun, backward: bool
 ) -> tuple[dict[str, Any], int]:
-    """What ranks get of one mode, and how many draws are given."""
+    """Return what ranks get of one mode, and how many draws are given."""
     batch = {value.name: subject.tensors[value.name].to(getattr(torch, value.dtype)) for value in graph.inputs}
-    graph, candidate, given = with_given_draws(graph, candidate, match_draws(graph, reference.draws))
+    graph, candidate, given = with_draws(graph, candidate, match_draws(graph, reference.draws))
     dtypes = {value.name: getattr(torch, value.dtype) for value in graph.inputs}
     batch |= {name: tensor.to(dtypes[name]) for name, tensor in given.items()}
     text = program_text(graph, candidate)
@@ -291,7 +291,7 @@ def _run_of(
 
 
 def job_of(subject: Subject, runs: Sequence[Mapping[str, Any]]) -> Job:
-    """What ranks get: the programs' texts and full tensors."""
+    """Return what ranks get: the programs' texts and full tensors."""
     model = subject.model
     state = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     return {

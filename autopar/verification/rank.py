@@ -38,7 +38,7 @@ def work(rank: int, size: int, folder: str) -> None:
 
 
 def make_runs(job: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """On a rank of a process group: what each run of the job gives, as full tensors."""
+    """Run the job on a rank of a process group: what each run of the job gives, as full tensors."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, job["default_dtype"]) if job["default_dtype"] else before)
     try:

@@ -1,4 +1,5 @@
-"""What a plan shards. One that shards nothing computes the whole on every rank, and proves nothing when it equals one process."""
+"""The tensors that a plan shards. One that shards nothing computes the whole on every rank, and proves nothing when it equals one
+process."""
 
 from __future__ import annotations
 

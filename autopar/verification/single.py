@@ -1,14 +1,20 @@
-"""The model on one process: loss, outputs, gradients, and the state after one step of SGD; and what it drew."""
+"""The model on one process: loss, outputs, gradients, and the state after one step of SGD; and what it drew.
+
+`scan`, `map`, `cond` and `while_loop` are written out in Python: called eagerly, torch compiles them, so that the tensors that a
+body closes over become operands; under a dispatch mode it does not compile, and its autograd then sees the operands alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from autopar.capture.bind import BoundInputs
 from autopar.capture.results.returned import loss_path, take_apart
@@ -16,7 +22,6 @@ from autopar.errors import CaptureError
 from autopar.verification.apart import apart
 from autopar.verification.draws import Draw, GiveDraws, RecordDraws
 from autopar.verification.lift import lifting
-from autopar.verification.loops import WriteOutLoops
 from autopar.verification.rank import weighted_sum
 
 LEARNING_RATE = 0.1
@@ -24,7 +29,7 @@ LEARNING_RATE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SingleRun:
-    """What one call of the model gave, in the form in which ranks give it (`rank`), and its random `draws` in order."""
+    """The results of one call of the model, in the form in which ranks give it (`rank`), and its random `draws` in order."""
 
     result: dict[str, Any]
     draws: tuple[Draw, ...] = ()
@@ -94,13 +99,13 @@ class _ModuleOutputs:
     """Notes the output of each module while active."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._found, self._handles = model, dict[str, list[Tensor]](), list[Any]()
+        self._model, self._outputs, self._handles = model, dict[str, list[Tensor]](), list[Any]()
 
     def __enter__(self) -> _ModuleOutputs:
         for path, module in self._model.named_modules():
 
             def note(_: nn.Module, __: Any, output: Any, path: str = path) -> None:
-                each = self._found.setdefault(path, [])
+                each = self._outputs.setdefault(path, [])
                 each.append(output.detach().clone() if isinstance(output, Tensor) else torch.empty(0))
 
             self._handles.append(module.register_forward_hook(note))
@@ -111,4 +116,51 @@ class _ModuleOutputs:
             handle.remove()
 
     def outputs(self) -> dict[str, Tensor]:
-        return {path: found[0] for path, found in self._found.items() if path and len(found) == 1 and found[0].numel()}
+        return {path: found[0] for path, found in self._outputs.items() if path and len(found) == 1 and found[0].numel()}
+
+
+class WriteOutLoops(TorchFunctionMode):
+    """While active, loops and branches are the operations that they consist of, each seen by autograd and by other modes."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        written = _WRITTEN_OUT.get(func.name()) if isinstance(func, torch._ops.HigherOrderOperator) else None
+        if written is None:
+            return func(*args, **(kwargs or {}))
+        with self:  # loops inside of loops
+            return written(*args, **(kwargs or {}))
+
+
+def _map(body: Callable[..., Any], over: Sequence[Tensor], further: Sequence[Any]) -> Any:
+    made = [body(*parts, *further) for parts in zip(*over, strict=True)]
+    return tree_map(lambda *each: torch.stack(each), *made)
+
+
+def _scan(
+    body: Callable[..., Any], carried: Sequence[Tensor], over: Sequence[Tensor], additional_inputs: Sequence[Any] = ()
+) -> Any:
+    """Return what the last step carries, and what all steps give, in the form in which a step gives them."""
+    now, given_out, form = list(carried), list[list[Any]](), None
+    for parts in zip(*over, strict=True):
+        found, form = tree_flatten(body(*now, *parts, *additional_inputs))
+        now, made = found[: len(now)], found[len(now) :]
+        given_out.append(made)
+    assert form is not None  # torch refuses a scan of no steps
+    return tree_unflatten([*now, *map(torch.stack, zip(*given_out, strict=True))], form)
+
+
+def _cond(predicate: Any, true: Callable[..., Any], false: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:
+    return true(*operands) if predicate else false(*operands)
+
+
+def _while_loop(
+    condition: Callable[..., Any], body: Callable[..., Any], carried: Sequence[Any], additional_inputs: Sequence[Any] = ()
+) -> Any:
+    found: Any = tuple(carried)
+    while condition(*tree_leaves(found), *additional_inputs):
+        found = body(*tree_leaves(found), *additional_inputs)
+    return found
+
+
+_WRITTEN_OUT: Mapping[str, Callable[..., Any]] = {"map_impl": _map, "scan": _scan, "cond": _cond, "while_loop": _while_loop}

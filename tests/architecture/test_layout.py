@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ORDER = [
-    *("runtime", "errors", "files", "ir", "operations", "schedules", "ops", "capture", "rules", "cost_models", "solve", "explain"),
-    *("recipes", "precision", "options", "planning", "passes", "program", "variants", "dryrun", "given_plan", "api"),
+    *("runtime", "errors", "files", "ir", "operations", "schedules", "ops", "capture", "rules", "cost_models", "solve"),
+    *("explain", "recipes", "precision", "options", "planning", "passes", "program", "variants", "dryrun", "given_plan", "api"),
     *("integrations", "verification", "doctor", "validate", "cli"),
 ]
 FOLDERS = {"passes": ROOT / "passes", "cost_models": ROOT / "cost_models"}

@@ -136,6 +136,40 @@ def test_no_words_of_our_own_in_names() -> None:
     assert not found, "write the field's words (docs/glossary.md): " + "; ".join(found)
 
 
+SPOKEN_ROOMS = ("runtime", "capture", "variants", "integrations", "verification", "cli")
+"""Parts whose names and docstrings are held to the tests below."""
+
+PARTICIPLES = ("found", "made", "told", "given", "said", "taken", "known", "mine")
+FRAGMENT = re.compile(
+    r"(Of|What|By|Without|How|Those|Where|That|Which|Who|When|Also|For|From|In|On|At|With|As|Before|After|Called)\b"
+)
+"""First words of docstrings that only the signature explains."""
+
+
+def test_docstrings_stand_alone() -> None:
+    found = []
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())) if part_of(path)[0] in SPOKEN_ROOMS else ():
+            text = ast.get_docstring(node) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) else None
+            if text and FRAGMENT.match(text):
+                found.append(f"{name_of(path)}: {text[:60]}")
+    assert not found, 'begin with an imperative or a noun ("Return the seconds of ..."): ' + "; ".join(found)
+
+
+def test_names_are_no_participles() -> None:
+    """Names of files, classes, functions and public attributes."""
+    found = []
+    for path in (path for path in sources() if part_of(path)[0] in SPOKEN_ROOMS):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [path.stem, *(node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef)))]
+        names += [node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+        for node in nodes:
+            for each in node.body if isinstance(node, ast.ClassDef) else ():
+                names += [each.target.id] if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) else []
+        found += [f"{name_of(path)} {name}" for name in names if set(words_of(name)) & set(PARTICIPLES)]
+    assert set(found) <= {"autopar/cli/parser.py parse_known_args"}, "write a noun: " + "; ".join(found)
+
+
 def test_no_function_takes_many_positional_arguments() -> None:
     """Beyond that they are keyword-only, or an object. What torch calls back with flat arguments is listed."""
     found = []

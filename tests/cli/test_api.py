@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,9 +53,25 @@ def test_other_example_inputs_are_refused() -> None:
 
 def test_without_example_inputs_there_are_no_parameters_yet() -> None:
     parallel = autopar.parallelize(Net(), "local:1")
-    for too_early in (parallel.parameters, parallel.state_dict, parallel.named_parameters):
+    for too_early in (
+        *(parallel.parameters, parallel.state_dict, parallel.named_parameters, lambda: list(parallel.named_buffers())),
+        *(
+            parallel.zero_grad,
+            parallel.double,
+            parallel.local_batch,
+            parallel.full_state,
+            parallel.full_gradients,
+            parallel.flush,
+        ),
+        *(parallel.trace, parallel.generate, parallel.measure, parallel.report, lambda: parallel.clip_grad_norm_(1.0)),
+        *(lambda: parallel.sampler([0]), lambda: parallel.reseed(0), lambda: parallel.save("x", step=0)),
+        *(lambda: parallel.load("x"), lambda: parallel.save_pretrained("x"), lambda: parallel.load_pretrained("x")),
+        *(lambda: parallel.load_state_dict({}), lambda: parallel.load_full_state({}), lambda: copy.deepcopy(parallel)),
+        *(parallel.expert_load, lambda: parallel.returning("logits").__enter__(), lambda: list(parallel.buffers())),
+    ):
         with pytest.raises(autopar.StateError, match="example_inputs"):
             too_early()
+    assert not hasattr(parallel, "config") and not parallel.eval().training and repr(parallel)
 
 
 def test_the_wrong_number_of_processes() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.runtime import collectives as C
-from autopar.runtime.ops.attention.kernels import attend, attend_backward, plain_backward
+from autopar.runtime.ops.attention.merge import attend, attend_backward, plain_backward
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 

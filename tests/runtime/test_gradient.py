@@ -17,7 +17,7 @@ from autopar.runtime.compat.modules import profiling
 from autopar.runtime.errors import StateError
 from autopar.runtime.patches import apply_patches
 from autopar.runtime.state.gradient import Gradient, as_gradient, hooked, own
-from autopar.runtime.state.meta_buffers import fill_missing, named_state
+from autopar.runtime.state.weight_source import fill_missing, named_state
 
 
 def reductions() -> list[tuple[str, float, bool]]:

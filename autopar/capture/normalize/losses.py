@@ -115,7 +115,7 @@ def full_means(flat: FlatGraph) -> FlatGraph:
 
 
 def average(node: Node, total: Value, shape: list[Dim]) -> Node:
-    """What `node` returns, as `total` over the number of elements of `shape`."""
+    """Return the result of `node`, as `total` over the number of elements of `shape`."""
     size = count(shape)
     number: Arg = Symbol(size) if isinstance(size, str) else size
     return replace(node, op="aten.div.Tensor", args=(Ref(total.name), number), kwargs=())

@@ -43,8 +43,8 @@ class Conditions:
 
 
 def conditions(reader: MaskReader, name: str) -> Conditions | None:
-    """Of a mask. None where a condition that sizes decide is no band. A mask of numbers is read as true where it is 0 and false
-    where it is below -1e4; if data decides a part of it, it is left as it is."""
+    """Return the conditions of a mask. None where a condition that sizes decide is no band. A mask of numbers is read as true
+    where it is 0 and false where it is below -1e4; if data decides a part of it, it is left as it is."""
     found = reader.band(name)
     if found is not None:
         return Conditions(found, ())
@@ -197,7 +197,7 @@ class MaskReader:
         return inner * (distance <= at if packet == "tril" else distance >= at)
 
     def _operand(self, name: str, rows: int, columns: int) -> Tensor | None:
-        """What an operand is along distances: of the size of the scores, or the same everywhere."""
+        """Return an operand along distances: of the size of the scores, or the same everywhere."""
         if self._shape(name)[-2:] == (rows, columns):
             return self.diagonals(name, rows, columns)
         if torch.Size(self._shape(name)).numel() > _LIMIT:
@@ -224,7 +224,7 @@ class MaskReader:
 
 
 def _allowed(mask: Tensor) -> Tensor | None:
-    """As true and false."""
+    """Return a mask as true and false."""
     if mask.dtype is torch.bool:
         return mask
     if not mask.is_floating_point() or not bool(((mask == 0) | (mask <= _FORBIDS)).all()):

@@ -8,21 +8,21 @@ from dataclasses import replace
 from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes
 from autopar.ir.graph import Arg, DType, Node, Ref
 
-Drawn = tuple[str, Arg, Arg]
+Draw = tuple[str, Arg, Arg]
 """Kind and parameters: ``uniform`` (from, to), ``normal`` (mean, deviation), ``exponential`` (rate), ``bernoulli`` (probability),
 ``integers`` (from, to, exclusive)."""
 
 
-def _numbers(kind: str, *defaults: float) -> Callable[[Node], Drawn]:
-    def found(node: Node) -> Drawn:
+def _numbers(kind: str, *defaults: float) -> Callable[[Node], Draw]:
+    def draw(node: Node) -> Draw:
         given = [arg for arg in node.args[1:] if isinstance(arg, (int, float))]
         a, b = (*given, *defaults[len(given) :])[:2]
         return kind, a, b
 
-    return found
+    return draw
 
 
-_LIKE: dict[str, Callable[[Node], Drawn]] = {
+_LIKE: dict[str, Callable[[Node], Draw]] = {
     "aten.rand_like": lambda node: ("uniform", 0.0, 1.0),
     "aten.randn_like": lambda node: ("normal", 0.0, 1.0),
     "aten.uniform": _numbers("uniform", 0.0, 1.0),
@@ -34,7 +34,7 @@ _LIKE: dict[str, Callable[[Node], Drawn]] = {
 }
 """Drawn for every element of the first operand."""
 
-_OF_SIZE: dict[str, Callable[[Node], Drawn]] = {
+_OF_SIZE: dict[str, Callable[[Node], Draw]] = {
     "aten.rand": lambda node: ("uniform", 0.0, 1.0),
     "aten.randn": lambda node: ("normal", 0.0, 1.0),
     "aten.randint": lambda node: ("integers", 0, node.args[0]),
@@ -73,7 +73,7 @@ def random_numbers(flat: FlatGraph) -> FlatGraph:
     return rewrite_nodes(flat, step)
 
 
-def _drawn(node: Node, operand: Ref, drawn: Drawn) -> Node:
+def _drawn(node: Node, operand: Ref, drawn: Draw) -> Node:
     return replace(
         node, op="ap.random", args=(operand, *drawn), kwargs=(), outputs=(replace(node.outputs[0], differentiable=False),)
     )

@@ -1,4 +1,4 @@
-"""Which element of a tuple the model calls its loss: read from the source of its forward, where a tuple has no field names.
+"""The element of a tuple that the model calls its loss: read from the source of its forward, where a tuple has no field names.
 
 ``return logits, loss`` (nanoGPT), ``return (loss,) + output`` (transformers), ``return logits, F.cross_entropy(...)``. A forward
 that only calls another module returns what that one does; one that makes a tuple of a result class says it in its annotation.

@@ -73,7 +73,8 @@ def loss_path(form: Form) -> str | None:
 
 
 def asked_loss(graph: Graph) -> tuple[str, ...]:
-    """What says where the loss of a graph is in the model's result; empty where it is the result itself, or there is none."""
+    """Return the words that say where the loss of a graph is in the model's result; empty where it is the result itself, or there
+    is none."""
     path = loss_path(graph.interface.returns) if graph.interface is not None else ""
     return (f"{path}:{LOSS}",) if path else ()
 

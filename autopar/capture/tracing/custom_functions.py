@@ -56,8 +56,8 @@ class _Context:
 
 
 def apply_traced(cls: Any, where: str, args: tuple[Any, ...]) -> Any:
-    """What ``cls.apply(*args)`` returns, with its gradients, while a model is traced. CaptureError where its backward cannot be
-    written as operations."""
+    """Return the result of ``cls.apply(*args)``, with its gradients, while a model is traced. CaptureError where its backward
+    cannot be written as operations."""
     try:
         return _applied(cls, where, args)
     except CaptureError as error:

@@ -33,7 +33,7 @@ narrow_copy diag_embed addmv index_copy eye _weight_norm_interface _reshape_alia
 
 
 def decompositions(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
-    """What `run_decompositions` takes apart of this program."""
+    """Return the operations that `run_decompositions` takes apart in this program."""
     out: dict[Any, Callable[..., Any]] = {}
     for node in program.graph.nodes:
         op = node.target

@@ -86,7 +86,7 @@ def _probe(width: int) -> torch.Tensor:
 
 
 def _gated(gate: Callable[[torch.Tensor], torch.Tensor], numbers: tuple[float, ...]) -> tuple[str, str] | None:
-    """What computes the same, to the last digits."""
+    """Return the activation that computes the same, to the last digits."""
     wide = _probe(8)
     expected = gate(wide)
     texts = [*FUNCTIONS]

@@ -95,8 +95,8 @@ def derivative_refused(lines: Sequence[str]) -> CaptureError:
 
 
 def place(error: Exception, model: nn.Module) -> tuple[str, str, bool]:
-    """Where an error comes from: the user's innermost line with the innermost module that calls it, the text of the line, and
-    whether the line itself raises."""
+    """Return the place where an error comes from: the user's innermost line with the innermost module that calls it, the text of
+    the line, and whether the line itself raises."""
     paths = {id(module): path.removeprefix("module.") for path, module in model.named_modules() if path not in ("", "module")}
     where, code, inside, last = "", "", "", False
     traceback = error.__traceback__

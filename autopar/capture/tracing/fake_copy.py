@@ -2,12 +2,15 @@
 
 Models ask for devices (``torch.autocast(x.device.type)``, ``x.to(table.device)``) and make tensors on the default one, so they
 are traced on the device where they run; nothing is allocated there.
+
+Parameters and buffers that a module also keeps in a plain dictionary or list: export puts what it traces in the place of the
+registered ones only, so these containers read from there.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CellType, FunctionType
 from typing import Any
@@ -19,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
 
-from autopar.capture.tracing.named_twice import read_from_modules
 from autopar.errors import CaptureError
 
 
@@ -31,7 +33,7 @@ def refuse_uninitialized(model: nn.Module) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model runs: where most of its parameters and buffers are, the CPU for the meta device or none."""
+    """Return the device of the model: where most of its parameters and buffers are, the CPU for the meta device or none."""
     tensors = (*model.parameters(), *model.buffers())
     devices = [tensor.device for tensor in tensors if not tensor.is_meta]
     return max(set(devices), key=devices.count) if devices else torch.device("cpu")
@@ -78,11 +80,11 @@ def fake_tensors() -> Iterator[Callable[[nn.Module, torch.dtype | None], nn.Modu
     environment = ShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True)
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True, export=True)
 
-    def made(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    def fake_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         return _fake_copy(model, dtype, mode)
 
     with tracing(TracingContext(mode)):
-        yield made
+        yield fake_copy
 
 
 def _fake_copy(model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode) -> nn.Module:
@@ -110,3 +112,57 @@ def _fake_copy(model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode
             if isinstance(value, Tensor) and id(value) in made:
                 vars(module)[name] = made[id(value)]
     return clone
+
+
+Home = tuple[nn.Module, str]
+"""A module, and the attribute that a parameter or buffer of it is."""
+
+
+def read_from_modules(model: nn.Module) -> None:
+    """The containers of `model`, in place: what they hold of its parameters and buffers is read from the modules."""
+    homes: dict[int, Home] = {}
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                homes.setdefault(id(tensor), (module, name))
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if name not in vars(nn.Module()) and type(value) in (dict, list):
+                vars(module)[name] = _live(value, homes)
+
+
+def _live(value: Any, homes: Mapping[int, Home]) -> Any:
+    pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+    own = {key: homes[id(each)] for key, each in pairs if isinstance(each, Tensor) and id(each) in homes}
+    if not own:
+        return value
+    made = _LiveDict(value) if isinstance(value, dict) else _LiveList(value)
+    made.homes = own
+    return made
+
+
+class _LiveDict(dict[Any, Any]):
+    homes: Mapping[Any, Home]
+
+    def __getitem__(self, key: Any) -> Any:
+        return getattr(*self.homes[key]) if key in self.homes else super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401 (it is what get is)
+
+    def values(self) -> Any:
+        return {key: self[key] for key in self}.values()
+
+    def items(self) -> Any:
+        return {key: self[key] for key in self}.items()
+
+
+class _LiveList(list[Any]):
+    homes: Mapping[int, Home]
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, each in enumerate(super().__iter__()):
+            yield getattr(*self.homes[index]) if index in self.homes else each

@@ -78,7 +78,7 @@ def written_out(
     q: Tensor, k: Tensor, v: Tensor, score_mod: Modify | None, block_mask: flex.BlockMask | None, scale: float | None,
     enable_gqa: bool, return_lse: bool, return_aux: Any,
 ) -> Any:  # fmt: skip
-    """What the kernel computes. A row without a key gives zeros."""
+    """Return the result of the kernel. A row without a key gives zeros."""
     grids = _grids(q, k)
     mask = None if block_mask is None else _called(block_mask.mask_mod, grids, ())
     grouped = q.shape[1] != k.shape[1]

@@ -26,7 +26,7 @@ REFUSED = {
 
 
 @contextmanager
-def numbers_taken() -> Iterator[list[str]]:
+def number_lines() -> Iterator[list[str]]:
     """The lines, in order, at which the traced model makes a number of a size that should stay a symbol."""
     environment: Any = TracingContext.get().fake_mode.shape_env  # type: ignore[union-attr]
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""How a layer is called: equal layers are left out of a trace only where all are called alike."""
+"""The call of a layer: equal layers are left out of a trace only where all are called alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Sizes:
     shape: torch.Size
 
 
-def said(arguments: Sequence[Any]) -> list[Any]:
+def call_words(arguments: Sequence[Any]) -> list[Any]:
     """A description that can be compared, by what is known of symbols now."""
     return [
         tuple(str(tuple(map(str, each.shape))) if isinstance(each, _Sizes) else each for each in item)

@@ -47,7 +47,7 @@ class LayerSpan:
             raise CannotOutline(f"{self.path} hands out or writes more than its result")
 
     def copied_updates(self, updates: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-        """What the copies write to their buffers, of `updates`, what this layer and others write."""
+        """Yield what the copies write to their buffers, of `updates`, what this layer and others write."""
         for path, names in self.copies:
             for name, value in updates:
                 if name.startswith(f"{self.path}."):

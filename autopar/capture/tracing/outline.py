@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.capture.layers import CONTAINERS
 from autopar.capture.tracing.fake_copy import has_no_data
-from autopar.capture.tracing.layer_calls import describe, said
+from autopar.capture.tracing.layer_calls import call_words, describe
 
 NAMESPACE = "autopar_capture"
 FEWEST = 3
@@ -133,7 +133,7 @@ def _replacement(module: nn.Module, path: str, group: EqualLayers, reads: list[s
     def opaque(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         arguments = describe(leaves, structure)
-        if seen.arguments is None or arguments is None or seen.calls != 1 or said(arguments) != said(seen.arguments):
+        if seen.arguments is None or arguments is None or seen.calls != 1 or call_words(arguments) != call_words(seen.arguments):
             raise CannotOutline(f"{path} is not called as {seen.path} is")
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         made = iter(outlined(tensors, list(seen.like), f"{seen.path} {path}"))

@@ -19,17 +19,17 @@ from autopar.capture.loops import unroll_loops
 from autopar.capture.reads import ReadRecord, call_recorded, refuse_counters
 from autopar.capture.results.returned import take_apart
 from autopar.capture.tracing.data.checks import checks_pass, drop_checks
+from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
 from autopar.capture.tracing.data.hints import cumulative_statistics, masks_are_not_read, to_the_same_device
 from autopar.capture.tracing.data.indices import ListIndices
-from autopar.capture.tracing.data.known_values import KnownValues
 from autopar.capture.tracing.decompose import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
 from autopar.capture.tracing.experts import experts_as_operator
 from autopar.capture.tracing.explain import explain, is_data_dependent
 from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
-from autopar.capture.tracing.guards import Refusals, custom_functions, numbers_taken, refuse_complex, refuse_hooks
+from autopar.capture.tracing.guards import Refusals, custom_functions, number_lines, refuse_complex, refuse_hooks
 from autopar.capture.tracing.join_layers import join_layers
 from autopar.capture.tracing.outline import of_equal_code, outline
 from autopar.errors import CaptureError
@@ -65,7 +65,7 @@ class Traced:
     """Values of the symbols that are no batch (see `symbolic_lengths`)."""
 
 
-Told = tuple[Form, tuple[str, ...], tuple[str, ...]]
+ResultForm = tuple[Form, tuple[str, ...], tuple[str, ...]]
 """The form of the model's result, what is returned after the loss, and the paths of what is left out."""
 
 LossFunction = Callable[[Any, Any], Any]
@@ -74,7 +74,7 @@ LossFunction = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What is wanted of the model: requested outputs (`asked`), how they come back where that is not said (`usual_kind`), and a
+    """The request to a capture: requested outputs (`asked`), how they come back where that is not said (`usual_kind`), and a
     loss of its result and a target. `batch_dim`: see `bind.batch_dims_of`. `autocast`: the dtype of a ``torch.autocast`` around
     it all."""
 
@@ -95,7 +95,7 @@ class LossOnly(nn.Module):
         bound: BoundInputs,
         compute_dtype: torch.dtype | None,
         results: Results,
-        tell: Callable[[Told], None],
+        tell: Callable[[ResultForm], None],
         note: Callable[[ReadRecord], None],
     ) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def trace(
             program = attempt.export({})
             if program is None:
                 continue
-            form, paths, left_out = attempt.told[-1]
+            form, paths, left_out = attempt.forms[-1]
             refuse_counters(attempt.export, attempt.records)
             interface = replace(bound.interface, returns=form, left_out=left_out)
             return Traced(
@@ -181,7 +181,7 @@ def trace(
             raise
         except Exception as error:
             fixed_at = fixed_at or next((line for line in attempt.lines if ".py:" in line), "")
-            if short or (symbolic and (attempt.known.more_at_fixed_sizes or not is_data_dependent(error))):
+            if short or (symbolic and (attempt.values.more_at_fixed_sizes or not is_data_dependent(error))):
                 continue
             raise explain(error, attempt.clone.module if attempt.clone is not None else model, attempt.derivatives) from None
     raise AssertionError
@@ -189,8 +189,8 @@ def trace(
 
 @dataclass(slots=True)
 class _Attempt:
-    """One way to export: with a symbolic batch or not, with equal layers outlined (`short`) or not. `told` and `records`: of each
-    run of the forward; `lines`: see `numbers_taken`, `checks`: `checks_pass`, `derivatives`: `derivatives_inside`."""
+    """One way to export: with a symbolic batch or not, with equal layers outlined (`short`) or not. `forms` and `records`: of
+    each run of the forward; `lines`: see `number_lines`, `checks`: `checks_pass`, `derivatives`: `derivatives_inside`."""
 
     model: nn.Module
     bound: BoundInputs
@@ -200,12 +200,12 @@ class _Attempt:
     open_dims: Mapping[str, tuple[int, ...]]
     symbolic: bool
     short: bool
-    told: list[Told] = field(default_factory=list)
+    forms: list[ResultForm] = field(default_factory=list)
     records: list[ReadRecord] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     checks: list[str] = field(default_factory=list)
     derivatives: list[str] = field(default_factory=list)
-    known: KnownValues = field(default_factory=KnownValues)
+    values: ConcreteValues = field(default_factory=ConcreteValues)
     clone: LossOnly | None = None
 
     def export(self, start: Mapping[tuple[str, str], Any]) -> ExportedProgram | None:
@@ -214,7 +214,7 @@ class _Attempt:
             fake_copy = stack.enter_context(fake_tensors())
             copied = fake_copy(self.model, self.dtype)
             self.clone = clone = LossOnly(
-                copied, self.bound, self.dtype, self.results, self.told.append, self.records.append
+                copied, self.bound, self.dtype, self.results, self.forms.append, self.records.append
             )  # fmt: skip
             for (path, name), value in start.items():
                 setattr(copied.get_submodule(path), name, value)
@@ -225,12 +225,12 @@ class _Attempt:
             stack.enter_context(flex_as_operations())
             stack.enter_context(ListIndices())
             stack.enter_context(Refusals())
-            stack.enter_context(self.known)
+            stack.enter_context(self.values)
             stack.enter_context(CtcLosses())
             stack.enter_context(masks_are_not_read())
             stack.enter_context(to_the_same_device())
             stack.enter_context(cumulative_statistics())
-            self.lines = stack.enter_context(numbers_taken())
+            self.lines = stack.enter_context(number_lines())
             self.checks = stack.enter_context(checks_pass())
             self.derivatives = stack.enter_context(derivatives_inside())
             stack.enter_context(opaque_modules(self.model, clone.module, of_equal_code))

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _keep(found: Calibration, processes: int, console: Console) -> None:
-    """As what ``local:N`` means on this machine."""
+    """Keep the cluster as what ``local:N`` means on this machine."""
     from autopar.cost_models.calibrate.local_cluster import keep_local
     from autopar.planning import cache_folder
 
@@ -89,7 +89,7 @@ def _say_unreliable(found: Calibration, console: Console) -> None:
 
 
 def _launched() -> JoinedRank | None:
-    """What torchrun says of this process, where it started several; ClusterError where its numbers are none."""
+    """Return torchrun's description of this process, where it started several; ClusterError where its numbers are none."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     told = [os.environ.get(name, "") for name in names]
     if not told[0] or not told[1]:

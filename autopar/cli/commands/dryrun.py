@@ -11,7 +11,7 @@ import warnings
 
 from autopar.cli.console import Console, percent, size
 from autopar.cli.evaluation import with_plan
-from autopar.cli.tables.memory import stage_peaks
+from autopar.cli.tables.inspection import stage_peaks
 from autopar.ir.plan_file.plan_file import Plan
 
 SHOWN = 15
@@ -78,7 +78,7 @@ def _threads() -> int:
 
 
 def _predicted(plan: Plan, rank: int) -> tuple[dict[str, int], int]:
-    """Of the rank's pipeline stage: bytes by kind at the peak, and their sum."""
+    """Return the prediction for the rank's pipeline stage: bytes by kind at the peak, and their sum."""
     predicted, pipeline = plan.document.predicted, plan.candidate.pipeline
     stages = stage_peaks(plan) if pipeline.stages > 1 else []
     if not stages:

@@ -9,7 +9,7 @@ import msgspec
 
 from autopar.cli.console import Console, percent, seconds, size
 from autopar.cli.evaluation import with_plan
-from autopar.cli.tables.baselines import baseline_table
+from autopar.cli.tables.plan import baseline_table
 from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate

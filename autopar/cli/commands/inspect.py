@@ -9,9 +9,7 @@ from typing import Any
 
 from autopar.cli.console import Console, size
 from autopar.cli.evaluation import with_plan
-from autopar.cli.tables.gradients import gradient_table
-from autopar.cli.tables.memory import memory_table
-from autopar.cli.tables.timeline import timeline
+from autopar.cli.tables.inspection import gradient_table, memory_table, timeline
 from autopar.ir.placement import Placements, Shard, format_placements
 from autopar.ir.plan import Conversion
 from autopar.ir.plan_file.document import OpInfo

@@ -10,9 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.console import Console, percent, seconds, size
-from autopar.cli.tables.baselines import baseline_table
-from autopar.cli.tables.experts import expert_rows
-from autopar.cli.tables.stages import stage_table
+from autopar.cli.tables.plan import baseline_table, expert_rows, stage_table
 from autopar.files import check_target
 from autopar.ir.describe import cut_short_text, describe, precision_text
 from autopar.ir.plan_file.document import MeshResult
@@ -95,7 +93,7 @@ def plan_of(
 
 
 def precision_asked(arguments: argparse.Namespace, model: nn.Module) -> Precision:
-    """What ``--dtype`` and ``--reduce-dtype`` ask for."""
+    """Return the precision that ``--dtype`` and ``--reduce-dtype`` ask for."""
     from autopar.precision import precision_of, with_reduction
 
     return with_reduction(precision_of(arguments.dtype or "float32", model), getattr(arguments, "reduce_dtype", None) or "")

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.plan is None:
         plan, whole = _planned(arguments, console)
     else:
-        plan, whole = _given(arguments, console)
+        plan, whole = _plan_and_subject(arguments, console)
     cluster = Cluster.parse(f"local:{plan.candidate.devices}")
     proof = prove(whole, plan, cluster, console.progress)
     _report(plan, proof, whole, console)
@@ -63,7 +63,7 @@ def _planned(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Sub
     return plan_of(arguments, console, loaded, cluster, whole.graph), whole
 
 
-def _given(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subject]:
+def _plan_and_subject(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subject]:
     """The plan of ``--plan``, and a model with values."""
     from autopar.api import check_plan
     from autopar.capture.models import load_model
@@ -152,7 +152,7 @@ def _report_mode(plan: Plan, mode: ModeProof, dtype: str, console: Console) -> d
 
 
 def _group(mode: ModeProof, what: str) -> dict[str, Any]:
-    """Of the differences of one kind the one that is the largest beside what is allowed."""
+    """Return the difference of one kind that is the largest beside what is allowed."""
     group = [each for each in mode.differences if each.what == what]
     worst = max(group, key=lambda d: (d.relative / d.allowed, d.relative), default=Difference(what, "", 0.0))
     return {

@@ -1,5 +1,5 @@
 """Checkpoints that outlive the plan. Start at `entry`: `parallel.save` and `parallel.load`; `saving` and `loading` do the work on
-what `held` finds in a model; `staging` is what an asynchronous save takes from the steps beside it.
+what `held` finds in a model.
 
 A checkpoint is a folder (`folders`) of one tensor file for each rank (`tensor_file`), the Python objects (`objects`,
 `random_state`) and a manifest of it all with checksums (`manifest`). Which rank writes and reads which part of a tensor is

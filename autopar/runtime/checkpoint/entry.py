@@ -19,12 +19,11 @@ from .folders import check_step
 from .held import as_optimizers, held_by_parallel, held_by_plain
 from .loading import LoadedCheckpoint, load
 from .rounds import Rounds
-from .saving import PendingSave, collect, write
-from .staging import HostCopies
+from .saving import HostCopies, PendingSave, collect, write
 
 
 class ParallelModel(Protocol):
-    """What this file needs of `parallel.Parallel`. `checkpoints`: what it keeps between two saves."""
+    """The part of `parallel.Parallel` that this file needs. `checkpoints`: what it keeps between two saves."""
 
     state: State
     plain: PlainModel | None
@@ -48,13 +47,13 @@ class Checkpoints:
         self.copies = HostCopies()
 
     def rounds(self, describe: Callable[[int], str]) -> Rounds:
-        """For the main thread. All ranks call it together."""
+        """Return the collectives of the main thread. All ranks call it together."""
         if self.control is None and dist.get_world_size() > 1:
             self.control = control_group()
         return Rounds(self.control, describe)
 
     def writing_rounds(self, describe: Callable[[int], str]) -> Rounds:
-        """For the thread that writes, whose collectives go beside those of the step. All ranks call it together."""
+        """Return those of the thread that writes, beside the collectives of the step. All ranks call it together."""
         if self.writing is None and dist.get_world_size() > 1:
             self.writing = dist.new_group(backend="gloo")
         return Rounds(self.writing, describe)

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, of a parallel model and of a plain one: tensors by name and plain values."""
+"""The state that a checkpoint is made of, of a parallel model and of a plain one: tensors by name and plain values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HeldState:
 
     @property
     def seed(self) -> int | None:
-        """What the program's random streams come from; None of a plain model, which has none."""
+        """The seed of the program's random streams; None of a plain model, which has none."""
         mesh = self.mesh
         return None if mesh is None else mesh.base_seed
 
@@ -51,7 +51,7 @@ class HeldState:
 
 
 def held_by_parallel(state: State, plain: PlainModel | None, reseed: Callable[[int], None], plan: str = "") -> HeldState:
-    """Of a parallel model: the shards of this rank."""
+    """Return the state of a parallel model: the shards of this rank."""
     mesh, specs, saved = state.mesh, state.index.specs, set(plain.names.values()) if plain is not None else None
 
     def load_others(tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ def held_by_parallel(state: State, plain: PlainModel | None, reseed: Callable[[i
 
 
 def held_by_plain(model: nn.Module) -> HeldState:
-    """Of a plain model on one process."""
+    """Return the state of a plain model on one process."""
     persistent = {id(each) for each in model.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)}
     parameters = dict(model.named_parameters())
     buffers = {name: each for name, each in model.named_buffers() if id(each) in persistent}

@@ -17,7 +17,7 @@ from ..errors import CheckpointProblem, DamagedCheckpoint, one_line
 from . import folders, objects
 from .held import HeldState, names_by_group
 from .manifest import MANIFEST, OBJECTS, Manifest
-from .optimizer_state import check_groups, made_state, set_state
+from .optimizer_state import check_groups, set_state, state_from_manifest
 from .random_state import RandomState, set_generators
 from .rounds import Failed, Rounds, attempt
 from .tensor_file import OpenTensors, check_file
@@ -26,7 +26,7 @@ LOGGER = logging.getLogger("autopar")
 
 
 class LoadedCheckpoint(NamedTuple):
-    """What was loaded: the `step` and the `extra` that it was saved with, and its folder."""
+    """The contents of a checkpoint: the `step` and the `extra` that it was saved with, and its folder."""
 
     step: int
     extra: Any
@@ -121,7 +121,7 @@ def _take(held: HeldState, rounds: Rounds, verified: Verified, optimizers: Seque
         states = []
         for index, optimizer in enumerate(optimizers):
             check_groups(stages[index], held.mesh is None, optimizer, saved[index], index)
-            state, parts = made_state(held, optimizer, saved[index], index, manifest)
+            state, parts = state_from_manifest(held, optimizer, saved[index], index, manifest)
             states.append(state)
             tensors |= parts
         return states, tensors

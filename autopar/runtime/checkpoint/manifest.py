@@ -50,7 +50,7 @@ class StoredTensor(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint consists of. `axes`: the mesh that wrote it. `number`, `ancestors`: see `branch`."""
+    """The list of a checkpoint's parts. `axes`: the mesh that wrote it. `number`, `ancestors`: see `folders`."""
 
     step: int
     processes: int
@@ -62,7 +62,7 @@ class Manifest(NamedTuple):
     ancestors: tuple[int, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """As JSON, with the checksum of what follows it."""
+        """Return JSON, with the checksum of what follows it."""
         names = list(self.files)
         tensors = {
             name: [each.dtype, each.shape, [[c.offsets, c.sizes, names.index(c.file), c.start] for c in each.chunks]]
@@ -78,7 +78,7 @@ class Manifest(NamedTuple):
         return _read(content, where)
 
     def metadata(self) -> Metadata:
-        """For torch's planners."""
+        """Return the metadata of torch's planners."""
         return Metadata({name: _tensor_metadata(each) for name, each in self.tensors.items()})
 
 

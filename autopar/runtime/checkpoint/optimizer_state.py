@@ -28,7 +28,7 @@ def tensor_name(index: int, name: str, key: str) -> str:
 
 
 def describe(held: HeldState, optimizer: Optimizer, index: int) -> tuple[Described, dict[str, torch.Tensor]]:
-    """Of this rank: plain values, and the tensors. StateError for state that cannot be sharded."""
+    """Return the state of this rank: plain values, and the tensors. StateError for state that cannot be sharded."""
     groups = names_by_group(held, optimizer)
     tensors: dict[str, torch.Tensor] = {}
     kept: dict[str, dict[str, Any]] = {}
@@ -72,7 +72,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def merged(stages: Sequence[Described]) -> Described:
-    """Of what each stage of a pipeline has. StateError where their groups differ."""
+    """Join the states of a pipeline's stages. StateError where their groups differ."""
     if len({len(each["groups"]) for each in stages}) > 1:
         raise StateError("the optimizers of the stages have different numbers of groups: give all of them the same groups")
     groups = [
@@ -106,7 +106,7 @@ def check_groups(
             )
 
 
-def made_state(
+def state_from_manifest(
     held: HeldState, optimizer: Optimizer, saved: Described, index: int, manifest: Manifest
 ) -> tuple[dict[torch.Tensor, dict[str, Any]], dict[str, torch.Tensor]]:
     """The state as this rank keeps it, and its tensors, to be read, by their name in the checkpoint."""

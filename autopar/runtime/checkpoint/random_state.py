@@ -18,7 +18,7 @@ Generators = dict[str, Any]
 
 
 def generators(device: torch.device) -> Generators:
-    """Of this process: torch's of the CPU and of the device, Python's, and numpy's where it is imported."""
+    """Return the generators of this process: torch's of the CPU and of the device, Python's, and numpy's where it is imported."""
     version, numbers, left = random.getstate()
     found: Generators = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(numbers), left]}
     if device.type == "cuda":
@@ -52,8 +52,8 @@ def set_generators(found: Mapping[str, Any], device: torch.device, different: in
 
 
 class RandomState:
-    """Of all ranks. `states`: those that differ; `of_rank`: which of them each rank has. `seed`, `counts`: of the streams of the
-    program (`device.rng`). `axes`: the mesh that it was drawn on."""
+    """The random state of all ranks. `states`: those that differ; `of_rank`: which of them each rank has. `seed`, `counts`: of
+    the streams of the program (`device.rng`). `axes`: the mesh that it was drawn on."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RandomState:
 
     @staticmethod
     def of_all(every: Sequence[tuple[Generators, Mapping[int, int]]], seed: int | None, axes: Mapping[str, int]) -> RandomState:
-        """Of what each rank has: its generators, and the counts of its streams."""
+        """Join the states of all ranks: the generators of each, and the counts of its streams."""
         digests = [_digest(state) for state, _ in every]
         distinct = list(dict.fromkeys(digests))
         counts: dict[int, int] = {}
@@ -88,8 +88,8 @@ class RandomState:
         return RandomState(value["states"], value["of_rank"], value["seed"], value["counts"], value["axes"])
 
     def generators_of(self, rank: int) -> tuple[Generators, int]:
-        """What a rank goes on with, and `different` of `set_generators`: its own state; where all ranks had one, that; else ranks
-        that there were not get a state of their own."""
+        """Return the generators that a rank goes on with, and `different` of `set_generators`: its own state; where all ranks had
+        one, that; else ranks that there were not get a state of their own."""
         if len(self.states) == 1:
             return self.states[0], 0
         if rank < len(self.of_rank):

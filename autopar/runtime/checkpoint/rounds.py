@@ -1,4 +1,4 @@
-"""What ranks tell each other while a checkpoint is saved or loaded. What goes wrong on one rank is told to all, and raised on
+"""The messages between ranks while a checkpoint is saved or loaded. What goes wrong on one rank is told to all, and raised on
 all."""
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ _Value = TypeVar("_Value")
 
 
 class Failed(NamedTuple):
-    """In place of a value: what went wrong in making it. `damaged`: with the files, so that another checkpoint may do."""
+    """A failure in place of a value: what went wrong in making it. `damaged`: with the files, so that another checkpoint may
+    do."""
 
     text: str
     damaged: bool = False
 
 
 def attempt(work: Callable[[], _Value]) -> _Value | Failed:
-    """What `work` returns, or how it failed. The loss of another rank is raised."""
+    """Return the result of `work`, or its failure. The loss of another rank is raised."""
     try:
         return work()
     except RuntimeProblem as error:
@@ -60,7 +61,7 @@ class Rounds:
         return out
 
     def scatter(self, values: Sequence[Any]) -> Any:
-        """Of rank 0's values the one of this rank."""
+        """Return the value of this rank, of those that rank 0 has."""
         if self.size == 1:
             return values[0]
         out: list[Any] = [None]
@@ -76,7 +77,7 @@ class Rounds:
         return out[0]
 
     def first_failure(self, values: Iterable[Any]) -> Failed | None:
-        """Of the values of all ranks the first that failed, with its rank; a damaged file names itself."""
+        """Return the first failure of the values of all ranks, with its rank; a damaged file names itself."""
         for rank, value in enumerate(values):
             if isinstance(value, Failed):
                 return value if value.damaged or self.size == 1 else Failed(f"{self.describe(rank)}: {value.text}")

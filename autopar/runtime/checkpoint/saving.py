@@ -1,11 +1,17 @@
 """Saves a checkpoint: torch's planner says which rank writes which part of each tensor, each rank writes and syncs one file, and
-rank 0 writes the objects and, last, the manifest, and gives the folder its name."""
+rank 0 writes the objects and, last, the manifest, and gives the folder its name.
+
+An asynchronous save leaves the steps alone: it writes copies on the host, in a thread of low priority.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -21,20 +27,51 @@ from ..device.mesh import UNFINISHED
 from ..device.rng import seed_stream
 from ..errors import CheckpointProblem, one_line
 from . import folders, objects
-from .branch import next_branch
+from .folders import next_branch
 from .held import HeldState
 from .manifest import MANIFEST, OBJECTS, Chunk, Manifest, StoredTensor
 from .optimizer_state import describe, merged
 from .random_state import RandomState, generators
 from .rounds import Failed, Rounds, attempt
-from .staging import yield_to_others
 from .tensor_file import FileEntry, dtype_name, write_bytes, write_tensors
+
+_NICER = 15
+"""Linux: a thread that is nicer by so much gets a thirtieth of a core that a step wants, and all of one that nobody wants."""
+
+
+class HostCopies:
+    """Host memory that stays from one asynchronous save to the next: fresh pages take ten times the seconds of the copy."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of all, which hold until the next call."""
+        if [_kind(each) for each in self.kept] != [_kind(each) for each in tensors]:
+            self.kept = []  # freed before the others are made
+            self.kept = [torch.empty(each.shape, dtype=each.dtype) for each in tensors]
+        for own, tensor in zip(self.kept, tensors, strict=True):
+            own.copy_(tensor.detach())
+        return self.kept
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def yield_to_others() -> None:
+    """This thread computes only where the others of the machine leave a core. On other systems than Linux nothing."""
+    if sys.platform == "linux":
+        own = threading.get_native_id()
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + _NICER))
+
 
 LOGGER = logging.getLogger("autopar")
 
 
 class Collected(NamedTuple):
-    """What a rank has to write: named tensors, of which `items` says the parts, into the folder `aside`; and on rank 0 the
+    """The tensors that a rank writes: named tensors, of which `items` says the parts, into the folder `aside`; and on rank 0 the
     objects, where each tensor's parts are, and after which checkpoint this one comes."""
 
     aside: Path
@@ -127,7 +164,7 @@ def collect(
 
 
 def _local_plan(planner: DefaultSavePlanner) -> SavePlan:
-    """What this rank could write; parts without elements only of tensors without elements."""
+    """Return the parts that this rank could write; those without elements only of tensors without elements."""
     plan = planner.create_local_plan()
     for item in plan.items:
         if item.tensor_data is not None:
@@ -143,7 +180,7 @@ def _wanted(item: WriteItem) -> bool:
 def _prepare(
     rounds: Rounds, planner: DefaultSavePlanner, told: Sequence[Any], folder: Path, step: int, plain: Mapping[str, Any]
 ) -> tuple[Path, list[SavePlan], Metadata, bytes]:
-    """On rank 0: the folder, the plan of each rank, and the objects."""
+    """Prepare on rank 0: the folder, the plan of each rank, and the objects."""
     failed = rounds.first_failure(plan for _, plan, _ in told)
     if failed is not None:
         raise CheckpointProblem(failed.text)
@@ -189,7 +226,7 @@ def write(collected: Collected, rounds: Rounds, *, step: int, axes: Mapping[str,
 
 
 def _finish(collected: Collected, told: Sequence[Any], step: int, axes: Mapping[str, int], keep: int | None) -> Path:
-    """On rank 0: the objects, the manifest, the name."""
+    """Finish on rank 0: the objects, the manifest, the name."""
     files: dict[str, FileEntry] = {}
     places: dict[tuple[str, torch.Size], tuple[str, int]] = {}
     for rank, (entry, starts, indices) in enumerate(told):

@@ -1,5 +1,5 @@
-"""What all ranks must have alike (model, program, versions, batch) is compared before the first collective that depends on it: a
-difference ends in one line on every rank, and not in an abort or in wrong weights."""
+"""Comparisons of what all ranks must have alike (model, program, versions, batch), before the first collective that depends on
+it: a difference ends in one line on every rank, and not in an abort or in wrong weights."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def stated_versions() -> dict[str, Stated]:
 
 
 def stated_step(mesh: MeshHandle, program_digest: str, batch: Mapping[str, torch.Tensor], *, own_part: bool) -> dict[str, Stated]:
-    """What all ranks must have alike in a step. `own_part`: the batch is a data rank's own, and compared with those of its model
-    axes."""
+    """Return what all ranks must have alike in a step. `own_part`: the batch is a data rank's own, and compared with those of its
+    model axes."""
     again = "start all ranks with one plan"
     stated = stated_versions() | {
         "program": Stated(program_digest, again),
@@ -99,7 +99,7 @@ def program_digest(program: nn.Module) -> str:
 
 
 def agree_on_batch(bind: Callable[[], dict[str, torch.Tensor]], describe: Callable[[int], str]) -> dict[str, torch.Tensor]:
-    """What `bind` returns. A batch that it refuses on one rank is refused on all."""
+    """Return the result of `bind`. A batch that it refuses on one rank is refused on all."""
     refused: BatchError | None = None
     inputs: dict[str, torch.Tensor] = {}
     try:
@@ -117,7 +117,7 @@ def agree_on_batch(bind: Callable[[], dict[str, torch.Tensor]], describe: Callab
 
 @contextlib.contextmanager
 def refused_together(asked: bool, describe: Callable[[int], str]) -> Iterator[None]:
-    """What one rank refuses inside is refused on all, where it is `asked` of all (a collective)."""
+    """Refuse on all ranks what one rank refuses inside, where it is `asked` of all (a collective)."""
     refused: RuntimeProblem | None = None
     try:
         yield

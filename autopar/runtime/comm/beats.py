@@ -1,4 +1,4 @@
-"""What heartbeats write to the store and read from it, and which errors a failed peer causes."""
+"""The records that heartbeats write to the store and read from it, and the errors that a failed peer causes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KeyValueStore(Protocol):
 
 
 class Beat(NamedTuple):
-    """What a rank writes to the store: `number` counts its beats, `entries` the watched sections that it entered,
+    """The record that a rank writes to the store: `number` counts its beats, `entries` the watched sections that it entered,
     `backwards` the backwards that it began, `transitions` both. `calls` counts the calls of the model that all ranks have agreed
     on, `path` names the sections since then, and `section` the one that it is in."""
 
@@ -62,7 +62,7 @@ class Seen:
     unmoved_since: float
 
     def next(self, beat: Beat, now: float) -> Seen:
-        """With a newer beat."""
+        """Return the state with a newer beat."""
         return Seen(beat, now, now if beat.transitions != self.beat.transitions else self.unmoved_since)
 
 
@@ -96,7 +96,8 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def own_cause(error: BaseException, rank: int) -> BaseException | None:
-    """What failed on this rank; None where the error only tells what failed on others, as torch.distributed.checkpoint does."""
+    """Return the failure of this rank; None where the error only tells what failed on others, as torch.distributed.checkpoint
+    does."""
     if not isinstance(error, CheckpointException):
         return error
     failures = {number: cause for number, (cause, _) in error.failures.items()}

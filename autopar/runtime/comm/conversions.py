@@ -1,4 +1,4 @@
-"""What a placement conversion does on one mesh axis: its text, the operation of the forward, and its dual for the gradient.
+"""The placement conversions on one mesh axis: the text of each, the operation of the forward, and its dual for the gradient.
 
 | from -> to | forward | backward |
 |---|---|---|
@@ -132,7 +132,7 @@ def join_shards(stacked: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
 
 
 def local_shard(x: torch.Tensor, dim: int, parts: int, size: int, coordinate: int) -> torch.Tensor:
-    """What rank `coordinate` holds of `x` under S(dim, parts). A view where the layout allows it."""
+    """Return the shard of `x` that rank `coordinate` holds under S(dim, parts). A view where the layout allows it."""
     dim %= x.dim()
     shape = x.shape
     local = shape[dim] // size

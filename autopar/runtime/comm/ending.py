@@ -31,7 +31,7 @@ def lengthen_patience(patience_seconds: float) -> None:
 
 
 def end_within(seconds: float) -> None:
-    """From now on the process has so long to end by itself; then it ends as after an uncaught exception, with status 1."""
+    """End the process as after an uncaught exception, with status 1, unless it ends by itself in so many seconds."""
     faulthandler.dump_traceback_later(max(seconds, _SHORTEST_SECONDS), exit=True, file=_nowhere())
 
 

@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +26,8 @@ import torch.distributed as dist
 
 from ..compat.autograd import at_end_of_backward, in_backward
 from ..compat.collectives import own_store
-from ..device.mesh import STARTED
+from ..device.mesh import STARTED, join_process_group
+from ..device.rendezvous import JOIN_SECONDS, Meeting
 from ..errors import PeerProblem, RuntimeProblem
 from .beats import is_communication_error, own_cause
 from .ending import NEVER, lengthen_patience, uncaught
@@ -108,7 +110,7 @@ class Heartbeat(PeerWatch):
             loss.grad_fn.register_prehook(begin)
 
     def backward_failed(self, error: Exception) -> None:
-        """Called with an exception that ends a backward. PeerProblem where another rank caused it."""
+        """Report an exception that ends a backward. PeerProblem where another rank caused it."""
         if self.doing is None or in_backward() or os.getpid() != self.process:
             return
         try:
@@ -117,17 +119,17 @@ class Heartbeat(PeerWatch):
             self._leave()
 
     def process_failed(self, error: BaseException) -> None:
-        """Called with an exception that ends this process."""
+        """Report an exception that ends this process."""
         if not self.thread.is_alive() or os.getpid() != self.process or isinstance(error, PeerProblem):
             return
         cause = own_cause(error, self.rank)
         if cause is not None and not is_communication_error(cause):
             self._report("failure", self._own_failure(cause))
-            self.told = True
-        elif not self.told:
+            self.is_public = True
+        elif not self.is_public:
             self._await_culprit()
             if self.problem is not None:
-                self.told = True
+                self.is_public = True
                 print(f"{self.describe(self.rank)}: {self.problem}", file=sys.stderr, flush=True)
 
     def _enter(self, doing: Callable[[], str], section: str) -> None:
@@ -161,7 +163,7 @@ class Heartbeat(PeerWatch):
 
     def _raise_problem(self, cause: Exception | None) -> None:
         if self.problem is not None:
-            self.told = True
+            self.is_public = True
             raise PeerProblem(self.problem) from cause
 
     def _await_culprit(self) -> None:
@@ -241,3 +243,34 @@ def start_heartbeat(describe: Callable[[int], str], patience_seconds: float = PA
 def watched(heartbeat: Heartbeat | None, doing: str) -> contextlib.AbstractContextManager[None]:
     """`Heartbeat.watching`, where there is a heartbeat."""
     return contextlib.nullcontext() if heartbeat is None else heartbeat.watching(lambda: doing)
+
+
+def join(
+    size: int,
+    axes: Mapping[str, int],
+    describe: Callable[[int], str],
+    *,
+    patience_seconds: float = PATIENCE_SECONDS,
+    join_seconds: float = JOIN_SECONDS,
+) -> Heartbeat | None:
+    """Joins the process group unless this process has; the heartbeat, None where there are no other ranks. LaunchProblem where
+    another number of processes was launched, or one does not come within `join_seconds`; PeerProblem where one fails."""
+    started: list[Heartbeat] = []
+
+    @contextmanager
+    def connecting(meeting: Meeting) -> Iterator[None]:
+        if meeting.size == 1:
+            yield
+            return
+        heartbeat = Heartbeat(meeting.store.clone(), meeting.rank, meeting.size, describe, patience_seconds)
+        heartbeat.start()
+        try:
+            with heartbeat.watching(lambda: "joining the process group"):
+                yield
+        except BaseException:
+            heartbeat.close()
+            raise
+        started.append(heartbeat)
+
+    join_process_group(size, axes, join_seconds=join_seconds, connecting=connecting)
+    return started[0] if started else start_heartbeat(describe, patience_seconds)

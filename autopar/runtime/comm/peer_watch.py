@@ -49,7 +49,7 @@ class PeerWatch:
         self.problem_entry: int | None = None
         """The section in which another rank failed and may go on; None where its process ends."""
         self.problem_since = 0.0
-        self.told = False
+        self.is_public = False
         """The main thread has raised the problem, and has until `ends_by` to end the process in its own way, or to go on without
         this model."""
         self.suspicious = False
@@ -66,13 +66,13 @@ class PeerWatch:
 
     @property
     def ends_by(self) -> float:
-        """When this process has to have ended because of another rank, a moment of `time.monotonic`; `NEVER` where none failed.
+        """The moment of `time.monotonic` by which this process ends because of another rank; `NEVER` where none failed.
         It takes half of the patience, or little more, until a problem is known."""
         return self.problem_since + 0.4 * self.patience_seconds if self.problem is not None else NEVER
 
     @property
     def where(self) -> str:
-        """What this rank is doing, with a preposition, for messages."""
+        """The work of this rank, with a preposition, for messages."""
         doing = self.doing
         if doing is None:
             return f"after step {self.step}" if self.step else "before the first step"
@@ -208,8 +208,8 @@ class PeerWatch:
             if self.problem is None and asking is not None and now - asking > self.patience_seconds / 2:
                 self._set_problem(self._store_lost())
             grace = self.patience_seconds / (6 if self.doing is not None else 3)
-            untold = self.problem is not None and not self.told and now - self.problem_since > grace
-            if untold or now > self.ends_by or is_late():
+            unheard = self.problem is not None and not self.is_public and now - self.problem_since > grace
+            if unheard or now > self.ends_by or is_late():
                 end_now(
                     f"{self.describe(self.rank)}: {self.problem or 'other threads hold this process'}", PeerProblem.exit_status
                 )

@@ -60,7 +60,7 @@ def _own(x: torch.Tensor, dim: int, parts: int, axis: AxisHandle) -> torch.Tenso
 
 
 def _padded(x: torch.Tensor, dim: int, extent: int) -> torch.Tensor:
-    """With zeros behind, to `extent`."""
+    """Return the tensor with zeros behind, to `extent`."""
     if x.shape[dim] == extent:
         return x.contiguous()
     return torch.cat((x, x.new_zeros((*x.shape[:dim], extent - x.shape[dim], *x.shape[dim + 1 :]))), dim)

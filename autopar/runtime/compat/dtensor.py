@@ -12,14 +12,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def operations_of_shards() -> dict[Any, Callable[[Any, Any, Any], Any]]:
-    """What DTensor calls for an operation in place of its own dispatch, with the operation, its arguments and its keywords; to be
-    added to. Seen on 2.13.0."""
+    """Return DTensor's table of operations that it does not dispatch itself; it calls their entries with the operation, its
+    arguments and its keywords. Seen on 2.13.0."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     return handlers
 
 
 def usual_operation(op: Any, args: Any, kwargs: Any) -> Any:
-    """What DTensor does without an entry in `operations_of_shards`."""
+    """Run the operation as DTensor does without an entry in `operations_of_shards`."""
     handlers = operations_of_shards()
     own = handlers.pop(op, None)
     try:

@@ -15,7 +15,7 @@ def autocast_of(device_type: str) -> str:
 
 
 def under_autocast(device_type: str, dtype: str) -> AbstractContextManager[object]:
-    """With that autocast; without any where `dtype` is empty."""
+    """Return a context with that autocast; without any where `dtype` is empty."""
     if not dtype:
         return torch.autocast(device_type, enabled=False)
     return torch.autocast(device_type, dtype=getattr(torch, dtype))

@@ -1,4 +1,4 @@
-"""Where the processes of a run meet before their process group is made: who never comes is named, within a time."""
+"""The meeting of a run's processes before their process group is made: who never comes is named, within a time."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _await_all(store: Any, rank: int, size: int, until: float, join_seconds: flo
 
 
 def _arrivals(store: Any, prefix: str, size: int) -> dict[int, list[str]]:
-    """What ranks said when they came: a word of each process's own, and its host."""
+    """Return the words of the ranks that came: a word of each process's own, and its host."""
     came = [rank for rank in range(size) if store.check([f"{prefix}/{rank}"])]
     return {rank: store.get(f"{prefix}/{rank}").decode().split(" ", 1) for rank in came}
 

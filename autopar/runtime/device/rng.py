@@ -19,7 +19,7 @@ from .axis import AxisHandle
 
 
 class SeedSource(Protocol):
-    """What random operations need of a mesh."""
+    """The part of a mesh that random operations need."""
 
     seed: int
 
@@ -61,7 +61,7 @@ class SeedStreams:
         self.streams, self.first_counts, self.other_count = {}, dict(first_counts or {}), other_count
 
     def counts(self) -> dict[int, int]:
-        """How many seeds were taken of each stream, those included that begin further on and were not used yet."""
+        """Return the number of seeds that each stream has given, those included that begin further on and were not used yet."""
         return {**self.first_counts, **{key: each.count for key, each in self.streams.items()}}
 
 

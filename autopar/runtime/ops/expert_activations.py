@@ -90,7 +90,7 @@ class ExpertActivation:
 
     @staticmethod
     def of(activation: str = "silu", layout: str = "halves") -> ExpertActivation:
-        """From a layout such as ``interleaved transposed``. ValueError where either is unknown."""
+        """Parse a layout such as ``interleaved transposed``. ValueError where either is unknown."""
         words = layout.split()
         gated = [word for word in words if word != "transposed"] or ["halves"]
         if len(gated) > 1 or gated[0] not in ("halves", "interleaved", "plain") or words.count("transposed") > 1:

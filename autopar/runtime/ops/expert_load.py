@@ -15,7 +15,7 @@ from ..compat.autograd import in_backward
 
 @dataclass(frozen=True)
 class ComputedCopies:
-    """What this rank computed in one call: the `copies` of its experts, the first of which is expert `first` of `total`."""
+    """The work of this rank in one call: the `copies` of its experts, the first of which is expert `first` of `total`."""
 
     first: int
     total: int
@@ -40,7 +40,7 @@ _recorded: ContextVar[list[ComputedCopies] | None] = ContextVar("recorded_copies
 
 
 def record_copies(first: int, total: int, bounds: Sequence[int]) -> None:
-    """Called at every call of experts; `bounds` are running sums of copies."""
+    """Record a call of experts; `bounds` are running sums of copies."""
     recorded = _recorded.get()
     if recorded is not None and not in_backward():  # recomputation in the backward was recorded in the forward
         recorded.append(ComputedCopies(first, total, tuple(b - a for a, b in zip((0, *bounds[:-1]), bounds, strict=True))))

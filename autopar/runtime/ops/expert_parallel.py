@@ -107,12 +107,13 @@ class _Receive(torch.autograd.Function):
 
 
 class DispatchedTokens(NamedTuple):
-    """Copies of tokens in flight to their experts. `tokens` carry gradients; `order` says which copies they are."""
+    """Copies of tokens in flight to their experts. `tokens` carry gradients; `order` says which copies they are,
+    `arrivals` how many came from each rank for each expert here."""
 
     tokens: tuple[torch.Tensor, ...]
     send: list[int]
     receive: list[int]
-    known: list[int]
+    arrivals: list[int]
     order: SortedCopies
     shape: torch.Size
     k: int
@@ -142,8 +143,8 @@ def moe_experts_start(
     send = [end - start for start, end in zip((0, *ends[:-1]), ends, strict=True)]
     counts = torch.tensor([b - a for a, b in zip((0, *order.bounds[:-1]), order.bounds, strict=True)], device=x.device)
     arriving = wait_tensor(all_to_all(counts, axis.size, axis.group_name))
-    known = arriving.tolist() if has_data(arriving) else [send[0] // number] * len(order.bounds)
-    receive = [sum(known[at : at + number]) for at in range(0, len(known), number)]
+    arrivals = arriving.tolist() if has_data(arriving) else [send[0] // number] * len(order.bounds)
+    receive = [sum(arrivals[at : at + number]) for at in range(0, len(arrivals), number)]
     rows = apply(_Take, k, x.reshape(-1, x.shape[-1]), order.copies)
     scales = apply(_Take, 1, weights.reshape(-1, 1), order.copies)
     tokens = apply(_Send, send, receive, axis.group_name, rows, scales)
@@ -151,7 +152,7 @@ def moe_experts_start(
         tokens=tokens,
         send=send,
         receive=receive,
-        known=known,
+        arrivals=arrivals,
         order=order,
         shape=x.shape,
         k=k,
@@ -169,11 +170,11 @@ def moe_experts_wait(sent: DispatchedTokens | torch.Tensor) -> torch.Tensor:
     axis, number, device = sent.axis, sent.matrices.up.shape[0], sent.tokens[0].device
     rows, scales = apply(_Receive, sent.send, sent.receive, axis.group_name, *sent.tokens)
     every = torch.arange(number, device=device).repeat(axis.size)
-    ids = every.repeat_interleave(torch.tensor(sent.known, device=device), output_size=sum(sent.receive))
-    mine = sort_copies(ids, number)
-    record_copies(axis.coordinate * number, axis.size * number, mine.bounds)
-    made = compute_experts(sent.inside, rows, mine, scales.reshape(-1), 1, sent.matrices)
-    returning = apply(_Send, sent.receive, sent.send, axis.group_name, made)
+    ids = every.repeat_interleave(torch.tensor(sent.arrivals, device=device), output_size=sum(sent.receive))
+    order = sort_copies(ids, number)
+    record_copies(axis.coordinate * number, axis.size * number, order.bounds)
+    results = compute_experts(sent.inside, rows, order, scales.reshape(-1), 1, sent.matrices)
+    returning = apply(_Send, sent.receive, sent.send, axis.group_name, results)
     (back,) = apply(_Receive, sent.receive, sent.send, axis.group_name, *returning)
     result: torch.Tensor = apply(_Sum, sent.k, sent.shape[:-1].numel(), back, sent.order.copies)
     return result.view(sent.shape)
@@ -181,18 +182,10 @@ def moe_experts_wait(sent: DispatchedTokens | torch.Tensor) -> torch.Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def moe_experts_dispatched(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    *matrices: torch.Tensor | None,
-    axis: AxisHandle,
-    activation: str = "silu",
-    layout: str = "halves",
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor | None, **options: Any
 ) -> torch.Tensor:
-    """`experts.moe_experts` of this rank's tokens.
+    """`experts.moe_experts` of this rank's tokens, with the options of `moe_experts_start`.
 
     A dry run has no data that tells how many copies go where: equally many go to each rank.
     """
-    sent = moe_experts_start(x, experts, weights, *matrices, axis=axis, activation=activation, layout=layout)
-    result: torch.Tensor = moe_experts_wait(sent)
-    return result
+    return moe_experts_wait(moe_experts_start(x, experts, weights, *matrices, **options))  # type: ignore[no-any-return]

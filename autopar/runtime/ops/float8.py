@@ -20,7 +20,7 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 def float8_problem(device_type: str) -> str:
-    """What stands in the way of float8 products on this machine, and what to do; empty where nothing does."""
+    """Return the obstacle to float8 products on this machine, and its remedy; empty where there is none."""
     if find_spec("torchao") is None:
         return 'float8 products are those of torchao, which is not installed: pip install torchao, or take precision "bf16"'
     if device_type == "cuda" and torch.cuda.get_device_capability() < _LEAST_CAPABILITY:

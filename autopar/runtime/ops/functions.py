@@ -1,5 +1,5 @@
-"""Operations whose sharded form is another algorithm (vocabulary-parallel tables and losses), and those that capture makes one
-node.
+"""Operations whose sharded form is another algorithm (vocabulary-parallel tables and losses), those that capture makes one
+node, and tensors whose values are part of the program.
 
 Half-precision losses are computed and returned in float32.
 """
@@ -7,7 +7,11 @@ Half-precision losses are computed and returned in float32.
 from __future__ import annotations
 
 import math
+import zlib
+from base64 import b64decode
 from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -44,13 +48,14 @@ def ctc_losses(
     blank: int,
     zero_infinity: bool,
 ) -> torch.Tensor:
-    """Of each example its loss ``[B]``: ``log_probs [T, B, C]``, ``targets [B, U]`` padded at their ends, lengths ``[B]``."""
+    """Return the loss of each example ``[B]``: ``log_probs [T, B, C]``, ``targets [B, U]`` padded at their ends, lengths
+    ``[B]``."""
     given = (_full_precision(log_probs), targets.contiguous(), input_lengths, target_lengths)
     return F.ctc_loss(*given, blank, reduction="none", zero_infinity=zero_infinity)
 
 
 def count_valid(target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
-    """How many targets are not `ignore_index`, a float32 scalar."""
+    """Return the number of targets that are not `ignore_index`, a float32 scalar."""
     return (target != ignore_index).sum().float()
 
 
@@ -142,3 +147,31 @@ def local_mean(x: torch.Tensor, dims: Sequence[int], correction: int = 0) -> tor
     count = math.prod(x.shape[dim] for dim in dims)
     total = x.sum(tuple(dims), keepdim=True) / (count - correction)
     return total.expand(x.shape[0], *total.shape[1:])
+
+
+_NAMES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64"
+_DTYPES = {name: getattr(torch, name) for name in _NAMES.split()}
+
+
+def constant(shape: Sequence[int], values: Sequence[Any], dtype: torch.dtype, mesh: Any) -> torch.Tensor:
+    """The tensor of `shape` on this rank's device. `values` are its numbers, row by row; or the dtype that they are packed in,
+    and pieces of text, together the base64 of their bytes as zlib packs them."""
+    return _constant(tuple(shape), tuple(values), dtype, mesh.device)
+
+
+@lru_cache(maxsize=256)
+def _constant(shape: tuple[int, ...], values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return unpacked(shape, values, dtype).to(device)
+
+
+def unpacked(shape: Sequence[int], values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor on the CPU. ValueError where the values are not those of such a tensor."""
+    if not values or not isinstance(values[0], str):
+        return torch.tensor(list(values), dtype=dtype).reshape(tuple(shape))
+    packed = _DTYPES[values[0]]
+    size = prod(shape) * packed.itemsize
+    packer = zlib.decompressobj()
+    data = packer.decompress(b64decode("".join(values[1:])), size + 1)
+    if len(data) != size:
+        raise ValueError(f"a constant of shape {tuple(shape)} has {len(data)} bytes instead of {size}")
+    return torch.frombuffer(bytearray(data), dtype=packed).reshape(tuple(shape)).to(dtype)

@@ -29,7 +29,8 @@ def without_data(module: nn.Module) -> nn.Module:
 
 
 def opaque(tensors: Sequence[Tensor], path: str, names: str, training: bool, batchwise: bool, mesh: MeshHandle) -> Any:
-    """What the module at `path` of the model gives, see `call_whole`. RuntimeProblem where this process never built the model."""
+    """Return the result of the module at `path` of the model, see `call_whole`. RuntimeProblem where this process never built the
+    model."""
     module = mesh.opaque_modules.get(path)
     if module is None:
         raise RuntimeProblem(
@@ -40,8 +41,8 @@ def opaque(tensors: Sequence[Tensor], path: str, names: str, training: bool, bat
 
 
 def call_whole(module: nn.Module, tensors: Sequence[Tensor], names: str, training: bool, batchwise: bool = False) -> Any:
-    """What a module gives: a tensor or several. `tensors` are its arguments, of which `names` has one word each (``*``: by
-    position), then its parameters and buffers. Autograd runs through it."""
+    """Return the result of a module: a tensor or several. `tensors` are its arguments, of which `names` has one word each (``*``:
+    by position), then its parameters and buffers. Autograd runs through it."""
     words = names.split()
     arguments = list(zip(words, tensors, strict=False))
     paths = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]

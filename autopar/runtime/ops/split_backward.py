@@ -110,7 +110,7 @@ class SplitBackward:
             )
 
     def enqueue(self, pending: _PendingWeightGrad) -> None:
-        """Called in the backward."""
+        """Queue a weight gradient, in the backward."""
         assert self.queue is not None and self.queue.micro_batch is not None
         self.queue.pending.setdefault(self.queue.micro_batch, {}).setdefault(self, []).append(pending)
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..comm.p2p import PendingReceive, PointToPoint
+from ..compat.autograd import alias, apply
 from ..errors import RuntimeProblem
 from ..state.loss_scale import LossScale
 from ..step.micro_batches import split_result
-from .actions import BACKWARD, COMPUTE, FORWARD_ONLY, RankAction
 from .gradient_reductions import GradientReductions
-from .received import InputGradient, received_tensor
-from .stage_modules import BoundaryTensor, ModelChunk, PipelineProgram
+from .stage_modules import BACKWARD, COMPUTE, FORWARD_ONLY, BoundaryTensor, ModelChunk, PipelineProgram, RankAction
 
 Batch = Mapping[str, torch.Tensor]
 Values = list[torch.Tensor | None]
@@ -24,8 +23,8 @@ TAGS_PER_BOUNDARY = 256
 
 
 class _SavedForBackward(NamedTuple):
-    """What the forward of a micro-batch saves for its backward: where gradients of received tensors go, and the gradient edge of
-    each result that has a gradient (None: it has no graph)."""
+    """The tensors that the forward of a micro-batch saves for its backward: where gradients of received tensors go, and the
+    gradient edge of each result that has a gradient (None: it has no graph)."""
 
     inputs: list[InputGradient]
     results: list[GradientEdge | None]
@@ -233,5 +232,33 @@ class StepState:
 
 
 def _edge(x: torch.Tensor) -> GradientEdge | None:
-    """Where the backward starts; the result itself need not stay alive."""
+    """Return the edge where the backward starts; the result itself need not stay alive."""
     return get_gradient_edge(x) if x.requires_grad else None
+
+
+class InputGradient:
+    """The gradient of one received tensor, None until the backward reaches it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+
+
+class _Received(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: InputGradient, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        return alias(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (ctx.gradient.value,) = grads
+        return None, None, None
+
+
+def received_tensor(x: torch.Tensor, gradient: InputGradient) -> torch.Tensor:
+    """`x` as the start of a graph, whose gradient goes to `gradient`."""
+    start = torch.empty(0, device=x.device, requires_grad=True)  # what makes the result require one
+    result: torch.Tensor = apply(_Received, gradient, x.detach(), start)
+    return result

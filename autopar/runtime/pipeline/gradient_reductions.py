@@ -28,18 +28,18 @@ class GradientReductions:
         self.tied = _tied(program, state)
 
     def begin_step(self) -> None:
-        """Called before a step."""
+        """Prepare a step."""
         self.state.sync_copies()
         self.state.buckets.accumulating = True
         for chunk in self.chunks.values():
             chunk.begin_step()
 
     def before_backward(self, chunk: int, kind: str, last: bool) -> None:
-        """Called before the backward of a micro-batch; `last`: the chunk's last."""
+        """Prepare the backward of a micro-batch; `last`: the chunk's last."""
         self.chunks[chunk].before_backward(kind, last)
 
     def after_backward(self, chunk: int) -> None:
-        """Called after it."""
+        """Finish the backward of a micro-batch."""
         self.chunks[chunk].after_backward()
 
     def backward_weights(self, chunk: int, micro_batch: int, last: bool) -> None:

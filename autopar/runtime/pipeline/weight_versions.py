@@ -21,10 +21,9 @@ from ..compat.autograd import storage_key
 from ..errors import RuntimeProblem
 from ..state.materialize import State
 from ..step.micro_batches import Batch, StepResult, batch_totals, run_with_deferred_gradients, split_micro_batches, sum_losses
-from .actions import BACKWARD, COMPUTE, RankAction
 from .executor import Executor, StepState
 from .gradient_reductions import GradientReductions
-from .stage_modules import PipelineProgram
+from .stage_modules import BACKWARD, COMPUTE, PipelineProgram, RankAction
 
 
 class _SavedWeight(NamedTuple):
@@ -52,7 +51,7 @@ class WeightVersions:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def end_window(self) -> None:
-        """Called before the optimizer changes the newest weights."""
+        """End the window before the optimizer changes the newest weights."""
         with torch.no_grad():
             for old, newest in zip(self.old, self.newest, strict=False):
                 old.copy_(newest)

@@ -1,4 +1,4 @@
-"""What becomes of values that a script assigns on the tree of a parallel model.
+"""Assignments of a script on the tree of a parallel model.
 
 An attribute is set on the model without data, from which programs are captured, and a program that read another value does not
 run again (`frozen_reads`). Values of parameters and buffers go to where the weights are. Other tensors and modules in their
@@ -26,7 +26,7 @@ _BEFORE = "do it before autopar.parallelize"
 
 
 class Assignments:
-    """Of the tree below `root`; `plain` is None for a program that was exported."""
+    """The assignments on the tree below `root`; `plain` is None for a program that was exported."""
 
     def __init__(self, root: nn.Module, state: State, plain: PlainModel | None) -> None:
         self.state, self.plain = state, plain
@@ -69,7 +69,7 @@ class Assignments:
             self._set_attribute(node, where, name, value)
 
     def refuse(self, node: nn.Module, name: str = "") -> None:
-        """For methods of modules that would change their parameters, buffers and modules."""
+        """Refuse methods of modules that would change their parameters, buffers and modules."""
         raise self._refused(_join(self.paths.get(id(node), ""), name).removesuffix(".") or "the model")
 
     def _refused(self, where: str) -> StateError:
@@ -136,7 +136,7 @@ class Assignments:
 
 
 class _Values:
-    """What ``parameter.data = values`` does: the values go into this rank's shard."""
+    """The target of ``parameter.data = values``: the values go into this rank's shard."""
 
     def __init__(self, state: State, name: str) -> None:
         self.state, self.name = weakref.ref(state), name

@@ -1,4 +1,4 @@
-"""What the code of a model's forward reads that is no attribute: values of globals and closures, the environment, the clock.
+"""Reads of a forward's code that are no attributes: values of globals and closures, the environment, the clock.
 
 Found by the names in the code of every function that a forward can reach, of the user's own files only: a library's constants are
 not what scripts change.
@@ -41,7 +41,7 @@ class Code(NamedTuple):
 
 
 def code_of(model: nn.Module, *more: Any) -> Code:
-    """What the code of the forward of a model reads, and of `more` functions (a loss)."""
+    """Return what the code of the forward of a model reads, and of `more` functions (a loss)."""
     walk = _Walk(tuple({type(module): None for module in model.modules()}))
     for kind in walk.classes:
         walk.add(inspect.getattr_static(kind, "forward", None))

@@ -1,7 +1,7 @@
-"""What captured programs read that is no argument: attributes of modules and what is in them, globals, closures.
+"""Reads of captured programs that are no arguments: attributes of modules and what is in them, globals, closures.
 
 A program has the values of its capture. `FrozenReads.changed` says, before each call, which values are others now; they are
-part of the key that selects a program (`variants.CallKey`), so that another value is another program, and one that comes back
+part of the key that selects a program (`call_keys.CallKey`), so that another value is another program, and one that comes back
 finds the earlier program.
 """
 
@@ -33,7 +33,7 @@ Change = tuple[str, str]
 
 
 class Reads(NamedTuple):
-    """What one capture read of modules, and what it wrote: (class, attribute), since of equal layers only one is traced.
+    """The reads and writes of one capture in modules: (class, attribute), since of equal layers only one is traced.
     `fields`: what it read of the plain objects that are their attributes (settings); of other classes everything counts."""
 
     attributes: frozenset[tuple[str, str]] = frozenset()
@@ -80,7 +80,7 @@ class FrozenReads:
         self._take(reads)
 
     def add(self, reads: Reads) -> None:
-        """What a further program reads, with the values of now, at which it was captured."""
+        """Add the reads of a further program, with the values of now, at which it was captured."""
         both = Reads(*(before | more for before, more in zip(self.reads, reads, strict=True)))
         for each in self._family if both != self.reads else ():
             each._take(both)

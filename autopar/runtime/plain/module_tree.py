@@ -1,16 +1,20 @@
 """The tree of a parallel model's modules: those of the plain model by their paths, with its parameters and modes, and without its
-computation."""
+computation.
+
+Tied parameters stand under their further names too, and those of other stages of a pipeline have shape, dtype and size, and no
+values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import RuntimeProblem
-from ..pipeline.other_stages import further_tensors
+from ..errors import RuntimeProblem, StateError
+from ..module import ParameterSpec
 from ..state.materialize import State
 from .plain_attributes import check_attribute
 from .plain_model import PlainModel
@@ -63,8 +67,8 @@ class Container(TreeNode):
         self.__dict__["kind"], self.__dict__["without_data"] = type(module), module
 
     def __getattr__(self, name: str) -> Any:
-        """Also tied parameters, those of other stages of a pipeline, without values, and what the module has beside tensors and
-        modules (``in_features``)."""
+        """Return also tied parameters, those of other stages of a pipeline, without values, and what the module has beside
+        tensors and modules (``in_features``)."""
         further = self.__dict__.get("further_tensors", {})
         plain = getattr(self.__dict__.get("without_data"), "__dict__", {})
         if name in further:
@@ -107,7 +111,7 @@ class Container(TreeNode):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What a part without tensors of its own (an activation) computes; any other part has no program."""
+        """Run a part without tensors of its own (an activation); any other part has no program."""
         module = self.__dict__.get("without_data")
         if module is not None and not any(True for _ in (*module.parameters(), *module.buffers())):
             return module.train(self.training)(*args, **kwargs)
@@ -172,3 +176,49 @@ def _child(node: nn.Module, path: list[str]) -> nn.Module:
         assert child is not None
         node = child
     return node
+
+
+_KNOWN = frozenset(
+    ("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "itemsize", "element_size", "nbytes", "is_meta")
+    + ("stride", "is_floating_point", "is_complex", "layout", "requires_grad", "grad", "is_leaf", "len", "hash", "get", "device")
+    + ("is_sparse", "is_quantized", "names", "is_cuda", "is_cpu")
+)
+"""What may be asked of one."""
+
+
+class OnAnotherStage(torch.Tensor):
+    """A tensor of another stage, on the meta device. `message`: of the error when its values are read."""
+
+    message: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        word = getattr(func, "__name__", "").strip("_")
+        if word == "get":  # of a property
+            word = getattr(getattr(func, "__self__", None), "__name__", word)
+        if word in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        me = next((each for each in args if isinstance(each, OnAnotherStage)), None)
+        raise StateError(me.message if me is not None else f"{word} of a parameter of another stage")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<{self.message}>"
+
+
+def further_tensors(state: State, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return them by their name in the plain model; `names` are its keys with the first name of each tensor."""
+    held: dict[str, torch.Tensor] = {**state.parameters, **state.buffers}
+    index = state.index
+    away = {n: _on_another_stage(n, spec, index.holders[n][0]) for n, spec in index.specs.items() if n not in held}
+    every = held | away
+    return away | {key: every[name] for key, name in names.items() if key != name and name in every}
+
+
+def _on_another_stage(name: str, spec: ParameterSpec, stage: int) -> OnAnotherStage:
+    out = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta").as_subclass(OnAnotherStage)
+    out.requires_grad_(spec.trainable and not spec.buffer)
+    out.message = (
+        f"{name} is on stage {stage} of the pipeline, and has no values here: read parallel.full_state(), which every rank calls"
+    )
+    return out

@@ -42,7 +42,7 @@ class PlainModel:
         self._tensors, self._attributes = PlainTensors(model, updated), PlainAttributes(model)
 
     def copied(self) -> PlainModel:
-        """For another parallel model, whose attributes are its own."""
+        """Return it for another parallel model, whose attributes are its own."""
         out = copy.copy(self)
         out.frozen = self.frozen.copied(copy.deepcopy(self.skeleton))
         out.skeleton = out.frozen.model
@@ -98,7 +98,7 @@ def _own_hooks(module: nn.Module) -> Iterator[bool]:
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter], may_train: Callable[[str], bool]) -> None:
-    """Before a call: StateError where a parameter trains that may not, or one has a hook that would never run."""
+    """Raise a StateError before a call where a parameter trains that may not, or one has a hook that would never run."""
     for name, parameter in parameters.items():
         if parameter.requires_grad and not may_train(name):
             raise StateError(

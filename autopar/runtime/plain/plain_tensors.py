@@ -107,12 +107,12 @@ class ValueSample:
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
-    """What is another number after a change of the tensor's values."""
+    """Return numbers of which one is another after a change of the tensor's values."""
     return 0 if tensor.is_inference() else tensor._version, 0 if tensor.is_meta else tensor.data_ptr()
 
 
 def _look(plain: weakref.ref[PlainTensors], closures: bool, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before a step, or after one whose closure has run the model."""
+    """Check an optimizer before its step, or after one whose closure has run the model."""
     tensors, closure = plain(), kwargs.get("closure", next(iter(args[1:]), None))
     if tensors is not None and (closure is not None) == closures:
         tensors.check_optimizer(optimizer)

@@ -1,5 +1,5 @@
 """Weights in Hugging Face's layout of safetensors files: `export` writes them from shards (`parallel.save_pretrained`), `load`
-and `source` read them into shards (`parallel.load_pretrained`, ``parallelize(state=folder)``): each rank reads its own part.
+reads them into shards (`parallel.load_pretrained`, ``parallelize(state=folder)``): each rank reads its own part.
 
 `header` is the format of one file, `weight_files` that of a folder, `layout` how an export is divided into files and finished.
 `conversions` is what transformers renames and stacks when it loads, `stacked` a weight that is several of the files. Nothing is

@@ -16,15 +16,15 @@ from .stacked import StackedWeight, Weight, stacked
 
 
 class Operations(NamedTuple):
-    """Of a conversion: each list of weights is stacked along `stack`, and the results are concatenated."""
+    """The operations of a conversion: each list of weights is stacked along `stack`, and the results are concatenated."""
 
     stack: int | None
     concatenate: int | None
 
 
 def transforms_of(model: object, *, saving: bool = False) -> list[Any]:
-    """What transformers does with weights of this model when it loads them, or undoes when it saves them, in loading's order;
-    none of other models and of earlier versions. They are made anew, for one use."""
+    """Return what transformers does with weights of this model when it loads them, or undoes when it saves them, in loading's
+    order; none of other models and of earlier versions. They are made anew, for one use."""
     known = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if known is None or not isinstance(model, known):
         return []
@@ -146,7 +146,7 @@ def hub_tensors(model: object, shapes: Mapping[str, Sequence[int]]) -> dict[str,
 
 
 def _parts(name: str, patterns: Sequence[str], shape: tuple[int, ...], wanted: Operations) -> list[HubTensor] | None:
-    """Of a stacked tensor. `name`: with the first of the patterns in it, whose ``*`` is a number."""
+    """Return the parts of a stacked tensor. `name`: with the first of the patterns in it, whose ``*`` is a number."""
     before, found, after = name.partition(patterns[0])
     joined = None if wanted.concatenate is None else wanted.concatenate % len(shape)
     if not found or (joined is not None and shape[joined] % len(patterns)) or joined == wanted.stack:

@@ -104,7 +104,7 @@ def _as_on_the_hub(
 
 
 def _finish(folder: Path, files: Mapping[str, list[ExportedTensor]], plain: PlainModel | None) -> None:
-    """On rank 0: configurations, then the names of the files."""
+    """Finish the folder on rank 0: configurations, then the names of the files."""
     for name in files:
         if not (folder / aside(name)).is_file():
             raise CheckpointProblem(

@@ -38,7 +38,7 @@ class StoredWeight(NamedTuple):
 
 
 def header_bytes(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """What a file begins with; its tensors follow in this order."""
+    """Return the header of a file, whose tensors follow in this order."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, dtype, shape in tensors:

@@ -1,4 +1,4 @@
-"""How an export is divided into files of the Hub's names, and how its files take the place of an earlier export's."""
+"""The division of an export into files of the Hub's names, which take the place of an earlier export's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def divide(tensors: Sequence[ExportedTensor], most: int) -> list[list[ExportedTe
 
 
 def file_names(count: int) -> list[str]:
-    """By the number of files."""
+    """Return the names of so many files."""
     return [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
 
 
@@ -77,8 +77,8 @@ def aside(name: str) -> str:
 
 
 def finish(folder: Path, files: Mapping[str, Sequence[ExportedTensor]]) -> None:
-    """On one rank, when all files lie aside: gives them their names. Whoever reads meanwhile finds the earlier export, none, or
-    this one, and never parts of both."""
+    """Finish the folder on one rank, when all files lie aside: gives them their names. Whoever reads meanwhile finds the earlier
+    export, none, or this one, and never parts of both."""
     index = folder / INDEX
     if len(files) == 1:
         (folder / aside(SINGLE)).replace(folder / SINGLE)

@@ -1,21 +1,26 @@
-"""`parallel.load_pretrained`: weights from files of the Hub's layout into the shards of a parallel model, in place."""
+"""Weights from files of the Hub's layout: `parallel.load_pretrained` puts them into the shards of a parallel model, in place;
+``parallelize(state=folder)`` fills a model that may be on the meta device. Each rank reads its own part."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from ..checkpoint.held import local_tensor
-from ..checkpoint.rounds import Rounds, attempt
+from ..checkpoint.rounds import Failed, Rounds, attempt
 from ..errors import CheckpointProblem
 from ..plain.plain_model import PlainModel
 from ..state.layout import model_shard, zero_shard
 from ..state.materialize import State
+from ..state.weight_source import fill_missing, named_tensors
 from .conversions import transforms_of
 from .weight_files import PretrainedWeights, misfit, open_weights
 
@@ -33,14 +38,15 @@ def load_pretrained(
     kinds = {name: (spec.shape, getattr(torch, spec.dtype)) for name, spec in state.index.specs.items()}
     others = plain.unused if plain is not None else {}
     kinds |= {name: (tuple(each.shape), each.dtype) for name, each in others.items()}
-    for name, weight in weights.found.items():
+    for name, weight in weights.places.items():
         if said := misfit(name, weight, *kinds[name], narrowing=not strict):
             raise CheckpointProblem(said)
     missing, unexpected = unfit(weights, saved_names(state, plain)), [name for name in weights.unexpected if name not in kinds]
     if strict and (missing or unexpected):
-        raise CheckpointProblem(said_unfit(weights, missing, unexpected, _OTHER + "pass strict=False to leave them as they are"))
+        remedy = _OTHER + "pass strict=False to leave them as they are"
+        raise CheckpointProblem(unfit_message(weights, missing, unexpected, remedy))
     if (missing or unexpected) and rounds.rank == 0:
-        LOGGER.warning("%s", said_unfit(weights, missing, unexpected, "they stay as they are"))
+        LOGGER.warning("%s", unfit_message(weights, missing, unexpected, "they stay as they are"))
     rounds.raise_together(attempt(lambda: _fill(state, others, weights)))
     return _IncompatibleKeys(missing, unexpected)
 
@@ -64,7 +70,7 @@ def saved_names(state: State, plain: PlainModel | None) -> dict[str, str]:
 
 
 def body_prefix(plain: PlainModel | None) -> str:
-    """Of a model of transformers the name of its body."""
+    """Return the name of the body of a model of transformers."""
     found = getattr(plain.skeleton, "base_model_prefix", "") if plain is not None else ""
     return found if isinstance(found, str) else ""
 
@@ -74,10 +80,63 @@ def unfit(weights: PretrainedWeights, names: Mapping[str, str]) -> list[str]:
     return [name for name in dict.fromkeys(names.values()) if name not in weights]
 
 
-def said_unfit(weights: PretrainedWeights, missing: list[str], unexpected: list[str], remedy: str) -> str:
+def unfit_message(weights: PretrainedWeights, missing: list[str], unexpected: list[str], remedy: str) -> str:
     """One line on names that do not fit."""
     parts = []
     for names, what in ((missing, "has no"), (unexpected, "has, which the model has not,")):
         if names:
             parts.append(f"{what} {names[0][:200]}" + (f" and {len(names) - 1} more" if len(names) > 1 else ""))
     return f"{weights.files.folder} {', and '.join(parts)}: {remedy}"
+
+
+def pretrained_source(model: nn.Module, path: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
+    """Full tensors by the first names of the model's. All ranks call it together.
+
+    What no state dict has (buffers that are not persistent) comes from rank 0: its model's, or what their module computes where
+    that is on the meta device. CheckpointProblem on all ranks where a weight is missing or of another shape or kind. Weights that
+    the model has not, and those that are rounded to the model's dtype, are warned of, as `from_pretrained` does."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
+    rounds = Rounds(None if alone else dist.group.WORLD, lambda rank: f"rank {rank}")
+    own = named_tensors(model)
+    first: dict[int, str] = {}
+    for name, tensor in own.items():
+        first.setdefault(id(tensor), name)
+    saved = {id(each) for each in model.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)}
+    names = {name: first[id(tensor)] for name, tensor in own.items() if id(tensor) in saved}
+    prefix = getattr(model, "base_model_prefix", "")
+    body = prefix if isinstance(prefix, str) else ""
+    weights = open_weights(Path(path).absolute(), rounds, names, body, transforms_of(model))
+    rounded = []
+    for name, weight in weights.places.items():
+        if said := misfit(name, weight, own[name].shape, own[name].dtype, narrowing=True):
+            raise CheckpointProblem(said)
+        if misfit(name, weight, own[name].shape, own[name].dtype, narrowing=False):
+            rounded.append(name)
+    missing, unexpected = unfit(weights, names), [name for name in weights.unexpected if name not in own]
+    if missing:
+        raise CheckpointProblem(
+            unfit_message(
+                weights,
+                missing,
+                unexpected,
+                "name the folder of this model's weights, or build the model with values, without state=, and call "
+                "parallel.load_pretrained(folder, strict=False)",
+            )
+        )
+    if unexpected and rounds.rank == 0:
+        LOGGER.warning("%s", unfit_message(weights, [], unexpected, "they are not loaded"))
+    if rounded and rounds.rank == 0:
+        LOGGER.warning(
+            "%s (%d weights) is rounded to the model's %s: build the model in %s to keep all digits", rounded[0], len(rounded),
+            str(own[rounded[0]].dtype).removeprefix("torch."), str(weights.places[rounded[0]].dtype).removeprefix("torch."),
+        )  # fmt: skip
+
+    def computed() -> dict[str, torch.Tensor]:
+        tensors = {name: each for name, each in own.items() if id(each) not in saved}
+        fill_missing(model, tensors)
+        return {name: each.detach().to("cpu") for name, each in tensors.items()}
+
+    others = rounds.broadcast(attempt(computed) if rounds.rank == 0 else None)
+    if isinstance(others, Failed):
+        raise CheckpointProblem(others.text)
+    return ChainMap(others, weights)  # type: ignore[arg-type]

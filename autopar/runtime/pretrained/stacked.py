@@ -83,7 +83,7 @@ def opened(folder: Path, weight: Weight) -> torch.Tensor:
 
 
 def _read(folder: Path, weight: StackedWeight, positions: Sequence[torch.Tensor]) -> torch.Tensor:
-    """From the files of the tiles that have any of these positions."""
+    """Read the positions from the files of their tiles."""
     out = torch.empty([len(each) for each in positions], dtype=weight.dtype)
     runs = [list(_runs(each)) for each in positions]
     for tile in weight.tiles:

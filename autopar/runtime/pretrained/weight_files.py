@@ -85,16 +85,16 @@ class PretrainedWeights(Mapping[str, torch.Tensor]):
     `unexpected`: names in the files that the model has not."""
 
     def __init__(self, files: WeightFiles, found: Mapping[str, Weight], unexpected: Sequence[str]) -> None:
-        self.files, self.found, self.unexpected = files, found, unexpected
+        self.files, self.places, self.unexpected = files, found, unexpected
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return opened(self.files.folder, self.found[name])
+        return opened(self.files.folder, self.places[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.found)
+        return iter(self.places)
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.places)
 
 
 def open_weights(

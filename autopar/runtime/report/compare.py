@@ -5,7 +5,45 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .text import ratio_words, seconds_words, size_or_none
+from ..step.out_of_memory import size_words
+
+
+def seconds_words(value: float | None) -> str:
+    """``12.3 ms``; ``-`` where there is none."""
+    if value is None:
+        return "-"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}" if value / size < 1000 else f"{value / size:.0f} {unit}"
+    return f"{value / 1e-6:.3g} us"
+
+
+def size_or_none(value: float | None) -> str:
+    """``1.5 MiB``; ``-`` where there is none."""
+    return "-" if value is None else size_words(value)
+
+
+def ratio_words(measured: float | None, predicted: float | None) -> str:
+    """Measured over predicted."""
+    return f"{measured / predicted:.2f}" if measured is not None and predicted else "-"
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """Return the findings of `compare.comparison` as lines."""
+    lines = list(found["summary"])
+    for title, header, rows in found["tables"]:
+        lines += ["", title, *_table(header, rows)]
+    if found["advice"]:
+        lines += ["", "What is off", *(f"- {each}" for each in found["advice"])]
+    return "\n".join(lines)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)
+    ]
+
 
 PARTS = {
     "compute_seconds": "compute",
@@ -45,7 +83,7 @@ def comparison(measured: Row, predicted: Row | None) -> dict[str, Any]:
 
 
 def tables(measured: Row, told: Row) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
-    """Those that have rows."""
+    """Return the tables that have rows."""
     sides = ("measured", "predicted", "ratio")
     waits = ("times", "bytes", "waited for", "took at most", "predicted", "predicted times")
     found = [
@@ -210,7 +248,7 @@ def _advice(measured: Row, predicted: Row) -> Iterator[str]:
 
 
 def _constant(key: str, row: Row, other: Row) -> str:
-    """Which constants; for compute, those of the host where its own work is what differs."""
+    """Return the constants of a row; for compute, those of the host where its own work is what differs."""
     outside = row["compute_seconds"] - row["blocks_seconds"]
     if key == "compute_seconds" and outside > (row["compute_seconds"] - other["compute_seconds"]) / 2 > 0:
         return (

@@ -14,8 +14,7 @@ from ..comm.agreement import gather
 from ..device.mesh import DATA_AXIS, MeshHandle
 from ..errors import RuntimeProblem
 from ..step.inputs import LocalBatch
-from .clock import clock_of
-from .meter import Meter, StepTimes, block_class
+from .meter import Meter, StepTimes, block_class, clock_of
 from .observe import PeakWatch
 from .step_report import StepReport, combine
 
@@ -38,7 +37,7 @@ class Measurement:
         self.peak = PeakWatch(mesh.device)
         self.held: dict[str, int] | None = None
         self.meter = Meter(clock_of(mesh.device), _axes(mesh), self._owns, self._begun, self._ended)
-        variants = parallel.variants.known.values() if parallel.variants is not None else ()
+        variants = parallel.variants.programs.values() if parallel.variants is not None else ()
         programs = dict.fromkeys((parallel.program, *(variant.program for variant in variants)))
         blocks = [block for program in programs for block in program.blocks()]
         self.meter.install(parallel, blocks)
@@ -61,7 +60,7 @@ class Measurement:
             self.held = None
 
     def report(self) -> StepReport:
-        """What all ranks measured (all must call). RuntimeProblem where one has measured no step yet."""
+        """Return the measurements of all ranks (all must call). RuntimeProblem where one has measured no step yet."""
         parallel, mesh = self.parallel, self.parallel.program.mesh
         mine = self._of_this_rank()
         several = dist.get_world_size() > 1 and dist.get_backend() != "fake"
@@ -180,7 +179,7 @@ def _examples(arguments: Any) -> int:
 
 
 def _tensors(arguments: Any) -> list[torch.Tensor]:
-    """Of a call; a `LocalBatch` or `NamedBatch` is a dict that pytrees do not know."""
+    """Return the tensors of a call; a `LocalBatch` or `NamedBatch` is a dict that pytrees do not know."""
     args, _ = arguments
     given = dict(args[0]) if len(args) == 1 and isinstance(args[0], dict) else arguments
     return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]

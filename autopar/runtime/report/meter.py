@@ -19,8 +19,65 @@ from torch.utils._pytree import tree_leaves
 
 from ..compat.autograd import at_end_of_backward, in_backward
 from ..module import BlockModule
-from .clock import Clock
 from .observe import Launched, Observer, observing
+
+Charge = Callable[[float, float], None]
+"""Takes seconds of the clock, and of them the seconds of this thread's processor (0 on a GPU)."""
+
+
+class Clock:
+    """Gives the time between two marks to whoever is charged for it, at once."""
+
+    def __init__(self) -> None:
+        self.last = (0.0, 0.0)
+
+    def start(self) -> None:
+        """The first mark."""
+        self.last = (time.perf_counter(), time.thread_time())
+
+    def mark(self, charge: Charge) -> None:
+        """Charges what has passed since the last mark."""
+        now = (time.perf_counter(), time.thread_time())
+        charge(now[0] - self.last[0], now[1] - self.last[1])
+        self.last = now
+
+    def settle(self) -> None:
+        """Settle all charges at the end of a step."""
+
+
+class StreamClock(Clock):
+    """The clock of the current CUDA stream: what it waits for counts, what the host does ahead of it does not. Charges are known
+    after `settle`, which waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.events: list[tuple[torch.cuda.Event, Charge | None]] = []
+
+    def start(self) -> None:
+        self.events = []
+        self._record(None)
+
+    def mark(self, charge: Charge) -> None:
+        self._record(charge)
+
+    def _record(self, charge: Charge | None) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        self.events.append((event, charge))
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+        for (before, _), (after, charge) in zip(self.events, self.events[1:], strict=False):
+            if charge is not None:
+                charge(before.elapsed_time(after) / 1e3, 0.0)
+        self.events = self.events[-1:]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of a device."""
+    return StreamClock(device) if device.type == "cuda" else Clock()
+
 
 Label = tuple[str, str]
 """(``forward backward optimizer other``, block), or (``wait``, kind and axis)."""
@@ -83,8 +140,8 @@ class Meter(Observer):
             keep(block.register_forward_pre_hook(partial(self._block_begins, name), prepend=True).remove)
             keep(block.register_forward_hook(partial(self._block_ends, name), always_call=True).remove)
         me = weakref.ref(self)
-        keep(register_optimizer_step_pre_hook(lambda o, *_: _told(me, o, True)).remove)
-        keep(register_optimizer_step_post_hook(lambda o, *_: _told(me, o, False)).remove)
+        keep(register_optimizer_step_pre_hook(lambda o, *_: _note_optimizer(me, o, True)).remove)
+        keep(register_optimizer_step_post_hook(lambda o, *_: _note_optimizer(me, o, False)).remove)
         self.observed.enter_context(observing(self))
 
     def finish(self) -> None:
@@ -117,7 +174,7 @@ class Meter(Observer):
         step.between_seconds += clock
 
     def optimizer(self, begins: bool) -> None:
-        """Before and after the step of this model's optimizer, which ends the step."""
+        """Note the begin and end of the step of this model's optimizer, which ends the step."""
         if self.step is None:
             return
         if begins:
@@ -210,7 +267,7 @@ def block_class(block: BlockModule) -> str:
     return kind.__bases__[-1].__name__ if kind.__name__.startswith("FSDP") and len(kind.__bases__) > 1 else kind.__name__
 
 
-def _told(meter: Callable[[], Meter | None], optimizer: Optimizer, begins: bool) -> None:
+def _note_optimizer(meter: Callable[[], Meter | None], optimizer: Optimizer, begins: bool) -> None:
     found = meter()
     if found is not None and found.owns(optimizer):
         found.optimizer(begins)

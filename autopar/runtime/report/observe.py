@@ -56,7 +56,7 @@ class Launched(NamedTuple):
 
 
 class Observer(Protocol):
-    """Who is told."""
+    """The receiver of what is observed."""
 
     def launched(self, collective: Launched) -> None:
         """A collective begins."""

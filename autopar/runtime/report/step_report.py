@@ -11,9 +11,8 @@ from typing import Any
 
 from ..device.mesh import DATA_AXIS, PIPELINE_AXIS
 from ..errors import StateError
-from .compare import comparison, scalars
+from .compare import as_text, comparison, scalars
 from .meter import TIED
-from .text import as_text
 
 FORMAT = "autopar measured step"
 VERSION = 1
@@ -23,8 +22,8 @@ _DATA = (DATA_AXIS, "all", TIED)
 
 
 class StepReport:
-    """What `parallel.report()` returns, equal on all ranks. `measured` is the JSON of `save`; `predicted` is None for an exported
-    program, to which `autopar compare plan.json measured.json` adds it.
+    """The result of `parallel.report()`, equal on all ranks. `measured` is the JSON of `save`; `predicted` is None for an
+    exported program, to which `autopar compare plan.json measured.json` adds it.
 
     ``print(report)`` shows all of it. `log`, `save` and `to_tensorboard` do nothing on ranks other than 0.
     """
@@ -37,7 +36,7 @@ class StepReport:
 
     @property
     def advice(self) -> list[str]:
-        """What is off, and which constant of the cluster to calibrate."""
+        """Return what is off, and which constant of the cluster to calibrate."""
         return list(comparison(self.measured, self.predicted)["advice"])
 
     def scalars(self) -> dict[str, float]:
@@ -94,12 +93,12 @@ def combine(ranks: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], device:
 
 
 def _seconds(step: Mapping[str, Any], *kinds: str, processor: bool = False) -> float:
-    """Of all labels of these kinds (without any: of all)."""
+    """Return the seconds of all labels of these kinds (without any: of all)."""
     return sum(float(each[processor]) for label, each in step["seconds"].items() if not kinds or label.partition(" ")[0] in kinds)
 
 
 def _wait_seconds(step: Mapping[str, Any], axes: str) -> float:
-    """Of waits on the data axis, the pipeline axis or the others."""
+    """Return the seconds of waits on the data axis, the pipeline axis or the others."""
     total = 0.0
     for label, (clock, _) in step["seconds"].items():
         kind, _, what = label.partition(" ")
@@ -166,7 +165,7 @@ def _collectives(stage: int, ranks: Sequence[Mapping[str, Any]], count: int) -> 
 
 
 def _memory(stage: int, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the rank whose peak is highest."""
+    """Return the memory of the rank whose peak is highest."""
     fullest = max((each["memory"] for each in ranks if each["memory"]), key=lambda memory: memory["peak"])
     kinds = {kind: fullest[kind] for kind in ("parameters", "optimizer", "inputs")}
     rest = fullest["peak"] - sum(kinds.values())

@@ -18,7 +18,7 @@ from ..module import BlockModule, ParameterSpec, Program, RootModule
 
 
 class ShardedEntry(Protocol):
-    """What this file needs of `parameter_table.ParameterEntry`."""
+    """The part of `parameter_table.ParameterEntry` that this file needs."""
 
     name: str
     spec: ParameterSpec

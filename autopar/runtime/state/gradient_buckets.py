@@ -96,7 +96,7 @@ class GradientBucket:
         self.ready, self.flat, self.work = {}, None, None
 
 
-def _taken(parameter: nn.Parameter) -> torch.Tensor:
+def _take_gradient(parameter: nn.Parameter) -> torch.Tensor:
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None
     return gradient
@@ -149,14 +149,14 @@ class GradientBuckets:
         if parameter.grad is None:  # compiled code has a hook called where it gives no gradient
             return
         if self.group is None:
-            accumulate_gradient(bucket.members[parameter], _taken(parameter))
+            accumulate_gradient(bucket.members[parameter], _take_gradient(parameter))
             return
         if self.accumulating:
             return
         if not self.queued and not self.outlives_backward:
             self.queued = True
             at_end_of_backward(self._finish)
-        bucket.ready[parameter] = _taken(parameter)
+        bucket.ready[parameter] = _take_gradient(parameter)
         if len(bucket.ready) == len(bucket.members):
             bucket.start(self.group)
             self.started.append(bucket)
@@ -167,7 +167,7 @@ class GradientBuckets:
         for bucket in self.buckets:
             if bucket.flat is None:
                 left = [parameter for parameter in bucket.members if parameter.grad is not None]
-                bucket.ready |= {parameter: _taken(parameter) for parameter in left}
+                bucket.ready |= {parameter: _take_gradient(parameter) for parameter in left}
             if bucket.ready and bucket.flat is None:
                 bucket.start(self.group)
                 self.started.append(bucket)
@@ -183,12 +183,12 @@ class GradientBuckets:
         self.started, self.queued = [], False
 
     def reset(self) -> None:
-        """Called before a forward: drops what a backward that raised left."""
+        """Begin a forward: drops what a backward that raised left."""
         for bucket in self.started if self.queued or self.outlives_backward else ():
             bucket.clear()
         self.started, self.queued, self.accumulating = [], False, False
 
     def finish(self) -> None:
-        """Called after the last micro-batch, which may have reached no replicated parameter at all."""
+        """Reduce what is left after the last micro-batch, which may have reached no replicated parameter at all."""
         if self.group is not None:
             self._finish()

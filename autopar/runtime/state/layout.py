@@ -1,4 +1,4 @@
-"""Which shard of a full tensor a rank stores, and the DTensor placements that say the same."""
+"""The shard of a full tensor that a rank stores, and the DTensor placements that say the same."""
 
 from __future__ import annotations
 

@@ -31,15 +31,15 @@ class LossScale:
         self.used, self.next = 1.0, USUAL if self.half else 1.0
 
     def begin(self, loss_dtype: str) -> None:
-        """Before the backwards of a step."""
+        """Choose the factor before the backwards of a step."""
         self.used = min(self.next, USUAL) if loss_dtype == "float16" else self.next
 
     def gradient(self, loss: torch.Tensor) -> torch.Tensor | None:
-        """Of the loss of a micro-batch."""
+        """Return the gradient of the loss of a micro-batch; None for 1."""
         return torch.full_like(loss, self.used) if self.used != 1.0 else None
 
     def factor(self, gradient: torch.Tensor, used: float) -> torch.Tensor:
-        """What gradients that were computed with `used` are multiplied by, where `gradient` is that of the loss."""
+        """Return the factor of gradients that were computed with `used`, where `gradient` is that of the loss."""
         if not self.half:
             return gradient
         value = float(gradient.detach())

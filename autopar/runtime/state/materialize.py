@@ -115,7 +115,7 @@ class State:
         return torch.equal(own, value.to(own.device, own.dtype))
 
     def sync_copies(self) -> None:
-        """Called before a step: second copies get the values of the first."""
+        """Give second copies the values of the first, before a step."""
         with torch.no_grad():
             for first, second in self.copies:
                 _local(second).copy_(_local(first))

@@ -27,7 +27,7 @@ class _Tensor(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """What one stage's optimizer has: names by group, options of the groups, state by name (`_Tensor` for what is sharded), and
+    """The optimizer of one stage: names by group, options of the groups, state by name (`_Tensor` for what is sharded), and
     whether those are all of the stage's parameters."""
 
     groups: list[list[str]]
@@ -99,7 +99,7 @@ def load_full_optimizer_state(state: State, optimizer: Optimizer, saved: Mapping
 
 
 def refuse_full_states(state: State) -> None:
-    """From now on, as long as `state` lives: an optimizer of it that was given full tensors is refused at its step."""
+    """Refuse the step of an optimizer of `state` that was given full tensors, as long as `state` lives."""
     me = weakref.ref(state)
 
     def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

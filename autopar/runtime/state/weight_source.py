@@ -1,7 +1,10 @@
-"""Where full tensors come from when a program is filled: a mapping or a function by original name."""
+"""Sources of the full tensors that a program is filled from: a mapping or a function by original name; of a model on the meta
+device a state by name, and buffers that are in no checkpoint (rotary frequencies)."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -101,7 +104,7 @@ class LazyWeight(torch.Tensor):
         return made  # type: ignore[no-any-return]
 
     def whole(self) -> torch.Tensor:
-        """What is left, read."""
+        """Read what is left."""
         return self.read([each.flatten() for each in self.positions]).view(self.shape)
 
     @classmethod
@@ -146,3 +149,58 @@ def _reshaped(positions: tuple[torch.Tensor, ...], shape: list[int]) -> list[tor
             return None
         out.append(each.reshape(taken))
     return out
+
+
+def named_state(model: nn.Module, state: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of a model by name, under every name that a tied one has; those in `state` from there."""
+    own, given = named_tensors(model), dict(state or {})
+    by_tensor = {id(own[name]): tensor for name, tensor in given.items() if name in own}
+    return {name: by_tensor.get(id(tensor), tensor) for name, tensor in own.items()} | given
+
+
+def fill_missing(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Puts values in place of buffers on the meta device that are in no checkpoint, where their module can compute them: its
+    `reset_parameters()`, or the model's `_init_weights` (Hugging Face). StateError where a tensor is left without."""
+    missing = [name for name, tensor in tensors.items() if tensor.is_meta]
+    buffers = dict(model.named_buffers(remove_duplicate=False)) if missing else {}
+    saved = model.state_dict(keep_vars=True) if missing else {}
+    for name in missing:
+        if name in saved or name not in buffers:
+            raise StateError(f"{name} is on the meta device and has no values: pass state={{name: tensor}} or build it on cpu")
+        found = _computed(model, name)
+        if found is None:
+            raise StateError(
+                f"{name} is on the meta device, and no checkpoint has it (persistent=False): pass it in state=, give its module "
+                "a reset_parameters() that computes it, or build the model on cpu"
+            )
+        tensors[name] = found
+
+
+def _computed(model: nn.Module, name: str) -> torch.Tensor | None:
+    """The buffer as its module initialises it, None where that leaves it as it was."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    for initialise in (getattr(type(owner), "reset_parameters", None), getattr(model, "_init_weights", None)):
+        if initialise is None:
+            continue
+        module = copy.deepcopy(owner).to_empty(device="cpu")
+        buffer = getattr(module, leaf)
+        _spoil(buffer)
+        with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception), torch.no_grad():
+            initialise(module)
+        found: torch.Tensor = getattr(module, leaf)
+        if not found.is_meta and found.shape == buffer.shape and not _spoiled(found):
+            return found.detach().clone()
+    return None
+
+
+def _spoil(buffer: torch.Tensor) -> None:
+    if buffer.dtype != torch.bool:
+        buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
+
+
+def _spoiled(buffer: torch.Tensor) -> bool:
+    """Whether a part of it still has what `_spoil` wrote."""
+    if buffer.is_floating_point():
+        return bool(buffer.isnan().any())
+    return buffer.dtype == torch.bool or bool((buffer == torch.iinfo(buffer.dtype).min).any())

@@ -1,29 +1,33 @@
-"""The user's arguments as the inputs of a program: bound by name, moved to the device, and checked against the plan."""
+"""The user's arguments as the inputs of a program: bound by name, moved to the device, and checked against the plan.
+
+Placements of DTensors on model axes select the program. So do arguments that are no tensors, as text: equal for equal values on
+every rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path
 
 from ..comm.convert import convert
 from ..compat.autograd import apply
-from ..device.mesh import DATA_AXIS
+from ..device.mesh import DATA_AXIS, MeshHandle
 from ..errors import BatchError
 from ..module import Program
-from .constants import constant_text
 from .outputs import refuse_second_order
-from .placed_inputs import local_shard
 
 REPLAN = "plan again with other example inputs"
 
 
 def bind_arguments(program: Program, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The inputs by name. BatchError, which names the argument, if the call differs from the one that was planned."""
-    given = _given(program, args, keywords)
+    given = _arguments(program, args, keywords)
     wanted = {name: name for name in program.input_placements} | {name: path for path, name in _renamed(program)}
     constants = {**program.constants, **program.defaults}
     paths = set(wanted.values())
@@ -146,7 +150,7 @@ def _renamed(program: Program) -> Iterable[tuple[str, str]]:
     return program.arguments.items()
 
 
-def _given(program: Program, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(program: Program, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Every leaf of the arguments by its path. An argument that is None but was captured as a tensor counts as left out."""
     leaves, _ = tree_flatten_with_path(arguments_by_name(program, args, keywords))
     given = {".".join(map(path_word, keys)): leaf for keys, leaf in leaves}
@@ -201,3 +205,76 @@ def _same_batch(program: Program, tensors: Mapping[str, torch.Tensor], paths: Ma
                     "pass one batch"
                 )
             first = first or name
+
+
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
+
+
+def constant_text(value: object) -> str:
+    """``repr`` of a plain value; else the type's name and a digest of what the object holds, so that an object that was changed
+    is another constant."""
+    if isinstance(value, torch.Tensor):
+        return "a tensor"  # which is no constant
+    if _is_plain(value):
+        return repr(value)
+    return f"{type(value).__name__}_{hashlib.blake2b(_held(value, ()).encode(), digest_size=4).hexdigest()}"
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str)) or type(value).__module__ == "torch"
+
+
+def _held(value: Any, around: tuple[int, ...]) -> str:
+    """All that an object holds. `around`: the objects that it is a part of."""
+    if _is_plain(value) and not isinstance(value, torch.Tensor):
+        return repr(value)
+    if id(value) in around:
+        return f"<{around[::-1].index(id(value))}>"
+    inside = (*around, id(value))
+    if isinstance(value, torch.Tensor):
+        local = value.to_local() if hasattr(value, "to_local") else value  # a DTensor
+        return f"tensor {value.dtype} {tuple(value.shape)} {'' if value.is_meta else local.tolist()}"
+    if isinstance(value, Mapping):
+        parts = [f"{_held(key, inside)}: {_held(each, inside)}" for key, each in value.items()]
+    elif isinstance(value, Set):
+        parts = sorted(_held(each, inside) for each in value)
+    elif isinstance(value, (list, tuple)):
+        parts = [_held(each, inside) for each in value]
+    elif isinstance(value, type) or hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    else:
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
+        own = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
+        parts = [_held(own, inside) if own else _ADDRESS.sub("", repr(value))]
+    return f"{type(value).__qualname__}({', '.join(parts)})"
+
+
+def model_placements(tensor: DTensor) -> dict[str, str]:
+    """The placements on model axes that shard a tensor, by mesh axis."""
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return {
+        axis: f"S({place.dim % tensor.dim()})"
+        for axis, place in zip(names, tensor.placements, strict=False)
+        if isinstance(place, Shard) and axis != DATA_AXIS
+    }
+
+
+def local_shard(mesh: MeshHandle, name: str, tensor: DTensor, places: Mapping[str, str]) -> torch.Tensor:
+    """This rank's shard of an input that is a DTensor, as the program takes it. BatchError for one on another mesh."""
+    if tensor.device_mesh != mesh.device_mesh:
+        raise BatchError(f"input {name} is a DTensor on another mesh: pass {name}.full_tensor()")
+    wanted = [_placement(places.get(axis, "R")) if mesh.axis(axis).size > 1 else Replicate() for axis in mesh.axes]
+    placed = tensor if list(tensor.placements) == wanted else tensor.redistribute(placements=wanted)
+    return placed.to_local()
+
+
+def plain_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inputs of a local batch. BatchError where one is a DTensor, of which nobody knows whether it is local or global."""
+    placed = next((name for name, tensor in inputs.items() if isinstance(tensor, DTensor)), None)
+    if placed is not None:
+        raise BatchError(f"input {placed} is a DTensor in a local batch: pass the global batch, without local_batch")
+    return inputs
+
+
+def _placement(text: str) -> Replicate | Shard:
+    return Shard(int(text[2:-1].split(",")[0])) if text.startswith("S") else Replicate()

@@ -43,7 +43,7 @@ def run_micro_batches(program: Program, state: State, inputs: Batch) -> StepResu
 
 
 def split_result(result: torch.Tensor | tuple[torch.Tensor, ...]) -> StepResult:
-    """What a program returns as (loss, outputs)."""
+    """Divide a program's result into (loss, outputs)."""
     return (result, ()) if isinstance(result, torch.Tensor) else (result[0], result[1:])
 
 
@@ -122,7 +122,7 @@ def split_micro_batches(program: Program, inputs: Batch) -> list[Batch]:
 
 
 def batch_totals(program: Program, parts: Sequence[Batch]) -> Mapping[str, torch.Tensor]:
-    """What the loss needs of the whole batch, computed from the inputs alone."""
+    """Return what the loss needs of the whole batch, computed from the inputs alone."""
     if not program.totals:
         return {}
     with torch.no_grad():
@@ -161,7 +161,7 @@ class _Deliver(torch.autograd.Function):
 
 
 def _scaled(gradient: Any, factor: torch.Tensor) -> torch.Tensor:
-    """In place: the tensor becomes the parameter's gradient."""
+    """Multiply in place: the tensor becomes the parameter's gradient."""
     gradient.to_local().mul_(factor.to(gradient.dtype))
     result: torch.Tensor = gradient
     return result

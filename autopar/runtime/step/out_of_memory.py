@@ -64,7 +64,7 @@ def asked_bytes(error: BaseException) -> int:
 
 
 def size_words(size_bytes: float) -> str:
-    """In GiB, MiB or KiB."""
+    """Return a size in GiB, MiB or KiB."""
     name = next((name for name in ("GiB", "MiB") if size_bytes >= 0.1 * _UNITS[name]), "KiB")
     return f"{size_bytes / _UNITS[name]:.1f} {name}"
 
@@ -168,7 +168,7 @@ _latest: Callable[[], MemoryGuard | None] = lambda: None  # noqa: E731
 
 
 def _optimizer_step(guard: Callable[[], MemoryGuard | None], begins: bool, optimizer: Optimizer, *_: Any) -> None:
-    """Before and after a step of any optimizer."""
+    """Note the begin and end of a step of any optimizer."""
     found = guard()
     if found is None or found.state is None:
         return

@@ -1,4 +1,4 @@
-"""What `parallel(...)` returns: the model's own result class, rebuilt around the loss and the outputs of the program.
+"""The results of `parallel(...)`: the model's own result class, rebuilt around the loss and the outputs of the program.
 
 An output comes back as a full tensor that takes gradients (every rank computes the same with it), as a full tensor without, or as
 a DTensor."""
@@ -149,7 +149,7 @@ def _as_dtensor(path: str, local: torch.Tensor, where: Mapping[str, str], progra
 
 
 def _simple_placements(local: torch.Tensor, where: dict[str, str], mesh: MeshHandle) -> tuple[torch.Tensor, dict[str, str]]:
-    """Without the placements that DTensor cannot express simply: partial sums are reduced, strided (``S(2,3)``) and uneven shards
+    """Replace placements that DTensor cannot express simply: partial sums are reduced, strided (``S(2,3)``) and uneven shards
     are gathered."""
     for name, text in where.items():
         if text.startswith("P") and mesh.axis(name).size > 1:
@@ -236,7 +236,7 @@ def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any], pat
     }
     if kind in ("tuple", "list"):
         return tuple(fields.values()) if kind == "tuple" else list(fields.values())
-    return fields if kind == "dict" else _made(_class(rest[0]), fields)
+    return fields if kind == "dict" else _instance(_class(rest[0]), fields)
 
 
 def leaves_out(form: Form) -> bool:
@@ -286,7 +286,7 @@ class LeftOut:
 
 
 def plain_result(program: Program, loss: torch.Tensor, outputs: Mapping[str, Any]) -> Any:
-    """Without a form: the loss, or a namespace of the loss and the outputs."""
+    """Return the result of a program without a form: the loss, or a namespace of the loss and the outputs."""
     return SimpleNamespace(loss=loss, **outputs) if program.outputs else loss
 
 
@@ -298,7 +298,7 @@ def _class(name: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def _made(cls: Any, fields: dict[str, Any]) -> Any:
+def _instance(cls: Any, fields: dict[str, Any]) -> Any:
     if cls is None:
         return SimpleNamespace(**fields)
     if issubclass(cls, Mapping):  # transformers' ModelOutput is a dataclass and a dictionary in one

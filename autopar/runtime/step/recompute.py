@@ -24,10 +24,44 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..compat.autograd import storage_key
+from ..compat.collectives import all_gather, wait_tensor
 from ..device.axis import AxisHandle
-from ..device.offload import HostMemory, OffloadedTensor
+from ..device.offload import HostMemory, OffloadedTensor, storage_span
 from ..device.rng import RngRecorder
-from .partition import PartitionedTensor
+
+
+class PartitionedTensor:
+    """The part of a storage that a tensor spans, which all ranks of `axis` hold alike. When autograd first saves a view of it,
+    this rank copies its share of the bytes; when the backward first needs one, the shares are gathered. The backward is the same
+    on all ranks, so the collectives match."""
+
+    def __init__(self, x: torch.Tensor, axis: AxisHandle) -> None:
+        self.axis, self.dtype = axis, x.dtype
+        self.start, self.end = storage_span(x)
+        self.whole: torch.Tensor | None = x.detach().as_strided((self.end - self.start,), (1,), self.start)
+        self.share: torch.Tensor | None = None
+
+    def covers(self, x: torch.Tensor) -> bool:
+        start, end = storage_span(x)
+        return self.dtype == x.dtype and self.start <= start and end <= self.end
+
+    def store(self) -> None:
+        """Copies this rank's share, if that is not done; nothing here refers to the whole tensor then."""
+        if self.share is None and self.whole is not None:
+            flat, self.whole = self.whole.view(torch.uint8), None
+            each = -(-flat.numel() // self.axis.size)
+            own = flat[self.axis.coordinate * each : (self.axis.coordinate + 1) * each]
+            self.share = torch.cat((own, flat.new_zeros(each - own.numel())))
+
+    def result(self, _: int) -> torch.Tensor:
+        """The part as one flat tensor, gathered once."""
+        if self.whole is None:
+            assert self.share is not None
+            flat = wait_tensor(all_gather(self.share, self.axis.size, self.axis.group_name))
+            size = (self.end - self.start) * self.dtype.itemsize
+            self.whole, self.share = flat.view(-1)[:size].view(self.dtype), None
+        return self.whole
+
 
 Function = Callable[..., Any]
 SavedElsewhere = OffloadedTensor | PartitionedTensor
@@ -84,7 +118,7 @@ class Recompute:
             self._save_elsewhere(x, OffloadedTensor(x, self.host_memory))
 
     def partition(self, x: torch.Tensor, axis: AxisHandle) -> None:
-        """Of whatever autograd saves of `x`, before or after this call, each rank of the axis saves a part."""
+        """Save only a part on each rank of the axis, of whatever autograd saves of `x` before or after this call."""
         if axis.size > 1 and self._to_be_saved(x):
             self._save_elsewhere(x, PartitionedTensor(x, axis))
 
@@ -99,7 +133,7 @@ class Recompute:
                 saved.value = _reference(source, 0, saved.value)
 
     def _source(self, x: torch.Tensor) -> tuple[_RecomputedOperation, int] | SavedElsewhere | None:
-        """Who provides `x` in the backward, if it is not simply saved."""
+        """Return the provider of `x` in the backward, if it is not simply saved."""
         source = self.sources.get(storage_key(x))
         return None if isinstance(source, SavedElsewhere) and not source.covers(x) else source
 
@@ -131,7 +165,7 @@ class Recompute:
 
 
 class _SavedTensor:
-    """What autograd holds in place of a tensor: the tensor, or who provides it."""
+    """The handle that autograd holds in place of a tensor: the tensor, or who provides it."""
 
     __slots__ = ("value",)
 

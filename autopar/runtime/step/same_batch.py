@@ -65,15 +65,15 @@ def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor] | None
         other = first.setdefault(mesh.data_coordinate(rank) if local else 0, rank)
         different = next((name for name, a, b in zip(names, found[other][1:], each[1:], strict=True) if a != b), None)
         if different is not None:
-            raise BatchError(_said(mesh, different, (other, rank), local))
+            raise BatchError(_message(mesh, different, (other, rank), local))
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Of a DTensor ranks hold different shards."""
+    """Return the checksum of a tensor; ranks hold different shards of a DTensor."""
     return 0 if isinstance(tensor, DTensor) else checksum(tensor)
 
 
-def _said(mesh: MeshHandle, name: str, ranks: tuple[int, int], local: bool) -> str:
+def _message(mesh: MeshHandle, name: str, ranks: tuple[int, int], local: bool) -> str:
     one, other = (mesh.describe(rank) for rank in ranks)
     if local:
         return (

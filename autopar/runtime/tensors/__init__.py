@@ -1,1 +1,1 @@
-"""What torch's own functions do with the DTensors of a parallel model; start at `torch_functions`."""
+"""Torch's own functions on the DTensors of a parallel model; start at `torch_functions`."""

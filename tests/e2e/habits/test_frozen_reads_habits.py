@@ -45,7 +45,7 @@ def equal_at(path: str, change: Callable[[Any, float], None], values: tuple[floa
 
 
 def programs(parallel: Any) -> int:
-    return len(set(parallel.variants.known.values()))
+    return len(set(parallel.variants.programs.values()))
 
 
 @of("reads")

@@ -93,10 +93,10 @@ def logits_in_evaluation(force: str) -> None:
                 same(said[0][1], said[1][1])
                 accuracy = [(logits.argmax(-1) == examples(3, size)["labels"]).double().mean().item() for logits, _ in said]
                 assert accuracy[0] == accuracy[1]
-        kinds = len(parallel.variants.known)
+        kinds = len(parallel.variants.programs)
         with torch.no_grad():
             parallel(**examples())
-        assert len(parallel.variants.known) == kinds
+        assert len(parallel.variants.programs) == kinds
 
 
 def field_in_training(force: str) -> str:

@@ -62,7 +62,7 @@ def parallel_of(model: nn.Module, force: str, batch: tuple[Tensor, ...], outputs
 
 def dtypes_of(parallel: Any) -> list[str]:
     """What each program of the model casts to, by autocast."""
-    return sorted({key.autocast for key, _ in parallel.variants.known})
+    return sorted({key.autocast for key, _ in parallel.variants.programs})
 
 
 def near(found: list[float], expected: list[float], tolerance: float = ROUNDING) -> None:
@@ -83,7 +83,7 @@ def script(force: str) -> None:
         assert dtypes_of(around) == ["", str(dtype).removeprefix("torch.")]
         with torch.autocast("cpu", dtype=dtype):
             planned = parallel_of(Inside(inside=False), force, example())
-        assert len(planned.variants.known) == 2, "one program, with gradients and without"
+        assert len(planned.variants.programs) == 2, "one program, with gradients and without"
         near(steps(planned, dtype), expected)
         planned.load_state_dict(start)
         near(steps(planned, None), exact, 1e-5)

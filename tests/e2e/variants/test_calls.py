@@ -89,7 +89,7 @@ class Pair:
 
 
 def programs(pair: Pair) -> int:
-    return len({id(each) for each in pair.parallel.variants.known.values()})
+    return len({id(each) for each in pair.parallel.variants.programs.values()})
 
 
 def lengths_and_batches(force: str) -> None:
@@ -194,7 +194,7 @@ def more_kinds_of_calls(force: str) -> None:
         pair = Pair("", force)
         for length in (12, 5, 6, 7, 5, 12):
             pair.step(*batch(8, length))
-        assert len(pair.parallel.variants.known) <= 4
+        assert len(pair.parallel.variants.programs) <= 4
     finally:
         variants.MOST_VARIANTS = before
         variants.LOGGER.removeHandler(handler)

@@ -74,7 +74,7 @@ def generates(kind: str, force: str, training: bool) -> None:
         assert torch.equal(found, expected), (name, found, expected)
         assert torch.equal(torch.get_rng_state(), own if name == "eos" and rank else after), name
     kinds = 2 + 2 * 2  # the first program; whole sequences and one token, each of a batch that divides and one that does not
-    assert len(parallel.variants.known) <= kinds, list(parallel.variants.known)
+    assert len(parallel.variants.programs) <= kinds, list(parallel.variants.programs)
     assert parallel.training == training and all(module.training == training for module in parallel.modules())
     for wrong, said in (
         (dict(inputs=ids, max_new_tokens=POSITIONS), f"positions for {POSITIONS}"),

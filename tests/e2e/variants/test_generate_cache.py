@@ -204,7 +204,7 @@ def takes_sharded_inputs() -> None:
             torch.testing.assert_close(found["y"], expected["y"])
             torch.testing.assert_close(found["past"].full_tensor(), expected["past"])
             assert not isinstance(place, Shard) or found["past"].placements[axis] == place, (place, found["past"].placements)
-    assert len({key.leaves for key, _ in parallel.variants.known}) == 4
+    assert len({key.leaves for key, _ in parallel.variants.programs}) == 4
     with pytest.raises(autopar.AutoparError, match="is a DTensor in a local batch"):
         parallel(parallel.local_batch(x=x, past=placed(past, Shard(1))))
 

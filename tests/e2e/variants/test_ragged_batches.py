@@ -90,7 +90,7 @@ def pairs(size: int, seed: int = 0) -> dict[str, Tensor]:
 
 def shares_of_last_call(parallel: Any) -> tuple[int, ...]:
     """Those of the data axis in the program that was met last; none where each data rank computes the whole batch."""
-    shares: tuple[int, ...] = next(reversed(parallel.variants.known.values())).program.mesh.dp.shares
+    shares: tuple[int, ...] = next(reversed(parallel.variants.programs.values())).program.mesh.dp.shares
     return shares
 
 

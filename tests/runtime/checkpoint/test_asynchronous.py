@@ -193,8 +193,7 @@ def _fill(small: Path) -> None:
     from autopar.runtime.checkpoint.entry import load_checkpoint
     from autopar.runtime.checkpoint.held import held_by_plain
     from autopar.runtime.checkpoint.rounds import Rounds
-    from autopar.runtime.checkpoint.saving import PendingSave, collect, write
-    from autopar.runtime.checkpoint.staging import HostCopies
+    from autopar.runtime.checkpoint.saving import HostCopies, PendingSave, collect, write
 
     model = torch.nn.Linear(60, 60)
     held, rounds, copies = held_by_plain(model), Rounds(None, str), HostCopies()

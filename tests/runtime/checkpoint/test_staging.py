@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from autopar.runtime.checkpoint.staging import HostCopies, yield_to_others
+from autopar.runtime.checkpoint.saving import HostCopies, yield_to_others
 
 
 def test_memory_is_kept() -> None:

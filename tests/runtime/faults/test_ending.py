@@ -80,7 +80,7 @@ def go_on(patience_seconds: float) -> tuple[bool, bool]:
     heartbeat.stop_with(owner)
     sys.excepthook(ValueError, ValueError("printed"), None)
     heartbeat._set_problem("rank 1 failed")
-    heartbeat.told = True
+    heartbeat.is_public = True
     del owner
     time.sleep(1.5 * patience_seconds)
     return heartbeat.judge.is_alive(), ending.is_late()

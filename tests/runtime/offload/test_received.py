@@ -7,7 +7,7 @@ import gc
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopar.runtime.pipeline.received import InputGradient, received_tensor
+from autopar.runtime.pipeline.executor import InputGradient, received_tensor
 
 
 def test_the_gradient_is_that_of_a_leaf() -> None:

@@ -17,7 +17,7 @@ from autopar.runtime.comm.conversions import local_shard
 from autopar.runtime.errors import CheckpointProblem
 from autopar.runtime.pretrained import stacked
 from autopar.runtime.pretrained.conversions import hub_tensors, transforms_of
-from autopar.runtime.pretrained.source import pretrained_source
+from autopar.runtime.pretrained.load import pretrained_source
 
 SMALL = dict(
     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=32, max_position_embeddings=32,

@@ -14,7 +14,7 @@ from autopar.ir.dims import size_at as size_at
 from autopar.ir.graph import DType, Node, Ref, Symbol
 from autopar.ir.placement import Partial, Placement, Placements, Replicate, Shard, local_parts
 from autopar.rules.localize import localize_args
-from autopar.runtime.ops.constants import unpacked
+from autopar.runtime.ops.functions import unpacked
 from support.oracles import dense_attention, experts_by_loop
 
 Coordinates = tuple[int, ...]

@@ -66,7 +66,7 @@ class CtcLosses(TorchFunctionMode):
         self, log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
         reduction: str = "mean", zero_infinity: bool = False,
     ) -> Tensor:  # fmt: skip
-        """What ``F.ctc_loss`` gives."""
+        """Return the result of ``F.ctc_loss``."""
         single = log_probs.dim() == 2
         if targets.dim() == 1 and not single:
             targets = self.padded(targets, target_lengths)

@@ -1,4 +1,4 @@
-"""What torch's own modules ask of data, to be faster or to have a number: while a model is traced, they need not."""
+"""Questions that torch's own modules ask of data, to be faster or to have a number: while a model is traced, they need not."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def masks_are_not_read() -> Iterator[None]:
     the caller does; the mask counts in any case, and `normalize.masks` finds causal ones."""
     before = transformer._detect_is_causal_mask
 
-    def told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    def hint(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
-    transformer._detect_is_causal_mask = told
+    transformer._detect_is_causal_mask = hint
     try:
         yield
     finally:

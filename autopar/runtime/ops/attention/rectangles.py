@@ -1,4 +1,4 @@
-"""Which rectangles of a score matrix a band leaves, as few as possible: what a kernel runs on one after the other.
+"""The rectangles of a score matrix that a band leaves, as few as possible: what a kernel runs on one after the other.
 
 Rows (queries) and columns (keys) are given as *spans* of the sequence, ``((first position, length), ...)`` in the order in which
 a tensor holds them. The *band* ``(left, right)`` allows a query at position p the keys from ``p - left`` to ``p + right``; None

@@ -29,7 +29,7 @@ from .sharded import Window, attention_rows, band_of, four_dims, scale_of
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """What every rank of the axis knows: parts of `queries` and `keys` positions, the band, and whether it is zigzag."""
+    """The facts that every rank of the axis has: parts of `queries` and `keys` positions, the band, and whether it is zigzag."""
 
     size: int
     coordinate: int

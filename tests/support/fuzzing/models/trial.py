@@ -24,7 +24,7 @@ from autopar.program.build import program_text
 from autopar.solve.search import search
 from autopar.solve.space.force import parse_force
 from autopar.solve.space.options import SearchOptions
-from autopar.verification.draws import Draw, GiveDraws, RecordDraws, match_draws, with_given_draws
+from autopar.verification.draws import Draw, GiveDraws, RecordDraws, match_draws, with_draws
 from support.fuzzing.models.on_ranks import Case, Steps, two_steps
 from support.fuzzing.models.writer import Unfit, Written, model_of, write_model
 from support.harness.end_to_end import sharding_wins
@@ -115,7 +115,7 @@ def _prepare(trial: Trial, folder: str, draw: Random, free: bool) -> None:
     trial.stage = "draws"
     given = {}
     if draws:
-        graph, candidate, given = with_given_draws(graph, candidate, match_draws(graph, draws))
+        graph, candidate, given = with_draws(graph, candidate, match_draws(graph, draws))
     trial.stage = "program"
     text = program_text(graph, candidate)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -35,12 +35,12 @@ is_contiguous storage_offset element_size _is_view item tolist
 _PURE_NAMES = frozenset(_PURE.split())
 
 
-class KnownValues(TorchFunctionMode):
+class ConcreteValues(TorchFunctionMode):
     """While active, reads of tensors with known values give them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: Any = WeakIdKeyDictionary()
+        self._values: Any = WeakIdKeyDictionary()
         self.more_at_fixed_sizes = False
         """Whether more were known if no size were a symbol."""
 
@@ -50,24 +50,24 @@ class KnownValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # the branches of torch.cond
             return func(*args, **kwargs)
-        if func not in _MADE and not self._known:
+        if func not in _MADE and not self._values:
             return func(*args, **kwargs)
-        if func in _READ and args[0] in self._known:
+        if func in _READ and args[0] in self._values:
             with _disable_current_modes():
-                return func(self._known[args[0]], *args[1:], **kwargs)
+                return func(self._values[args[0]], *args[1:], **kwargs)
         leaves = [each for leaf in tree_leaves((args, kwargs)) for each in (leaf if isinstance(leaf, torch.Size) else (leaf,))]
         found = self._compute(func, args, kwargs, leaves)
         out = func(*args, **kwargs)
         if found is not None:
             for made, real in zip(_tensors(out), _tensors(found), strict=True):
                 if made.shape == real.shape:
-                    self._known[made] = real
+                    self._values[made] = real
         elif not _only_computes(func):
             self._forget(leaves)
         return out
 
     def _compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: list[Any]) -> Any:
-        """What `func` gives of known values; None where they are not known."""
+        """Return the result of `func` on known values; None where they are not known."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         sizes = [*leaves, *(size for tensor in tensors for size in tensor.shape)] if func in _MADE else leaves
         if any(isinstance(leaf, (SymInt, SymFloat, SymBool)) for leaf in sizes):
@@ -75,8 +75,8 @@ class KnownValues(TorchFunctionMode):
             return None
         if func in _MADE:  # of `like` tensors the shape and dtype count
             pick = self._shape_only
-        elif _only_computes(func) and tensors and all(tensor in self._known for tensor in tensors):
-            pick = self._known.__getitem__
+        elif _only_computes(func) and tensors and all(tensor in self._values for tensor in tensors):
+            pick = self._values.__getitem__
         else:
             return None
         options = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
@@ -91,15 +91,17 @@ class KnownValues(TorchFunctionMode):
         return real if small and _tensors(real) else None
 
     def _shape_only(self, tensor: Tensor) -> Tensor:
-        return self._known[tensor] if tensor in self._known else torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
+        return self._values[tensor] if tensor in self._values else torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
 
     def _forget(self, leaves: list[Any]) -> None:
-        """What may be written into is not known any longer, nor what shares its memory."""
+        """Forget the values of what may be written into, and of what shares its memory."""
         written = {
-            self._known[leaf].untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._known
+            self._values[leaf].untyped_storage().data_ptr()
+            for leaf in leaves
+            if isinstance(leaf, Tensor) and leaf in self._values
         }
-        for tensor in [each for each, real in self._known.items() if real.untyped_storage().data_ptr() in written]:
-            del self._known[tensor]
+        for tensor in [each for each, real in self._values.items() if real.untyped_storage().data_ptr() in written]:
+            del self._values[tensor]
 
 
 def _only_computes(func: Callable[..., Any]) -> bool:
