@@ -21,8 +21,8 @@ from autopar.ir.dims import Dim
 from autopar.ir.graph import DType, Node, leaves
 from autopar.ir.plan_file.names import DTYPES
 from autopar.ir.regions import REGION_OPS, inner_nodes
+from autopar.operations.table import operation
 from autopar.passes.readable_names import RESERVED
-from autopar.program.operations import FACTORIES
 from autopar.runtime.errors import one_line
 
 USED = RESERVED - set(dir(builtins)) | {"super", "zip", "range"}
@@ -117,7 +117,7 @@ def registered_name(op: str) -> str:
 
 @cache
 def _is_torch_operation(op: str, makes: bool = False) -> bool:
-    """With `makes` it may also be one of `FACTORIES`."""
+    """With `makes` it may also be a factory."""
     namespace, name, *overload = op.split(".")
     if namespace in TORCH_ONLY or len(overload) > 1:
         return False
@@ -127,5 +127,5 @@ def _is_torch_operation(op: str, makes: bool = False) -> bool:
         return False
     if not isinstance(schema, torch.FunctionSchema):
         return False
-    tensors = any("Tensor" in str(argument.type) for argument in schema.arguments) or (makes and name in FACTORIES.split())
+    tensors = any("Tensor" in str(argument.type) for argument in schema.arguments) or (makes and operation(op).factory)
     return tensors and not schema.is_mutable and any("Tensor" in str(each.type) for each in schema.returns)

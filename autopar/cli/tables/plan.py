@@ -16,6 +16,7 @@ from autopar.ir.placement import Shard, local_shape
 from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.document import Baseline
 from autopar.ir.plan_file.plan_file import Plan
+from autopar.operations.table import operation
 from autopar.schedules.placement import chunks_of_stages
 
 
@@ -66,7 +67,6 @@ def _sizes(plan: Plan, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
         yield name, value_bytes(replace(value, shape=local_shape(micro_batch_shape, at, candidate.mesh.sizes)), 1)
 
 
-OPERATION = "ap.moe_experts"
 
 
 def expert_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -77,7 +77,7 @@ def expert_rows(plan: Plan) -> list[tuple[str, str]]:
         for block in plan.graph.blocks
         for sizes in [{name: value.shape for name, value in block.values().items()}]
         for node in block.nodes
-        if node.op == OPERATION
+        if operation(node.op).experts
     ]
 
 
