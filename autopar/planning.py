@@ -21,6 +21,7 @@ from autopar.errors import BatchError, CaptureError, ClusterError, UnsupportedOp
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file.plan_file import Plan
+from autopar.operations.control_flow import OPAQUE
 from autopar.options import PlanOptions
 from autopar.precision import PrecisionLike, compute_dtype_of, precision_of, with_float8
 from autopar.rules.expand import missing_rules
@@ -283,7 +284,7 @@ def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[s
 
 def _unruled(graph: Graph, registry: Registry, strict: bool) -> tuple[str, ...]:
     """Operations without a sharding rule, which are computed on every rank: a warning, or UnsupportedOp when `strict`."""
-    nodes = {node.op: node for block in graph.blocks for node in missing_rules(block, registry) if node.op != "ap.opaque"}
+    nodes = {node.op: node for block in graph.blocks for node in missing_rules(block, registry) if node.op != OPAQUE}
     if not nodes:
         return ()
     said = ", ".join(f"{op} ({node.source or node.module or 'no source'})" for op, node in sorted(nodes.items()))

@@ -14,9 +14,8 @@ from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.placement import Placement, Placements
 from autopar.ir.plan import BlockPlan, Precision
 from autopar.ir.text import format_block
+from autopar.operations.communication import CONVERT
 from autopar.rules.conversions import AxisConversion, axis_conversion
-
-CONVERT, CONVERT_MANY, START, WAIT = "ap.convert", "ap.convert_many", "ap.start", "ap.wait"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from autopar.ir.dims import numel
 from autopar.ir.graph import Node, Ref, Value
-from autopar.passes.base import CONVERT, CONVERT_MANY, BlockState, Context, conversion_of, producer_indices, text_kwarg
+from autopar.operations.communication import CONVERT, CONVERT_MANY
+from autopar.passes.base import BlockState, Context, conversion_of, producer_indices, text_kwarg
 
 
 @dataclass(slots=True)

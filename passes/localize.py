@@ -15,15 +15,15 @@ After (sizes are local, ``B`` is the micro-batch of one data-parallel rank)::
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Arg, Node, Value, draws_masks
+from autopar.ir.graph import Node, Value, draws_masks
 from autopar.ir.placement import Placements, Shard, local_shape
 from autopar.ir.plan import NodePlan
-from autopar.operations.space import FUNCTIONS as SPACE_FUNCTIONS
-from autopar.passes.base import CONVERT, BlockState, Context
+from autopar.operations.communication import CONVERT
+from autopar.operations.table import operation
+from autopar.passes.base import BlockState, Context
 from autopar.rules.localize import localize_args, scale_batch
 from autopar.rules.uneven_shards import require_whole_examples, with_uneven_sizes
 
@@ -37,51 +37,28 @@ def localize_value(value: Value, placements: Placements, context: Context) -> Va
         raise PlanError(f"{value.name} cannot be sharded {' '.join(map(str, placements))}: {error}") from None
 
 
-def _embedding(node: Node, axis: str) -> Node:
-    weight, ids, *rest = node.args
-    padding = rest[0] if rest else dict(node.kwargs).get("padding_idx", -1)
-    found = padding if isinstance(padding, int) and padding >= 0 else None
-    kwargs: tuple[tuple[str, Arg], ...] = (("axis", axis), ("padding_idx", found))
-    return replace(node, op="ap.embedding_sharded", args=(ids, weight), kwargs=kwargs)
-
-
 def _by_axis(node: Node, axis: str) -> Node:
     return replace(node, kwargs=(*node.kwargs, ("axis", axis)))
 
 
-SPACE = 99
-"""Any dimension of an image ``[n, c, ...]`` but its first two; the call names it."""
-
-FUNCTIONS: dict[str, tuple[int, int, Callable[[Node, str], Node]]] = {
-    "ap.embedding_sharded": (0, 0, _embedding),
-    "ap.cross_entropy_sharded": (0, -1, _by_axis),
-    "ap.moe_experts_owned": (3, 0, _by_axis),
-    "ap.moe_experts_dispatched": (3, 0, _by_axis),
-    "ap.attention_ring": (0, -2, _by_axis),
-    "ap.attention_rows": (0, -2, _by_axis),
-    "ap.attention_heads": (0, -3, _by_axis),
-    **dict.fromkeys((each.name for found in SPACE_FUNCTIONS.values() for each in found), (0, SPACE, _by_axis)),
-}
-"""By function: the operand and the dimension of it that are sharded on its mesh axis, and how its arguments are written."""
-
-
 def _function(node: Node, plan: NodePlan, ranks: tuple[int, ...], context: Context) -> Node:
     """The node as a call of the plan's function, on the mesh axis that shards the operand which that function names."""
-    operand, dim, write = FUNCTIONS.get(plan.function, (0, -1, _by_axis))
+    function = operation(node.op).function(plan.function)
+    operand, dim = function.at
     rank, placements = ranks[operand], plan.operands[operand]
     axes = {
         name: where.dim % rank
         for name, where, size in zip(context.mesh.names, placements, context.mesh.sizes, strict=True)
-        if isinstance(where, Shard) and size > 1 and (where.dim % rank > 1 if dim == SPACE else where.dim % rank == dim % rank)
+        if isinstance(where, Shard) and size > 1 and (where.dim % rank > 1 if dim is None else where.dim % rank == dim % rank)
     }
     if not axes:
         return node
     if len(axes) > 1:
         raise PlanError(f"{node.name}: {plan.function} runs on one axis, not on {' and '.join(axes)}; plan the model again")
     ((axis, sharded),) = axes.items()
-    if dim == SPACE:
+    if dim is None:
         node = replace(node, kwargs=(*node.kwargs, ("dim", sharded)))
-    return write(replace(node, op=plan.function), axis)
+    return replace((function.rewrite or _by_axis)(node, axis), op=plan.function)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Node
 from autopar.ir.partition_saved import chosen_tensors
 from autopar.ir.placement import Placements
-from autopar.passes.base import CONVERT, BlockState, Context, only_gradient_changes
+from autopar.operations.communication import CONVERT
+from autopar.passes.base import BlockState, Context, only_gradient_changes
 
 PlacedValue = tuple[str, Placements]
 """A value of the captured block in one placement."""

@@ -38,24 +38,10 @@ from dataclasses import dataclass, field, replace
 
 from autopar.ir.graph import Node, Ref
 from autopar.ir.placement import Placements
-from autopar.passes.base import (
-    CONVERT,
-    CONVERT_MANY,
-    START,
-    WAIT,
-    BlockState,
-    Context,
-    conversion_of,
-    first_use_indices,
-    fresh_name,
-    producer_indices,
-)
-
-DISPATCHED, EXPERTS_START, EXPERTS_WAIT = "ap.moe_experts_dispatched", "ap.moe_experts_start", "ap.moe_experts_wait"
-FREE_OPS = frozenset(
-    {CONVERT, CONVERT_MANY, START, WAIT, "aten.reshape", "aten.transpose.int", "aten.unsqueeze", "aten.to.dtype"}
-)
-"""Operations without computing time that a collective could overlap with."""
+from autopar.operations.communication import CONVERT, CONVERT_MANY, START, WAIT
+from autopar.operations.experts import DISPATCHED, EXPERTS_START, EXPERTS_WAIT
+from autopar.operations.table import operation
+from autopar.passes.base import BlockState, Context, conversion_of, first_use_indices, fresh_name, producer_indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +85,8 @@ class OverlapExpertDispatch:
 
 
 def _has_work(nodes: Sequence[Node]) -> bool:
-    return any(node.op not in FREE_OPS for node in nodes)
+    """Whether a collective could overlap with something; views, conversions and casts take no computing time."""
+    return not all(operation(node.op).shares_storage or node.op in (CONVERT_MANY, START, WAIT) for node in nodes)
 
 
 @dataclass(slots=True)

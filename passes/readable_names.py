@@ -19,7 +19,9 @@ import re
 from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Block, Node, Value
-from autopar.passes.base import CONVERT, CONVERT_MANY, START, WAIT, BlockState, Context, fresh_name, with_operands
+from autopar.operations.communication import CONVERT, CONVERT_MANY, START, WAIT
+from autopar.operations.table import operation
+from autopar.passes.base import BlockState, Context, fresh_name, with_operands
 
 RESERVED = frozenset(
     {"torch", "nn", "Tensor", "F", "C", "B", "B_all", "self", "recompute", "inf", "nan", *keyword.kwlist, *dir(builtins)}
@@ -29,24 +31,6 @@ CLEARER = {
     "and": "both", "or": "either", "not": "negated",
 }  # fmt: skip
 """Instead of names that shadow builtins."""
-LAYERS = frozenset(
-    f"{op}"
-    for op in (
-        "aten.linear",
-        "ap.linear_kn",
-        "aten.layer_norm",
-        "aten.rms_norm",
-        "aten.group_norm",
-        "aten.embedding",
-        "ap.embedding_sharded",
-        "aten.convolution",
-        "aten.conv1d",
-        "aten.conv2d",
-        "aten.batch_norm",
-        "ap.dropout",
-    )
-)
-"""Operations that are the whole forward of a torch module."""
 TRAILING_NUMBER = re.compile(r"(_\d+)+$")
 
 
@@ -59,7 +43,7 @@ def identifier(text: str) -> str:
 
 def layer_name(node: Node) -> str | None:
     """The name of the module of a layer: ``q_proj``, or ``mlp_0`` where the last part is a number; None for other operations."""
-    if not node.module or ".".join(node.op.split(".")[:2]) not in LAYERS:
+    if not node.module or not operation(node.op).layer:
         return None
     parts = node.module.split(".")
     tail = parts[-2:] if parts[-1].isdigit() else parts[-1:]

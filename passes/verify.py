@@ -8,7 +8,8 @@ from autopar.ir import dims
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node, Value
 from autopar.ir.placement import Shard
-from autopar.passes.base import CONVERT, CONVERT_MANY, BlockState, Context, text_kwarg
+from autopar.operations.communication import CONVERT, CONVERT_MANY
+from autopar.passes.base import BlockState, Context, text_kwarg
 
 
 def verify(state: BlockState, context: Context, culprit: str) -> None:

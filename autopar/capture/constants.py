@@ -11,6 +11,7 @@ from base64 import b64encode
 import torch
 
 from autopar.ir.graph import Arg
+from autopar.operations.factories import ARANGE, CONSTANT, FULL, SCALAR
 
 WRITTEN_OUT = 32
 """As many numbers stand in the program as they are."""
@@ -23,20 +24,20 @@ def constant_node(tensor: torch.Tensor) -> tuple[str, tuple[Arg, ...]] | None:
     """The operation that makes this tensor, with its arguments; None where it is too large."""
     tensor = tensor.detach().cpu()
     if not tensor.dim():
-        return "aten.scalar_tensor", (tensor.item(),)
+        return SCALAR, (tensor.item(),)
     flat = tensor.flatten()
     if not flat.numel() or bool((flat == flat[0]).all()):
-        return "aten.full", (tuple(tensor.shape), flat[0].item() if flat.numel() else 0)
+        return FULL, (tuple(tensor.shape), flat[0].item() if flat.numel() else 0)
     integers = tensor.dtype in (torch.int32, torch.int64)
     if integers and tensor.dim() == 1 and len(set(tensor.diff().tolist())) == 1:
         step = int(tensor[1] - tensor[0])
-        return "aten.arange.start_step", (int(tensor[0]), int(tensor[-1]) + step, step)
+        return ARANGE, (int(tensor[0]), int(tensor[-1]) + step, step)
     shape: tuple[Arg, ...] = tuple(tensor.shape)
     if flat.numel() <= WRITTEN_OUT and (not tensor.is_floating_point() or bool(flat.isfinite().all())):
-        return "ap.constant", (shape, tuple(flat.tolist()))
+        return CONSTANT, (shape, tuple(flat.tolist()))
     packed = zlib.compress(flat.contiguous().view(torch.uint8).numpy().tobytes(), 9)
     if len(packed) > LARGEST:
         return None
     text = b64encode(packed).decode()
     pieces = tuple(text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
-    return "ap.constant", (shape, (str(tensor.dtype).removeprefix("torch."), *pieces))
+    return CONSTANT, (shape, (str(tensor.dtype).removeprefix("torch."), *pieces))

@@ -13,13 +13,13 @@ from torch import Tensor, fx
 from autopar.capture.normalize.recurrent import RECURRENT
 from autopar.errors import CaptureError
 from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
-from autopar.ir.regions import Region, region_arg
+from autopar.ir.regions import REGION_OPS, Region, region_arg
+from autopar.operations.views import RESHAPE, RESHAPES
 
-CONTROL_FLOW = {"cond": "ap.cond", "while_loop": "ap.while_loop"}
+CONTROL_FLOW = {op.removeprefix("ap."): op for op in REGION_OPS}
 """Higher-order operations of torch, and ours."""
 
 _LEFT_OUT = ("_assert", "sym_constrain", "_guards")
-_VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view")
 
 ArgOf = Callable[[Any], Arg]
 """The argument of a graph for one of an exported program."""
@@ -125,8 +125,8 @@ class _Region:
         if torch.Tag.nondeterministic_seeded in target.tags and schema not in RECURRENT:
             raise CaptureError(f"{self.title}: {schema} draws random numbers inside of a branch: draw outside, and pass them in")
         args = tuple(map(self.arg, node.args))
-        if schema in _VIEWS:
-            return "aten.reshape", (args[0], _one_open(args[1])), ()
+        if schema in RESHAPES:
+            return RESHAPE, (args[0], _one_open(args[1])), ()
         left_out = ("device", "layout", "memory_format", "pin_memory", "non_blocking")
         kwargs = tuple((key, self.arg(item)) for key, item in node.kwargs.items() if key not in left_out)
         return schema if overload == "default" else f"{schema}.{overload}", args, kwargs

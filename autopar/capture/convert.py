@@ -28,6 +28,8 @@ from autopar.capture.tracing.trace import NO_GRAD_MARK, Traced
 from autopar.errors import CaptureError
 from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
+from autopar.operations.factories import STRIDED
+from autopar.operations.views import COMPLEX_VIEW, SLICE, SPLIT
 
 _DROPPED = frozenset(("device", "layout", "memory_format", "pin_memory", "non_blocking"))
 _TENSOR_OVERLOADS = {"Tensor": "Tensor", "Scalar": "Tensor", "Tensor_Scalar": "Tensor_Tensor"}
@@ -248,7 +250,7 @@ class _Converter:
         assert made is not None
         real = Value(f"{value.name}_pair", tuple(pair.shape), str(pair.dtype).removeprefix("torch."), False)
         self.nodes.append(Node(*made, (("dtype", DType(real.dtype)),), (real,)))
-        self.nodes.append(Node("aten.view_as_complex", (Ref(real.name),), (), (value,)))
+        self.nodes.append(Node(COMPLEX_VIEW, (Ref(real.name),), (), (value,)))
 
     def call(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
@@ -266,7 +268,7 @@ class _Converter:
         tensors = result if isinstance(result, (tuple, list)) else (result,)
         if not all(isinstance(tensor, torch.Tensor) or tensor is None for tensor in tensors) or result is None:
             return  # a size: it is part of the values that use it
-        if target == "aten.split.Tensor" and not isinstance(_cut_size(node), int):
+        if target == SPLIT and not isinstance(_cut_size(node), int):
             raise BatchIsDivided(f"{source_line(node)}: how many parts split() makes depends on the batch: use chunk(n)")
         branches = is_control_flow(node.target)
         if not branches and not isinstance(node.target, torch._ops.OpOverload):
@@ -283,14 +285,14 @@ class _Converter:
         elif schema.startswith(f"{NAMESPACE}."):
             self.several[node] = self.layer(node)
             return
-        if op == "aten.as_strided":
+        if op == STRIDED:
             refuse_strides(node)
         refuse_random(op, node, source_line(node) or "the model")
         if branches:
             args = region_call(node, self.traced.program.graph_module, source_place(node), self.arg, self.made)
         else:
             args = tuple(self.arg(arg) for arg in node.args)
-        if op == "aten.slice.Tensor" and args[2:3] == (None,):  # export writes 0 or None, by whether sizes are symbols
+        if op == SLICE and args[2:3] == (None,):  # export writes 0 or None, by whether sizes are symbols
             args = (*args[:2], 0, *args[3:])
         kwargs = tuple((key, self.arg(arg)) for key, arg in node.kwargs.items() if key not in _DROPPED)
         read = results_read(node) if branches else tuple(range(len(tensors)))

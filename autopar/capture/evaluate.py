@@ -11,6 +11,7 @@ from torch import Tensor
 from autopar.capture.flat import FlatGraph
 from autopar.ir.dims import size_at as size
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol
+from autopar.operations.factories import CONSTANT
 from autopar.runtime.ops.constants import unpacked
 
 
@@ -56,7 +57,7 @@ def _constant_nodes(producers: Mapping[str, Node], name: str) -> list[Node] | No
 
 def resolve(op: str) -> Any:
     """The torch operator of ``aten.add.Tensor``."""
-    if op == "ap.constant":
+    if op == CONSTANT:
         return unpacked
     namespace, packet, *overload = op.split(".")
     found = getattr(getattr(torch.ops, namespace), packet)

@@ -10,13 +10,12 @@ from autopar.errors import CaptureError
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Block, Graph, Node, Ref
 from autopar.ir.plan_file.fingerprint import graph_fingerprint
+from autopar.operations.products import LINEAR, LINEAR_FLOAT8
+from autopar.operations.table import operation
 
-LINEAR = "ap.linear_float8_dynamic"
 MULTIPLE = 16
 """Of which the sizes of a float8 weight are multiples (torch's ``_scaled_mm``)."""
 NOTE = "float8 products"
-_PRODUCTS = ("aten.linear", "ap.linear_kn", "ap.moe_experts")
-"""Products with weights; but for the first, none is run in float8."""
 
 
 def with_float8_products(graph: Graph) -> Graph:
@@ -27,7 +26,7 @@ def with_float8_products(graph: Graph) -> Graph:
 
     def rewritten(block: Block) -> Block:
         if block.name not in layers:
-            left.extend(_said(node) for node in block.nodes if node.op in _PRODUCTS)
+            left.extend(_said(node) for node in block.nodes if _has_weight(node))
             return block
         shapes = {value.name: value.shape for value in (each.value for each in block.parameters)}
         shapes |= {value.name: value.shape for node in block.nodes for value in node.outputs}
@@ -35,7 +34,7 @@ def with_float8_products(graph: Graph) -> Graph:
 
     blocks = tuple(map(rewritten, graph.blocks))
     kept = ", ".join(dict.fromkeys(left))
-    if not any(node.op == LINEAR for block in blocks for node in block.nodes):
+    if not any(node.op == LINEAR_FLOAT8 for block in blocks for node in block.nodes):
         raise CaptureError(
             f'no product of {graph.name} can be in float8{f" (not {kept})" if kept else ""}: take precision "bf16"'
         )
@@ -45,8 +44,8 @@ def with_float8_products(graph: Graph) -> Graph:
 
 
 def _node(node: Node, shapes: Mapping[str, Shape], left: list[str]) -> Node:
-    if node.op != "aten.linear":
-        if node.op in _PRODUCTS:
+    if node.op != LINEAR:
+        if _has_weight(node):
             left.append(f"{_said(node)} ({node.op.partition('.')[2]})")
         return node
     weight = node.args[1]
@@ -54,7 +53,12 @@ def _node(node: Node, shapes: Mapping[str, Shape], left: list[str]) -> Node:
     if len(sizes) != 2 or any(not isinstance(size, int) or size % MULTIPLE for size in sizes):
         left.append(f"{_said(node)} (sizes {tuple(sizes)} are no multiples of {MULTIPLE})")
         return node
-    return replace(node, op=LINEAR)
+    return replace(node, op=LINEAR_FLOAT8)
+
+
+def _has_weight(node: Node) -> bool:
+    record = operation(node.op)
+    return record.linear or record.experts
 
 
 def _said(node: Node) -> str:

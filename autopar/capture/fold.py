@@ -20,16 +20,7 @@ from autopar.errors import CaptureError
 from autopar.ir.graph import Block, Call, Graph, Node, Parameter, Value
 from autopar.ir.interface import Output
 from autopar.ir.plan_file.fingerprint import graph_fingerprint
-
-_NAMED_AFTER_MODULE = (
-    "aten.linear",
-    "ap.linear_kn",
-    "aten.layer_norm",
-    "aten.embedding",
-    "aten.conv2d",
-    "aten.conv1d",
-    "aten.convolution",
-)
+from autopar.operations.table import operation, operations
 
 
 def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
@@ -222,7 +213,11 @@ def canonical_node(node: Node, names: dict[str, str], claim: object, prefix: str
     module = relative(node.module, prefix)
     leaf = next((part for part in reversed(module.split(".")) if part and not part.isdigit()), "")
     stem = node.op.split(".")[1].lstrip("_")
-    stem = leaf if node.op in _NAMED_AFTER_MODULE and leaf else {"scaled_dot_product_attention": "attention"}.get(stem, stem)
+    record = operations().get(node.op)  # of this overload: names stand in saved plans
+    if leaf and record is not None and record.named_after_module:
+        stem = leaf
+    elif operation(node.op).attention:
+        stem = "attention"
     outputs = tuple(replace(value, name=claim(value.name, stem)) for value in node.outputs)
     return replace(read, outputs=outputs, module=module)
 

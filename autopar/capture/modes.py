@@ -15,6 +15,8 @@ from autopar.capture import capture
 from autopar.capture.flat import rename_operands
 from autopar.errors import AutoparError
 from autopar.ir.graph import Block, Graph
+from autopar.operations.attention import ATTENTION
+from autopar.operations.factories import DROPOUT
 
 
 @dataclass(eq=False)
@@ -74,10 +76,10 @@ def _block_without_dropout(block: Block) -> Block:
     nodes = []
     for node in block.nodes:
         node = rename_operands(node, names)
-        if node.op == "ap.dropout":
+        if node.op == DROPOUT:
             names[node.name] = node.operands()[0]
             continue
-        if node.op == "aten.scaled_dot_product_attention":
+        if node.op == ATTENTION:
             args = tuple(0.0 if index == 4 else arg for index, arg in enumerate(node.args))
             node = replace(node, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in node.kwargs))
         nodes.append(node)

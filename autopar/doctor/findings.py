@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from autopar.capture.layers import CONTAINERS
 from autopar.ir.graph import Graph, Node
 from autopar.ir.micro_batching import FIXED_AT, why_one_graph
+from autopar.operations.control_flow import OPAQUE
+from autopar.operations.factories import CONSTANT
+from autopar.operations.products import EINSUM
+from autopar.operations.table import operation
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry
 
 KINDS = ("refused", "replicated", "fixed", "slow")
 """From the one that forbids a plan to those that make it slow."""
 
-_PRODUCTS = ("aten.linear", "ap.linear_kn", "aten.mm", "aten.bmm", "aten.matmul", "aten.addmm", "aten.baddbmm", "aten.einsum")
-_PRODUCTS_TOO = ("aten.conv", "aten.scaled_dot_product_attention", "ap.attention")
 _LEAST_LAYERS = 3
 
 
@@ -46,7 +48,7 @@ def replicated(graph: Graph, registry: Registry) -> Iterator[Finding]:
     """Operations without a sharding rule: every rank computes them whole."""
     for block in graph.blocks:
         for node in missing_rules(block, registry):
-            if node.op == "ap.opaque":
+            if node.op == OPAQUE:
                 yield Finding(
                     "replicated", f"the module {node.args[1]} is opaque: every rank computes it whole",
                     place(graph, block.name, node), "batchwise=True, where examples do not depend on each other",
@@ -88,7 +90,7 @@ def constants(graph: Graph) -> Iterator[Finding]:
     """Tensors with values that are neither parameter nor buffer: they stand in the program, and train and move with nothing."""
     for block in graph.blocks:
         for node in block.nodes:
-            if node.op == "ap.constant":
+            if node.op == CONSTANT:
                 shape = " x ".join(map(str, node.outputs[0].shape)) or "a scalar"
                 yield Finding(
                     "fixed", f"a tensor of {shape} is neither parameter nor buffer: its values are those of now",
@@ -103,7 +105,7 @@ def slow(graph: Graph, compute: str) -> Iterator[Finding]:
         return
     for block in graph.blocks:
         for node in block.nodes:
-            product = node.op.startswith(_PRODUCTS_TOO) or node.op in _PRODUCTS
+            product = operation(node.op).flops is not None or node.op == EINSUM
             if product and node.outputs[0].dtype in ("float32", "float64"):
                 yield Finding(
                     "slow", f"{node.op} runs in {node.outputs[0].dtype} under bf16", place(graph, block.name, node),

@@ -1,4 +1,5 @@
-"""The operations of a graph, a file a family: what each is, and how it may be sharded.
+"""The operations of a graph, a file a family: how each may be sharded, what it costs, and how the program writes it.
 
-Start with `table`; `notation` has the language of sharding rules. Every other room asks here what an operation is. Imports `ir`.
+Start with `table`. To add an operation, write its record (`operation.Operation`) in the file of its family, and an example for
+`tests/rules`. `notation` has the language of rules and of spellings. All other rooms ask here what an operation is. Imports `ir`.
 """

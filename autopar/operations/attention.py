@@ -1,4 +1,4 @@
-"""The rule of attention, and the named functions for a sharded sequence (ring attention) and for fewer key heads than ranks.
+"""Attention in one kernel, and its named functions for a sharded sequence (ring attention) and for fewer key heads than ranks.
 
 Arguments are (q, k, v, mask?, dropout_p, is_causal) and ``scale enable_gqa window``. Attention is *banded* where it is causal or
 has a window: then a shard of the queries must know its position.
@@ -6,11 +6,17 @@ has a window: then a shard of the queries must know its position.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.operations.notation.rule import DerivedLine, NamedFunction, OperationCollective, argument
+from autopar.operations.notation.spelling import OperationCall, Spelling, function
+from autopar.operations.operation import Operation, Sizes
 
-OPERATIONS = ("aten.scaled_dot_product_attention", "ap.attention")
+ATTENTION, PUBLISHED_CONTEXT = "aten.scaled_dot_product_attention", "ap.context_attention"
+ATTENTION_WITH_WEIGHTS = "aten._scaled_dot_product_attention_math"
 NARROW = 8
 """A window below this fraction of the sequence is assumed to reach no further than the neighbour's shard."""
 
@@ -137,12 +143,91 @@ def ring_imbalance(node: Node, shapes: tuple[Shape, ...], ranks: int) -> float:
     return 1.0 if halves and is_mirrored(node, shapes) else last_rank_imbalance(node, shapes, ranks)
 
 
+def context_attention_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCollective, ...]:
+    """All-gathers keys and values of the whole sequence for every chunk, and reduce-scatters their gradients in the backward."""
+    dtype, parts = node.outputs[0].dtype, int(dict(node.kwargs)["parts"])  # type: ignore[arg-type]
+    both = (2, *shapes[1])
+    return OperationCollective("all_gather", both, dtype, group=parts), OperationCollective(
+        "reduce_scatter", both, dtype, True, parts
+    )
+
+
+def attention_flops(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
+    """Two products, scores and values: ``2 b n s t (d + e)``; causal: half of them (FlashAttention-2, arXiv 2307.08691); with a
+    window those pairs of positions that it allows.
+
+    Chunks of a sequence (``ap.context_attention``) see all `parts` chunks; equal work for each, as with mirrored pairs of chunks.
+    Tokens of a packed sequence see those of their sample alone, of `packed` tokens.
+    """
+    q, k, v = a[:3]
+    if packed := packed_tokens(node):
+        return float(prod(q[:-1]) * min(packed, k[-2]) * (q[-1] + v[-1]))
+    keys = k[-2] * int(argument(node, 99, "parts", 1))  # type: ignore[arg-type]
+    causal = argument(node, 5, "is_causal", False) is True
+    window = argument(node, 99, "window")
+    if window is not None:
+        assert isinstance(window, tuple)
+        left, right = window[0], 0 if causal else window[1]
+        assert isinstance(left, int) and isinstance(right, int)
+        return float(2 * prod(q[:-2]) * _pairs(q[-2], keys, left, right) * (q[-1] + v[-1]))
+    return float(2 * prod(q[:-1]) * keys * (q[-1] + v[-1])) * (0.5 if causal else 1.0)
+
+
+def packed_tokens(node: Node) -> int:
+    """Tokens of a sample where causal attention is within the samples of a packed sequence (published fine-tuning); else 0."""
+    return int(argument(node, 99, "packed", 0))  # type: ignore[arg-type]
+
+
+def _pairs(queries: int, keys: int, left: int, right: int) -> int:
+    """How many pairs (i, j) of a query and a key have ``-left <= j - i <= right``; -1 is without end."""
+
+    def up_to(distance: int) -> int:
+        """Pairs with ``j - i <= distance``: the sum over i of ``i + distance + 1``, between 0 and the number of keys."""
+
+        def total(last: int) -> int:
+            inside = max(0, min(last, keys))
+            return inside * (inside + 1) // 2 + max(0, last - keys) * keys
+
+        return total(queries + distance) - total(distance)
+
+    return (queries * keys if right < 0 else up_to(right)) - (up_to(-left - 1) if left >= 0 else 0)
+
+
+def _expression(call: OperationCall) -> str:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    q, k, v = (given.pop(name) for name in names[:3])
+    axes = given.pop("sharded_axes", None)
+    defaults = {"attn_mask": "None", "dropout_p": "0.0", "is_causal": "False", "scale": "None", "enable_gqa": "False"}
+    shown = [f"{name}={text}" for name, text in given.items() if defaults.get(name) != text]
+    if axes is not None:
+        return f"C.attention_dropout({', '.join([q, k, v, 'self.training', 'self.mesh', axes, *shown])})"
+    return f"F.scaled_dot_product_attention({', '.join([q, k, v, *shown])})"
+
+
 FUNCTIONS = (
     NamedFunction(
-        "s", "ap.attention_ring", None, ring_collectives, also=("t",), applies=_alike, exclusive=True, imbalance=ring_imbalance
+        "s", "ap.attention_ring", None, ring_collectives, also=("t",), applies=_alike, exclusive=True, imbalance=ring_imbalance,
+        at=(0, -2),
     ),
-    NamedFunction("s", "ap.attention_rows", line=attention_rule, applies=_rows, exclusive=True, imbalance=last_rank_imbalance),
-    NamedFunction("h", "ap.attention_heads", line=single_heads_rule, applies=_heads, exclusive=True),
-)
+    NamedFunction(
+        "s", "ap.attention_rows", line=attention_rule, applies=_rows, exclusive=True, imbalance=last_rank_imbalance, at=(0, -2)
+    ),
+    NamedFunction("h", "ap.attention_heads", line=single_heads_rule, applies=_heads, exclusive=True, at=(0, -3)),
+)  # fmt: skip
 """Ring attention (queries and keys sharded by sequence); queries sharded by sequence, with all keys on every rank; query heads
 sharded where the key heads do not divide."""
+
+OPERATIONS = (
+    Operation(
+        ATTENTION, attention_rule, functions=FUNCTIONS, flops=attention_flops, attention=True,
+        spelling=Spelling(_expression, ("F.{}", "C.attention_dropout")),
+    ),
+    Operation("ap.attention", attention_rule, functions=FUNCTIONS, flops=attention_flops, attention=True,
+              float32_sums=True, spelling=function("C")),
+    # rows of the batch are consecutive chunks of a sequence, and each needs the keys and values of all
+    Operation(
+        PUBLISHED_CONTEXT, attention_rule, flops=attention_flops, attention=True, published=True,
+        functions=(NamedFunction("batch0", "ap.context_attention_gathered", None, context_attention_collectives),),
+    ),
+)  # fmt: skip

@@ -1,16 +1,24 @@
-"""Rules of view-like operations, whose line follows from the shapes of operands and results."""
+"""Operations that only move elements: views, whose line follows from the shapes of operands and results, and copies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.operations.notation.common_factors import common_factors
-from autopar.operations.notation.line_text import dim_argument, dims_argument, fixed, letter, line_text
+from autopar.operations.notation.line_text import dim_argument, dims_argument, fixed, leading_dims, letter, line_text
 from autopar.operations.notation.rule import DerivedLine, argument
-from autopar.operations.pointwise import elementwise_rule
+from autopar.operations.notation.spelling import OperationCall, Spelling, function, method, operand, sizes_method
+from autopar.operations.operation import Operation, several
+from autopar.operations.pointwise import FIRST, elementwise_rule
+
+RESHAPE, SLICE, SPLIT, COMPLEX_VIEW = "aten.reshape", "aten.slice.Tensor", "aten.split.Tensor", "aten.view_as_complex"
+RESHAPES = (RESHAPE, "aten.view", "aten._unsafe_view")
+SLICE_END = 2**62
+"""Above it, the end of a slice is none."""
 
 
 def reshape_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
@@ -48,11 +56,6 @@ def squeeze_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     left = [letter(i) if size != 1 else "1" for i, size in enumerate(shapes[0])]
     remaining = iter([term for term in left if term != "1"])
     return DerivedLine(line_text([left], [["1" if size == 1 else next(remaining) for size in node.outputs[0].shape]]))
-
-
-def expand_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
-    """``aten.expand``: new and grown dimensions are factors of the result only."""
-    return elementwise_rule(node, shapes)
 
 
 def split_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
@@ -134,3 +137,107 @@ def stack_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     result = [letter(i) for i in range(rank)]
     result.insert(dim_argument(node, 1, rank + 1), str(len(shapes)))
     return DerivedLine(line_text([[letter(i) for i in range(rank)]] * len(shapes), [result]))
+
+
+def pair_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``view_as_complex view_as_real``: the pair is never sharded."""
+    names = [letter(i) for i in range(min(len(shapes[0]), len(node.outputs[0].shape)))]
+    sides = [names, [*names, fixed(2)]]
+    left, right = sides if len(shapes[0]) == len(names) else sides[::-1]
+    return DerivedLine(line_text([left], [right]))
+
+
+def diagonal_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``aten.diagonal(x, offset, dim1, dim2)``: the other dimensions."""
+    rank = len(shapes[0])
+    given = [int(argument(node, at, name, default)) % rank for at, name, default in ((2, "dim1", 0), (3, "dim2", 1))]  # type: ignore[arg-type]
+    names = [letter(i) if i not in given else fixed(size) for i, size in enumerate(shapes[0])]
+    kept = [letter(i) for i in range(rank) if i not in given]
+    return DerivedLine(line_text([names], [[*kept, fixed(node.outputs[0].shape[-1])]]))
+
+
+def windows_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``aten.unfold(x, dim, size, step)``: all but the unfolded dimension; the window is a further one."""
+    rank, result = len(shapes[0]), node.outputs[0].shape
+    dim = dim_argument(node, 1, rank)
+    names = [letter(i) if i != dim else fixed(size) for i, size in enumerate(shapes[0])]
+    windows = [letter(i) if i != dim else fixed(result[dim]) for i in range(rank)]
+    return DerivedLine(line_text([names], [[*windows, fixed(result[-1])]]))
+
+
+def whole_dims_rule(position: int, node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``aten.flip(x, dims)``, ``aten.roll(x, shifts, dims)``: all but the dimensions that argument `position` names."""
+    dims = dims_argument(node, position, "dims", len(shapes[0]))
+    terms = [fixed(size) if i in dims else letter(i) for i, size in enumerate(shapes[0])]
+    return DerivedLine(line_text([terms], [terms]))
+
+
+def pad_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``constant_pad_nd pad``: all but the padded dimensions."""
+    amounts = node.args[1]
+    assert isinstance(amounts, tuple)
+    rank = len(shapes[0])
+    padded = {rank - 1 - index // 2 for index, amount in enumerate(amounts) if amount != 0}
+    left, right = (
+        [letter(i) if i not in padded else fixed(size) for i, size in enumerate(shape)]
+        for shape in (shapes[0], node.outputs[0].shape)
+    )
+    return DerivedLine(line_text([left], [right]))
+
+
+def _subscript(dim: int, index: str) -> str:
+    return f"[{', '.join([':'] * dim + [index])}]" if dim >= 0 else f"[..., {', '.join([index] + [':'] * (-dim - 1))}]"
+
+
+def _slice_expression(call: OperationCall) -> str | None:
+    args = call.node.args
+    dim = args[1] if len(args) > 1 else 0
+    if call.kwargs or not isinstance(dim, int):
+        return None
+    start = call.args[2] if call.has(2) and args[2] != 0 else ""
+    end = args[3] if len(args) > 3 else None
+    stop = "" if end is None or (isinstance(end, int) and not isinstance(end, bool) and end > SLICE_END) else call.args[3]
+    step = f":{call.args[4]}" if call.has(4) and args[4] != 1 else ""
+    return f"{operand(call.args[0])}{_subscript(dim, f'{start}:{stop}{step}')}"
+
+
+def _select_expression(call: OperationCall) -> str | None:
+    dim = call.node.args[1]
+    return None if call.kwargs or not isinstance(dim, int) else f"{operand(call.args[0])}{_subscript(dim, call.args[2])}"
+
+
+OPERATIONS = (
+    Operation(RESHAPE, reshape_rule, FIRST, view=True, sizes_at=1, spelling=sizes_method()),
+    Operation("aten.permute", permute_rule, FIRST, view=True, spelling=sizes_method()),
+    *several(Operation("aten", permute_rule, FIRST, view=True, spelling=method()), "transpose t"),
+    *several(Operation("aten", squeeze_rule, FIRST, view=True, spelling=method()), "unsqueeze squeeze"),
+    Operation("aten.expand", elementwise_rule, FIRST, view=True, slices=True, sizes_at=1, spelling=sizes_method()),
+    Operation("aten.slice", split_rule, FIRST, view=True, slices=True, spelling=Spelling(_slice_expression, ("[]",))),
+    Operation("aten.select", select_rule, FIRST, view=True, slices=True, spelling=Spelling(_select_expression, ("[]",))),
+    *several(
+        Operation("aten", split_rule, FIRST, view=True, slices=True, gives_tuple=True, spelling=method()),
+        "split split_with_sizes chunk",
+    ),
+    Operation("aten.unbind", select_rule, FIRST, view=True, slices=True, gives_tuple=True, spelling=method()),
+    Operation("aten.narrow", view=True, slices=True, spelling=method()),
+    Operation("aten.detach", elementwise_rule, view=True, spelling=method()),
+    Operation("aten.alias", elementwise_rule, FIRST, view=True),
+    *several(Operation("aten", view=True, spelling=method()), "expand_as flatten unflatten"),
+    *several(Operation("aten", view=True), "view _unsafe_view numpy_T view_as swapaxes movedim tensor_split"),
+    *several(Operation("aten", pair_rule), "view_as_complex view_as_real"),
+    Operation("aten.diagonal", diagonal_rule),
+    Operation("aten.unfold", windows_rule),
+    Operation("aten.cat", concatenate_rule, ("all",), spelling=function("torch")),
+    Operation("aten.stack", stack_rule, ("all",), spelling=function("torch")),
+    Operation("aten.repeat", repeat_rule, spelling=sizes_method()),
+    Operation("aten.repeat_interleave", repeat_interleave_rule, spelling=method()),
+    Operation("aten.flip", partial(whole_dims_rule, 1), spelling=method()),
+    Operation("aten.roll", partial(whole_dims_rule, 2), spelling=method()),
+    Operation("aten.pad", pad_rule, spelling=function("F")),
+    Operation("aten.constant_pad_nd", pad_rule),
+    *several(
+        Operation("aten", pad_rule),
+        "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d",
+    ),
+    *several(Operation("aten", partial(leading_dims, -2), spelling=method()), "tril triu"),
+)

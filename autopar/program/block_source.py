@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from autopar.ir import dims
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Arg, Block, Node, Symbol, draws_masks
 from autopar.ir.placement import parse_placement
+from autopar.operations.factories import RANDOM
+from autopar.operations.table import operation
 from autopar.passes.lowered import Lowered, LoweredBlock, StoredParameter
 from autopar.program.expressions import WHOLE_BATCH, expression, recomputed_expression
 from autopar.program.names import attribute_of, class_names
@@ -22,14 +25,8 @@ MAX_CODE_WIDTH = 110
 RECOMPUTE = (
     f"{'with Recompute(self.mesh.host_memory) as recompute:':<{COMMENT_COLUMN - 8}}  # the backward recomputes what runs by it"
 )
-SPLIT_BACKWARD_PRODUCTS = {
-    "aten.linear": ("F.linear", "self.split_backward.linear"),
-    "ap.linear_kn": ("C.linear_kn", "self.split_backward.linear_kn"),
-}
-"""Matrix products, as they are written without and with a split backward (input gradient, then weight gradient)."""
 BATCH_SIZES = {dims.BATCH: "self.mesh.own_examples", WHOLE_BATCH: "self.mesh.all_examples"}
 """Where data ranks have uneven shards of the batch: the examples of one, and of all."""
-TUPLE_OPS = ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "ap.convert_many")
 COLLECTIVE_NAMES = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -48,7 +45,7 @@ def block_class_lines(lowered: Lowered, block: LoweredBlock) -> list[str]:
     lines += [f"{INDENT}recompute = True"] * block.recompute
     lines += [f"{INDENT}selective_recompute = True"] * block.selective
     lines += [f"{INDENT}uses_rng = True"] * (block.recompute and any(map(draws_masks, block.block.nodes)))
-    lines += [f"{INDENT}training_noise = True"] * any(node.op == "ap.random" for node in block.block.nodes)
+    lines += [f"{INDENT}training_noise = True"] * any(node.op == RANDOM for node in block.block.nodes)
     lines += [f"{INDENT}batch_statistics = True"] * bool(block.block.updates)
     lines += _spec_lines(block.specs)
     return [*lines, "", *_Forward(lowered, block).lines()]
@@ -106,7 +103,7 @@ def split_backward_nodes(block: Block) -> frozenset[str]:
         operands = node.operands()
         if operands and weights.issuperset(operands):
             weights.update(value.name for value in node.outputs)
-        elif node.op in SPLIT_BACKWARD_PRODUCTS and operands[1] in weights and not node.no_grad:
+        elif operation(node.op).splits_backward and operands[1] in weights and not node.no_grad:
             out.add(node.name)
     return frozenset(out)
 
@@ -191,12 +188,12 @@ class _Forward:
     def _statement(self, node: Node, read: set[str], split: Set[str], indent: int) -> list[str]:
         """The line of a node, with its shape, collectives and source as a comment; two lines where the code is long."""
         targets = [value.name if value.name in read else "_" for value in node.outputs]
-        trailing_comma = len(targets) == 1 and ".".join(node.op.split(".")[:2]) in TUPLE_OPS
+        trailing_comma = len(targets) == 1 and operation(node.op).gives_tuple
         recomputed = self.lowered_block.recomputes(node)
         written = recomputed_expression(node, self._name) if recomputed else expression(node, self._name)
         if node.name in split:
-            plain, deferred = SPLIT_BACKWARD_PRODUCTS[node.op]
-            written = written.replace(plain, deferred, 1)
+            name = node.op.partition(".")[2]
+            written = re.sub(rf"\b[FC]\.{name}\b", f"self.split_backward.{name}", written, count=1)
         code = f"{', '.join(targets)}{',' if trailing_comma else ''} = {written}"
         comments = [shape_comment(node.outputs[0].shape)]
         collectives = self._collectives(node)

@@ -13,13 +13,12 @@ from autopar.errors import PlanError
 from autopar.ir import dims
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Shard, parse_placement
+from autopar.operations.control_flow import OPAQUE
+from autopar.operations.table import operation
 from autopar.passes.lowered import Lowered
 from autopar.program.build import checked_text
 from autopar.program.export_folder import export_folder
 from autopar.program.templates import README, TRAIN
-
-EMBEDDINGS = ("aten.embedding", "ap.embedding_sharded")
-LOSSES = ("ap.cross_entropy_sum", "ap.cross_entropy_sharded")
 
 
 def export_program(
@@ -40,7 +39,7 @@ def export_program(
     """
     if lowered.interface is not None and not lowered.interface.has_loss:
         raise PlanError(f"{lowered.name} returns no loss, which its training script needs: return it from the model's forward")
-    whole = next((str(node.args[1]) for block in lowered.blocks for node in block.block.nodes if node.op == "ap.opaque"), "")
+    whole = next((str(node.args[1]) for block in lowered.blocks for node in block.block.nodes if node.op == OPAQUE), "")
     if whole:
         raise PlanError(
             f"{lowered.name} calls the module {whole}, which autopar.opaque left whole: an exported folder cannot hold "
@@ -109,14 +108,14 @@ def _index_bounds(lowered: Lowered) -> Iterator[tuple[str, int]]:
             operands = node.operands()
             found = set().union(*(roots.get(name, set()) for name in operands))
             roots.update((value.name, found if value.dtype.startswith(("int", "uint")) else set()) for value in node.outputs)
-            if node.op in EMBEDDINGS:
+            if operation(node.op).embedding:
                 for name in operands:
                     rows = [specs[other].shape[0] for other in operands if other in specs]
                     rows = rows or [
                         dims.size_at(values[other].shape[0], 1) for other in operands if values[other].dtype[:3] != "int"
                     ]
                     yield from ((root, rows[0]) for root in roots.get(name, set()))
-            elif node.op in LOSSES:
+            elif operation(node.op).loss:
                 axis = dict(node.kwargs).get("axis")
                 classes = values[operands[0]].shape[-1]
                 ranks = lowered.mesh.size_of(axis) if isinstance(axis, str) else 1

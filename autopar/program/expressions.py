@@ -9,7 +9,8 @@ from math import isinf, isnan
 from autopar.ir.dims import BATCH
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol
 from autopar.ir.regions import REGION_OPS, without_shapes
-from autopar.program.operations import EXPRESSION_WRITERS, INFIX, OperationCall
+from autopar.operations.notation.spelling import OPERATORS, OperationCall
+from autopar.operations.table import operation
 
 Names = Callable[[str], str]
 """From the name of a value to the expression that reads it."""
@@ -22,9 +23,6 @@ FUNCTION_CALL = re.compile(r"((?:F|C|torch(?:\.ops\.\w+)?)(?:\.\w+)+)\(((?:[^()]
 METHOD_CALL = re.compile(r"([\w.]+)\.(\w+)\((.*)\)")
 """An expression that is one method call of a named tensor: the tensor, the method and its arguments."""
 DIVISION = re.compile(r"(?<!/)/(?!/)")
-OPERATORS = {symbol: name.removeprefix("aten.").strip("_") for name, symbol in INFIX.items()} | {
-    "/": "div", "&": "bitwise_and", "|": "bitwise_or", "^": "bitwise_xor",
-}  # fmt: skip
 SYMBOLS = "|".join(map(re.escape, sorted(OPERATORS, key=len, reverse=True)))
 INFIX_EXPRESSION = re.compile(rf"([\w.]+) ({SYMBOLS}) ([\w.]+|-?[\d.]+(?:e-?\d+)?)")
 """An expression of a named tensor, an operator, and a tensor or a number."""
@@ -56,8 +54,8 @@ def expression(node: Node, names: Names) -> str:
         tuple(argument_source(arg, names) for arg in given),
         {name: argument_source(arg, names) for name, arg in node.kwargs},
     )
-    writer = EXPRESSION_WRITERS.get(node.op) or EXPRESSION_WRITERS.get(".".join(node.op.split(".")[:2]))
-    written = writer(call) if writer is not None else None
+    spelling = operation(node.op).spelling
+    written = None if spelling is None else spelling.write(call)
     return written if written is not None else aten_call(call)
 
 

@@ -8,7 +8,7 @@ from itertools import product
 
 from autopar.errors import UnsupportedOp
 from autopar.ir.dims import Dim, Shape, divisible, has_batch
-from autopar.ir.graph import Block, DType, Node, Value
+from autopar.ir.graph import Block, DType, Node, Ref, Value
 from autopar.ir.placement import Invariant, Partial, Placement, Placements, Replicate, Shard, can_shard
 from autopar.ir.plan import NodePlan
 from autopar.operations.notation.notation import FactorKind, FittedRule, parse_rule
@@ -251,18 +251,17 @@ def _invariant_operands(strategy: AxisStrategy, operands: Sequence[Value]) -> Ax
 
 
 def _may_pass(node: Node, operands: Sequence[Value]) -> bool:
-    """Whether the node is linear in Partial operands: a cast must not narrow, and ``sum + scalar`` is not linear."""
-    if any(isinstance(arg, DType) for arg in node.args):
-        source, target = operands[0].dtype, node.outputs[0].dtype
-        return _WIDTH.get(target, 0) > _WIDTH.get(source, 9) or source == target
-    if node.op in ("aten.add.Tensor", "aten.sub.Tensor"):
-        return len(operands) == 2
-    return node.op != "aten.div.Tensor" or node.operands()[:1] == (getattr(node.args[0], "name", None),)
+    """Whether sums of Partial operands stay exact: a cast must not narrow."""
+    source, target = operands[0].dtype if operands else "", node.outputs[0].dtype
+    cast = any(isinstance(arg, DType) for arg in node.args)
+    return not cast or _WIDTH.get(target, 0) > _WIDTH.get(source, 9) or source == target
 
 
 def _passing(node: Node, operands: Sequence[Value], rule: Rule, frozen: bool) -> Iterator[AxisStrategy]:
     for group in rule.linear_in:
-        chosen = range(len(operands)) if isinstance(group, str) else group
+        if group == "first" and not isinstance(node.args[0], Ref):
+            continue  # a number divided by a sum
+        chosen = {"all": tuple(range(len(operands))), "first": (0,)}[group] if isinstance(group, str) else group
         if not all(index < len(operands) and _is_sum(operands[index], frozen) for index in chosen):
             continue
         places = tuple(Partial() if index in chosen else Replicate() for index in range(len(operands)))

@@ -1,5 +1,4 @@
-"""Localizes operations: turns an operation on global shapes into the one that a rank runs on its local shards. The only file that
-knows which arguments of an operation are sizes."""
+"""Localizes operations: turns an operation on global shapes into the one that a rank runs on its local shards."""
 
 from __future__ import annotations
 
@@ -10,17 +9,8 @@ import sympy
 
 from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy
 from autopar.ir.graph import Arg, Node, Symbol
-
-_SIZES_AT = {
-    **dict.fromkeys(("reshape", "expand", "new_zeros", "new_ones", "new_full", "new_empty"), 1),
-    **dict.fromkeys(("zeros", "ones", "full", "empty"), 0),
-}
-_GROUPS_AT = {
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), 6),
-    "convolution": 8,
-    "group_norm": 1,
-}
-"""The position of the argument that is the number of groups of channels."""
+from autopar.operations.notation.rule import argument
+from autopar.operations.table import operation
 
 
 def localize_args(node: Node, result_shapes: Sequence[Shape], data_size: int = 1, parts: int = 1) -> Node:
@@ -40,8 +30,8 @@ def localize_uneven_args(node: Node, result_shapes: Sequence[Shape], sharded: in
     the shards of all other axes: a ``B`` in dimension `sharded`, which the data axis shards, is the batch of this rank; any other
     one is the whole batch, as in numbers that stay global. The outputs keep their shapes."""
     packet = node.op.split(".")[1]
-    named = _argument(node, 1 if packet == "slice" else 2, "dim", 0) or 0
-    only = named % max(1, len(result_shapes[0])) if isinstance(named, int) and packet not in _SIZES_AT else None
+    named = argument(node, 1 if packet == "slice" else 2, "dim", 0) or 0
+    only = named % max(1, len(result_shapes[0])) if isinstance(named, int) and operation(node.op).sizes_at is None else None
 
     def marked(arg: Arg, dim: int | None) -> Arg:
         if isinstance(arg, tuple):
@@ -61,20 +51,20 @@ def _of_all(arg: Arg) -> Arg:
 
 def _local_sizes(node: Node, result_shapes: Sequence[Shape], data_size: int) -> dict[tuple[int, str], Arg]:
     """By position and name: the arguments that are sizes of the results, which are local."""
-    packet = node.op.split(".")[1]
+    packet, record = node.op.split(".")[1], operation(node.op)
     local: dict[tuple[int, str], Arg] = {}
-    if packet in _SIZES_AT:
-        local[_SIZES_AT[packet], "size"] = _numbers(result_shapes[0])
+    if record.sizes_at is not None:
+        local[record.sizes_at, "size"] = _numbers(result_shapes[0])
     elif packet == "slice":
         local = _slice(node, result_shapes[0], data_size)
     elif packet in ("split", "split_with_sizes"):
         local = _split(node, result_shapes, data_size)
     elif packet == "repeat_interleave" and "output_size" in dict(node.kwargs):
-        local[len(node.args), "output_size"] = size_argument(result_shapes[0][_dim(_argument(node, 2, "dim", 0) or 0)])  # type: ignore[index]
-    elif packet.startswith("upsample") and isinstance(_argument(node, 1, "output_size", None), tuple):
+        local[len(node.args), "output_size"] = size_argument(result_shapes[0][_dim(argument(node, 2, "dim", 0) or 0)])  # type: ignore[index]
+    elif packet.startswith("upsample") and isinstance(argument(node, 1, "output_size", None), tuple):
         local[1, "output_size"] = _numbers(result_shapes[0][2:])
-    elif packet in _GROUPS_AT:
-        local = _groups(node, result_shapes[0], _GROUPS_AT[packet])
+    elif record.groups_at is not None:
+        local = _groups(node, result_shapes[0], record.groups_at)
     return local
 
 
@@ -112,28 +102,24 @@ def _whole(arg: Arg, data_size: int) -> Arg:
     return arg
 
 
-def _argument(node: Node, index: int, name: str, default: Arg) -> Arg:
-    return node.args[index] if index < len(node.args) else dict(node.kwargs).get(name, default)
-
-
 def _dim(arg: Arg) -> Dim:
     return arg.dim if isinstance(arg, Symbol) else int(arg)  # type: ignore[arg-type]
 
 
 def _slice(node: Node, local: Shape, data_size: int) -> dict[tuple[int, str], Arg]:
     """Start and end of a sharded dimension shrink with the result; otherwise they stay."""
-    dim = _dim(_argument(node, 1, "dim", 0))
+    dim = _dim(argument(node, 1, "dim", 0))
     assert isinstance(dim, int)
     whole, size = node.outputs[0].shape[dim], local[dim]
     if scale_batch(whole, data_size) == size:
         return {}
-    start = _argument(node, 2, "start", 0)
+    start = argument(node, 2, "start", 0)
     begin = as_sympy(_dim(start if start is not None else 0)) * as_sympy(size) / as_sympy(whole)
     return {(2, "start"): size_argument(as_dim(begin)), (3, "end"): size_argument(as_dim(begin + as_sympy(size)))}
 
 
 def _split(node: Node, local: Sequence[Shape], data_size: int) -> dict[tuple[int, str], Arg]:
-    dim = _dim(_argument(node, 2, "dim", 0))
+    dim = _dim(argument(node, 2, "dim", 0))
     assert isinstance(dim, int)
     sizes = [shape[dim] for shape in local]
     if all(scale_batch(value.shape[dim], data_size) == size for value, size in zip(node.outputs, sizes, strict=True)):
@@ -146,7 +132,7 @@ def _split(node: Node, local: Sequence[Shape], data_size: int) -> dict[tuple[int
 def _groups(node: Node, local: Shape, at: int) -> dict[tuple[int, str], Arg]:
     """The groups of channels of one rank: in proportion to its channels of the result."""
     name = "num_groups" if at == 1 else "groups"
-    groups, whole = _argument(node, at, name, 1), node.outputs[0].shape
+    groups, whole = argument(node, at, name, 1), node.outputs[0].shape
     packet = node.op.split(".")[1]
     spatial = len(node.args[3]) if packet == "convolution" else int(packet[-2]) if at > 1 else len(whole) - 2  # type: ignore[arg-type]
     channels = len(whole) - spatial - 1

@@ -8,8 +8,7 @@ from types import MappingProxyType
 
 from autopar.operations.notation.notation import parse_rule
 from autopar.operations.notation.rule import Rule
-from autopar.operations.priced_only import priced_table
-from autopar.operations.table import table
+from autopar.operations.table import operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +29,7 @@ class Registry:
         return Registry, (dict(self.rules),)
 
 
-def default_registry() -> Registry:
-    """The rules of this package."""
-    return Registry(MappingProxyType(table()))
-
-
-def priced_registry() -> Registry:
-    """The rules of all operations, also of those that are only priced."""
-    return Registry(MappingProxyType({**table(), **priced_table()}))
+def default_registry(*, published: bool = False) -> Registry:
+    """The rules of all operations that a plan may have; with `published` also of those that are only priced."""
+    records = (each for each in operations().values() if published or not each.published)
+    return Registry(MappingProxyType({each.name: rule for each in records if (rule := each.rule) is not None}))

@@ -26,10 +26,8 @@ from autopar.ir.graph import Graph, Node, Value
 from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.placement import Placements, Shard, local_parts, local_shape
 from autopar.ir.plan import Candidate
+from autopar.operations.table import operation
 from autopar.rules.localize import localize_uneven_args
-
-RANK_STATISTICS = ("ap.local_mean",)
-"""Operations whose result depends on which examples a rank has."""
 
 
 def require_uneven(graph: Graph, candidate: Candidate) -> None:
@@ -43,7 +41,7 @@ def require_uneven(graph: Graph, candidate: Candidate) -> None:
         raise PlanError(f"{candidate.batch} examples leave some of dp={ranks} without one")
     for block in graph.blocks:
         for node in block.nodes:
-            if node.op in RANK_STATISTICS:
+            if operation(node.op).rank_statistics:
                 raise PlanError(f"{node.name} ({node.source or node.op}) takes the statistics of a rank's examples")
 
 

@@ -19,6 +19,10 @@ from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.ir import dims
 from autopar.ir.graph import Arg, Block, Call, Graph, Node, Parameter, Symbol, Value
+from autopar.operations import products
+from autopar.operations.attention import ATTENTION, PUBLISHED_CONTEXT
+from autopar.operations.experts import PUBLISHED, PUBLISHED_FLOAT8
+from autopar.operations.losses import CROSS_ENTROPY, PUBLISHED_IN_PLACE
 from autopar.validate.architectures import Architecture
 from autopar.validate.modules import Decoder
 from autopar.validate.stored_graphs import stored_graph
@@ -66,9 +70,9 @@ def graph_of(architecture: Architecture, layers: int, dtype: str, options: RunOp
     if options.packed:
         graph = with_attention(graph, ATTENTION, "packed", options.packed)
     if options.context > 1:
-        graph = with_attention(graph, "ap.context_attention", "parts", options.context)
+        graph = with_attention(graph, PUBLISHED_CONTEXT, "parts", options.context)
     if architecture.loss_in_place:
-        graph = renamed(graph, {"ap.cross_entropy_sum": "ap.cross_entropy_in_place"})
+        graph = renamed(graph, {CROSS_ENTROPY: PUBLISHED_IN_PLACE})
     return with_float8(graph, options.recompute_cast) if options.float8 else graph
 
 
@@ -79,9 +83,6 @@ def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
         for block in graph.blocks
     )
     return replace(graph, blocks=blocks, fingerprint=_fingerprint(blocks, graph.calls))
-
-
-ATTENTION = "aten.scaled_dot_product_attention"
 
 
 def with_attention(graph: Graph, op: str, key: str, number: int) -> Graph:
@@ -124,7 +125,7 @@ def with_experts(graph: Graph, options: RunOptions) -> Graph:
     weights: dict[str, set[str]] = {block.name: set() for block in graph.blocks}
 
     def node(block: str, item: Node) -> Node:
-        if item.op != "ap.experts":
+        if item.op != PUBLISHED:
             return item
         weights[block].update(item.operands()[2:4])
         return replace(item, kwargs=(*item.kwargs, *said))
@@ -145,12 +146,12 @@ def with_float8(graph: Graph, recompute_cast: bool = False) -> Graph:
     """The graph whose linears in repeated blocks are ``ap.linear_float8``: bfloat16 operands and results, float8 inside."""
 
     def node(item: Node) -> Node:
-        if item.op == "ap.experts":
-            return replace(item, op="ap.experts_float8")
-        if item.op != "aten.linear":
+        if item.op == PUBLISHED:
+            return replace(item, op=PUBLISHED_FLOAT8)
+        if item.op != products.LINEAR:
             return item
         kwargs = (*item.kwargs, ("recompute_cast", True)) if recompute_cast else item.kwargs
-        return replace(item, op="ap.linear_float8", kwargs=kwargs)
+        return replace(item, op=products.PUBLISHED_FLOAT8, kwargs=kwargs)
 
     blocks = tuple(
         replace(block, nodes=tuple(map(node, block.nodes))) if graph.count(block.name) > 1 else block for block in graph.blocks

@@ -12,7 +12,7 @@ from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
-from autopar.rules.registry import priced_registry
+from autopar.rules.registry import default_registry
 from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.validate.architectures import architecture_of, stated
@@ -129,7 +129,7 @@ class Session:
             *(wanted.sliced_experts, wanted.precision.compute, wanted.tp, wanted.sequence_parallel),
         )
         if key not in self._placed:
-            self._placed[key] = place_blocks(graph, wanted, priced_registry())
+            self._placed[key] = place_blocks(graph, wanted, default_registry(published=True))
         return RowSetup(graph, fixed_candidate(graph, cluster, wanted, self._placed[key]), cluster, assumed_of(row))
 
     def price(self, rows: Iterable[Row], constants: Constants = None) -> tuple[PricedRow, ...]:

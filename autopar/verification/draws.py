@@ -21,10 +21,12 @@ from autopar.ir.graph import Block, Call, Graph, Node, Ref, Value, draws_masks
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Invariant, Partial, Placements, Replicate, Shard
 from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan
+from autopar.operations.attention import ATTENTION, ATTENTION_WITH_WEIGHTS
+from autopar.operations.factories import DROPOUT, RANDOM
+from autopar.operations.pointwise import MULTIPLY
 
 GIVEN = "given_"
 """Names of inputs that are draws begin so."""
-_ATTENTION = "aten.scaled_dot_product_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +137,11 @@ def wanted_draws(graph: Graph) -> list[Wanted]:
 
 def _draws(node: Node) -> bool:
     """Dropout with a probability of 0 or 1 draws nothing."""
-    return draws_masks(node) and (node.op == "ap.random" or 0 < _probability(node) < 1)
+    return draws_masks(node) and (node.op == RANDOM or 0 < _probability(node) < 1)
 
 
 def _probability(node: Node) -> float:
-    if node.op == _ATTENTION:
+    if node.op == ATTENTION:
         return float(node.args[4] if len(node.args) > 4 else dict(node.kwargs).get("dropout_p", 0.0))  # type: ignore[arg-type]
     return float(node.args[1])  # type: ignore[arg-type]
 
@@ -172,18 +174,18 @@ def _plain(path: str) -> str:
 def _fits(graph: Graph, node: Node, draw: Draw) -> bool:
     shape = tuple(dims.shape_at(node.outputs[0].shape, graph.batch))
     mask = draw.op in ("bernoulli_", "bernoulli", "native_dropout")
-    if node.op == _ATTENTION:
+    if node.op == ATTENTION:
         return mask and tuple(draw.values.shape[:-1]) == shape[:-1]
-    if node.op == "ap.dropout":
+    if node.op == DROPOUT:
         return mask and tuple(draw.values.shape) == shape
     return tuple(draw.values.shape) == shape and (not mask or node.args[1] in ("bernoulli", "uniform"))
 
 
 def _given(node: Node, draw: Draw) -> Tensor:
     values = draw.values
-    if node.op == _ATTENTION:
+    if node.op == ATTENTION:
         return values != 0
-    if node.op == "ap.dropout":
+    if node.op == DROPOUT:
         return (values != 0).to(values.dtype) / (1 - _probability(node))
     if node.args[1] == "uniform" and draw.op == "bernoulli":  # the graph compares uniform numbers with the chances
         return 1 - values
@@ -277,11 +279,11 @@ def _with_input(
 ) -> tuple[Node | None, Value, NodePlan | None]:
     """The node that takes the draw as an input, that input, and the node's plan. Plain random numbers are the input itself."""
     result = replace(node.outputs[0], differentiable=False)
-    if node.op == "ap.random":
+    if node.op == RANDOM:
         return None, result, None
-    if node.op == "ap.dropout":
+    if node.op == DROPOUT:
         mask = replace(result, name=f"{node.name}_mask")
-        made = replace(node, op="aten.mul.Tensor", args=(node.args[0], Ref(mask.name)), kwargs=())
+        made = replace(node, op=MULTIPLY, args=(node.args[0], Ref(mask.name)), kwargs=())
         return made, mask, replace(plan, operands=(plan.operands[0], where))
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     options = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -291,5 +293,5 @@ def _with_input(
     args = (q, k, v, options.get("attn_mask"), _probability(node), options.get("is_causal", False), Ref(mask.name))
     kwargs = (("scale", scale), ("enable_gqa", options.get("enable_gqa", False)))
     weights = Value(f"{node.name}_weights", scores, result.dtype)
-    made = replace(node, op="aten._scaled_dot_product_attention_math", args=args, kwargs=kwargs, outputs=(*node.outputs, weights))
+    made = replace(node, op=ATTENTION_WITH_WEIGHTS, args=args, kwargs=kwargs, outputs=(*node.outputs, weights))
     return made, mask, replace(plan, operands=(*plan.operands, where), results=(*plan.results, where))

@@ -21,6 +21,7 @@ from autopar.errors import AutoparError, BatchError, CaptureError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate, Precision
 from autopar.ir.plan_file.plan_file import Plan
+from autopar.operations.control_flow import OPAQUE
 from autopar.planning import ExampleInputs, registry, split_inputs
 from autopar.program.build import program_text
 from autopar.variants.planner import plan_variant
@@ -299,7 +300,7 @@ def job_of(subject: Subject, runs: Sequence[Mapping[str, Any]]) -> Job:
         "state": {name: tensor.detach() for name, tensor in state.items()},
         "learning_rate": LEARNING_RATE,
         "default_dtype": "float64" if subject.lift else "",
-        "source": subject.source if any(node.op == "ap.opaque" for each in subject.graph.blocks for node in each.nodes) else "",
+        "source": subject.source if any(node.op == OPAQUE for each in subject.graph.blocks for node in each.nodes) else "",
         "sizes": subject.sizes,
     }
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 from autopar.cost_models.compute.kernels import VECTOR_DTYPE, product_efficiency
 from autopar.cost_models.hardware.device_specs import Device
-from autopar.cost_models.tensors.flops import Sizes, group_product, packet
 from autopar.cost_models.tensors.sizes import itemsize
 from autopar.ir.graph import Node
+from autopar.operations.notation.rule import argument
+from autopar.operations.operation import Sizes
+from autopar.operations.table import operation
 
 
 class Convolution(NamedTuple):
-    """The global shapes of its image and result, the dim of their channels, and `flops.group_product`."""
+    """The global shapes of its image and result, the dim of their channels, and `_group_product`."""
 
     image: Sizes
     result: Sizes
@@ -24,9 +26,20 @@ class Convolution(NamedTuple):
 
 def convolution(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> Convolution | None:
     """None of other operations."""
-    if not packet(node.op).startswith("aten.conv") or len(a) < 2:
+    if not operation(node.op).convolution or len(a) < 2:
         return None
-    return Convolution(a[0], out[0], int(len(a[0]) == len(a[1])), group_product(node, a, out))
+    return Convolution(a[0], out[0], int(len(a[0]) == len(a[1])), _group_product(node, a, out[0]))
+
+
+def _group_product(node: Node, a: Sequence[Sizes], result: Sizes) -> tuple[int, int, int, int] | None:
+    """The matrix products of a convolution with groups: how many, and rows (pixels), columns and inner dimension of each."""
+    at = operation(node.op).groups_at
+    assert at is not None
+    groups = argument(node, at, "groups", 1)
+    assert isinstance(groups, int)
+    if len(a[0]) != len(a[1]) or groups == 1:
+        return None
+    return groups, result[0] * prod(result[2:]), result[1] // groups, a[0][1] // groups * prod(a[1][2:])
 
 
 def convolution_flops_per_second(device: Device, dtype: str, known: Convolution, image: Sizes, result: Sizes) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from autopar.cost_models.compute.kernels import product_memory_seconds, product_seconds, streaming_seconds
 from autopar.cost_models.hardware.device_specs import Device
-from autopar.cost_models.tensors.expert_shapes import ExpertShapes
+from autopar.operations.experts import ExpertShapes
 
 _ACCESSES = 8
 """How often a token copy of `hidden` elements is read or written by permute, sort, unsort and unpermute, forward."""

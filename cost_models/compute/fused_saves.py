@@ -12,15 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.cost_models.compute.fusion import fusable_values, is_streaming
-from autopar.cost_models.tensors.flops import ATTENTION, VIEWS, packet
 from autopar.cost_models.tensors.saved_tensors import SavedTensors
 from autopar.ir.graph import Block, Node
-
-_RANDOM = frozenset(["aten.dropout", "aten.native_dropout", "aten.bernoulli", "aten.rand_like"])
-"""What these save cannot be recomputed from their operands."""
-
-_LOSS = "ap.cross_entropy_sum"
-"""``ap.cross_entropy_in_place`` is Megatron's own: it saves the softmax in float32."""
+from autopar.operations.table import operation
 
 
 def with_fused_saves(block: Block, saved: Mapping[str, SavedTensors], loss: bool = True) -> dict[str, SavedTensors]:
@@ -34,7 +28,7 @@ def with_fused_saves(block: Block, saved: Mapping[str, SavedTensors], loss: bool
 
     def keep_operands(node: Node) -> None:
         """The inputs of the kernel that `node` is part of are saved: operands that the kernel makes itself lead further up."""
-        if packet(node.op) in VIEWS and node.operands():
+        if operation(node.op).view and node.operands():
             keep_operands_of(node.operands()[0], node, 0)
             return
         for index, name in enumerate(node.operands()):
@@ -49,15 +43,16 @@ def with_fused_saves(block: Block, saved: Mapping[str, SavedTensors], loss: bool
             found[node.name] = replace(found[node.name], operands=(*flags[:index], True, *flags[index + 1 :]))
 
     for node in block.nodes:
-        what, op = saved[node.name], packet(node.op)
-        if op == _LOSS and not loss:
+        what, record = saved[node.name], operation(node.op)
+        fused_loss = record.loss and not record.in_place  # Megatron's own, in place, saves the softmax in float32
+        if fused_loss and not loss:
             continue
-        if op == _LOSS and what.extra_ratio:
+        if fused_loss and what.extra_ratio:
             logits = tuple(index == 0 for index, _ in enumerate(what.operands))
             found[node.name] = replace(
                 what, operands=logits, extra_ratio=0.0, forward_workspace_ratio=0.0, backward_workspace_ratio=0.0
             )
-        elif is_streaming(node) and op not in VIEWS | ATTENTION | _RANDOM:
+        elif is_streaming(node) and not record.view:
             found[node.name] = _without_inner(node, what, inside)
             if what.extra_ratio or found[node.name] != what:
                 found[node.name] = replace(found[node.name], extra_ratio=0.0)

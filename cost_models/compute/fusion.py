@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar.cost_models.compute.operations import Profile
-from autopar.cost_models.tensors.flops import EXPERTS, FLOPS, LOOKUPS, LOSSES, VIEWS, packet
 from autopar.ir.graph import Block, Node
-
-_UNFUSED = LOSSES | EXPERTS
+from autopar.operations.table import operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +24,8 @@ class FusableValues:
 
 def is_streaming(node: Node) -> bool:
     """Whether the operation may be fused: no product, lookup, loss or routed experts."""
-    op = packet(node.op)
-    return op not in FLOPS and op not in LOOKUPS and op not in _UNFUSED
+    record = operation(node.op)
+    return record.flops is None and not record.lookup and not record.loss
 
 
 def fusable_values(block: Block) -> FusableValues:
@@ -37,7 +35,7 @@ def fusable_values(block: Block) -> FusableValues:
     viewed: dict[str, str] = {}
     for node in block.nodes:
         operands = node.operands()
-        if packet(node.op) in VIEWS and operands:
+        if operation(node.op).view and operands:
             for value in node.outputs:
                 viewed[value.name] = viewed.get(operands[0], operands[0])
                 if operands[0] in made:
@@ -53,7 +51,7 @@ def fusable_values(block: Block) -> FusableValues:
 
 def fused_profile(node: Node, known: Profile, among: FusableValues) -> Profile:
     """The profile of a node that is fused with its neighbours: traffic within the kernel is free."""
-    if not is_streaming(node) or packet(node.op) in VIEWS:
+    if not is_streaming(node) or operation(node.op).view:
         return known
     inside = [name in among.made for name in node.operands()]
     within = [value.name in among.only for value in node.outputs]

@@ -4,7 +4,6 @@ named functions tell them; and the imbalance of their work."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from math import prod
 
 from autopar.cost_models.comm.shard_groups import operation_collective_seconds
@@ -15,34 +14,22 @@ from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.plan import NodePlan
-from autopar.operations.notation.rule import NamedFunction, OperationCollective
-from autopar.rules.registry import Registry, priced_registry
-
-
-@lru_cache(maxsize=1)
-def _registry() -> Registry:
-    return priced_registry()
-
-
-def named_function(node: Node, function: str) -> NamedFunction | None:
-    """The named function `function` of the node's rule."""
-    rule = _registry().rule(node.op)
-    return next((named for named in (rule.functions if rule is not None else ()) if named.name == function), None)
+from autopar.operations.notation.rule import OperationCollective
+from autopar.operations.table import operation
 
 
 def inner_collectives(node: Node, values: Mapping[str, Value], function: str) -> tuple[tuple[str, OperationCollective], ...]:
     """Collectives that named function `function` runs where its factor is sharded: (factor, collective) pairs, from the rules."""
-    named = named_function(node, function)
-    if named is None or named.collectives is None:
-        return ()
+    named = operation(node.op).function(function)
     shapes = tuple(values[name].shape for name in node.operands())
-    return tuple((collective.factor or named.factor, collective) for collective in named.collectives(node, shapes))
+    listed = () if named.collectives is None else named.collectives(node, shapes)
+    return tuple((collective.factor or named.factor, collective) for collective in listed)
 
 
 def work_imbalance(node: Node, values: Mapping[str, Value], plan: NodePlan, mesh: Mesh) -> float:
     """Work of the busiest rank over the mean (causal attention over shards of a sequence)."""
-    named = named_function(node, plan.function)
-    if named is None or named.imbalance is None:
+    named = operation(node.op).function(plan.function)
+    if named.imbalance is None:
         return 1.0
     shapes = tuple(values[name].shape for name in node.operands())
     return prod(

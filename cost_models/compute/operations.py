@@ -22,21 +22,6 @@ from autopar.cost_models.compute.kernels import (
 from autopar.cost_models.compute.operation_collectives import exposed_collective_seconds, work_imbalance
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Device
-from autopar.cost_models.tensors.expert_shapes import ExpertShapes
-from autopar.cost_models.tensors.flops import (
-    ATTENTION,
-    EXPERTS,
-    FLOAT8,
-    FLOPS,
-    LOOKUPS,
-    LOSSES,
-    SLICING_VIEWS,
-    TRANSCENDENTAL,
-    VIEWS,
-    Sizes,
-    packed_tokens,
-    packet,
-)
 from autopar.cost_models.tensors.saved_tensors import SavedTensors, saved_tensors
 from autopar.cost_models.tensors.sizes import itemsize, shard_count
 from autopar.ir import dims
@@ -44,10 +29,11 @@ from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, Shard
 from autopar.ir.plan import NodePlan
+from autopar.operations.attention import packed_tokens
+from autopar.operations.experts import ExpertShapes
 from autopar.operations.notation.rule import argument
-from autopar.operations.space import PADDED
-
-_PRODUCTS = ("aten.linear", "ap.linear_kn", "ap.linear_float8", "ap.linear_float8_dynamic", "aten.mm", "aten.bmm", "aten.matmul")
+from autopar.operations.operation import Operation, Sizes
+from autopar.operations.table import operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +115,26 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
     operands = [values[name] for name in node.operands()]
     a = [dims.shape_at(value.shape, batch) for value in operands]
     out = [dims.shape_at(value.shape, batch) for value in node.outputs]
-    op = packet(node.op)
+    record = operation(node.op)
     needed = [value.differentiable and not node.no_grad for value in operands]
     backward = any(needed) and any(value.differentiable for value in node.outputs)
     needed = [need and backward for need in needed]
-    flops = FLOPS[op](node, a, out) if op in FLOPS else 0.0
-    attention = op in ATTENTION
-    products = sum(needed[1:3] if op in ("aten.addmm", "aten.baddbmm") else needed[:2])
-    weight_read = float(op not in VIEWS)
+    flops = 0.0 if record.flops is None else record.flops(node, a, out)
+    attention = record.attention
+    products = sum(needed[record.left : record.left + 2])
+    weight_read = float(not record.view)
     reads = [weight_read] * len(a)
-    if op in LOOKUPS:
+    if record.lookup:
         reads[0] = 0.0
     writes = [weight_read] * len(out)
     saved = saved_tensors(node, values) if backward else SavedTensors((False,) * len(a), (False,) * len(out))
     same = [shape == out[0] for shape in a]
-    back_operands, back_results = _backward_accesses(op, needed, same, saved, flops > 0)
-    if op in LOSSES:  # the log-probabilities, written and read besides the logits; in place they are float32, twice as wide
-        reads[0] += 4.0 if op == "ap.cross_entropy_in_place" else 2.0
-    if op in LOOKUPS:
+    back_operands, back_results = _backward_accesses(record, needed, same, saved, flops > 0)
+    if record.loss:  # the log-probabilities, written and read besides the logits; in place they are float32, twice as wide
+        reads[0] += 4.0 if record.in_place else 2.0
+    if record.lookup:
         writes = [2.0] * len(out)
-        if op == "aten.embedding_bag":  # a row of the table for each id
+        if record.bag:  # a row of the table for each id
             writes[0] = 1.0 + a[1][0] / max(1, out[0][0])
     matrix = _matrix(node, a, out)
     return Profile(
@@ -161,16 +147,16 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
         forward_results=tuple(writes),
         backward_operands=back_operands,
         backward_results=back_results,
-        kernels=(0 if op in VIEWS else 1, _kernels(op, products, back_results, flops > 0 and not attention)),
-        dtype="float8" if op in FLOAT8 else operands[0].dtype if operands else node.outputs[0].dtype,
+        kernels=(0 if record.view else 1, _kernels(products, back_results, flops > 0 and not attention)),
+        dtype="float8" if record.float8 else operands[0].dtype if operands else node.outputs[0].dtype,
         attention=attention,
         matrix=matrix,
         packs=matrix is not None and not attention,
-        experts=_experts_cost(node, a, operands[0].dtype) if op in EXPERTS else None,
-        transcendental_elements=float(prod(a[0])) if op in TRANSCENDENTAL and a else 0.0,
+        experts=_experts_cost(node, a, operands[0].dtype) if record.experts else None,
+        transcendental_elements=float(prod(a[0])) if record.transcendental and a else 0.0,
         convolution=convolution(node, a, out),
-        scaled=op == "ap.linear_float8_dynamic",
-        temporaries=tuple(op in LOSSES and index == 0 for index in range(len(a))),
+        scaled=record.scaled,
+        temporaries=tuple(record.loss and index == 0 for index in range(len(a))),
         gradients=tuple(need and accesses > 0 for need, accesses in zip(needed, back_operands, strict=True)),
         whole_attention=attention and argument(node, 5, "is_causal", False) is not True and argument(node, 99, "window") is None,
     )
@@ -183,34 +169,32 @@ def _experts_cost(node: Node, a: Sequence[Sizes], dtype: str) -> ExpertsCost:
 
 
 def _matrix(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> ProductShapes | None:
-    op = packet(node.op)
-    if op in ATTENTION:
+    record = operation(node.op)
+    if record.attention:
         queries = min(packed_tokens(node) or a[0][-2], a[0][-2])
         return ProductShapes(0, (*a[0][:-2], queries, a[0][-1]), out[0], True)
-    if op in ("aten.addmm", "aten.baddbmm"):
-        return ProductShapes(1, a[1], out[0], op == "aten.baddbmm")
-    if op in _PRODUCTS and len(out[0]) > 1:
-        return ProductShapes(0, a[0], out[0], len(a[1]) > 2)
-    return None
+    if not record.product or len(out[0]) < 2:
+        return None
+    return ProductShapes(record.left, a[record.left], out[0], len(a[record.left + 1]) > 2)
 
 
-def _kernels(op: str, products: int, backward: Sequence[float], is_product: bool) -> int:
+def _kernels(products: int, backward: Sequence[float], is_product: bool) -> int:
     if not any(backward):
         return 0
     return max(1, products) if is_product else 1
 
 
 def _backward_accesses(
-    op: str, needed: Sequence[bool], same: Sequence[bool], saved: SavedTensors, is_product: bool
+    record: Operation, needed: Sequence[bool], same: Sequence[bool], saved: SavedTensors, is_product: bool
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """How often the backward reads or writes each operand (saved: read, gradient: written) and each result (both read).
 
     The gradient of a sum is passed through without a kernel, except where an operand was broadcast (`same` false) and is summed.
     """
     results = len(saved.results)
-    if not any(needed) or (op in VIEWS and op not in SLICING_VIEWS):
+    if not any(needed) or (record.view and not record.slices):
         return (0.0,) * len(needed), (0.0,) * results
-    if op in ("aten.add", "aten.sub"):
+    if record.sum:
         reduced = [need and not equal for need, equal in zip(needed, same, strict=True)]
         return tuple(map(float, reduced)), (float(sum(reduced)),) * results
     grads = float(max(1, sum(needed[:2]))) if is_product else 1.0
@@ -282,10 +266,11 @@ def expert_shards(plan: NodePlan, axis_sizes: Sequence[int]) -> tuple[int, int, 
 def token_copy_share(node: Node, plan: NodePlan, known: Profile, axis_sizes: Sequence[int], cluster: Cluster) -> float:
     """Share of the token copies that the busiest rank holds, over its share of the tokens: less than 1 where experts or their
     inner dimension are sharded."""
-    if packet(node.op) in EXPERTS and packet(node.op) != "ap.moe_experts":
-        return _sliced_share(node, plan, known, axis_sizes)
-    if packet(node.op) != "ap.moe_experts":
+    record = operation(node.op)
+    if not record.experts:
         return 1.0
+    if record.published:
+        return _sliced_share(node, plan, known, axis_sizes)
     copies, inside, _ = expert_shards(plan, axis_sizes)
     return expert_imbalance(known, plan, axis_sizes, cluster) * shard_count(plan.operands[0], axis_sizes) / (copies * inside)
 
@@ -298,7 +283,7 @@ def _sliced_share(node: Node, plan: NodePlan, known: Profile, axis_sizes: Sequen
     inside = prod(
         size for place, size in zip(plan.operands[2], axis_sizes, strict=True) if place == Shard(1) or place == Shard(1, 2)
     )
-    shapes, product = known.experts.shapes, 0.5 if packet(node.op) in FLOAT8 else 1.0
+    shapes, product = known.experts.shapes, 0.5 if operation(node.op).float8 else 1.0
     inner = product * shapes.down + shapes.up
     return (product * shapes.hidden + inner / inside) / (product * shapes.hidden + inner)
 
@@ -360,7 +345,7 @@ def node_cost(
     if not plan.function:
         none = (0.0,) * len(mesh.sizes)
         return NodeCost(*seconds, none, none)
-    if plan.function in PADDED:
+    if operation(node.op).function(plan.function).pads:
         seconds = *_with_padded_copies(known, plan, mesh.sizes, cluster.device, seconds[:2]), *seconds[2:]
     imbalance = work_imbalance(node, values, plan, mesh)
     forward, backward = imbalance * seconds[0], imbalance * seconds[1]

@@ -28,6 +28,7 @@ from autopar.ir.graph import Block, Node, Parameter, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, NodePlan, Precision
+from autopar.operations.table import operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,9 @@ class BlockCosts:
         """Values that nothing but products in float8 reads, where the software casts a shard before it is gathered."""
         if not self.cluster.state_layout.float8_gathers:
             return frozenset()
-        products = {name for node in self.block.nodes if node.op == "ap.linear_float8" for name in node.operands()[:1]}
-        others = {name for node in self.block.nodes if node.op != "ap.linear_float8" for name in node.operands()}
+        cast = {node.name for node in self.block.nodes if operation(node.op).linear and operation(node.op).float8}
+        products = {name for node in self.block.nodes if node.name in cast for name in node.operands()[:1]}
+        others = {name for node in self.block.nodes if node.name not in cast for name in node.operands()}
         return frozenset(products - others - set(self.block.outputs))
 
     def offload_seconds(self, size_bytes: float) -> tuple[float, float]:

@@ -13,17 +13,13 @@ from autopar.cost_models.compute.operations import token_copy_share
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.recompute import RecomputePlan
 from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
-from autopar.cost_models.tensors.flops import VIEWS, packet
 from autopar.ir.graph import Graph
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
-from autopar.operations.space import PADDED
+from autopar.operations.table import operation
 from autopar.rules.conversions import axis_conversion, changed_axis
 
 OFFLOAD_WINDOW = 2.0
 """Calls whose offloaded tensors are on the device: the one that runs, and the one whose copy is under way."""
-
-IN_PLACE_BACKWARD = frozenset(("ap.cross_entropy_sharded",))
-"""Functions of the runtime whose backward has no workspace beside its result."""
 
 
 def saved_storages(costs: BlockCosts, same: Aliases, plan: NodePlan) -> Iterator[tuple[PlacedValue, float]]:
@@ -38,13 +34,13 @@ def backward_working_bytes(costs: BlockCosts, plan: NodePlan) -> float:
     """What the backward of a node holds beside saved tensors: the gradients of its results and operands (of parameters too, until
     they are reduced) and its workspace. A block's working set is the maximum over its nodes."""
     node, saved = costs.nodes[plan.node], costs.saved[plan.node]
-    if packet(node.op) in VIEWS or node.no_grad:
+    if operation(node.op).view or node.no_grad:
         return 0.0
     sizes = [costs.value_bytes(v.name, at) for v, at in zip(node.outputs, plan.results, strict=True) if v.differentiable]
     for name, placements in zip(node.operands(), plan.operands, strict=True):
         if costs.values[name].differentiable:
             sizes.append(costs.value_bytes(name, placements))
-    ratio = 0.0 if plan.function in IN_PLACE_BACKWARD else saved.backward_workspace_ratio
+    ratio = 0.0 if operation(node.op).function(plan.function).in_place else saved.backward_workspace_ratio
     return sum(sizes) + ratio * _largest_bytes(costs, plan) + _padded_bytes(costs, plan) if sizes else 0.0
 
 
@@ -56,7 +52,7 @@ def forward_workspace_bytes(costs: BlockCosts, plan: NodePlan) -> float:
 def _padded_bytes(costs: BlockCosts, plan: NodePlan) -> float:
     """The copy of an image's shard beside the rows of its neighbours."""
     node = costs.nodes[plan.node]
-    return costs.value_bytes(node.operands()[0], plan.operands[0]) if plan.function in PADDED else 0.0
+    return costs.value_bytes(node.operands()[0], plan.operands[0]) if operation(node.op).function(plan.function).pads else 0.0
 
 
 def _largest_bytes(costs: BlockCosts, plan: NodePlan) -> float:
@@ -72,7 +68,7 @@ def forward_output_bytes(costs: BlockCosts, plan: NodePlan) -> float:
     """What the forward of a node allocates and leaves: its results, and what it saves beside them. A block's forward is a
     function whose variables live until it returns, so at its end all of it is there. Views allocate nothing."""
     node = costs.nodes[plan.node]
-    if packet(node.op) in VIEWS and plan.operands:
+    if operation(node.op).view and plan.operands:
         return 0.0
     results = sum(costs.value_bytes(v.name, at) for v, at in zip(node.outputs, plan.results, strict=True))
     return results + sum(saved.bytes for saved in costs.saved_tensors(plan) if saved.value.endswith("+"))

@@ -14,6 +14,7 @@ from autopar.cost_models.step.recompute import RecomputePlan
 from autopar.cost_models.tensors.aliases import aliases
 from autopar.ir.graph import Block
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
+from autopar.operations.table import operation
 
 Segment = tuple[float, frozenset[str]]
 """Seconds of the main stream, and the physical links that it uses meanwhile (none: it computes)."""
@@ -21,8 +22,6 @@ Segment = tuple[float, frozenset[str]]
 NO_LINKS: frozenset[str] = frozenset()
 HOST_LINK = frozenset(["host"])
 LAUNCHES = frozenset(["launches"])
-SPLIT_BACKWARD = ("aten.linear", "ap.linear_kn")
-"""Operations whose backward a schedule may split into input gradient and weight gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class CallTrace:
 def weight_gradient_nodes(block: Block) -> frozenset[str]:
     """Linears whose weight trains: a split backward computes the weight's gradient later."""
     trained = {parameter.value.name for parameter in block.parameters if parameter.trainable and not parameter.buffer}
-    linears = [node for node in block.nodes if node.op in SPLIT_BACKWARD and len(node.operands()) > 1]
+    linears = [node for node in block.nodes if operation(node.op).splits_backward and len(node.operands()) > 1]
     return frozenset(node.name for node in linears if node.operands()[1] in trained)
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
-from autopar.cost_models.tensors.flops import EXPERTS, VIEWS, packet
 from autopar.errors import PlanError
 from autopar.ir.graph import Block
 from autopar.ir.placement import Shard, format_placements
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
+from autopar.operations.table import operation
 from autopar.rules.conversions import changed_axis
 
 
@@ -77,7 +77,7 @@ def overwritten_values(block: Block) -> frozenset[str]:
     """Values that are not the same in the backward: buffers that the block updates, and views of them."""
     found = {name for name, _ in block.updates}
     for node in block.nodes:
-        if packet(node.op) in VIEWS and found & set(node.operands()):
+        if operation(node.op).view and found & set(node.operands()):
             found.update(value.name for value in node.outputs)
     return frozenset(found)
 
@@ -123,7 +123,7 @@ class _BackwardNeeds:
     def _share_before_gather(self, node: str, plan: NodePlan) -> float:
         """Of a copy of an operand that a product saves (in float8): as much of it as of the operand."""
         at = self.costs.saved[node].extra_reference
-        if at < 0 or packet(self.costs.nodes[node].op) in EXPERTS:
+        if at < 0 or operation(self.costs.nodes[node].op).experts:
             return 1.0
         placed = self.costs.nodes[node].operands()[at], plan.operands[at]
         return self.costs.value_bytes(*self._before_gather(placed)) / self.costs.value_bytes(*placed)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.cost_models.tensors.flops import VIEWS, packet
 from autopar.ir.graph import Block
 from autopar.ir.placement import Placements
 from autopar.ir.plan import Conversion, NodePlan
+from autopar.operations.table import operation
 from autopar.rules.conversions import axis_conversion, changed_axis
 
 PlacedValue = tuple[str, Placements]
@@ -43,7 +43,7 @@ def aliases(block: Block, plans: Iterable[NodePlan], conversions: Iterable[Conve
     values = block.values()
     for plan in plans:
         node = nodes[plan.node]
-        if packet(node.op) in VIEWS and plan.operands:
+        if operation(node.op).view and plan.operands:
             for output, placements in zip(node.outputs, plan.results, strict=True):
                 found.union((node.operands()[0], plan.operands[0]), (output.name, placements))
     for each in conversions:

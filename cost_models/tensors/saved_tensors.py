@@ -8,21 +8,21 @@ backward sums the gradient of q in float32 (FlashAttention-2, arXiv 2307.08691, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.cost_models.tensors.expert_shapes import ExpertShapes
-from autopar.cost_models.tensors.flops import ATTENTION, EXPERTS, FLOAT8
+from autopar.cost_models.tensors import operation_functions
 from autopar.cost_models.tensors.transient_memory import LiveBytes
 from autopar.ir import dims
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
+from autopar.operations.experts import ExpertShapes
+from autopar.operations.table import operation
 
 _SAMPLE_BATCH = 8
 """A batch that usual divisors of the batch accept; ratios do not depend on it."""
@@ -87,13 +87,13 @@ class _Signature:
 
 @lru_cache(maxsize=8192)
 def _saved_by(signature: _Signature, kind: str) -> SavedTensors:
-    if signature.op in EXPERTS:
+    record = operation(signature.op)
+    if record.experts:
         return _experts(signature)
-    attention = signature.op in ATTENTION
-    if attention and (kind != "cpu" or signature.op.startswith("ap.")):
+    if record.attention and (kind != "cpu" or signature.op.startswith("ap.")):
         return _attention(signature)
     try:
-        if attention:
+        if record.attention:
             with FakeTensorMode():
                 return _observed(signature, "cpu")
         return _observed(signature)
@@ -109,13 +109,13 @@ def _bytes(shape: dims.Shape, dtype: str) -> int:
 def _experts(signature: _Signature) -> SavedTensors:
     shapes = [dims.shape_at(shape, _SAMPLE_BATCH) for shape, *_ in signature.operands]
     sizes = ExpertShapes.of(signature.op, signature.args, dict(signature.kwargs), shapes)
-    return (_moe_experts if signature.op == "ap.moe_experts" else _megatron_experts)(signature, sizes)
+    return (_megatron_experts if operation(signature.op).published else _moe_experts)(signature, sizes)
 
 
 def _megatron_experts(signature: _Signature, sizes: ExpertShapes) -> SavedTensors:
     """Megatron-Core's: tokens and scores; and of each token copy the input of the up product (one byte per element in float8),
     its output, and the input of the down product, unless it is recomputed."""
-    product = 0.5 if signature.op in FLOAT8 else 1.0
+    product = 0.5 if operation(signature.op).float8 else 1.0
     kept = 0 if dict(signature.kwargs).get("recompute_activation") else sizes.down
     ratio = sizes.top_k * (product * (sizes.hidden + kept) + sizes.up) / sizes.hidden
     return SavedTensors((True, True, False, False), (False,), ratio, 0)
@@ -145,7 +145,7 @@ def _attention(signature: _Signature) -> SavedTensors:
     ratio = logsumexp / _bytes(shape, dtype)
     in_float = 4 / torch.empty(0, dtype=getattr(torch, dtype)).element_size()
     forward, backward = 0.0, in_float + ratio
-    if signature.op == "ap.attention":  # adds up its pieces in float32: the result, and the gradients of all three
+    if operation(signature.op).float32_sums:  # the result, and the gradients of all three
         others = sum(_bytes(other, kind) for other, kind, _ in signature.operands[1:3]) / _bytes(shape, dtype)
         forward, backward = in_float + ratio, in_float * (1 + others) + ratio
     saved = (True,) * len(signature.operands)
@@ -224,7 +224,7 @@ def _extra_ratio(signature: _Signature, extra_bytes: int) -> tuple[float, int]:
         return 0.0, 0
     results = [_bytes(shape, dtype) for shape, dtype, _ in signature.results]
     operands = [_bytes(shape, dtype) for shape, dtype, _ in signature.operands]
-    if signature.op in FLOAT8:
+    if operation(signature.op).float8:
         return extra_bytes / operands[0], 0
     index = max(range(len(results)), key=results.__getitem__)
     if results[index] >= extra_bytes:
@@ -251,87 +251,8 @@ def _concrete(arg: Arg, tensors: Any) -> Any:
             return arg
 
 
-def _linear_kn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    flat = x.reshape(-1, x.shape[-1])
-    out = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
-    return out.reshape(*x.shape[:-1], weight.shape[1])
-
-
-class _Float8Product(torch.autograd.Function):
-    """``x @ w.T`` in float8 as Transformer Engine saves it: a float8 copy of x, and the weight as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x.to(torch.float8_e4m3fn), weight)
-        ctx.dtype, ctx.has_bias = x.dtype, bias is not None
-        return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        bias = gradient.new_empty(gradient.shape[-1:]) if ctx.has_bias else None
-        return gradient.new_empty(x.shape), gradient.new_empty(weight.shape), bias
-
-
-def _linear_float8(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, recompute_cast: bool = False
-) -> torch.Tensor:
-    """`recompute_cast`: x itself is saved, and cast once more in the backward (as under selective checkpointing, which recomputes
-    casts)."""
-    if recompute_cast:
-        return F.linear(x, weight, bias)
-    return _Float8Product.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _CrossEntropyInPlace(torch.autograd.Function):
-    """Megatron-LM's: the float32 copy of the logits becomes the softmax, which is saved, and in the backward the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(logits.to(torch.float32, copy=True), target)
-        ctx.dtype = logits.dtype
-        return torch.empty((), dtype=torch.float32, device=logits.device)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        softmax, _ = ctx.saved_tensors
-        return softmax.to(ctx.dtype, copy=True), None
-
-
-def _cross_entropy_in_place(logits: torch.Tensor, target: torch.Tensor, *_: Any) -> torch.Tensor:
-    return _CrossEntropyInPlace.apply(logits, target)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _cross_entropy_sum(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
-) -> torch.Tensor:
-    whole = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    flat, labels = whole.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    return F.cross_entropy(flat, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
-
-
-def _dropout(x: torch.Tensor, p: float) -> torch.Tensor:
-    """As CUDA does it: a mask of one byte per element, not of x's dtype."""
-    return torch.ops.aten.native_dropout(x, p, True)[0]  # type: ignore[no-any-return]
-
-
-def _local_mean(x: torch.Tensor, dims: Sequence[int], correction: int) -> torch.Tensor:
-    mean = x.sum(tuple(dims), keepdim=True)
-    return mean.expand(x.shape[0], *mean.shape[1:])
-
-
 def _function(op: str) -> Any:
-    own = {
-        "ap.linear_kn": _linear_kn,
-        "ap.linear_float8": _linear_float8,
-        "ap.linear_float8_dynamic": F.linear,  # torchao saves the operands as they come, and casts once more in the backward
-        "ap.cross_entropy_in_place": _cross_entropy_in_place,
-        "ap.cross_entropy_sum": _cross_entropy_sum,
-        "ap.dropout": _dropout,
-        "ap.local_mean": _local_mean,
-    }
-    if op in own:
-        return own[op]
     namespace, name, *overload = op.split(".")
-    found = getattr(getattr(torch.ops, namespace), name)
+    found = getattr(operation_functions, name, None) if namespace == "ap" else None
+    found = found or getattr(getattr(torch.ops, namespace), name)
     return getattr(found, overload[0]) if overload else found

@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Block, DType, Node, Parameter, Ref
 from autopar.ir.plan import Precision
-from autopar.passes.base import CONVERT, BlockState, Context, first_use_indices, fresh_name, with_operands
+from autopar.operations.communication import CONVERT
+from autopar.operations.pointwise import CAST
+from autopar.passes.base import BlockState, Context, first_use_indices, fresh_name, with_operands
 
 
 def stored_dtype(dtype: str, precision: Precision) -> str:
@@ -47,7 +49,7 @@ class CastParameters:
                 continue
             cast = replace(value, name=fresh_name(f"{value.name}_cast", taken))
             renamed[value.name], placements[cast.name] = cast.name, placements[value.name]
-            node = Node("aten.to.dtype", (Ref(value.name), DType(value.dtype)), (), (cast,))
+            node = Node(CAST, (Ref(value.name), DType(value.dtype)), (), (cast,))
             # A bucket stands where its first conversion stands, so casts of converted parameters come before all of them.
             first = uses[value.name]
             early = first < len(block.nodes) and block.nodes[first].op == CONVERT

@@ -16,13 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.cost_models.tensors.flops import VIEWS, packet
 from autopar.ir.graph import Block, Node, Ref
-from autopar.passes.base import CONVERT, BlockState, Context, fresh_name
-
-_MAY_SHARE = VIEWS | {CONVERT, "aten.to"}
-"""Operations whose result may be their first operand's storage: conversions without a collective and casts to the same dtype
-too."""
+from autopar.operations.pointwise import CLONE
+from autopar.operations.table import operation
+from autopar.passes.base import BlockState, Context, fresh_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ class CopyParameterViews:
         for name in copied:
             copy = replace(values[name], name=fresh_name(f"{name}_copy", taken))
             renamed[name], placements[copy.name] = copy.name, placements[name]
-            nodes.append(Node("aten.clone", (Ref(name),), (), (copy,)))
+            nodes.append(Node(CLONE, (Ref(name),), (), (copy,)))
         outputs = tuple(renamed.get(name, name) for name in block.outputs)
         return replace(state, block=replace(block, nodes=tuple(nodes), outputs=outputs), placements=placements)
 
@@ -52,6 +49,6 @@ def _shared_with_parameters(block: Block) -> set[str]:
     shared = {parameter.value.name for parameter in block.parameters if not parameter.buffer}
     for node in block.nodes:
         operands = node.operands()
-        if operands and operands[0] in shared and packet(node.op) in _MAY_SHARE:
+        if operands and operands[0] in shared and operation(node.op).shares_storage:
             shared.update(value.name for value in node.outputs)
     return shared

@@ -14,7 +14,7 @@ from support.oracles.simulate_ranks import LABELS, assert_sharded_equals_whole
 
 from autopar.ir.dims import Dim
 from autopar.ir.graph import Block
-from autopar.operations.table import WHOLE as NEVER_SHARDED
+from autopar.operations.factories import whole_rule
 from autopar.rules.expand import block_strategies, combine_axes, factor_strategy, fit_node, missing_rules
 from autopar.rules.fused_shards import is_legal
 from autopar.rules.registry import Registry, default_registry
@@ -25,7 +25,7 @@ CASES = [*single_operations(), *further_operations()]
 UNDEFINED = ("aten.empty", "aten.new_empty")  # results without defined values: shapes only
 PROVEN_WITH_ITS_MODULE = {"ap.opaque", "ap.cond", "ap.while_loop"}
 """`tests/verification/test_opaque.py`, `tests/e2e/control_flow`: the operation calls a module of the user's, or has branches."""
-WHOLE = {"aten.arange", "aten.scalar_tensor", "ap.constant", *(f"aten.{name}" for name in NEVER_SHARDED.split())}
+WHOLE = {op for op, rule in REGISTRY.rules.items() if rule.line is whole_rule}
 
 
 def every_cut(block: Block, size: int) -> Iterator[AxisStrategy]:

@@ -11,7 +11,7 @@ from support.oracles.published_rows import row, session, table
 from autopar.cost_models.compute.experts import ExpertsCost
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_stack
-from autopar.cost_models.tensors.expert_shapes import ExpertShapes
+from autopar.operations.experts import ExpertShapes
 from autopar.validate.configuration import dispatcher_permutes, fuses_experts, release_of, uses_cuda_graphs
 from autopar.validate.price import PricedRow
 from autopar.validate.rows import read_table

@@ -9,7 +9,7 @@ from support.oracles.published_rows import row
 
 from autopar.cost_models.compute.experts import ExpertsCost
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.tensors.expert_shapes import ExpertShapes
+from autopar.operations.experts import ExpertShapes
 from autopar.validate.configuration import recompute_of, recomputes_activation, sends_once
 from autopar.validate.memory_measures import least_bytes
 from autopar.validate.price import Session

@@ -11,9 +11,9 @@ from support.models.operation_examples import build, t
 from support.oracles import simulate_ranks
 from torch import Tensor
 
-from autopar.operations.priced_only import priced_table
+from autopar.operations.table import operations
 from autopar.rules.expand import block_strategies
-from autopar.rules.registry import default_registry, priced_registry
+from autopar.rules.registry import default_registry
 
 
 def experts(x: Tensor, scores: Tensor, up: Tensor, down: Tensor, top_k: int) -> Tensor:
@@ -59,7 +59,7 @@ def test_line_is_exact(
     torch.manual_seed(0)
     monkeypatch.setitem(simulate_ranks.AP, op, REFERENCE[op])
     block, tensors = build(op, args, kwargs)
-    found = block_strategies(block, size, batch_axis=False, batch_is_symbolic=False, registry=priced_registry())
+    found = block_strategies(block, size, batch_axis=False, batch_is_symbolic=False, registry=default_registry(published=True))
     proven = 0
     for strategy in dict.fromkeys(found[block.nodes[0].name]):
         if strategy.function:
@@ -72,7 +72,8 @@ def test_line_is_exact(
 
 def test_plans_cannot_have_them() -> None:
     """The planner's own rules know none of them; where they are priced, all other rules are the planner's."""
-    assert not set(priced_table()) & set(default_registry().rules)
-    assert set(REFERENCE) == set(priced_table())
+    published = {name for name, record in operations().items() if record.published}
+    assert not published & set(default_registry().rules)
+    assert set(REFERENCE) == published
     common = default_registry().rules
-    assert {op: rule for op, rule in priced_registry().rules.items() if op in common}.keys() == common.keys()
+    assert {op: rule for op, rule in default_registry(published=True).rules.items() if op in common}.keys() == common.keys()

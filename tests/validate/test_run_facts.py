@@ -8,8 +8,8 @@ import pytest
 from support.oracles.published_rows import row, session
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.tensors.flops import FLOPS
 from autopar.ir.graph import Node, Ref, Value
+from autopar.operations.attention import attention_flops
 from autopar.validate.configuration import SQUAD_TOKENS, configuration_of, packed_samples
 from autopar.validate.constants import Constants
 from autopar.validate.price import Session
@@ -46,7 +46,7 @@ def test_samples_of_a_packed_sequence_see_themselves(tokens: int, packed: int) -
         shape = (batch, 4, length, 32)
         operands = (Ref("q"), Ref("k"), Ref("v"), None, 0.0, True)
         node = Node("aten.scaled_dot_product_attention", operands, tuple(kwargs.items()), (Value("y", shape, "bfloat16"),))
-        return FLOPS["aten.scaled_dot_product_attention"](node, [shape] * 3, [shape])
+        return attention_flops(node, [shape] * 3, [shape])
 
     each = min(tokens, packed)
     assert flops(2, tokens, packed=packed) == flops(2 * tokens // each, each)

@@ -8,8 +8,7 @@ from autopar.ir.graph import Node
 from autopar.ir.placement import Shard
 from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
-
-OPERATION = "ap.moe_experts"
+from autopar.operations.table import operation
 
 
 def expert_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -20,7 +19,7 @@ def expert_rows(plan: Plan) -> list[tuple[str, str]]:
         for block in plan.graph.blocks
         for sizes in [{name: value.shape for name, value in block.values().items()}]
         for node in block.nodes
-        if node.op == OPERATION
+        if operation(node.op).experts
     ]
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.ir.dims import Dim
+from autopar.ir.dims import Dim, Shape
 from autopar.ir.graph import Node
-from autopar.operations.notation.rule import argument
+from autopar.operations.notation.rule import DerivedLine, argument
 
 
 def letter(index: int) -> str:
@@ -43,3 +43,11 @@ def dim_argument(node: Node, index: int, rank: int, default: int = 0, name: str 
     found = argument(node, index, name, default)
     assert isinstance(found, int)
     return found % max(rank, 1)
+
+
+def leading_dims(count: int, node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """The first `count` dimensions (all but the last, if negative) of the first operand and the results; other operands are never
+    sharded."""
+    leading = [letter(i) for i in range(len(shapes[0]))][:count]
+    operands = [[*leading, *map(fixed, shapes[0][count:])], *(list(map(fixed, shape)) for shape in shapes[1:])]
+    return DerivedLine(line_text(operands, ([*leading, *map(fixed, value.shape[count:])] for value in node.outputs)))

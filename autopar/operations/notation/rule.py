@@ -87,6 +87,16 @@ class NamedFunction:
     most_ranks: Callable[[Node, tuple[Shape, ...]], int] | None = None
     """On how many ranks it can run at most (None: on any number): a halo is no larger than a neighbour's shard."""
 
+    at: tuple[int, int | None] = (0, -1)
+    """The operand, and the dimension of it, that are sharded on its mesh axis. None: any dimension but the first two, of an image
+    ``[n, c, ...]``; the call names it."""
+    rewrite: Callable[[Node, str], Node] | None = None
+    """Writes its arguments, from the node and the mesh axis (None: those of the operation, and ``axis``)."""
+    pads: bool = False
+    """Whether it holds a padded copy of its first operand while it runs."""
+    in_place: bool = False
+    """Whether its backward makes the gradient in the storage of what it saved."""
+
     def fits(self, node: Node, shapes: tuple[Shape, ...]) -> bool:
         """Whether the function can compute the node."""
         return self.applies is None or self.applies(node, shapes)
@@ -97,7 +107,8 @@ class Rule:
     """How an operation may be sharded.
 
     `linear_in` are sets of operands in which it is jointly linear: with these `Partial` and all others `Replicate`, the results
-    are Partial. (``(0, 1)`` for a sum, ``(0,), (1,)`` for a product; ``"all"`` for all operands together.)
+    are Partial. (``(0, 1)`` for a sum, ``(0,), (1,)`` for a product; ``"all"`` for all operands together, ``"first"`` for the
+    operand that is the first argument, and no number.)
     """
 
     line: str | Derive

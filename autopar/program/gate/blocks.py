@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autopar.ir import dims
 from autopar.ir.graph import Node, Value, draws_masks
+from autopar.operations.factories import RANDOM
 from autopar.passes.lowered import Lowered, LoweredBlock
 from autopar.program.block_source import BATCH_SIZES
 from autopar.program.gate.expressions import NodeReader
@@ -37,7 +38,7 @@ def check_block(tree: ast.stmt, name: str, lowered: Lowered, block: LoweredBlock
         "recompute": block.recompute,
         "selective_recompute": block.selective,
         "uses_rng": block.recompute and any(map(draws_masks, nodes)),
-        "training_noise": any(node.op == "ap.random" for node in nodes),
+        "training_noise": any(node.op == RANDOM for node in nodes),
         "batch_statistics": bool(block.block.updates),
     }
     specs = attributes.pop("specs", None)

@@ -13,24 +13,10 @@ import torch
 from autopar.ir.graph import Arg, Node, Symbol
 from autopar.ir.plan_file.names import DTYPES
 from autopar.ir.regions import REGION_OPS, inner_nodes
-from autopar.program.expressions import OPERATORS, WHOLE_BATCH
+from autopar.operations.table import operation
+from autopar.program.expressions import WHOLE_BATCH
 from autopar.program.gate.reading import SIZE_OPERATORS, dotted, expect, refuse
-from autopar.program.operations import EXPRESSION_WRITERS, FACTORIES, FUNCTIONAL, FUNCTIONS, INFIX, METHODS
 
-SHAPE_METHODS = frozenset(("reshape", "permute", "expand", "repeat", "new_zeros", "new_ones", "new_empty", "new_full"))
-OTHERS: dict[str, tuple[str, ...]] = {
-    "aten.histc": ("C.histogram",),
-    "aten.scaled_dot_product_attention": ("F.scaled_dot_product_attention", "C.attention_dropout"),
-    "aten.layer_norm": ("F.layer_norm",),
-    "aten.group_norm": ("F.group_norm",),
-    "aten.embedding": ("F.embedding",),
-    "aten.convolution": ("F.conv1d", "F.conv2d", "F.conv3d"),
-    "aten.linear": ("F.linear", "self.split_backward.linear"),
-    "ap.linear_kn": ("C.linear_kn", "self.split_backward.linear_kn"),
-}
-"""Functions by operation, beside those of the tables of `operations`."""
-OTHER_METHODS = {"aten._softmax": "softmax", "aten._log_softmax": "log_softmax"}
-OTHER_INFIX = {"aten.div": "/", "aten.true_divide": "/", "aten.rsub": "-"}
 KEYWORDS = frozenset(
     ("dtype", "device", "padding_idx", "activation", "layout", "capacity", "axis")
     + ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -45,41 +31,21 @@ TORCH_ONLY = frozenset(("prim", "prims", "c10d", "_c10d_functional", "_c10d_func
 """Namespaces of torch that no captured model has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spelling:
-    """How an operation may be written: as a call of a function, of a method, or with an operator."""
-
-    functions: frozenset[str]
-    methods: frozenset[str]
-    operators: frozenset[str]
-
-
 @cache
-def spelling(op: str) -> Spelling:
-    """From the tables of `operations`."""
-    words = op.split(".")
-    key, packet = ".".join(words[:2]), words[1]
-    functions, methods, operators = {*OTHERS.get(key, ())}, set[str](), set[str]()
-    if words[0] == "aten":
-        methods |= {packet} & {*METHODS.split(), *SHAPE_METHODS}
-        functions |= {f"torch.{packet}"} if packet in {*FUNCTIONS.split(), *FACTORIES.split()} else set()
-        functions |= {f"F.{packet}"} if packet in FUNCTIONAL.split() else set()
-    elif words[0] == "ap" and key in EXPRESSION_WRITERS:
-        functions.add(f"C.{packet}")
-    if key in OTHER_METHODS:
-        methods.add(OTHER_METHODS[key])
-    symbol = INFIX.get(key) or OTHER_INFIX.get(key)
-    if symbol:
-        operators |= {symbol, "*"} if symbol in "+-" else {symbol}
-        functions.add(f"torch.{OPERATORS[symbol]}")
+def forms_of(op: str) -> frozenset[str]:
+    """How an operation may be written: the forms of its spelling (see `Spelling`), and a call by its registered name."""
+    words, record = op.split("."), operation(op)
+    forms = {form.format(words[1]) for form in (record.spelling.forms if record.spelling else ())}
+    if record.splits_backward:
+        forms.add(f"self.split_backward.{words[1]}")
     if _is_torch_operation(op):
-        functions.add(f"torch.ops.{'.'.join(words if len(words) > 2 else [*words, 'default'])}")
-    return Spelling(frozenset(functions), frozenset(methods), frozenset(operators))
+        forms.add(f"torch.ops.{'.'.join(words if len(words) > 2 else [*words, 'default'])}")
+    return frozenset(forms)
 
 
 def _is_torch_operation(op: str, makes: bool = False) -> bool:
     """Whether the operation may be called by its registered name: it takes and gives tensors, and writes into nothing. With
-    `makes` it may also be one of `FACTORIES`."""
+    `makes` it may also be one of the factories."""
     namespace, name, *overload = op.split(".")
     if namespace in TORCH_ONLY or len(overload) > 1:
         return False
@@ -87,7 +53,7 @@ def _is_torch_operation(op: str, makes: bool = False) -> bool:
         schema = getattr(getattr(getattr(torch.ops, namespace), name), overload[0] if overload else "default")._schema
     except (AttributeError, RuntimeError):
         return False
-    tensors = any("Tensor" in str(argument.type) for argument in schema.arguments) or (makes and name in FACTORIES.split())
+    tensors = any("Tensor" in str(argument.type) for argument in schema.arguments) or (makes and operation(op).factory)
     return tensors and not schema.is_mutable and any("Tensor" in str(each.type) for each in schema.returns)
 
 
@@ -111,7 +77,7 @@ class NodeReader:
     node: Node
     written: dict[str, str]
     read: set[str] = field(default_factory=set)
-    spelled: Spelling = field(init=False)
+    forms: frozenset[str] = field(init=False)
     numbers: set[float] = field(init=False)
     texts: set[str] = field(init=False)
     symbolic: bool = field(init=False)
@@ -121,7 +87,7 @@ class NodeReader:
     def __post_init__(self) -> None:
         kwargs = dict(self.node.kwargs)
         leaves = [leaf for arg in (*self.node.args, *kwargs.values()) for leaf in _leaves(arg)]
-        self.spelled = spelling(self.node.op)
+        self.forms = forms_of(self.node.op)
         self.texts = {leaf for leaf in leaves if isinstance(leaf, str)}
         self.numbers = {abs(leaf) for leaf in leaves if isinstance(leaf, int | float) and not isinstance(leaf, bool)}
         sizes = [str(leaf.dim) for leaf in leaves if isinstance(leaf, Symbol)]
@@ -157,7 +123,7 @@ class NodeReader:
             self._operator(tree, tree.ops[0])
             self._all((tree.left, tree.comparators[0]))
         elif isinstance(tree, ast.Subscript):
-            expect(self.node.op.split(".")[1] in ("slice", "select", "index"), tree, f"{self.node.op} is a subscript")
+            expect("[]" in self.forms, tree, f"{self.node.op} is a subscript")
             self._all((tree.value, tree.slice))
         elif isinstance(tree, ast.Slice):
             self._all([each for each in (tree.lower, tree.upper, tree.step) if each is not None])
@@ -192,7 +158,7 @@ class NodeReader:
 
     def _operator(self, tree: ast.expr, symbol: ast.AST) -> None:
         sized = self.symbolic and type(symbol) in SIZE_OPERATORS
-        expect(sized or SYMBOLS.get(type(symbol)) in self.spelled.operators, tree, f"{self.node.op} has another operator")
+        expect(sized or SYMBOLS.get(type(symbol)) in self.forms, tree, f"{self.node.op} has another operator")
 
     def _call(self, tree: ast.Call) -> None:
         name, args = dotted(tree.func), tree.args
@@ -202,8 +168,8 @@ class NodeReader:
         elif name == "float" and len(args) == 1 and isinstance(args[0], ast.Constant):
             expect(args[0].value in ("inf", "-inf", "nan") and not tree.keywords, tree, "float of something else")
             return
-        elif name not in self.spelled.functions:
-            if not isinstance(tree.func, ast.Attribute) or tree.func.attr not in self.spelled.methods:
+        elif name not in self.forms:
+            if not isinstance(tree.func, ast.Attribute) or f".{tree.func.attr}" not in self.forms:
                 refuse(tree, f"{self.node.op} calls {(name or ast.unparse(tree.func))[:60]}")
             self._value(tree.func.value)
         self._all(args)
@@ -221,5 +187,4 @@ class NodeReader:
             NodeReader(self.node, {name: name for name in names}).check(tree.body)
             return
         name = dotted(tree) or ""
-        method = name.startswith("Tensor.") and name.removeprefix("Tensor.") in self.spelled.methods
-        expect(method or name in self.spelled.functions, tree, f"{self.node.op} recomputes {name[:60]}")
+        expect(name in self.forms or name.removeprefix("Tensor") in self.forms, tree, f"{self.node.op} recomputes {name[:60]}")

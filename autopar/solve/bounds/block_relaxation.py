@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from autopar.cost_models.tensors.flops import VIEWS, packet
 from autopar.ir.graph import Block, Graph, Node
 from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.partition_saved import replicated_on
 from autopar.ir.placement import Placements
+from autopar.operations.table import operation
 from autopar.solve.ilp.storages import recomputable_nodes
 from autopar.solve.problem.problem import BlockTable, Problem
 
@@ -105,7 +105,7 @@ def _most_parts(mesh: Mesh, placements: Placements) -> int:
 
 
 def _is_view(node: Node) -> bool:
-    return packet(node.op) in VIEWS and bool(node.operands())
+    return operation(node.op).view and bool(node.operands())
 
 
 def value_storages(block: Block) -> dict[str, str]:

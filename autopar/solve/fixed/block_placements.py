@@ -13,15 +13,14 @@ from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Device, Link
-from autopar.cost_models.tensors.flops import EXPERTS, packet
 from autopar.errors import Infeasible
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
 from autopar.ir.placement import Invariant, Placement, Placements, Shard
 from autopar.ir.plan import BlockPlan
+from autopar.operations.table import operation
 from autopar.rules.registry import Registry, default_registry
 from autopar.solve.fixed.configuration import TENSOR_AXIS, FixedConfiguration
-from autopar.solve.fixed.recomputation import MATRIX_PRODUCTS
 from autopar.solve.ilp import solver as ilp
 from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import formulate
@@ -29,8 +28,6 @@ from autopar.solve.problem.problem import BlockTable, NodeStrategy, Problem, bui
 
 BlockPlacements = tuple[BlockPlan, ...]
 """The blocks' placements on (data, model axes), without state sharding and recomputation."""
-
-_MATRIX_OPS = MATRIX_PRODUCTS | EXPERTS | {"aten.embedding"}
 
 
 def place_blocks(graph: Graph, fixed: FixedConfiguration, registry: Registry | None = None) -> BlockPlacements:
@@ -87,12 +84,13 @@ def _cut_matrices(table: BlockTable, axis: int, fixed: FixedConfiguration) -> Bl
 def _cuts_matrix(table: BlockTable, node: Node, choice: NodeStrategy, axis: int, fixed: FixedConfiguration) -> bool:
     """Whether every matrix among the operands is cut; a table of words along its rows, the vocabulary."""
     parameters = {parameter.value.name: parameter.value for parameter in table.block.parameters if not parameter.buffer}
-    lookup = packet(node.op) == "aten.embedding"
-    if node.op in EXPERTS and not fixed.sliced_experts:
+    record = operation(node.op)
+    if record.experts and not fixed.sliced_experts:
         return isinstance(choice.plan.operands[0][axis], Shard) and not isinstance(choice.plan.operands[2][axis], Shard)
+    has_matrices = record.product or record.experts or record.embedding
     for name, at in zip(node.operands(), choice.plan.operands, strict=True):
-        if name in parameters and len(parameters[name].shape) > 1 and packet(node.op) in _MATRIX_OPS:
+        if name in parameters and len(parameters[name].shape) > 1 and has_matrices:
             cut = at[axis]
-            if not isinstance(cut, Shard) or (lookup and cut.dim != 0):
+            if not isinstance(cut, Shard) or (record.embedding and cut.dim != 0):
                 return False
     return True

@@ -6,25 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.cost_models.step.recompute import overwritten_values
-from autopar.cost_models.tensors.flops import ATTENTION, packet
 from autopar.ir.graph import Block, Node
 from autopar.ir.placement import Partial
 from autopar.ir.plan import BlockPlan
+from autopar.operations.table import operation
 from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.solve.ilp.storages import recomputable_nodes
-
-MATRIX_PRODUCTS = frozenset(
-    [
-        "aten.linear",
-        "ap.linear_kn",
-        "ap.linear_float8",
-        "ap.linear_float8_dynamic",
-        "aten.mm",
-        "aten.matmul",
-        "aten.addmm",
-        "aten.bmm",
-    ]
-)
 
 
 def with_recomputation(block: Block, plan: BlockPlan, fixed: FixedConfiguration, repeated: set[str]) -> BlockPlan:
@@ -56,21 +43,18 @@ def cheap_modules(block: Block) -> tuple[str, ...]:
     """Norms, and what lies between a latent and attention: products that widen it, rotations. (The activation function inside
     routed experts is part of their operation, which says itself whether it is computed again.)"""
     makers = {value.name: node for node in block.nodes for value in node.outputs}
-    chosen = {node.name for node in block.nodes if packet(node.op) in _NORMS}
+    chosen = {node.name for node in block.nodes if operation(node.op).norm}
     for node in block.nodes:
-        if packet(node.op) in ATTENTION and _from_latent(node, block):
+        if operation(node.op).attention and _from_latent(node, block):
             pending = list(node.operands())
             while pending:
                 maker = makers.get(pending.pop())
                 if maker is None or maker.name in chosen:
                     continue
-                if packet(maker.op) not in MATRIX_PRODUCTS or _widens(maker, block):
+                if not operation(maker.op).product or _widens(maker, block):
                     chosen.add(maker.name)
                     pending += maker.operands()
     return tuple(node.name for node in block.nodes if node.name in chosen)
-
-
-_NORMS = frozenset(["aten.rms_norm", "aten.layer_norm", "aten.native_layer_norm"])
 
 
 def _widens(node: Node, block: Block) -> bool:
@@ -87,8 +71,8 @@ def _from_latent(node: Node, block: Block) -> bool:
 def _half_of_products(block: Block) -> set[str]:
     """What selective checkpointing per operation saves: attention, and of the matrix products the first, third ... (torchtitan,
     ``_apply_op_sac_to_transformer_block``)."""
-    products = [node.name for node in block.nodes if packet(node.op) in MATRIX_PRODUCTS]
-    return {*products[::2], *(node.name for node in block.nodes if packet(node.op) in ATTENTION)}
+    products = [node.name for node in block.nodes if operation(node.op).product]
+    return {*products[::2], *(node.name for node in block.nodes if operation(node.op).attention)}
 
 
 def _all_but(block: Block, plan: BlockPlan, saved: set[str]) -> BlockPlan:
@@ -107,10 +91,8 @@ def attention_core(block: Block) -> tuple[str, ...]:
     tensors to the next one.
     """
     values = {value.name for value in (*block.inputs, *(p.value for p in block.parameters))}
-    computed = [
-        node for node in block.nodes if packet(node.op) in ("aten.matmul", "aten.bmm") and not values & set(node.operands())
-    ]
-    core = {node.name for node in block.nodes if packet(node.op) in ATTENTION}
+    computed = [node for node in block.nodes if operation(node.op).batched and not values & set(node.operands())]
+    core = {node.name for node in block.nodes if operation(node.op).attention}
     makers = {value.name: node for node in block.nodes for value in node.outputs}
     for scores, context in zip(computed[::2], computed[1::2], strict=False):
         core |= _between(scores, context, makers)

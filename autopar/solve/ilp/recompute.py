@@ -18,8 +18,8 @@ from networkx.utils import UnionFind
 from autopar.cost_models.step.block_memory import saved_storages
 from autopar.cost_models.step.recompute import overwritten_values
 from autopar.cost_models.tensors.aliases import PlacedValue
-from autopar.cost_models.tensors.flops import VIEWS, packet
 from autopar.ir.graph import Node
+from autopar.operations.table import operation
 from autopar.solve.ilp.formulation import Expression, Formulation, StorageVariables
 from autopar.solve.ilp.linear_model import INFINITY, add, total
 from autopar.solve.ilp.partition import add_partition, partition_axes
@@ -117,7 +117,7 @@ class _BlockRecompute:
         nodes = self.table.costs.nodes
         for name, strategies in self.table.strategies.items():
             node = nodes[name]
-            if packet(node.op) in VIEWS and node.operands():
+            if operation(node.op).view and node.operands():
                 continue
             reads: dict[tuple[int, PlacedValue], Expression] = {}
             for strategy, x in zip(strategies, self.form.x[self.name, name], strict=True):

@@ -10,7 +10,7 @@ from autopar.cost_models.step.evaluate import Evaluation, evaluate, stage_traces
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
-from autopar.rules.registry import priced_registry
+from autopar.rules.registry import default_registry
 from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
@@ -112,7 +112,7 @@ class RecipePricer:
         alike = knobs.tensor > 1, knobs.context > 1, knobs.experts > 1
         key = (*alike, knobs.tensor) if exactly or alike not in self._placed else alike
         if key not in self._placed:
-            placed = place_blocks(graph, fixed, priced_registry())
+            placed = place_blocks(graph, fixed, default_registry(published=True))
             self._placed[key] = placed
             self._placed.setdefault(alike, placed)
         return graph, fixed_candidate(graph, self.work.cluster, fixed, self._placed[key])

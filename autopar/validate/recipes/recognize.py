@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from autopar.cost_models.tensors.flops import ATTENTION, LOSSES, packet
 from autopar.ir.graph import Block, Graph, Node
+from autopar.operations.norms import LAYER_NORM
+from autopar.operations.pointwise import RELU
+from autopar.operations.products import LINEAR
+from autopar.operations.table import operation
 from autopar.validate.architectures import Architecture, Latent, implementation_of
 
-_PRODUCTS = ("aten.linear", "ap.linear_kn")
 _SAME_SIZE = 0.01
 """A graph is the decoder that was read off it if its parameters are as many, to this share."""
 
@@ -73,7 +75,7 @@ def _elements(shape: tuple[object, ...]) -> int:
 
 
 def _is_attention(node: Node) -> bool:
-    return packet(node.op) in ATTENTION
+    return operation(node.op).attention
 
 
 def _products(block: Block) -> list[_Product]:
@@ -82,7 +84,8 @@ def _products(block: Block) -> list[_Product]:
     found = []
     for at, node in enumerate(block.nodes):
         operands = node.operands()
-        if packet(node.op) not in _PRODUCTS:
+        record = operation(node.op)
+        if not record.linear or record.float8:
             continue
         weight = operands[1]
         while weight not in shapes and weight in makers:  # a cast of it
@@ -90,14 +93,14 @@ def _products(block: Block) -> list[_Product]:
         if weight not in shapes:
             continue
         first, second = (int(size) for size in shapes[weight])
-        out, wide = (first, second) if packet(node.op) == "aten.linear" else (second, first)
+        out, wide = (first, second) if node.op == LINEAR else (second, first)
         found.append(_Product(at, wide, out, weight, len(operands) > 2))
     return found
 
 
 def _sizes(graph: Graph, block: Block, others: list[Block]) -> Architecture | None:
-    tables = [node for each in graph.blocks for node in each.nodes if packet(node.op) == "aten.embedding"]
-    losses = [node for each in graph.blocks for node in each.nodes if packet(node.op) in LOSSES]
+    tables = [node for each in graph.blocks for node in each.nodes if operation(node.op).embedding]
+    losses = [node for each in graph.blocks for node in each.nodes if operation(node.op).loss]
     values = block.values()
     attention = next(node for node in block.nodes if _is_attention(node))
     at = block.nodes.index(attention)
@@ -121,7 +124,7 @@ def _sizes(graph: Graph, block: Block, others: list[Block]) -> Architecture | No
     mlp = _mlp(block, after[1:], hidden)
     dense = [_mlp(each, _after_attention(each), hidden) for each in others]
     head = next(p for each in graph.blocks for p in _products(each) if p.out == vocab)
-    names = {packet(node.op) for node in block.nodes}
+    names = {node.op for node in block.nodes}
     vectors = [p for p in block.parameters if not p.buffer and len(p.value.shape) == 1]
     norms = [p for p in vectors if p.value.shape == (head_dim,) and head_dim != hidden]
     biased = any(p.bias for p in products)
@@ -134,14 +137,14 @@ def _sizes(graph: Graph, block: Block, others: list[Block]) -> Architecture | No
         vocab=vocab,
         seq=seq,
         gated=mlp.gated,
-        gelu="aten.relu" not in names,
-        rms_norm="aten.layer_norm" not in names,
+        gelu=RELU not in names,
+        rms_norm=LAYER_NORM not in names,
         rope=len(tables) == 1,
         learned_positions=len(tables) == 2,
         bias=biased and not mlp.gated,
         tied=any(head.weight == table.operands()[0] for table in tables),
         flash=True,
-        dropout=0.1 if names & {"aten.dropout", "aten.native_dropout"} else 0.0,
+        dropout=0.0,
         fused_projections=False,
         float_logits=True,
         loss_in_place=False,
@@ -170,7 +173,7 @@ class _Mlp:
 
 
 def _mlp(block: Block, products: list[_Product], hidden: int) -> _Mlp:
-    routed = next((node for node in block.nodes if packet(node.op) == "ap.moe_experts"), None)
+    routed = next((node for node in block.nodes if operation(node.op).experts), None)
     down = [p for p in products if p.out == hidden]
     if routed is None:
         inner = sum(p.out for p in products if p.wide == hidden and p.out != hidden)

@@ -18,7 +18,7 @@ from autopar.cost_models.step.block_memory import backward_working_bytes, forwar
 from autopar.ir.graph import Block
 from autopar.ir.placement import Invariant, Replicate, Shard
 from autopar.ir.plan import NodePlan
-from autopar.operations.space import HALO, OWN
+from autopar.operations.images.space import HALO, OWN
 from autopar.rules.expand import block_strategies
 from autopar.rules.registry import default_registry
 

@@ -19,10 +19,10 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.optimizers import optimizer_named, optimizer_seconds
 from autopar.cost_models.state.state_group import StateGroup
 from autopar.cost_models.state.state_memory import StatePolicy, state_memory
-from autopar.cost_models.tensors.flops import FLOPS
 from autopar.ir.graph import Node, Ref, Value
 from autopar.ir.placement import Invariant
 from autopar.ir.plan import NodePlan, Precision
+from autopar.operations.attention import attention_flops
 
 NAMES = formula_names()
 H100 = Cluster.parse("dgx-h100").device
@@ -83,7 +83,7 @@ def test_attention(queries: int, head: int, backward: bool, flops: float, gpu: b
 @given(*(st.integers(1, 300) for _ in range(6)), st.booleans())
 def test_attention_flops(b: int, h: int, s: int, t: int, d: int, e: int, causal: bool) -> None:
     node = Node("aten.scaled_dot_product_attention", (), (("is_causal", causal),), ())
-    ours = FLOPS["aten.scaled_dot_product_attention"](node, [(b, h, s, d), (b, h, t, d), (b, h, t, e)], [(b, h, s, e)])
+    ours = attention_flops(node, [(b, h, s, d), (b, h, t, d), (b, h, t, e)], [(b, h, s, e)])
     assert ours == (0.5 if causal else 1) * 2 * b * h * s * t * (d + e)  # arXiv 2307.08691, section 4.1: two products
 
 

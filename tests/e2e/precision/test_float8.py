@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
-from autopar.capture.float8 import LINEAR
 from autopar.capture.models import load_model
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.ir.plan import Precision
+from autopar.operations.products import LINEAR_FLOAT8
 from autopar.planning import make_plan
 from autopar.program.build import program_text
 from autopar.runtime.ops import float8
@@ -74,7 +74,7 @@ def with_float8(cluster: str) -> Cluster:
 def test_linear_modules_of_layers_whose_sizes_allow_it() -> None:
     graph = capture(Net(odd=40), (), batch(), compute_dtype="bfloat16", float8=True)
     found = [(node.op, node.module) for block in graph.blocks for node in block.nodes if "linear" in node.op]
-    kinds = [LINEAR, LINEAR] * 2 + ["aten.linear"] * 3  # the first layer, whose input takes no gradient, is a block of its own
+    kinds = [LINEAR_FLOAT8] * 4 + ["aten.linear"] * 3  # the first layer, whose input takes no gradient, is a block of its own
     assert [op for op, _ in found] == kinds and found[-1][1] == "head"
     note = next(note for note in graph.notes if note.startswith("float8"))
     assert "head" in note and "(sizes (160, 40) are no multiples of 16)" in note

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.ir.graph import Block
 from autopar.ir.placement import Shard, local_shape
-from autopar.operations.space import HALO, OWN
+from autopar.operations.images.space import HALO, OWN
 from autopar.rules.expand import block_strategies
 from autopar.rules.localize import localize_args
 from autopar.rules.registry import default_registry

@@ -12,7 +12,7 @@ from autopar.capture import capture
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate, Precision
-from autopar.operations import space
+from autopar.operations.images import space
 from autopar.rules.expand import block_strategies
 from autopar.rules.registry import default_registry
 from autopar.solve.search import search

@@ -9,8 +9,9 @@ from autopar.ir.dims import Shape, size_at
 from autopar.ir.graph import Block, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import parse_placement
+from autopar.operations.communication import CONVERT, CONVERT_MANY, START, WAIT
 from autopar.operations.notation.rule import argument
-from autopar.passes.base import CONVERT, CONVERT_MANY, START, WAIT, text_kwarg
+from autopar.passes.base import text_kwarg
 from autopar.passes.lowered import Lowered, LoweredBlock
 from autopar.rules.conversions import COLLECTIVES, axis_conversion
 from autopar.runtime.ops.attention.ring import ring_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from autopar.capture.tracing.decompose import COMPOSITE, TABLED
-from autopar.operations.table import WHOLE
+from autopar.operations.factories import whole_rule
 from autopar.rules.registry import default_registry
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
@@ -17,8 +17,9 @@ _WIDTH = 138
 
 
 def by_nature() -> list[str]:
-    """Operations of the table that never shard."""
-    return sorted(WHOLE.split())
+    """Operations of the table that never shard, but for plain numbers."""
+    rules, plain = default_registry().rules, ("aten.arange", "aten.scalar_tensor", "ap.constant")
+    return sorted(op.removeprefix("aten.") for op, rule in rules.items() if rule.line is whole_rule and op not in plain)
 
 
 def without_rule() -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.tensors.flops import ATTENTION, packet
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.plan import Candidate, Precision
+from autopar.operations.table import operation
 from autopar.rules.registry import default_registry
 from autopar.solve.ilp import solver as ilp
 from autopar.solve.ilp.decode import decode
@@ -40,7 +40,7 @@ def functions(graph: Graph, candidate: Candidate) -> set[str]:
 
 
 def _attends(node: Node) -> bool:
-    return packet(node.op) in ATTENTION
+    return operation(node.op).attention
 
 
 def _only(problem: Problem, axis: int, attention: str) -> Problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Shard
-from autopar.operations.space import HALO, OWN
+from autopar.operations.images.space import HALO, OWN
 from autopar.rules.expand import block_strategies
 from autopar.rules.registry import default_registry
 

@@ -1,0 +1,21 @@
+"""Conversions of placements, which passes insert: whole, in buckets, or started early and waited for."""
+
+from __future__ import annotations
+
+from autopar.operations.notation.spelling import OperationCall, Spelling, function
+from autopar.operations.operation import Operation
+
+CONVERT, CONVERT_MANY, START, WAIT = "ap.convert", "ap.convert_many", "ap.start", "ap.wait"
+
+
+def _expression(call: OperationCall) -> str:
+    axis, change = (str(dict(call.node.kwargs)[name]) for name in ("axis", "conversion"))
+    return f'C.{call.packet}({call.args[0]}, {axis}, "{change}")'
+
+
+OPERATIONS = (
+    Operation(CONVERT, may_share=True, spelling=Spelling(_expression, ("C.{}",))),
+    Operation(CONVERT_MANY, gives_tuple=True, spelling=Spelling(_expression, ("C.{}",))),
+    Operation(START, spelling=Spelling(_expression, ("C.{}",))),
+    Operation(WAIT, spelling=function("C")),
+)

@@ -1,0 +1,53 @@
+"""Losses: cross entropy of logits, and elementwise losses with a reduction."""
+
+from __future__ import annotations
+
+from autopar.ir.dims import Shape
+from autopar.ir.graph import Node
+from autopar.ir.placement import Invariant
+from autopar.operations.notation.line_text import letter, line_text
+from autopar.operations.notation.rule import Derive, DerivedLine, NamedFunction, OperationCollective, argument
+from autopar.operations.notation.spelling import function
+from autopar.operations.operation import Operation, several
+from autopar.operations.pointwise import elementwise_rule
+
+
+def pointwise_loss_rule(position: int) -> Derive:
+    """Writes the line of an elementwise loss with a reduction; argument `position` is ``reduction`` (0 none, 1 mean, 2 sum)."""
+
+    def derive(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
+        reduction = argument(node, position, "reduction", 1)
+        if reduction == 0:
+            return elementwise_rule(node, shapes)
+        if reduction != 2 or any(shape != shapes[0] for shape in shapes):
+            return None
+        terms = [letter(i) + "+" for i in range(len(shapes[0]))]
+        return DerivedLine(line_text([terms] * len(shapes), [[]]))
+
+    return derive
+
+
+def cross_entropy_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCollective, ...]:
+    """All-reduces of one maximum and of three sums per token, in the dtype of the loss (float32 for half precision)."""
+    tokens = shapes[0][:-1]
+    dtype = node.outputs[0].dtype
+    return OperationCollective("all_reduce", tokens, dtype), OperationCollective("all_reduce", (3, *tokens), dtype)
+
+
+CROSS_ENTROPY, PUBLISHED_IN_PLACE = "ap.cross_entropy_sum", "ap.cross_entropy_in_place"
+_CROSS_ENTROPY = "...+ v+, ...+ -> ()"
+_SHARDED = (
+    # the loss is equal on all ranks of the axis, and each rank computes the gradient of its own logits: Invariant
+    NamedFunction("v", "ap.cross_entropy_sharded", Invariant(), cross_entropy_collectives, at=(0, -1), in_place=True),
+)
+
+OPERATIONS = (
+    Operation(CROSS_ENTROPY, _CROSS_ENTROPY, functions=_SHARDED, loss=True, transcendental=True, spelling=function("C")),
+    Operation(PUBLISHED_IN_PLACE, _CROSS_ENTROPY, functions=_SHARDED, loss=True, in_place=True, published=True),
+    Operation("ap.cross_entropy_sharded", loss=True, spelling=function("C")),
+    Operation("ap.count_valid", "...+ -> ()", spelling=function("C")),
+    Operation("ap.ctc_losses", "t! b c!, b u!, b, b -> b", spelling=function("C")),
+    *several(Operation("aten", pointwise_loss_rule(2)), "mse_loss l1_loss smooth_l1_loss huber_loss kl_div"),
+    Operation("aten.binary_cross_entropy", pointwise_loss_rule(3)),
+    Operation("aten.binary_cross_entropy_with_logits", pointwise_loss_rule(4)),
+)

@@ -1,0 +1,88 @@
+"""Reductions, and operations along one dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.ir.dims import Shape
+from autopar.ir.graph import Node
+from autopar.operations.images.space import HALO, SPACE, mean_line, mean_words
+from autopar.operations.notation.line_text import dim_argument, dims_argument, fixed, letter, line_text
+from autopar.operations.notation.rule import DerivedLine, NamedFunction, argument
+from autopar.operations.notation.spelling import Spelling, method, softmax
+from autopar.operations.operation import Operation, several
+from autopar.operations.pointwise import FIRST, elementwise_rule
+
+
+def _reduced(node: Node, shapes: tuple[Shape, ...], dims: Sequence[int], mark: str) -> DerivedLine:
+    rank = len(shapes[0])
+    left = [letter(i) + mark if i in dims else letter(i) for i in range(rank)]
+    results = []
+    for value in node.outputs:
+        keep = len(value.shape) == rank
+        results.append(["1" if i in dims else letter(i) for i in range(rank) if keep or i not in dims])
+    return DerivedLine(line_text([left], results))
+
+
+def reduce_sum_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``aten.sum``, ``aten.sum.dim_IntList``: Partial where a reduced dimension is sharded."""
+    return _reduced(node, shapes, dims_argument(node, 1, "dim", len(shapes[0])), "+")
+
+
+def reduce_whole_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """Reductions whose reduced dimension is never sharded: ``mean.dim amax amin var argmax prod max.dim``."""
+    if len(shapes) > 1:  # aten.max.other
+        return elementwise_rule(node, shapes)
+    position = 2 if node.op.startswith("aten.linalg_vector_norm") else 1
+    return _reduced(node, shapes, dims_argument(node, position, "dim", len(shapes[0])), "!")
+
+
+def mean_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``aten.mean.dim(x, dims, ...)``: all but the reduced dimensions; of the mean of an image one of these too."""
+    rank = len(shapes[0])
+    dims = dims_argument(node, 1, "dim", rank)
+    plain = node.op == "aten.mean.dim" and not node.kwargs and len(node.args) < 4
+    words = mean_words(shapes[0]) if plain and sorted(dims) == list(range(2, rank)) else None
+    if words is None:
+        return reduce_whole_rule(node, shapes)
+    return mean_line(node, words)
+
+
+def along_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """Operations along one dimension, which is never sharded; results of the same rank: ``softmax cumsum topk sort``."""
+    rank = len(shapes[0])
+    position = 2 if node.op.startswith(("aten.topk", "aten.diff")) else 1
+    dim = dim_argument(node, position, rank, -1)
+
+    def terms(shape: Shape) -> list[str]:
+        return [fixed(size) if i == dim else letter(i) for i, size in enumerate(shape)]
+
+    return DerivedLine(line_text(map(terms, shapes), (terms(value.shape) for value in node.outputs)))
+
+
+def histogram_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
+    """``aten.histc(x, bins, min, max)`` with given bounds: counts of shards are summed."""
+    if argument(node, 2, "min", 0) == argument(node, 3, "max", 0):
+        return None  # the bounds are those of the data
+    return DerivedLine(line_text([[f"{letter(i)}+" for i in range(len(shapes[0]))]], [[fixed(node.outputs[0].shape[0])]]))
+
+
+_MEAN = Operation("aten.mean", mean_rule, functions=(NamedFunction(HALO, "ap.mean_space", at=SPACE),), spelling=method())
+
+OPERATIONS = (
+    Operation("aten.sum", reduce_sum_rule, FIRST, spelling=method()),
+    _MEAN,
+    replace(_MEAN, name="aten.mean.dim", linear_in=FIRST),
+    *several(
+        Operation("aten", reduce_whole_rule, spelling=method()), "amax amin max min var std argmax argmin any all logsumexp"
+    ),
+    *several(Operation("aten", reduce_whole_rule), "prod linalg_vector_norm"),
+    Operation("aten.norm", spelling=method()),
+    *several(Operation("aten", along_rule, transcendental=True, spelling=method()), "softmax log_softmax"),
+    Operation("aten._softmax", along_rule, spelling=softmax("softmax")),
+    Operation("aten._log_softmax", along_rule, spelling=softmax("log_softmax")),
+    *several(Operation("aten", along_rule, spelling=method()), "cumsum topk sort"),
+    *several(Operation("aten", along_rule), "cumprod argsort diff"),
+    Operation("aten.histc", histogram_rule, spelling=Spelling(lambda call: f"C.histogram({call.listed()})", ("C.histogram",))),
+)

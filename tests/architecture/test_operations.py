@@ -1,0 +1,67 @@
+"""One record per operation: `autopar.operations` names them, and every other room asks it. Read from the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autopar.operations.table import operations
+
+ROOT = Path(__file__).parents[2]
+NAME = re.compile(r"(aten|ap)\.[a-z_]\w*(\.\w+)*")
+"""An operation of a graph. (`torch.ops.aten.add`, and ``ap::opaque``, under which it is registered, are torch's.)"""
+
+AT_HOME = ("autopar/operations", "autopar/capture/normalize")
+"""The records; and what matches names of torch to rewrite them."""
+
+NOT_YET = {
+    "autopar/ir/describe.py": "words for people about a plan, which ir.plan_file writes: ir lies below the records",
+    "autopar/ir/graph.py": "draws_masks, which ir.micro_batching asks",
+    "autopar/ir/regions.py": "the two operations that have blocks inside, a part of the graph's form",
+    "autopar/runtime/ops/control_flow.py": "runs what is inside of regions; the runtime stands alone",
+    "autopar/capture/tracing/data/checks.py": "assertions of torch, which no graph has",
+    "autopar/capture/tracing/guards.py": "rrelu, random without torch's tag, which no graph has",
+    "autopar/capture/tracing/data/known_values.py": "functions of torch that are computed while tracing, before there is a graph",
+}
+"""Files that name operations, with the reason. None is to be added."""
+
+
+def sources() -> Iterator[Path]:
+    for part in ("autopar", "passes", "cost_models"):
+        for path in sorted((ROOT / part).rglob("*.py")):
+            if not any(parent.is_symlink() for parent in path.parents) and not name_of(path).startswith(AT_HOME):
+                yield path
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def operations_named(path: Path) -> list[str]:
+    """The names in strings that are no docstrings: whole (``aten.add``), or lists of at least three (``add sub mul``)."""
+    tree = ast.parse(path.read_text())
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    packets = {name.split(".")[1] for name in operations()}
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            words = node.value.split()
+            found += filter(NAME.fullmatch, words)
+            known = [word for word in words if word in packets]
+            found += known if len(known) > 2 and 2 * len(known) > len(words) else []
+    return found
+
+
+@pytest.mark.parametrize("path", [path for path in sources() if name_of(path) not in NOT_YET], ids=name_of)
+def test_no_other_file_names_an_operation(path: Path) -> None:
+    found = operations_named(path)
+    assert not found, f"{name_of(path)} names {found}: ask autopar.operations.table.operation, or give its record a trait"
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_exceptions_are_needed(name: str) -> None:
+    assert operations_named(ROOT / name), f"{name} names no operation any more: take it from the list"
