@@ -31,6 +31,19 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The tests that `slow_tests.txt` lists are slow. UsageError for a line that names none, where everything was collected."""
+    lines = (Path(__file__).parent / "slow_tests.txt").read_text().splitlines()
+    listed = {line for line in lines if line and not line.startswith("#")}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker("slow")
+            listed.remove(item.nodeid)
+    if listed and config.args == config.getini("testpaths"):
+        raise pytest.UsageError(f"slow_tests.txt names no test: {sorted(listed)}")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The process that ranks are forked from imports torch while the first tests run."""
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items) and not session.config.option.collectonly:
