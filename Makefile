@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-short test test-full check setup wheel clean
+.PHONY: demo demo-short test test-full check lint setup wheel clean
 
 demo: $(RUNTIME)
 	$(PY) examples/train_gpt.py
@@ -25,10 +25,12 @@ test: $(STAMP)
 test-full: $(STAMP)
 	$(PYTEST) --durations=30
 
-check: $(STAMP)
+check: lint
+	$(PYTEST) tests/architecture
+
+lint: $(STAMP)
 	$(VENV)/bin/ruff check autopar passes cost_models tests examples
 	$(VENV)/bin/mypy autopar passes cost_models
-	$(PYTEST) tests/architecture
 
 setup: $(STAMP)
 

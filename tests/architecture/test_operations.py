@@ -25,7 +25,7 @@ NOT_YET = {
     "autopar/runtime/ops/control_flow.py": "runs what is inside of regions; the runtime stands alone",
     "autopar/capture/tracing/data/checks.py": "assertions of torch, which no graph has",
     "autopar/capture/tracing/guards.py": "rrelu, random without torch's tag, which no graph has",
-    "autopar/capture/tracing/data/concrete_values.py": "functions of torch that are computed while tracing, before there is a graph",
+    "autopar/capture/tracing/data/concrete_values.py": "functions that are computed while tracing, before there is a graph",
 }
 """Files that name operations, with the reason. None is to be added."""
 
