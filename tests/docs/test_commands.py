@@ -24,7 +24,7 @@ ZOO = "tests/support/models/zoo_index"
 ELSEWHERE = {
     "make demo": ".ci/run and test_examples.py in its short form; the whole by hand",
     "make test": "the run that this test is part of",
-    "make check": ".ci/run",
+    "make check": ".ci/run, as make lint and the architecture tests of make test",
     "make test-full": "by hand",
     f"pip install --no-deps --target ../zoo -r {ZOO}/requirements.txt": "by hand: it needs the package index",
     "PYTHONPATH=../zoo .venv/bin/python -m pytest tests/e2e/models/test_zoo_verified.py": "by hand",
