@@ -10,6 +10,7 @@ from support.harness.rank_pool import RankPool
 SCRIPT = """
 import os, signal, threading, time
 import torch, autopar
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would their ranks
 torch.set_num_threads(1)
 torch.manual_seed(0)
 batch = (torch.randn(8, 8),)
