@@ -66,8 +66,8 @@ def experts_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
 
 
 def expert_degrees(block: Block) -> dict[Parameter, int]:
-    """By expert weight: the number of neighbouring data ranks over which its dimension 0 is sharded outside of the mesh, if there
-    are several."""
+    """Return, by expert weight, over how many neighbouring data ranks its dimension 0 is sharded outside of the mesh, if over
+    several."""
     experts = [node for node in block.nodes if node.op in (PUBLISHED, PUBLISHED_FLOAT8)]
     degrees = {name: int(argument(node, 99, "ep", 1)) for node in experts for name in node.operands()[2:4]}  # type: ignore[arg-type]
     return {each: degrees[each.value.name] for each in block.parameters if degrees.get(each.value.name, 1) > 1}
@@ -133,7 +133,7 @@ class ExpertShapes:
 
     @property
     def flops(self) -> float:
-        """Of the forward: both products of each token copy."""
+        """Return the FLOPs of the forward: both products of each token copy."""
         return 2.0 * self.copies * ((self.up + self.down) * self.hidden)
 
 

@@ -113,7 +113,7 @@ def _expert_price(
         return ExpertPrice(software, problem=str(error))
     runs = [run for run in runs_of(work.decoder, work.layers, cluster, work.batch) if run.recipe == recipe]
     runs.sort(key=lambda run: (run.batch != work.batch, run.precision not in ("bf16", "fp16")))
-    measured = _said(runs[0], work.batch) if runs else ""
+    measured = _run_text(runs[0], work.batch) if runs else ""
     exact = runs[0] if runs and runs[0].batch == work.batch and runs[0].precision in ("bf16", "fp16") else None
     if found is None:
         return ExpertPrice(software, problem=f"a batch of {work.batch} divides by no such degrees", measured=measured)
@@ -156,7 +156,7 @@ def described(found: PricedKnobs, work: Workload) -> str:
     return ", ".join([*parts, *([f"{again} recomputation"] * (again != "none"))])
 
 
-def _said(run: MeasuredRun, batch: int) -> str:
+def _run_text(run: MeasuredRun, batch: int) -> str:
     precision = f" in {run.precision}" if run.precision != "bf16" else ""
     if run.batch == batch:
         return f"{run.step_seconds:.4g} s ({run.software}{precision}, {run.id})"

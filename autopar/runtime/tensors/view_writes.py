@@ -83,8 +83,9 @@ def _writing_by(usual: Operation) -> Operation:
         view: ViewSource | None = target.__dict__.get("autopar_view")
         try:
             usual(op, args, kwargs)
-        except (NotImplementedError, RuntimeError):  # DTensor has no rule; what is wrong with the call itself torch says below
-            if any(each.is_partial() for each in target.placements):
+        except (NotImplementedError, RuntimeError) as error:  # no rule; what is wrong with the call itself torch says below
+            # memory ends on one rank alone, which must not wait for the others
+            if isinstance(error, torch.OutOfMemoryError) or any(each.is_partial() for each in target.placements):
                 raise
             _write_whole(op, args, kwargs)
         if view is not None:
