@@ -51,7 +51,7 @@ def numbers(arg: Arg, count: int, default: int) -> list[int] | None:
 
 
 def window_halo(node: Node, shapes: tuple[Shape, ...], dim: int, window: tuple[int, int, int]) -> Halo | None:
-    """Return the halo of windows of ``reach + 1`` rows, `stride` apart, the first of which begins `padding` rows before the image."""
+    """Return the halo of windows of ``reach + 1`` rows, `stride` apart, the first beginning `padding` rows before the image."""
     reach, stride, padding = window
     result = node.outputs[0].shape[dim]
     if not isinstance(result, int) or result * stride != shapes[0][dim]:
