@@ -8,9 +8,10 @@ over the chunks of a phase (one chunk of every stage) are taken, which chunks of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy
@@ -33,6 +34,10 @@ _MOST_PHASES = 3
 
 _FEW_CHUNKS = 32
 
+COARSE_GROUPS, FINE_GROUPS = 3, 8
+"""Groups that the stages of a long pipeline are looked at in. Rows of a group are added up, which loses little where neighbours
+are alike: three groups say enough of schedules with a long bubble, in a tenth of the time."""
+
 _MOST_PLACES = 3
 
 _MOST_ACTIONS = 10_000
@@ -42,8 +47,8 @@ ones."""
 
 @dataclass(frozen=True, slots=True)
 class SchedulePath:
-    """One path as ``[kind, chunk]``: how often each duration of each chunk occurs, at least. It ends on stage `end`. `sends`: how
-    often something is sent between each chunk and the next."""
+    """One path as ``[kind, chunk]``: how often each duration of each chunk occurs, at least; the mean of several where those end
+    on the stages of a group, `end`. `sends`: how often something is sent between each chunk and the next."""
 
     counts: Any
     end: int
@@ -52,53 +57,106 @@ class SchedulePath:
 
 @dataclass(frozen=True, slots=True)
 class SchedulePaths:
-    """The paths of one schedule. `classes`: the chunks of each, all on one stage. `in_flight`: per stage, what it holds of each
-    chunk of some classes at one place of its order, at least."""
+    """The paths of one schedule. `groups`: the stages of each, neighbours. `classes`: the chunks of each, all in one group.
+    `in_flight`: per group, what each of its stages holds of each chunk of some classes at one place of its order, at least."""
 
     classes: tuple[tuple[int, ...], ...]
+    groups: tuple[range, ...]
     stage_of: tuple[int, ...]
-    stage_of_class: tuple[int, ...]
+    group_of_class: tuple[int, ...]
     in_flight: tuple[tuple[dict[int, int], ...], ...]
     paths: tuple[SchedulePath, ...]
 
 
+@lru_cache(maxsize=1024)
+def schedule_paths(stages: int, virtual: int, name: str, micro_batches: int, most_groups: int) -> SchedulePaths:
+    """Return the paths of a named schedule, its stages in at most so many groups."""
+    every = _schedule_actions(stages, virtual, name, micro_batches)
+    groups, phases = stage_groups(stages, most_groups), _phases(stages, virtual, most_groups == COARSE_GROUPS)
+    classes = tuple(tuple(phase * stages + place for phase in each for place in group) for each in phases for group in groups)
+    group_of = {stage: number for number, group in enumerate(groups) for stage in group}
+    phase_of = {phase: number for number, each in enumerate(phases) for phase in each}
+    class_of = {chunk: number for number, members in enumerate(classes) for chunk in members}
+    held = [[_least_of_classes(each, class_of) for each in of_stage] for of_stage in every.held]
+    return SchedulePaths(
+        classes=classes,
+        groups=groups,
+        stage_of=every.stage_of,
+        group_of_class=tuple(group_of[every.stage_of[members[0]]] for members in classes),
+        in_flight=tuple(_held_in_group([held[stage] for stage in group]) for group in groups),
+        paths=tuple(_mean_paths(every.paths, group_of, phase_of)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """One path as ``[kind, chunk]``, with what is sent, and the stage where it ends. `along`: it stays on that stage (empty), or
+    on a chunk of a `phase`, with its forwards, its backwards or all that it does."""
+
+    counts: Any
+    end: int
+    along: str = ""
+    phase: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _ScheduleActions:
+    """The paths of one schedule, and per stage what it `held` by chunk where it held most."""
+
+    stage_of: tuple[int, ...]
+    held: tuple[tuple[dict[int, int], ...], ...]
+    paths: tuple[_Path, ...]
+
+
 @lru_cache(maxsize=256)
-def schedule_paths(stages: int, virtual: int, name: str, micro_batches: int) -> SchedulePaths:
-    """Return the paths of a named schedule."""
+def _schedule_actions(stages: int, virtual: int, name: str, micro_batches: int) -> _ScheduleActions:
     pipeline = Pipeline(stages, virtual, name)
     long = 2 * stages * virtual * micro_batches > _MOST_ACTIONS
     schedule = schedule_of(pipeline, repeats_from(pipeline, micro_batches) if long else micro_batches)
-    classes = _classes(stages, virtual)
-    stage_of = stage_of_chunks(pipeline)
-    class_of = {chunk: number for number, members in enumerate(classes) for chunk in members}
-    in_flight = tuple(
-        tuple(_least_of_classes(each, class_of) for each in _most_held(actions, chunks_here))
-        for actions, chunks_here in zip(schedule.ranks, chunks_of_stages(pipeline), strict=True)
-    )
-    counted = (
-        _busy(schedule, stage_of, micro_batches) if long else _Paths(schedule, stage_of, micro_batches).counted(stages, virtual)
-    )
-    paths = tuple(SchedulePath(counts[:KINDS], end, counts[_SENDS, :-1]) for counts, end in counted)
-    return SchedulePaths(
-        classes=classes,
-        stage_of=tuple(stage_of),
-        stage_of_class=tuple(stage_of[members[0]] for members in classes),
-        in_flight=in_flight,
-        paths=paths,
-    )
+    stage_of = tuple(stage_of_chunks(pipeline))
+    held = (_most_held(actions, here) for actions, here in zip(schedule.ranks, chunks_of_stages(pipeline), strict=True))
+    paths = _busy(schedule, stage_of, micro_batches) if long else _Paths(schedule, stage_of, micro_batches).all(stages, virtual)
+    return _ScheduleActions(stage_of, tuple(map(tuple, held)), tuple(paths))
 
 
-def _phases(stages: int, virtual: int) -> list[range]:
+def stage_groups(stages: int, most: int) -> tuple[range, ...]:
+    """Return neighbouring stages in at most so many groups. The first and the last are alone, which embed and compute the loss;
+    the groups are the same from both ends, as V-shaped schedules deal chunks."""
+    if stages <= max(most, 2):
+        return tuple(range(stage, stage + 1) for stage in range(stages))
+    inner = max(1, most - 2)
+    edges = [1 + round(number * (stages - 2) / inner) for number in range(inner + 1)]
+    edges = [edge if 2 * edge <= stages else stages - edges[inner - number] for number, edge in enumerate(edges)]
+    return (range(1), *(range(a, b) for a, b in pairwise(sorted({*edges}))), range(stages - 1, stages))
+
+
+def _held_in_group(of_stages: Sequence[Sequence[dict[int, int]]]) -> tuple[dict[int, int], ...]:
+    """Return, for each of the places where stages hold most, the least of the group's stages by class."""
+    out = []
+    for place in range(max(map(len, of_stages))):
+        least: dict[int, int] = {}
+        for held in of_stages:
+            for number, count in held[min(place, len(held) - 1)].items():
+                least[number] = min(count, least.get(number, count))
+        out.append(least)
+    return tuple(out)
+
+
+def _mean_paths(paths: Iterable[_Path], group_of: Mapping[int, int], phase_of: Mapping[int, int]) -> Iterator[SchedulePath]:
+    """Yield the means of paths that end in one group and stay alike in one class of phases: the longest is not below its mean."""
+    alike: dict[tuple[int, str, int], list[Any]] = {}
+    for path in paths:
+        alike.setdefault((group_of[path.end], path.along, phase_of[path.phase]), []).append(path.counts)
+    for (group, _, _), counts in alike.items():
+        mean = sum(counts) / len(counts)
+        yield SchedulePath(mean[:KINDS], group, mean[_SENDS, :-1])
+
+
+def _phases(stages: int, virtual: int, coarse: bool) -> list[range]:
     """All of them one by one, or the middle ones together. A phase is a chunk of every stage."""
-    if virtual <= _MOST_PHASES or stages * virtual <= _FEW_CHUNKS:
+    if virtual <= _MOST_PHASES or (stages * virtual <= _FEW_CHUNKS and not coarse):
         return [range(phase, phase + 1) for phase in range(virtual)]
     return [range(1), range(1, virtual - 1), range(virtual - 1, virtual)]
-
-
-def _classes(stages: int, virtual: int) -> tuple[tuple[int, ...], ...]:
-    """The chunks of each stage in the same phases. (Schedules with more than two chunks a stage deal them in turn.)"""
-    every = _phases(stages, virtual)
-    return tuple(tuple(phase * stages + stage for phase in phases) for phases in every for stage in range(stages))
 
 
 def _least_of_classes(held: dict[int, int], class_of: dict[int, int]) -> dict[int, int]:
@@ -121,14 +179,14 @@ def _most_held(actions: Sequence[Action], chunks: Sequence[int]) -> list[dict[in
     return [dict(zip(now, held, strict=True)) for held in dict.fromkeys(ranked)][:_MOST_PLACES]
 
 
-def _busy(schedule: Schedule, stage_of: Sequence[int], micro_batches: int) -> Iterator[tuple[Any, int]]:
+def _busy(schedule: Schedule, stage_of: Sequence[int], micro_batches: int) -> Iterator[_Path]:
     """Yield what each stage computes, after the first forwards before it."""
     for stage, actions in enumerate(schedule.ranks):
         counts = numpy.zeros((KINDS + 1, len(stage_of)))
         chunks_here = [chunk for chunk, of in enumerate(stage_of) if of == stage]
         counts[:KINDS, chunks_here] = numpy.array([micro_batches - 1, micro_batches, micro_batches - 1, 1, 1])[:, None]
         counts[[_FIRST, _SENDS], : actions[0].chunk] += 1
-        yield counts, stage
+        yield _Path(counts, stage)
 
 
 class _Paths:
@@ -161,17 +219,18 @@ class _Paths:
         whole = cells.get(Action(chunk, BACKWARD, micro))
         return cells[Action(chunk, INPUT, micro)] if whole is None else whole
 
-    def counted(self, stages: int, virtual: int) -> Iterator[tuple[Any, int]]:
-        """Yield (counts, the stage where they end)."""
+    def all(self, stages: int, virtual: int) -> Iterator[_Path]:
+        """Yield those that stay on a stage, and the mean over the chunks of each phase of those that stay on a chunk."""
         for stage, actions in enumerate(self.schedule.ranks):
             first = actions[0].chunk
-            yield self._stay(stage, 0, len(actions) - 1) + self._part(self.forwards[0], 0, first), stage
-        for phases in _phases(stages, virtual):
-            chunks = [chunk for phase in phases for chunk in range(phase * stages, (phase + 1) * stages)]
-            for kind in (self._forwards_on, self._backwards_on, self._all_on):
-                kinds = [each for each in map(kind, chunks) if each is not None]
-                if kinds:
-                    yield sum(kinds) / len(kinds) + self._rest(), self.stage_of[0]
+            yield _Path(self._stay(stage, 0, len(actions) - 1) + self._part(self.forwards[0], 0, first), stage)
+        rest, end = self._rest(), self.stage_of[0]
+        for phase in range(virtual):
+            chunks = range(phase * stages, (phase + 1) * stages)
+            for along, path_of in (("F", self._forwards_on), ("B", self._backwards_on), ("FB", self._all_on)):
+                counts = [each for each in map(path_of, chunks) if each is not None]
+                if counts:
+                    yield _Path(sum(counts) / len(counts) + rest, end, along, phase)
 
     def _stay(self, rank: int, first: int, last: int) -> Any:
         """All actions of a rank from one cell to another."""

@@ -8,7 +8,7 @@ for each schedule by a linear program of its own (`stage_program`); the least of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
 from autopar.cost_models.hardware.cluster import Cluster
@@ -20,7 +20,7 @@ from autopar.solve.bounds.memory_bound import PipelineShape, memory_bound
 from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
 from autopar.solve.bounds.traded_lines import traded_lines
 from autopar.solve.bounds.working_set import batch_bytes, least_working_bytes
-from autopar.solve.pipeline.stage_program import schedule_bound
+from autopar.solve.pipeline.stage_program import Level, schedule_bound
 from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.pipeline_grid import ScheduleOption
@@ -43,12 +43,13 @@ class CallSeconds:
 
 @dataclass(frozen=True, slots=True)
 class CallLines:
-    """The half-planes of one call for one micro-batch, by linear programs of the block. `traded` of those that matter."""
+    """The half-planes of one call for one micro-batch, by linear programs of the block. `traded` of those that matter, None where
+    they were not looked for."""
 
     durations: tuple[DurationLine, ...]
     saved: tuple[SavedLine, ...]
     working_bytes: float
-    traded: tuple[SavedLine, ...] = ()
+    traded: tuple[SavedLine, ...] | None = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,10 @@ class RelaxedCalls:
     calls: Mapping[str, CallSeconds]
     lines: Mapping[str, CallLines] = field(default_factory=dict)
 
+    def serves(self, level: Level) -> bool:
+        """Return whether it says all that a program of this level takes: `traded` lines are for those that look closely."""
+        return level is Level.COARSE or all(each.traded is not None for each in self.lines.values())
+
 
 @dataclass(frozen=True, slots=True)
 class StageRelaxation:
@@ -70,17 +75,12 @@ class StageRelaxation:
     relaxed: RelaxedCalls
     cluster: Cluster
 
-    def at_least(
-        self, points: Sequence[GridPoint], options: Sequence[ScheduleOption], best_seconds: float, by_clock: bool = True
-    ) -> dict[ScheduleOption, float]:
-        """Return the least step of `points`, which differ in `zero_group` only, with each of `options`; infinite where nothing
-        fits. `by_clock` as in `schedule_bound`. Not looked at where what holds for all schedules is `best_seconds`."""
-        point, least = points[0], self.least_under_any_schedule(points)
-        if least >= best_seconds:
-            return dict.fromkeys(options, least)
+    def under_schedule(self, points: Sequence[GridPoint], option: ScheduleOption, level: Level) -> float:
+        """Return the least step of `points`, which differ in `zero_group` only, under one schedule; infinite where nothing
+        fits."""
+        point = points[0]
         calls, limits = self._program_inputs(points)
-        bounds = ((each, schedule_bound(point.stages, each, point.micro_batches, calls, limits, by_clock)) for each in options)
-        return {option: max(least, seconds) for option, seconds in bounds}
+        return schedule_bound(point.stages, option, point.micro_batches, calls, limits, level)
 
     def least_under_any_schedule(self, points: Sequence[GridPoint]) -> float:
         """Return the least bound of points that differ in `zero_group` only."""
@@ -112,7 +112,7 @@ class StageRelaxation:
                 durations=lines.durations,
                 saved=lines.saved,
                 working_bytes=lines.working_bytes,
-                traded=lines.traded,
+                traded=lines.traded or (),
                 states=undominated(one for each in grouped for one in call_states(each, name, micro_batches).values()),
             )
             for name, lines in self.relaxed.lines.items()
@@ -144,11 +144,20 @@ def relaxed_calls(
     return RelaxedCalls(_flow_seconds(problem, stages, calls), blocks, calls, lines)
 
 
+def with_traded_lines(problem: Problem, relaxed: RelaxedCalls, seconds_left: Callable[[], float]) -> RelaxedCalls:
+    """Return the calls with their traded lines, by far the largest programs of a block."""
+    lines = dict(relaxed.lines)
+    for block in relaxed.blocks:
+        each = lines[block.name]
+        if each.traded is None:
+            traded = traded_lines(problem, block, each.durations[0].least_seconds, seconds_left())
+            lines[block.name] = replace(each, traded=traded)
+    return replace(relaxed, lines=lines)
+
+
 def _call_lines(problem: Problem, block: BlockRelaxation, minor: bool, seconds_left: Callable[[], float]) -> CallLines:
     durations = duration_lines(problem, block.name, seconds_left(), minor)
-    fastest = durations[0].least_seconds
-    traded = () if minor else traded_lines(problem, block, fastest, seconds_left())
-    return CallLines(durations, saved_lines(block), least_working_bytes(problem, block.name), traded)
+    return CallLines(durations, saved_lines(block), least_working_bytes(problem, block.name), () if minor else None)
 
 
 def _flow_seconds(problem: Problem, stages: int, calls: Mapping[str, CallSeconds]) -> float:

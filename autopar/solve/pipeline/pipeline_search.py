@@ -27,9 +27,11 @@ from autopar.solve.pipeline.pipeline_bound import (
     call_seconds,
     operation_calls,
     relaxed_calls,
+    with_traded_lines,
 )
 from autopar.solve.pipeline.pipeline_ranking import rank_pipelines
 from autopar.solve.pipeline.split_blocks import with_split_blocks
+from autopar.solve.pipeline.stage_program import Level
 from autopar.solve.pipeline.stage_search import StageSearch
 from autopar.solve.pipeline.tighten import BoundTightening, Task, TightenedBounds, TighteningSteps, raise_bound
 from autopar.solve.problem.problem import Problem
@@ -62,6 +64,7 @@ class PipelineSearch:
         self.mixed_devices = len({group.device for group in cluster.groups}) > 1
         self._relaxed: dict[object, RelaxedCalls] = {}
         self._operations: dict[GridPoint, RelaxedCalls] = {}
+        self._least: dict[GridPoint, float] = {}
         self._mesh_relaxations: dict[object, StageRelaxation] = {}
         self._memory_bounds: dict[GridPoint, float] = {}
         self._estimated: dict[GridPoint, float] = {}
@@ -158,13 +161,22 @@ class PipelineSearch:
         self._tightening.run(self.seconds_left, self.options.processes)
 
     def _new_tightening(self, best_seconds: float) -> BoundTightening:
-        def bound_schedules(task: Task) -> TightenedBounds:
-            members, option = task
-            seconds = self.schedule_bounds(members, best_seconds, None if option is None else (option,))
-            return TightenedBounds(seconds, self._relaxed.get(self._family(members[0])))
+        def bound_schedule(task: Task) -> TightenedBounds:
+            members, option, level = task
+            least, seconds = self.schedule_bound(members, option, level, best_seconds)
+            return TightenedBounds(seconds, least, self._relaxed.get(self._family(members[0])))
 
-        steps = TighteningSteps(self._with_memory, self._is_bounded, bound_schedules, self._family, self._relaxed)
+        steps = TighteningSteps(
+            self._with_memory, self._is_bounded, self.schedules, bound_schedule, self._family, self._relaxed
+        )  # fmt: skip
         return BoundTightening(self.points, steps, best_seconds)
+
+    def schedules(self, members: Sequence[GridPoint]) -> Sequence[ScheduleOption]:
+        """Return the schedules of points; none where they have too few micro-batches for a forced one."""
+        try:
+            return schedule_options(self.graph, members[0], self.options.force, self.options.schedule)
+        except PlanError:
+            return ()
 
     def _with_memory(self, point: GridPoint) -> float:
         """Return the `mesh_bound` with the bound that the point has, once."""
@@ -207,17 +219,13 @@ class PipelineSearch:
         relaxed = replace(relaxation.relaxed, flow_seconds=flow_seconds, calls=calls)
         return replace(relaxation, relaxed=relaxed).under_any_schedule(point) / self._ranks_per_core
 
-    def schedule_bounds(
-        self, members: Sequence[GridPoint], best_seconds: float, options: Sequence[ScheduleOption] | None = None
-    ) -> dict[ScheduleOption, float]:
-        """Bound points that differ in `zero_group` only: by the clock of these schedules, or all of theirs by some paths.
-        Operations alone first: those of small micro-batches often say enough."""
-        point, by_clock, shared = members[0], options is not None, self._ranks_per_core
-        try:
-            options = options or schedule_options(self.graph, point, self.options.force, self.options.schedule)
-        except PlanError:  # too few micro-batches for a forced schedule
-            return {}
-        problem, key = self.problem(point), self._family(point)
+    def schedule_bound(
+        self, members: Sequence[GridPoint], option: ScheduleOption, level: Level, best_seconds: float
+    ) -> tuple[float, float]:
+        """Return the bounds of points that differ in `zero_group` only, under any schedule, and under this one. Operations alone
+        first: those of small micro-batches often say enough."""
+        point, shared, key = members[0], self._ranks_per_core, self._family(members[0])
+        problem = self.problem(point)
         if key not in self._relaxed:
             at = replace(point, zero_group=0)  # not its family: which of its points comes first differs between processes
             if at not in self._operations:
@@ -225,11 +233,17 @@ class PipelineSearch:
             operations = self._operations[at]
             least = StageRelaxation(problem, operations, self.cluster).least_under_any_schedule(members) / shared
             if least >= best_seconds * (1 - self.options.sharp_gap):
-                return dict.fromkeys(options, least)
+                return least, least
             self._relaxed[key] = relaxed_calls(problem, point.stages, operations.blocks, self.seconds_left)
-        relaxation = StageRelaxation(problem, self._relaxed[key], self.cluster)
-        bounds = relaxation.at_least(members, options, best_seconds * shared, by_clock)
-        return {option: seconds / shared for option, seconds in bounds.items()}
+        if not self._relaxed[key].serves(level):
+            self._relaxed[key] = with_traded_lines(problem, self._relaxed[key], self.seconds_left)
+        relaxation, at = StageRelaxation(problem, self._relaxed[key], self.cluster), replace(point, zero_group=0)
+        if at not in self._least:
+            self._least[at] = relaxation.least_under_any_schedule(members) / shared
+        least = self._least[at]
+        if least >= best_seconds:
+            return least, least
+        return least, max(least, relaxation.under_schedule(members, option, level) / shared)
 
     @property
     def _ranks_per_core(self) -> float:

@@ -9,6 +9,7 @@ the schedule, each of which bounds every partition; and where that is not enough
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
 from functools import lru_cache
 
 import numpy
@@ -16,7 +17,7 @@ import numpy
 from autopar.ir.plan import Pipeline
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.solve.bounds.call_lines import DurationLine, SavedLine
-from autopar.solve.bounds.schedule_paths import KINDS, schedule_paths
+from autopar.solve.bounds.schedule_paths import COARSE_GROUPS, FINE_GROUPS, KINDS, schedule_paths
 from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, Linear, StageLimits, transfers_of
 from autopar.solve.bounds.timed_actions import TimedSchedule, spread_micro_batches, timed_schedule
 from autopar.solve.ilp.linear_model import INFINITY, LinearModel, add, total
@@ -30,20 +31,24 @@ _CLOCKED_ACTIONS = 800
 """Actions of longer ones that are looked at, about."""
 
 
+class Level(IntEnum):
+    """How closely a schedule is looked at: some paths with the stages in few groups or more, or the end of every action."""
+
+    COARSE = 0
+    FINE = 1
+    CLOCK = 2
+
+
 def schedule_bound(
-    stages: int,
-    option: ScheduleOption,
-    micro_batches: int,
-    calls: Sequence[BlockCalls],
-    limits: StageLimits,
-    by_clock: bool = True,
-) -> float:
-    """Return seconds below every plan of these calls under a schedule; infinite where none fits. `by_clock`: with all of the
-    schedule where it is not too long, else by some paths, in less time."""
+    stages: int, option: ScheduleOption, micro_batches: int, calls: Sequence[BlockCalls], limits: StageLimits, level: Level
+) -> float:  # fmt: skip
+    """Return seconds below every plan of these calls under a schedule; infinite where none fits. A schedule that is too long for
+    its clock is looked at as finely as can be."""
     if limits.usable_bytes <= 0:
         return INFINITY
-    clocked = by_clock and has_clock(stages, option, micro_batches)
-    return _Program((stages, option.virtual, option.schedule, micro_batches), calls, limits, clocked).solve()
+    if level is Level.CLOCK and not has_clock(stages, option, micro_batches):
+        level = Level.FINE
+    return _Program((stages, option.virtual, option.schedule, micro_batches), calls, limits, level).solve()
 
 
 def has_clock(stages: int, option: ScheduleOption, micro_batches: int) -> bool:
@@ -56,17 +61,17 @@ class _Program:
     one pass of all chunks of each class. With the clock those of each chunk too, of which only what its calls take is looked at
     where a class has several."""
 
-    def __init__(self, key: tuple[int, int, str, int], calls: Sequence[BlockCalls], limits: StageLimits, clocked: bool) -> None:
+    def __init__(self, key: tuple[int, int, str, int], calls: Sequence[BlockCalls], limits: StageLimits, level: Level) -> None:
         self.calls, self.limits, self.model, self.key = calls, limits, LinearModel(), key
         stages, _, _, micro_batches = key
-        self.shape = schedule_paths(*self.key)
+        self.shape = schedule_paths(*key, (COARSE_GROUPS, FINE_GROUPS, max(stages, FINE_GROUPS))[level])
         self.unit = sum(each.count * each.durations[0].least_seconds for each in calls) * micro_batches / stages or 1.0
         self.sends = limits.between_chunks(self.shape.stage_of)
         model, classes = self.model, self.shape.classes
         self.t = model.variable()
         model.minimise({self.t: 1.0})
         self.columns = [[model.variable() for _ in classes] for _ in range(KINDS)]
-        self.after = [model.variable() for _ in range(stages)]
+        self.after = [model.variable() for _ in self.shape.groups]
         self.parts = [
             ClassCalls(calls, len(members), limits.overlap, self.unit, sum(map(self._on_data_links, members)))
             for members in classes
@@ -74,9 +79,9 @@ class _Program:
         self._deal(len(classes))
         for number in range(len(classes)):
             self._bound_class(number)
-        for stage in range(stages):
-            self._bound_stage(stage)
-        if clocked:
+        for number in range(len(self.shape.groups)):
+            self._bound_group(number)
+        if level is Level.CLOCK:
             self._add_clock(self._chunk_columns())
         else:
             self._add_paths()
@@ -194,29 +199,30 @@ class _Program:
         for one in (first, forward):
             self._exceeds({one: 1.0, inputs: 1.0, last: 1.0}, terms, -part.size * overlap.contention * longest / self.unit)
 
-    def _bound_stage(self, stage: int) -> None:
-        """Bound a stage's memory, and what follows its last action: a reduction and the optimizer."""
-        model, usable = self.model, self.limits.usable_bytes
-        classes_here = [number for number, of in enumerate(self.shape.stage_of_class) if of == stage]
+    def _bound_group(self, group: int) -> None:
+        """Bound the memory of the stages of a group together, and on average what follows their last action: a reduction and the
+        optimizer."""
+        model, usable, stages = self.model, self.limits.usable_bytes, self.shape.groups[group]
+        classes_here = [number for number, of in enumerate(self.shape.group_of_class) if of == group]
         optimizer: dict[int, float] = {}
         held: dict[int, float] = {}
         for number in classes_here:
             for column, one in self.parts[number].states():
                 optimizer[column] = -one.optimizer_seconds / self.unit
                 held[column] = one.bytes / usable
-        heads = [each for each in self.calls if (each.place == 0) == (stage == 0)] or list(self.calls)
+        heads = [each for each in self.calls if (each.place == 0) == (0 in stages)] or list(self.calls)
         left = min((one.reduce_last for each in heads for one in each.states), default=0.0)
-        model.row({self.after[stage]: 1.0, **optimizer}, left / self.unit, INFINITY)
+        model.row({self.after[group]: float(len(stages)), **optimizer}, len(stages) * left / self.unit, INFINITY)
         # the first backward is that of a call of the last chunk
         working = min(self.calls[block].working_bytes for block in self.parts[classes_here[-1]].counts)
-        for in_flight in self.shape.in_flight[stage]:
+        for in_flight in self.shape.in_flight[group]:
             saved = {
                 column: self.limits.held * in_flight.get(number, 0)
                 for number in classes_here
                 for _, column in self.parts[number].saved.values()
             }
-            # state + reserved for what is saved and for the first backward <= usable
-            model.row({**held, **saved}, -INFINITY, 1.0 - self.limits.held * working / usable)
+            # sum over the stages: state + reserved for what is saved and for the first backward <= usable
+            model.row({**held, **saved}, -INFINITY, len(stages) * (1.0 - self.limits.held * working / usable))
 
     def _add_paths(self) -> None:
         """Add the longest of some paths through the schedule."""

@@ -29,10 +29,11 @@ from autopar.solve.bounds.cut_transfers import StageTransfer, stage_transfers
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
 from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
 from autopar.solve.pipeline import pipeline_search
-from autopar.solve.pipeline.pipeline_bound import StageRelaxation, relaxed_calls
+from autopar.solve.pipeline.pipeline_bound import StageRelaxation, relaxed_calls, with_traded_lines
 from autopar.solve.pipeline.pipeline_search import PipelineSearch
-from autopar.solve.pipeline.stage_program import schedule_bound
+from autopar.solve.pipeline.stage_program import Level, schedule_bound
 from autopar.solve.pipeline.tighten import BoundTightening, TightenedBounds, TighteningSteps
+from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint, grid_points
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
@@ -85,7 +86,7 @@ def bound_of(
 ) -> float:
     option = ScheduleOption(virtual, schedule, 0.0, 1.0)
     limits = StageLimits(usable_bytes, 1.0, Overlap(), (StageTransfer(transfer),) * stages)
-    return schedule_bound(stages, option, micro_batches, layers.calls, limits)
+    return schedule_bound(stages, option, micro_batches, layers.calls, limits, Level.CLOCK)
 
 
 @pytest.mark.parametrize(("stages", "virtual", "schedule", "micro_batches"), [*SCHEDULES, (2, 6, "1f1b", 4), (4, 4, "1f1b", 8)])
@@ -101,7 +102,8 @@ def test_no_partition_is_faster_than_the_program(stages: int, virtual: int, sche
     sent = bound_of(layers, stages, virtual, schedule, micro_batches, plenty, lag)
     assert sent > free
     option, limits = ScheduleOption(virtual, schedule, 0.0, 1.0), StageLimits(plenty, 1.0, Overlap())
-    assert schedule_bound(stages, option, micro_batches, layers.calls, limits, by_clock=False) <= free * (1 + 1e-6)
+    for level in (Level.COARSE, Level.FINE):
+        assert schedule_bound(stages, option, micro_batches, layers.calls, limits, level) <= free * (1 + 1e-6)
     lags = [0.0 if here == there else lag for here, there in pairwise(stage_of_chunks(pipeline))]
     shortest, dearer = float("inf"), 0
     for draw in range(60):
@@ -193,7 +195,12 @@ def _pipelines(batch: int = 8) -> PipelineSearch:
 
 
 def sharp_bound(search: PipelineSearch, points: tuple[GridPoint, ...], best_seconds: float) -> float:
-    return min(search.schedule_bounds(points, best_seconds).values())
+    return min(search.schedule_bound(points, option, Level.FINE, best_seconds)[1] for option in search.schedules(points))
+
+
+def relaxation_of(problem: Problem, point: GridPoint, cluster: Cluster) -> StageRelaxation:
+    relaxed = relaxed_calls(problem, point.stages, relax_blocks(problem), lambda: 60.0)
+    return StageRelaxation(problem, with_traded_lines(problem, relaxed, lambda: 60.0), cluster)
 
 
 def test_blocks_are_relaxed_where_operations_alone_do_not_say_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,15 +231,15 @@ def test_bounds_are_sharpened_no_further_than_needed() -> None:
 def test_who_waits_for_whom() -> None:
     """Beside a point other processes begin with one of each family that is not relaxed, and with all of those that are."""
     search = _pipelines(batch=16)
-    known = search._memory_bounds.__contains__
-    how = TighteningSteps(search._with_memory, known, lambda task: TightenedBounds({}, None), search._family, search._relaxed)
+    known, nothing = search._memory_bounds.__contains__, TightenedBounds(0.0, 0.0, None)
+    how = TighteningSteps(search._with_memory, known, search.schedules, lambda task: nothing, search._family, search._relaxed)
     tightening = BoundTightening(search.points, how, float("inf"))
     order = tightening._order()
     for point in order:
         search._with_memory(point)
-    first, *others = (tightening._task(each, None) for each in dict.fromkeys(tightening.groups.values()))
-    taken = list(tightening._upcoming(order, first))
-    assert len({search._family(each[0][0]) for each in (first, *taken)}) == len(taken) + 1 < len(others) + 1
+    first, *others = (next(tightening._tasks_of(each)) for each in dict.fromkeys(tightening.groups.values()))
+    upcoming = list(tightening._upcoming(order, first))
+    assert len({search._family(each[0][0]) for each in (first, *upcoming)}) == len(upcoming) + 1 < len(others) + 1
     sharp_bound(search, first[0], float("inf"))
     family = search._family(first[0][0])
     relaxed = [each for each in others if search._family(each[0][0]) == family]
@@ -268,8 +275,8 @@ def test_no_pipeline_is_below_its_bound(text: str, memory_bytes: int) -> None:
     for point in search.points:
         problem = search.problem(point)
         calls_seconds = operation_bound(problem) / point.stages
-        rough, bound = search.mesh_bound(point, calls_seconds), min(search.schedule_bounds((point,), float("inf")).values())
-        relaxation = StageRelaxation(problem, relaxed_calls(problem, point.stages, relax_blocks(problem), lambda: 60.0), cluster)
+        rough, bound = search.mesh_bound(point, calls_seconds), sharp_bound(search, (point,), float("inf"))
+        relaxation = relaxation_of(problem, point, cluster)
         assert rough >= calls_seconds
         for option in schedule_options(search.graph, point, {}, ""):
             found = search.stage_search.solve_point(point, option)
@@ -277,9 +284,10 @@ def test_no_pipeline_is_below_its_bound(text: str, memory_bytes: int) -> None:
                 priced += 1
                 step = found.evaluation.step_seconds
                 assert step >= max(rough, bound) * (1 - 1e-6), f"{point} {option}"
-                assert step >= relaxation.at_least((point,), (option,), float("inf"))[option] * (1 - 1e-6), f"{point} {option}"
+                for level in Level:
+                    assert step >= relaxation.under_schedule((point,), option, level) * (1 - 1e-6), f"{point} {option} {level}"
                 above += bound > 0.6 * step
-                assert step >= min(search.schedule_bounds((point,), step).values()) * (1 - 1e-6), f"{point} {option}"
+                assert step >= sharp_bound(search, (point,), step) * (1 - 1e-6), f"{point} {option}"
     assert priced >= 8
     assert above >= priced / 4
 
@@ -298,14 +306,14 @@ def test_communication_of_state_that_hides_counts_once(zero: int, contention: fl
     search.list_points()
     priced = 0
     for point in search.points:
-        problem = search.problem(point)
-        relaxation = StageRelaxation(problem, relaxed_calls(problem, point.stages, relax_blocks(problem), lambda: 60.0), cluster)
+        relaxation = relaxation_of(search.problem(point), point, cluster)
         for option in schedule_options(search.graph, point, {}, ""):
             found = search.stage_search.solve_point(point, option)
             if found is not None and found.evaluation is not None:
                 step = found.evaluation.step_seconds
                 assert step >= search.mesh_bound(point, 0.0) * (1 - 1e-6), f"{point} {option}"
-                assert step >= relaxation.at_least((point,), (option,), float("inf"))[option] * (1 - 1e-6), f"{point} {option}"
+                for level in Level:
+                    assert step >= relaxation.under_schedule((point,), option, level) * (1 - 1e-6), f"{point} {option} {level}"
                 priced += option.virtual > 1
     assert priced >= 2
 
