@@ -20,7 +20,7 @@ from autopar.solve.bounds.memory_bound import PipelineShape, memory_bound
 from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
 from autopar.solve.bounds.traded_lines import traded_lines
 from autopar.solve.bounds.working_set import batch_bytes, least_working_bytes
-from autopar.solve.pipeline.stage_program import Level, schedule_bound
+from autopar.solve.pipeline.stage_program import ScheduleDetail, schedule_bound
 from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.pipeline_grid import ScheduleOption
@@ -62,9 +62,9 @@ class RelaxedCalls:
     calls: Mapping[str, CallSeconds]
     lines: Mapping[str, CallLines] = field(default_factory=dict)
 
-    def serves(self, level: Level) -> bool:
+    def serves(self, level: ScheduleDetail) -> bool:
         """Return whether it says all that a program of this level takes: `traded` lines are for those that look closely."""
-        return level is Level.COARSE or all(each.traded is not None for each in self.lines.values())
+        return level is ScheduleDetail.COARSE or all(each.traded is not None for each in self.lines.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class StageRelaxation:
     relaxed: RelaxedCalls
     cluster: Cluster
 
-    def under_schedule(self, points: Sequence[GridPoint], option: ScheduleOption, level: Level) -> float:
+    def under_schedule(self, points: Sequence[GridPoint], option: ScheduleOption, level: ScheduleDetail) -> float:
         """Return the least step of `points`, which differ in `zero_group` only, under one schedule; infinite where nothing
         fits."""
         point = points[0]

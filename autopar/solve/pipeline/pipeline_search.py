@@ -31,7 +31,7 @@ from autopar.solve.pipeline.pipeline_bound import (
 )
 from autopar.solve.pipeline.pipeline_ranking import rank_pipelines
 from autopar.solve.pipeline.split_blocks import with_split_blocks
-from autopar.solve.pipeline.stage_program import Level
+from autopar.solve.pipeline.stage_program import ScheduleDetail
 from autopar.solve.pipeline.stage_search import StageSearch
 from autopar.solve.pipeline.tighten import BoundTightening, Task, TightenedBounds, TighteningSteps, raise_bound
 from autopar.solve.problem.problem import Problem
@@ -220,7 +220,7 @@ class PipelineSearch:
         return replace(relaxation, relaxed=relaxed).under_any_schedule(point) / self._ranks_per_core
 
     def schedule_bound(
-        self, members: Sequence[GridPoint], option: ScheduleOption, level: Level, best_seconds: float
+        self, members: Sequence[GridPoint], option: ScheduleOption, level: ScheduleDetail, best_seconds: float
     ) -> tuple[float, float]:
         """Return the bounds of points that differ in `zero_group` only, under any schedule, and under this one. Operations alone
         first: those of small micro-batches often say enough."""

@@ -31,7 +31,7 @@ _CLOCKED_ACTIONS = 800
 """Actions of longer ones that are looked at, about."""
 
 
-class Level(IntEnum):
+class ScheduleDetail(IntEnum):
     """How closely a schedule is looked at: some paths with the stages in few groups or more, or the end of every action."""
 
     COARSE = 0
@@ -40,14 +40,14 @@ class Level(IntEnum):
 
 
 def schedule_bound(
-    stages: int, option: ScheduleOption, micro_batches: int, calls: Sequence[BlockCalls], limits: StageLimits, level: Level
+    stages: int, option: ScheduleOption, micro_batches: int, calls: Sequence[BlockCalls], limits: StageLimits, level: ScheduleDetail
 ) -> float:  # fmt: skip
     """Return seconds below every plan of these calls under a schedule; infinite where none fits. A schedule that is too long for
     its clock is looked at as finely as can be."""
     if limits.usable_bytes <= 0:
         return INFINITY
-    if level is Level.CLOCK and not has_clock(stages, option, micro_batches):
-        level = Level.FINE
+    if level is ScheduleDetail.CLOCK and not has_clock(stages, option, micro_batches):
+        level = ScheduleDetail.FINE
     return _Program((stages, option.virtual, option.schedule, micro_batches), calls, limits, level).solve()
 
 
@@ -61,7 +61,7 @@ class _Program:
     one pass of all chunks of each class. With the clock those of each chunk too, of which only what its calls take is looked at
     where a class has several."""
 
-    def __init__(self, key: tuple[int, int, str, int], calls: Sequence[BlockCalls], limits: StageLimits, level: Level) -> None:
+    def __init__(self, key: tuple[int, int, str, int], calls: Sequence[BlockCalls], limits: StageLimits, level: ScheduleDetail) -> None:
         self.calls, self.limits, self.model, self.key = calls, limits, LinearModel(), key
         stages, _, _, micro_batches = key
         self.shape = schedule_paths(*key, (COARSE_GROUPS, FINE_GROUPS, max(stages, FINE_GROUPS))[level])
@@ -81,7 +81,7 @@ class _Program:
             self._bound_class(number)
         for number in range(len(self.shape.groups)):
             self._bound_group(number)
-        if level is Level.CLOCK:
+        if level is ScheduleDetail.CLOCK:
             self._add_clock(self._chunk_columns())
         else:
             self._add_paths()

@@ -1,7 +1,7 @@
 """The order in which bounds of pipelines are tightened: always the schedule of a point that the least bound is made of, up to a
 number of programs.
 
-A point first gets what holds for any schedule, then the schedule that limits it is bounded more and more closely (`Level`). Other
+A point first gets what holds for any schedule, then the schedule that limits it is bounded more and more closely (`ScheduleDetail`). Other
 processes begin with what may come next.
 """
 
@@ -15,14 +15,14 @@ from autopar.solve.forked import Lookahead
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.pipeline_bound import RelaxedCalls
-from autopar.solve.pipeline.stage_program import Level
+from autopar.solve.pipeline.stage_program import ScheduleDetail
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.pipeline_grid import ScheduleOption
 
 Points = tuple[GridPoint, ...]
 """Points that differ in the groups of ranks that share state only: one bound for all of them is nearly as sharp."""
 
-Task = tuple[Points, ScheduleOption, Level]
+Task = tuple[Points, ScheduleOption, ScheduleDetail]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class TighteningSteps:
     relaxations: dict[object, RelaxedCalls]
 
 
-_MOST_TASKS = {Level.COARSE: 400, Level.FINE: 100, Level.CLOCK: 12}
+_MOST_TASKS = {ScheduleDetail.COARSE: 400, ScheduleDetail.FINE: 100, ScheduleDetail.CLOCK: 12}
 """Tasks of each kind: they take some 10 ms, 40 ms and half a second."""
 
 
@@ -96,7 +96,7 @@ class BoundTightening:
         for option in sorted(bounds, key=lambda each: bounds[each]):
             if bounds[option] >= self.enough_seconds:
                 return
-            tasks = ((members, option, level) for level in Level)
+            tasks = ((members, option, level) for level in ScheduleDetail)
             task = next((each for each in tasks if each not in self._done), None)
             if task is None:
                 return

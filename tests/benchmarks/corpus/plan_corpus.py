@@ -1,7 +1,7 @@
 """A corpus of 60 plans, kept before a change of the search and compared after it.
 
-``python tests/benchmarks/corpus/plan_corpus.py plan FOLDER [--only PART] [--root CHECKOUT]`` writes one plan a case and what it took;
-``python tests/benchmarks/corpus/plan_corpus.py compare BEFORE AFTER`` prints the ratio of predicted steps, both gaps and processor seconds.
+``python tests/benchmarks/corpus/plan_corpus.py plan FOLDER [--only PART] [--root CHECKOUT]`` writes one plan a case, and the seconds
+that it took; ``... compare BEFORE AFTER`` prints the ratio of predicted steps, both gaps and the processor seconds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[3]
 DEEP = "tests/benchmarks/deep_models.py"
@@ -47,7 +48,8 @@ CASES = {
     "8b-dp8zero3": "llama3-8b --cluster dgx-h100:1 --batch 16 --seq 4096 --dtype bf16 --force dp=8,zero=3",
     "8b-mi300x": "llama3-8b --cluster mi300x:2 --batch 64 --seq 4096 --dtype bf16",
     "70b-tp8pp2": "llama3-70b --cluster dgx-h100:8 --batch 128 --seq 4096 --dtype bf16 --force tp=8,pp=2",
-    "70b-fixed": "llama3-70b --cluster dgx-h100:8 --batch 128 --seq 4096 --dtype bf16 --force tp=8,pp=2,zero=1,micro_batches=16,recompute=none,zero_group=0,sequence_parallel=1",
+    "70b-fixed": "llama3-70b --cluster dgx-h100:8 --batch 128 --seq 4096 --dtype bf16 "
+    "--force tp=8,pp=2,zero=1,micro_batches=16,recompute=none,zero_group=0,sequence_parallel=1",
     "mixtral-64": "mixtral-8x22b --cluster dgx-h100:8 --batch 128 --seq 4096 --dtype bf16",
     "mixtral-64-ep8": "mixtral-8x22b --cluster dgx-h100:8 --batch 128 --seq 4096 --dtype bf16 --force ep=8",
     "mixtral-load": "mixtral-8x22b --cluster dgx-h100:16 --batch 128 --seq 4096 --dtype bf16 --expert-load 1.3",
@@ -91,7 +93,8 @@ def plan(folder: Path, root: Path, only: str) -> None:
             continue
         command = [sys.executable, "-m", "autopar.cli", "plan", *words.split(), "--no-cache", "-o", str(path)]
         began = time.monotonic()
-        process = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command, cwd=root, env=environment, text=True, **quiet)  # type: ignore[call-overload]
         assert process.stderr is not None
         errors = process.stderr.read()
         _, status, used = os.wait4(process.pid, 0)
@@ -105,22 +108,27 @@ def plan(folder: Path, root: Path, only: str) -> None:
 
 def compare(before: Path, after: Path) -> None:
     """Print a row a case that both folders have: the ratio of predicted steps, gaps and processor seconds."""
-    print(f"{'case':22} {'before s':>10} {'after s':>10} {'ratio':>7} {'gap':>7} {'gap':>7} {'cpu s':>7} {'cpu s':>7} same")
+    print(f"{'case':22} {'before s':>10} {'after s':>10} {'ratio':>7} {'gap':>7} {'gap':>7} {'cpu s':>7} {'cpu s':>7}")
     for name in CASES:
-        facts = [json.loads(path.read_text()) if (path := folder / f"{name}.took.json").exists() else None for folder in (before, after)]
-        plans = [json.loads(path.read_text()) if (path := folder / f"{name}.plan.json").exists() else None for folder in (before, after)]
-        if None in facts:
+        took = [_read(folder / f"{name}.took.json") for folder in (before, after)]
+        plans = [_read(folder / f"{name}.plan.json") for folder in (before, after)]
+        if not all(took):
             continue
-        if None in plans:
-            print(f"{name:22} {[fact.get('error', 'planned') for fact in facts]}")  # type: ignore[union-attr]
+        if not all(plans):
+            print(f"{name:22} {[each.get('error', 'planned') for each in took]}")
             continue
-        (first, second), (took, takes) = [plan["predicted"] for plan in plans], facts  # type: ignore[index]
-        ratio = second["step_seconds"] / first["step_seconds"]
-        same = plans[0]["mesh"] == plans[1]["mesh"]  # type: ignore[index]
+        first, second = (each["predicted"] for each in plans)
+        seconds = " ".join(f"{each['processor']:7.1f}" for each in took)
         print(
-            f"{name:22} {first['step_seconds']:10.5g} {second['step_seconds']:10.5g} {ratio:7.4f} {first['gap']:7.4f} {second['gap']:7.4f}"
-            f" {took['processor']:7.1f} {takes['processor']:7.1f} {'mesh' if same else 'other'}"
+            f"{name:22} {first['step_seconds']:10.5g} {second['step_seconds']:10.5g} "
+            f"{second['step_seconds'] / first['step_seconds']:7.4f} {first['gap']:7.4f} {second['gap']:7.4f} {seconds} "
+            f"{'same mesh' if plans[0]['mesh'] == plans[1]['mesh'] else 'another mesh'}"
         )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the document of a file; empty where there is none."""
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
 from autopar.solve.pipeline import pipeline_search
 from autopar.solve.pipeline.pipeline_bound import StageRelaxation, relaxed_calls, with_traded_lines
 from autopar.solve.pipeline.pipeline_search import PipelineSearch
-from autopar.solve.pipeline.stage_program import Level, schedule_bound
+from autopar.solve.pipeline.stage_program import ScheduleDetail, schedule_bound
 from autopar.solve.pipeline.tighten import BoundTightening, TightenedBounds, TighteningSteps
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint, grid_points
@@ -86,7 +86,7 @@ def bound_of(
 ) -> float:
     option = ScheduleOption(virtual, schedule, 0.0, 1.0)
     limits = StageLimits(usable_bytes, 1.0, Overlap(), (StageTransfer(transfer),) * stages)
-    return schedule_bound(stages, option, micro_batches, layers.calls, limits, Level.CLOCK)
+    return schedule_bound(stages, option, micro_batches, layers.calls, limits, ScheduleDetail.CLOCK)
 
 
 @pytest.mark.parametrize(("stages", "virtual", "schedule", "micro_batches"), [*SCHEDULES, (2, 6, "1f1b", 4), (4, 4, "1f1b", 8)])
@@ -102,7 +102,7 @@ def test_no_partition_is_faster_than_the_program(stages: int, virtual: int, sche
     sent = bound_of(layers, stages, virtual, schedule, micro_batches, plenty, lag)
     assert sent > free
     option, limits = ScheduleOption(virtual, schedule, 0.0, 1.0), StageLimits(plenty, 1.0, Overlap())
-    for level in (Level.COARSE, Level.FINE):
+    for level in (ScheduleDetail.COARSE, ScheduleDetail.FINE):
         assert schedule_bound(stages, option, micro_batches, layers.calls, limits, level) <= free * (1 + 1e-6)
     lags = [0.0 if here == there else lag for here, there in pairwise(stage_of_chunks(pipeline))]
     shortest, dearer = float("inf"), 0
@@ -195,7 +195,7 @@ def _pipelines(batch: int = 8) -> PipelineSearch:
 
 
 def sharp_bound(search: PipelineSearch, points: tuple[GridPoint, ...], best_seconds: float) -> float:
-    return min(search.schedule_bound(points, option, Level.FINE, best_seconds)[1] for option in search.schedules(points))
+    return min(search.schedule_bound(points, option, ScheduleDetail.FINE, best_seconds)[1] for option in search.schedules(points))
 
 
 def relaxation_of(problem: Problem, point: GridPoint, cluster: Cluster) -> StageRelaxation:
@@ -284,7 +284,7 @@ def test_no_pipeline_is_below_its_bound(text: str, memory_bytes: int) -> None:
                 priced += 1
                 step = found.evaluation.step_seconds
                 assert step >= max(rough, bound) * (1 - 1e-6), f"{point} {option}"
-                for level in Level:
+                for level in ScheduleDetail:
                     assert step >= relaxation.under_schedule((point,), option, level) * (1 - 1e-6), f"{point} {option} {level}"
                 above += bound > 0.6 * step
                 assert step >= sharp_bound(search, (point,), step) * (1 - 1e-6), f"{point} {option}"
@@ -312,7 +312,7 @@ def test_communication_of_state_that_hides_counts_once(zero: int, contention: fl
             if found is not None and found.evaluation is not None:
                 step = found.evaluation.step_seconds
                 assert step >= search.mesh_bound(point, 0.0) * (1 - 1e-6), f"{point} {option}"
-                for level in Level:
+                for level in ScheduleDetail:
                     assert step >= relaxation.under_schedule((point,), option, level) * (1 - 1e-6), f"{point} {option} {level}"
                 priced += option.virtual > 1
     assert priced >= 2
