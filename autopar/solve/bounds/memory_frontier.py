@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.placement import Placements
+from autopar.ir.placement import Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import add_redundancy_limits, formulate_flows
@@ -61,15 +61,16 @@ def with_less_memory(fastest: MemoryFrontier) -> MemoryFrontier:
     """Return the frontier with all options, from `fastest_sharding`."""
     problem, sharding, (saving_all,) = fastest.problem, fastest.sharding, fastest.options
     fixed = with_fixed_placements(problem, sharding)
+    program = _SavedProgram(fixed)
     options = [saving_all]
     for price in MEMORY_PRICES:
-        plans = _at_memory_price(fixed, price)
+        plans = program.plans_at(price)
         if plans is not None and plans not in options:
             options.append(plans)
     repeated = {name for name in saving_all if problem.graph.count(name) > 1}
     others = {name: plan for name, plan in options[-1].items() if name not in repeated}
     for price in PARTITION_PRICES if may_partition(fixed) else ():
-        plans = _at_memory_price(fixed, price)
+        plans = program.plans_at(price)
         if plans is not None and plans not in options and any(plans[name].partition_saved for name in repeated):
             options.append({**plans, **others})
     recomputing_all = {**{name: replace(saving_all[name], recompute=True) for name in repeated}, **others}
@@ -139,41 +140,71 @@ def _fixed_table(table: BlockTable, plan: BlockPlan) -> BlockTable:
         node: tuple(strategy for strategy in every if strategy.plan == chosen[node])[:1]
         for node, every in table.strategies.items()
     }
+    placed = _placements_of_values(table, plan)
     conversions = {}
     for value in table.consumers:
         every = table.conversions[value]
         pairs = {(each.source, each.target) for each in plan.conversions if each.value == value}
-        edges = tuple(edge for edge in every.edges if (every.states[edge.source], every.states[edge.target]) in pairs)
-        conversions[value] = PricedConversions(every.states, edges)
+        states = tuple(state for state in every.states if state in placed[value])
+        number = {state: index for index, state in enumerate(states)}
+        edges = (edge for edge in every.edges if (every.states[edge.source], every.states[edge.target]) in pairs)
+        renumbered = (replace(e, source=number[every.states[e.source]], target=number[every.states[e.target]]) for e in edges)
+        conversions[value] = PricedConversions(states, tuple(renumbered))
     return replace(table, strategies=strategies, conversions=conversions)
 
 
-def _at_memory_price(fixed: Problem, price: float) -> dict[str, BlockPlan] | None:
-    """The optimum where a saved byte costs ``price x forward seconds of the block / bytes that it would save``; nothing is
-    offloaded."""
-    form = formulate_flows(fixed)
-    for name, table in fixed.blocks.items():
-        form.z[name] = {0: form.model.variable(1.0, lower=1.0)}
-        add_storages(form, name, table, decide=True)
-        storages = form.storages[name]
+def _placements_of_values(table: BlockTable, plan: BlockPlan) -> dict[str, set[Placements]]:
+    """Return all placements that each value of a block has in a plan."""
+    block, nodes = table.block, table.costs.nodes
+    ends = [*zip([each.name for each in block.inputs], plan.inputs, strict=True), *zip(block.outputs, plan.outputs, strict=True)]
+    ends += zip([each.value.name for each in block.parameters], plan.parameters, strict=True)
+    for each in plan.nodes:
+        node = nodes[each.node]
+        ends += zip(node.operands(), each.operands, strict=True)
+        ends += zip([value.name for value in node.outputs], each.results, strict=True)
+    ends += [(name, (Replicate(),) * len(table.costs.mesh.sizes)) for _, name in block.updates]
+    out: dict[str, set[Placements]] = {}
+    for name, at in [*ends, *((each.value, at) for each in plan.conversions for at in (each.source, each.target))]:
+        out.setdefault(name, set()).add(at)
+    return out
+
+
+class _SavedProgram:
+    """The program of what every block saves, recomputes and saves in parts where its placements are fixed; nothing is offloaded.
+    `seconds` and `bytes` by column, a block's bytes in seconds of its forward for all that it would save."""
+
+    def __init__(self, fixed: Problem) -> None:
+        self.form = form = formulate_flows(fixed)
+        self.seconds: dict[int, float] = {}
+        self.bytes: dict[int, float] = {}
+        for name, table in fixed.blocks.items():
+            form.z[name] = {0: form.model.variable(1.0, lower=1.0)}
+            add_storages(form, name, table, decide=True)
+            self._price(name, table)
+
+    def _price(self, name: str, table: BlockTable) -> None:
+        form, storages = self.form, self.form.storages[name]
         for offloaded in storages.offloaded.values():
             form.model.upper[offloaded] = 0.0
         forward = sum(strategies[0].seconds.forward for strategies in table.strategies.values()) / form.second_unit
         needed = sum(storages.sizes[storage] for storage in storages.needs)
         if not needed or not forward:
-            continue
-        recompute = total(*((seconds.forward / form.second_unit, {variable: 1.0}) for seconds, variable in storages.recompute))
+            return
+        for seconds, variable in storages.recompute:
+            add(self.seconds, {variable: seconds.forward / form.second_unit})
         for seconds, variable in storages.gathers:
-            add(recompute, {variable: (seconds.forward + seconds.backward) / form.second_unit})
-        saved = {
-            column: storages.sizes[storage] * price * forward / needed
-            for storage, column in storages.saved.items()
-            if storages.sizes.get(storage)
-        }
-        form.model.minimise(recompute)
-        form.model.minimise(saved)
-        form.model.minimise(total((price * forward / needed, partition_terms(form, storages)[0])))
-    outcome = solve(form.model, relative_gap=1e-3, nodes=most_nodes(form.model))
-    if not outcome.values:
-        return None
-    return {plan.block: plan for plan in decode(form, outcome.values).blocks}
+            add(self.seconds, {variable: (seconds.forward + seconds.backward) / form.second_unit})
+        unit = forward / needed
+        sizes = {column: storages.sizes[storage] for storage, column in storages.saved.items() if storages.sizes.get(storage)}
+        add(self.bytes, sizes, unit)
+        add(self.bytes, partition_terms(form, storages)[0], unit)
+
+    def plans_at(self, price: float) -> dict[str, BlockPlan] | None:
+        """Return the optimum where a saved byte costs ``price x forward seconds of the block / bytes that it would save``."""
+        model = self.form.model
+        model.cost = [0.0] * model.variables
+        model.minimise(total((1.0, self.seconds), (price, self.bytes)))
+        outcome = solve(model, relative_gap=1e-3, nodes=most_nodes(model))
+        if not outcome.values:
+            return None
+        return {plan.block: plan for plan in decode(self.form, outcome.values).blocks}

@@ -62,9 +62,9 @@ class RelaxedCalls:
     calls: Mapping[str, CallSeconds]
     lines: Mapping[str, CallLines] = field(default_factory=dict)
 
-    def serves(self, level: ScheduleDetail) -> bool:
-        """Return whether it says all that a program of this level takes: `traded` lines are for those that look closely."""
-        return level is ScheduleDetail.COARSE or all(each.traded is not None for each in self.lines.values())
+    def serves(self, detail: ScheduleDetail) -> bool:
+        """Return whether it says all that a program of this detail takes: `traded` lines are for those that look closely."""
+        return detail is ScheduleDetail.COARSE or all(each.traded is not None for each in self.lines.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ class StageRelaxation:
     relaxed: RelaxedCalls
     cluster: Cluster
 
-    def under_schedule(self, points: Sequence[GridPoint], option: ScheduleOption, level: ScheduleDetail) -> float:
+    def under_schedule(self, points: Sequence[GridPoint], option: ScheduleOption, detail: ScheduleDetail) -> float:
         """Return the least step of `points`, which differ in `zero_group` only, under one schedule; infinite where nothing
         fits."""
         point = points[0]
         calls, limits = self._program_inputs(points)
-        return schedule_bound(point.stages, option, point.micro_batches, calls, limits, level)
+        return schedule_bound(point.stages, option, point.micro_batches, calls, limits, detail)
 
     def least_under_any_schedule(self, points: Sequence[GridPoint]) -> float:
         """Return the least bound of points that differ in `zero_group` only."""

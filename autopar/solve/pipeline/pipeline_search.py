@@ -162,8 +162,8 @@ class PipelineSearch:
 
     def _new_tightening(self, best_seconds: float) -> BoundTightening:
         def bound_schedule(task: Task) -> TightenedBounds:
-            members, option, level = task
-            least, seconds = self.schedule_bound(members, option, level, best_seconds)
+            members, option, detail = task
+            least, seconds = self.schedule_bound(members, option, detail, best_seconds)
             return TightenedBounds(seconds, least, self._relaxed.get(self._family(members[0])))
 
         steps = TighteningSteps(
@@ -220,7 +220,7 @@ class PipelineSearch:
         return replace(relaxation, relaxed=relaxed).under_any_schedule(point) / self._ranks_per_core
 
     def schedule_bound(
-        self, members: Sequence[GridPoint], option: ScheduleOption, level: ScheduleDetail, best_seconds: float
+        self, members: Sequence[GridPoint], option: ScheduleOption, detail: ScheduleDetail, best_seconds: float
     ) -> tuple[float, float]:
         """Return the bounds of points that differ in `zero_group` only, under any schedule, and under this one. Operations alone
         first: those of small micro-batches often say enough."""
@@ -235,7 +235,7 @@ class PipelineSearch:
             if least >= best_seconds * (1 - self.options.sharp_gap):
                 return least, least
             self._relaxed[key] = relaxed_calls(problem, point.stages, operations.blocks, self.seconds_left)
-        if not self._relaxed[key].serves(level):
+        if not self._relaxed[key].serves(detail):
             self._relaxed[key] = with_traded_lines(problem, self._relaxed[key], self.seconds_left)
         relaxation, at = StageRelaxation(problem, self._relaxed[key], self.cluster), replace(point, zero_group=0)
         if at not in self._least:
@@ -243,7 +243,7 @@ class PipelineSearch:
         least = self._least[at]
         if least >= best_seconds:
             return least, least
-        return least, max(least, relaxation.under_schedule(members, option, level) / shared)
+        return least, max(least, relaxation.under_schedule(members, option, detail) / shared)
 
     @property
     def _ranks_per_core(self) -> float:

@@ -40,15 +40,20 @@ class ScheduleDetail(IntEnum):
 
 
 def schedule_bound(
-    stages: int, option: ScheduleOption, micro_batches: int, calls: Sequence[BlockCalls], limits: StageLimits, level: ScheduleDetail
-) -> float:  # fmt: skip
+    stages: int,
+    option: ScheduleOption,
+    micro_batches: int,
+    calls: Sequence[BlockCalls],
+    limits: StageLimits,
+    detail: ScheduleDetail,
+) -> float:
     """Return seconds below every plan of these calls under a schedule; infinite where none fits. A schedule that is too long for
     its clock is looked at as finely as can be."""
     if limits.usable_bytes <= 0:
         return INFINITY
-    if level is ScheduleDetail.CLOCK and not has_clock(stages, option, micro_batches):
-        level = ScheduleDetail.FINE
-    return _Program((stages, option.virtual, option.schedule, micro_batches), calls, limits, level).solve()
+    if detail is ScheduleDetail.CLOCK and not has_clock(stages, option, micro_batches):
+        detail = ScheduleDetail.FINE
+    return _Program((stages, option.virtual, option.schedule, micro_batches), calls, limits, detail).solve()
 
 
 def has_clock(stages: int, option: ScheduleOption, micro_batches: int) -> bool:
@@ -61,10 +66,12 @@ class _Program:
     one pass of all chunks of each class. With the clock those of each chunk too, of which only what its calls take is looked at
     where a class has several."""
 
-    def __init__(self, key: tuple[int, int, str, int], calls: Sequence[BlockCalls], limits: StageLimits, level: ScheduleDetail) -> None:
+    def __init__(
+        self, key: tuple[int, int, str, int], calls: Sequence[BlockCalls], limits: StageLimits, detail: ScheduleDetail
+    ) -> None:
         self.calls, self.limits, self.model, self.key = calls, limits, LinearModel(), key
         stages, _, _, micro_batches = key
-        self.shape = schedule_paths(*key, (COARSE_GROUPS, FINE_GROUPS, max(stages, FINE_GROUPS))[level])
+        self.shape = schedule_paths(*key, (COARSE_GROUPS, FINE_GROUPS, max(stages, FINE_GROUPS))[detail])
         self.unit = sum(each.count * each.durations[0].least_seconds for each in calls) * micro_batches / stages or 1.0
         self.sends = limits.between_chunks(self.shape.stage_of)
         model, classes = self.model, self.shape.classes
@@ -81,7 +88,7 @@ class _Program:
             self._bound_class(number)
         for number in range(len(self.shape.groups)):
             self._bound_group(number)
-        if level is ScheduleDetail.CLOCK:
+        if detail is ScheduleDetail.CLOCK:
             self._add_clock(self._chunk_columns())
         else:
             self._add_paths()

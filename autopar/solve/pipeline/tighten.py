@@ -1,8 +1,8 @@
 """The order in which bounds of pipelines are tightened: always the schedule of a point that the least bound is made of, up to a
 number of programs.
 
-A point first gets what holds for any schedule, then the schedule that limits it is bounded more and more closely (`ScheduleDetail`). Other
-processes begin with what may come next.
+A point first gets what holds for any schedule, then the schedule that limits it is bounded in more and more detail. Other processes
+begin with what may come next.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class BoundTightening:
         for option in sorted(bounds, key=lambda each: bounds[each]):
             if bounds[option] >= self.enough_seconds:
                 return
-            tasks = ((members, option, level) for level in ScheduleDetail)
+            tasks = ((members, option, detail) for detail in ScheduleDetail)
             task = next((each for each in tasks if each not in self._done), None)
             if task is None:
                 return

@@ -50,6 +50,13 @@ class AxisStrategies:
         self.graph, self.registry = graph, registry
         self.boundary = BlockBoundaries(graph)
         self._known: dict[tuple[str, int, str], dict[str, tuple[AxisStrategy, ...]]] = {}
+        self._propagated: dict[int, DataAxisPlacements] = {}
+
+    def on_data_axis(self, size: int) -> DataAxisPlacements:
+        """Return the placements on a data axis of this size, which many meshes have."""
+        if size not in self._propagated:
+            self._propagated[size] = propagate_data_axis(self.graph, self.boundary, size, self.registry, self)
+        return self._propagated[size]
 
     def of(self, block: Block, size: int, axis: str) -> dict[str, tuple[AxisStrategy, ...]]:
         """Return the strategies by node name, on an axis of this name; all but the data axis and `EXPERT_AXIS` have the same

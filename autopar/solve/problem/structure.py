@@ -119,13 +119,18 @@ class _Builder:
             if name in fixed.stored
         }
         self.placed = {self.boundary.class_of(name): places for name, places in fixed.placed.items()}
-        self.propagated: DataAxisPlacements = propagate_data_axis(
-            graph, self.boundary, mesh.sizes[self.data], strategies.registry, strategies
-        )
+        self.propagated = self._data_axis(strategies)
         self._graphs: dict[object, ConversionGraph] = {}
         self.plans = {name: self._plans(block) for name, block in self.boundary.blocks.items()}
         self.ends = {name: self._ends(block) for name, block in self.boundary.blocks.items()}
         self.placements = {number: self._class_placements(number) for number in self.boundary.members}
+
+    def _data_axis(self, strategies: AxisStrategies) -> DataAxisPlacements:
+        """The placements on the data axis: of the graph's own batch, where the strategies are those of another one."""
+        size = self.mesh.sizes[self.data]
+        if strategies.graph is self.graph:
+            return strategies.on_data_axis(size)
+        return propagate_data_axis(self.graph, self.boundary, size, strategies.registry, strategies)
 
     def structure(self) -> Structure:
         blocks = {name: self._block(block) for name, block in self.boundary.blocks.items()}
