@@ -1,8 +1,8 @@
 """The order in which bounds of pipelines are tightened: always the schedule of a point that the least bound is made of, up to a
 number of programs.
 
-A point first gets what holds for any schedule, then the schedule that limits it is bounded in more and more detail. Other processes
-begin with what may come next.
+A point first gets what holds for any schedule, then the schedule that limits it is bounded in more and more detail. Other
+processes begin with what may come next.
 """
 
 from __future__ import annotations

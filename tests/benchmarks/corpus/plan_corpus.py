@@ -1,7 +1,7 @@
 """A corpus of 60 plans, kept before a change of the search and compared after it.
 
-``python tests/benchmarks/corpus/plan_corpus.py plan FOLDER [--only PART] [--root CHECKOUT]`` writes one plan a case, and the seconds
-that it took; ``... compare BEFORE AFTER`` prints the ratio of predicted steps, both gaps and the processor seconds.
+``python tests/benchmarks/corpus/plan_corpus.py plan FOLDER [--only PART] [--root CHECKOUT]`` writes one plan a case, and its
+seconds; ``... compare BEFORE AFTER`` prints the ratio of predicted steps, both gaps and the processor seconds.
 """
 
 from __future__ import annotations
