@@ -12,7 +12,7 @@ from math import prod
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.operations.notation.rule import DerivedLine, NamedFunction, OperationCollective, argument
-from autopar.operations.notation.spelling import OperationCall, Spelling, function
+from autopar.operations.notation.spelling import OperationCall, function
 from autopar.operations.operation import Operation, Sizes
 
 ATTENTION, PUBLISHED_CONTEXT = "aten.scaled_dot_product_attention", "ap.context_attention"
@@ -221,7 +221,7 @@ sharded where the key heads do not divide."""
 OPERATIONS = (
     Operation(
         ATTENTION, attention_rule, functions=FUNCTIONS, flops=attention_flops, attention=True,
-        spelling=Spelling(_expression, ("F.{}", "C.attention_dropout")),
+        spelling=_expression,
     ),
     Operation("ap.attention", attention_rule, functions=FUNCTIONS, flops=attention_flops, attention=True,
               float32_sums=True, spelling=function("C")),
