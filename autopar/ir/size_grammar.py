@@ -1,15 +1,12 @@
-"""The grammar of sizes, parsed by hand: a size may come from a file, and ``sympy.sympify`` evaluates what it reads.
+"""The grammar of sizes: integers, ``B``, ``S``, ``+ - * / // **``, parentheses and ``floor(...)``, as Python reads them.
 
-    sum     = product (("+" | "-") product)*
-    product = factor (("*" | "//" | "/") factor)*
-    factor  = ("+" | "-") factor | atom ["**" integer]
-    atom    = integer | "B" | "S" | "(" sum ")" | "floor" "(" sum ")"
-
-Texts, numbers, exponents, degrees and nesting are bounded, so that no text takes long.
+A size may come from a file, and ``sympy.sympify`` evaluates what it reads: here the text is only parsed, and of the tree nothing
+but this is taken. Texts, numbers, exponents, degrees and parentheses are bounded, so that no text takes long.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 
 import sympy
@@ -20,98 +17,61 @@ SYMBOLS = ("B", "S")
 LONGEST = 200
 LARGEST = 2**63
 MOST_DEGREE = 32
-DEEPEST = 20
+MOST_PARENTHESES = 32
 
-_TOKEN = re.compile(r"\s*(\d+|floor|[BS]|\*\*|//|[-+*/()])", re.ASCII)
+_LETTERS = re.compile(r"(?:\d+|floor|[BS]|[-+*/() ])*", re.ASCII)
+_SIGNS = re.compile(r"[-+] *[-+]")
 
 
 def parse_size(text: str) -> sympy.Expr:
-    """The expression that the text writes. ValueError, one line, on any other text."""
+    """Return the expression that the text writes. ValueError, one line, on any other text."""
     if len(text) > LONGEST:
         raise ValueError(f"{text[:30]!r}... is no size: it has {len(text)} characters, at most {LONGEST} are read")
-    parser = _Parser(text)
     try:
-        found, _ = parser.sum(0)
-        if parser.at < len(parser.tokens):
-            raise ValueError(f"{parser.tokens[parser.at]!r} is too much")
+        if not _LETTERS.fullmatch(text) or _SIGNS.search(text) or text.count("(") > MOST_PARENTHESES:
+            raise ValueError("it has other characters, signs beside each other, or too many parentheses")
+        return _read(ast.parse(text.strip(), mode="eval").body)[0]
+    except SyntaxError:
+        reason = "it is no expression"
     except ValueError as error:
-        raise ValueError(f"{text!r} is no size ({error}): write integers, B, S, + - * // ** and parentheses") from None
-    return found
+        reason = str(error)
+    raise ValueError(f"{text!r} is no size ({reason}): write integers, B, S, + - * // ** and parentheses")
 
 
-class _Parser:
-    """Every method gives an expression and its degree in the symbols."""
-
-    def __init__(self, text: str) -> None:
-        self.tokens: list[str] = []
-        self.at = 0
-        position, end = 0, len(text.rstrip())
-        while position < end:
-            match = _TOKEN.match(text, position)
-            if match is None:
-                raise ValueError(f"{text!r} is no size: {text[position : position + 8]!r} is not known in one")
-            self.tokens.append(match[1])
-            position = match.end()
-
-    def take(self, *wanted: str) -> str:
-        """The next token where it is one of these, else nothing."""
-        if self.at < len(self.tokens) and self.tokens[self.at] in wanted:
-            self.at += 1
-            return self.tokens[self.at - 1]
-        return ""
-
-    def sum(self, depth: int) -> tuple[sympy.Expr, int]:
-        total, degree = self.product(depth)
-        while sign := self.take("+", "-"):
-            other, more = self.product(depth)
-            total, degree = (total + other if sign == "+" else total - other), max(degree, more)
-        return total, degree
-
-    def product(self, depth: int) -> tuple[sympy.Expr, int]:
-        total, degree = self.factor(depth)
-        while sign := self.take("*", "//", "/"):
-            other, more = self.factor(depth)
-            if sign != "*" and other == 0:
-                raise ValueError("a division by zero")
-            total = total * other if sign == "*" else total / other if sign == "/" else sympy.floor(total / other)
-            degree = _bounded(degree + more)
-        return total, degree
-
-    def factor(self, depth: int) -> tuple[sympy.Expr, int]:
-        if depth > DEEPEST:
-            raise ValueError(f"it is nested more than {DEEPEST} deep")
-        if sign := self.take("+", "-"):
-            value, degree = self.factor(depth + 1)
-            return (value if sign == "+" else -value), degree
-        value, degree = self.atom(depth)
-        if self.take("**"):
-            exponent = self.integer()
+def _read(node: ast.expr) -> tuple[sympy.Expr, int]:
+    """Return an expression, and its degree in the symbols."""
+    match node:
+        case ast.Constant(int(number)) if number < LARGEST:
+            return sympy.Integer(number), 0
+        case ast.Name(name) if name in SYMBOLS:
+            return sympy.Symbol(name, integer=True, positive=True), 1
+        case ast.UnaryOp(ast.USub() | ast.UAdd() as sign, operand):
+            value, degree = _read(operand)
+            return (-value if isinstance(sign, ast.USub) else value), degree
+        case ast.Call(ast.Name("floor"), [argument], []):
+            value, degree = _read(argument)
+            return sympy.floor(value), degree
+        case ast.BinOp(base, ast.Pow(), ast.Constant(int(exponent))):
+            value, degree = _read(base)
             if exponent > MOST_DEGREE or (value.is_Integer and abs(value) ** exponent >= LARGEST):
                 raise ValueError("an exponent that large")
             return value**exponent, _bounded(degree * exponent)
-        return value, degree
+        case ast.BinOp(left, op, right):
+            return _combined(*_read(left), op, *_read(right))
+    raise ValueError(f"{ast.unparse(node)[:20]} is none, or too large")
 
-    def atom(self, depth: int) -> tuple[sympy.Expr, int]:
-        if name := self.take(*SYMBOLS):
-            return sympy.Symbol(name, integer=True, positive=True), 1
-        floor = self.take("floor")
-        if self.take("("):
-            value, degree = self.sum(depth + 1)
-            if not self.take(")"):
-                raise ValueError("a parenthesis is not closed")
-            return (sympy.floor(value) if floor else value), degree
-        if floor:
-            raise ValueError("floor needs parentheses")
-        return sympy.Integer(self.integer()), 0
 
-    def integer(self) -> int:
-        if self.at >= len(self.tokens) or not self.tokens[self.at].isdigit():
-            raise ValueError("a number is missing")
-        self.at += 1
-        digits = self.tokens[self.at - 1]
-        if len(digits) > 20 or int(digits) >= LARGEST:
-            raise ValueError("a number that large")
-        return int(digits)
+def _combined(a: sympy.Expr, degree: int, op: ast.operator, b: sympy.Expr, more: int) -> tuple[sympy.Expr, int]:
+    match op:
+        case ast.Add():
+            return a + b, max(degree, more)
+        case ast.Sub():
+            return a - b, max(degree, more)
+        case ast.Mult():
+            return a * b, _bounded(degree + more)
+        case ast.Div() | ast.FloorDiv() if b != 0:
+            return (a / b if isinstance(op, ast.Div) else sympy.floor(a / b)), _bounded(degree + more)
+    raise ValueError("a division by zero, or a power whose exponent is no number")
 
 
 def _bounded(degree: int) -> int:
