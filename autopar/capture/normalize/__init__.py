@@ -9,10 +9,8 @@ from __future__ import annotations
 from autopar.capture.flat import FlatGraph, drop_dead
 from autopar.capture.normalize.attention import grouped_heads, mask_recovery
 from autopar.capture.normalize.bags import bags, dense_gradients
-from autopar.capture.normalize.batch_norm import batch_norm
-from autopar.capture.normalize.class_losses import class_losses
 from autopar.capture.normalize.linear import linears
-from autopar.capture.normalize.losses import cross_entropy, full_means, squared_error
+from autopar.capture.normalize.losses import cross_entropy, full_means
 from autopar.capture.normalize.means import broadcasts, mean_losses
 from autopar.capture.normalize.random import random_numbers
 from autopar.capture.normalize.recurrent import layers_apart
@@ -37,14 +35,11 @@ REWRITES = (
     mask_recovery,
     grouped_heads,
     drop_dead,
-    class_losses,
     layers_apart,
     bags,
     dense_gradients,
     cross_entropy,
     linears,
-    batch_norm,
-    squared_error,
     mean_losses,
     full_means,
     unflatten,
@@ -54,8 +49,8 @@ REWRITES = (
 )
 
 
-def normalize(flat: FlatGraph, local_batch_norm: bool = False) -> FlatGraph:
+def normalize(flat: FlatGraph) -> FlatGraph:
     """The graph after all rewrites, in order."""
     for rewrite in REWRITES:
-        flat = batch_norm(flat, local_batch_norm) if rewrite is batch_norm else rewrite(flat)
+        flat = rewrite(flat)
     return flat

@@ -66,28 +66,6 @@ def cross_entropy(flat: FlatGraph) -> FlatGraph:
     return rewrite_nodes(flat, step)
 
 
-def squared_error(flat: FlatGraph) -> FlatGraph:
-    """``mse_loss`` as the sum or mean of a square."""
-    values = flat.values()
-
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op != "aten.mse_loss":
-            return None
-        reduction = node.args[2] if len(node.args) > 2 else dict(node.kwargs).get("reduction", _MEAN)
-        shape = values[node.operands()[0]].shape
-        flows = any(values[name].differentiable for name in node.operands()) and not node.no_grad
-        difference = node_like(node, "aten.sub.Tensor", node.args[:2], f"{node.name}_difference", shape, flows=flows)
-        square: tuple[Arg, ...] = (Ref(difference.name), 2)
-        if reduction not in (_MEAN, _SUM):
-            return (difference, replace(node, op="aten.pow.Tensor_Scalar", args=square, kwargs=())), {}
-        squared = node_like(node, "aten.pow.Tensor_Scalar", square, f"{node.name}_square", shape, flows=flows)
-        values[squared.name] = squared.outputs[0]
-        op = "aten.mean" if reduction == _MEAN else "aten.sum"
-        return (difference, squared, replace(node, op=op, args=(Ref(squared.name),), kwargs=())), {}
-
-    return rewrite_nodes(flat, step)
-
-
 def full_means(flat: FlatGraph) -> FlatGraph:
     """A mean over the batch becomes a sum and a division by the number of elements, which depends on the batch size only."""
     values = flat.values()

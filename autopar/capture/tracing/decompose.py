@@ -1,4 +1,5 @@
-"""Operations that export keeps whole and that are made of others: they are taken apart, so that rules need not know them."""
+"""Operations that export keeps whole and that are made of others: they are taken apart, so that rules need not know them. Batch
+norms and losses over classes are taken apart into sums over the batch (`normalize.batch_norm`, `normalize.class_losses`)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,10 @@ import torch
 from torch._decomp import decomposition_table
 from torch._export.utils import _get_decomp_for_cia
 from torch.export import ExportedProgram
+
+from autopar.capture.normalize.batch_norm import batch_norms
+from autopar.capture.normalize.class_losses import class_losses
+from autopar.capture.tracing.data.checks import drop_checks
 
 COMPOSITE = """
 concat concatenate tile meshgrid hstack vstack dstack column_stack row_stack atleast_1d atleast_2d atleast_3d swapaxes
@@ -28,6 +33,7 @@ TABLED = """
 affine_grid_generator addr logaddexp logaddexp2 aminmax count_nonzero pixel_shuffle pixel_unshuffle channel_shuffle
 heaviside deg2rad rad2deg hypot frac sinc special_entr soft_margin_loss rot90 trace nansum unsafe_chunk unsafe_split
 narrow_copy diag_embed addmv index_copy eye _weight_norm_interface _reshape_alias mvlgamma block_diag std_mean var_mean
+mse_loss
 """
 """Packets that torch's table of decompositions takes apart, without loss of gradients."""
 
@@ -48,9 +54,9 @@ def decompositions(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
     return out
 
 
-def decomposed(program: ExportedProgram) -> ExportedProgram:
+def decomposed(program: ExportedProgram, local_batch_norm: bool) -> ExportedProgram:
     """The functional program, whose composite operations are taken apart. What they are made of may be composite again."""
-    taken = decompositions(program)
+    taken = {**batch_norms(local_batch_norm), **class_losses(), **decompositions(program)}
     program = program.run_decompositions(taken)
     for _ in range(3):
         further = {op: function for op, function in decompositions(program).items() if op not in taken}
@@ -58,4 +64,5 @@ def decomposed(program: ExportedProgram) -> ExportedProgram:
             break
         taken |= further
         program = program.run_decompositions(taken)
+    drop_checks(program)
     return program

@@ -18,7 +18,7 @@ from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of, bind_i
 from autopar.capture.loops import unroll_loops
 from autopar.capture.reads import ReadRecord, call_recorded, refuse_counters
 from autopar.capture.results.returned import take_apart
-from autopar.capture.tracing.data.checks import checks_pass, drop_checks
+from autopar.capture.tracing.data.checks import checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
 from autopar.capture.tracing.data.hints import cumulative_statistics, masks_are_not_read, to_the_same_device
@@ -76,13 +76,14 @@ LossFunction = Callable[[Any, Any], Any]
 class Results:
     """The request to a capture: requested outputs (`asked`), how they come back where that is not said (`usual_kind`), and a
     loss of its result and a target. `batch_dim`: see `bind.batch_dims_of`. `autocast`: the dtype of a ``torch.autocast`` around
-    it all."""
+    it all. `local_batch_norm`: see `normalize.batch_norm`."""
 
     asked: tuple[str, ...] = ()
     usual_kind: str = ""
     loss_fn: LossFunction | None = None
     batch_dim: BatchDim = None
     autocast: str = ""
+    local_batch_norm: bool = False
 
 
 class LossOnly(nn.Module):
@@ -239,7 +240,8 @@ class _Attempt:
                 return None
             device = device_of(self.model)
             stack.enter_context(under_autocast(device.type, self.results.autocast))
-            return export_copy(clone, self.bound.tensors, batch_of(self.bound.tensors), self.symbolic, self.open_dims, device)
+            program = export_copy(clone, self.bound.tensors, batch_of(self.bound.tensors), self.symbolic, self.open_dims, device)
+            return decomposed(program, self.results.local_batch_norm)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -257,7 +259,7 @@ def export_copy(
     open_dims: Mapping[str, tuple[int, ...]],
     device: torch.device,
 ) -> ExportedProgram:
-    """The functional program of ATen operations. A batch of 1 is traced as 2, since torch specialises 0 and 1."""
+    """The program of operations that autograd sees. A batch of 1 is traced as 2, since torch specialises 0 and 1."""
     batched = {name: bool(tensor.dim()) and tensor.shape[0] == batch for name, tensor in tensors.items()}
     size = max(batch, 2) if symbolic else batch
     example = {
@@ -273,8 +275,6 @@ def export_copy(
     mark_no_grad(program)
     unroll_loops(program)
     join_layers(program)
-    program = decomposed(program)
-    drop_checks(program)
     return program
 
 
