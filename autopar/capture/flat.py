@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, wraps
 
 from autopar.ir.dims import Dim, Shape
 from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
@@ -72,12 +73,12 @@ def rename_operands(node: Node, names: Mapping[str, str]) -> Node:
     return replace(node, args=args, kwargs=tuple((key, substitute(arg, names)) for key, arg in node.kwargs))
 
 
-Rewrite = Callable[[Node], "tuple[tuple[Node, ...], Mapping[str, str]] | None"]
+Rewritten = tuple[tuple[Node, ...], Mapping[str, str]]
+"""The nodes that replace a node, and by old results the values that replace them."""
 
 
-def rewrite_nodes(flat: FlatGraph, step: Rewrite) -> FlatGraph:
-    """The graph with `step` applied to each node, in order. It returns None to keep the node, or the nodes that replace it and
-    a map from old results to the values that replace them."""
+def rewrite_nodes(flat: FlatGraph, step: Callable[[Node], Rewritten | None]) -> FlatGraph:
+    """The graph with `step` applied to each node, in order; None keeps the node."""
     names: dict[str, str] = {}
     nodes: list[Node] = []
     for original in flat.nodes:
@@ -93,6 +94,36 @@ def rewrite_nodes(flat: FlatGraph, step: Rewrite) -> FlatGraph:
     updates = tuple((buffer, names.get(name, name)) for buffer, name in flat.updates)
     outputs = tuple((path, names.get(name, name)) for path, name in flat.outputs)
     return replace(flat, nodes=tuple(nodes), loss=loss, updates=updates, outputs=outputs)
+
+
+class Lookup:
+    """The values, producers and uses of a graph before a rewrite, each made when it is first read."""
+
+    def __init__(self, flat: FlatGraph) -> None:
+        self._flat = flat
+
+    @cached_property
+    def values(self) -> dict[str, Value]:
+        return self._flat.values()
+
+    @cached_property
+    def producers(self) -> dict[str, Node]:
+        return self._flat.producers()
+
+    @cached_property
+    def uses(self) -> dict[str, int]:
+        return self._flat.uses()
+
+
+def node_rewrite(step: Callable[[Node, Lookup], Rewritten | None]) -> Callable[[FlatGraph], FlatGraph]:
+    """The rewrite of a whole graph, of one that says what becomes of a node."""
+
+    @wraps(step)
+    def rewrite(flat: FlatGraph) -> FlatGraph:
+        graph = Lookup(flat)
+        return rewrite_nodes(flat, lambda node: step(node, graph))
+
+    return rewrite
 
 
 def drop_dead(flat: FlatGraph) -> FlatGraph:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes
+from autopar.capture.flat import Lookup, Rewritten, node_like, node_rewrite
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Arg, Node, Ref, Value
 
@@ -14,22 +14,19 @@ RECURRENT = {"aten.lstm.input": 2, "aten.gru.input": 1, "aten.rnn_tanh.input": 1
 batch_first)."""
 
 
-def layers_apart(flat: FlatGraph) -> FlatGraph:
+@node_rewrite
+def layers_apart(node: Node, graph: Lookup) -> Rewritten | None:
     """Layers with dropout between them as operations of one layer each."""
-    values = flat.values()
-
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op not in RECURRENT:
-            return None
-        layers, dropout, train = node.args[4:7]
-        if not dropout or not train or layers == 1:
-            return None
-        return _apart(node, values)
-
-    return rewrite_nodes(flat, step)
+    values = graph.values
+    if node.op not in RECURRENT:
+        return None
+    layers, dropout, train = node.args[4:7]
+    if not dropout or not train or layers == 1:
+        return None
+    return _apart(node, values)
 
 
-def _apart(node: Node, values: Mapping[str, Value]) -> tuple[tuple[Node, ...], Mapping[str, str]]:
+def _apart(node: Node, values: Mapping[str, Value]) -> Rewritten:
     x, states, parameters, biases, layers, dropout, train, both, batch_first = node.args
     assert isinstance(parameters, tuple) and isinstance(layers, int) and isinstance(x, Ref)
     given = states if isinstance(states, tuple) else (states,)
