@@ -77,23 +77,25 @@ Rewritten = tuple[tuple[Node, ...], Mapping[str, str]]
 """The nodes that replace a node, and by old results the values that replace them."""
 
 
+def rewritten(nodes: Iterable[Node], step: Callable[[Node], Rewritten | None]) -> Rewritten:
+    """What becomes of nodes, to each of which `step` is applied, in order; None keeps it."""
+    names: dict[str, str] = {}
+    out: list[Node] = []
+    for original in nodes:
+        node = rename_operands(original, names)
+        new, aliases = step(node) or ((node,), {})
+        out.extend(new)
+        names.update((old, names.get(new_name, new_name)) for old, new_name in aliases.items())
+    return tuple(out), names
+
+
 def rewrite_nodes(flat: FlatGraph, step: Callable[[Node], Rewritten | None]) -> FlatGraph:
     """The graph with `step` applied to each node, in order; None keeps the node."""
-    names: dict[str, str] = {}
-    nodes: list[Node] = []
-    for original in flat.nodes:
-        node = rename_operands(original, names)
-        result = step(node)
-        if result is None:
-            nodes.append(node)
-            continue
-        new, aliases = result
-        nodes.extend(new)
-        names.update((old, names.get(new_name, new_name)) for old, new_name in aliases.items())
+    nodes, names = rewritten(flat.nodes, step)
     loss = names.get(flat.loss, flat.loss)
     updates = tuple((buffer, names.get(name, name)) for buffer, name in flat.updates)
     outputs = tuple((path, names.get(name, name)) for path, name in flat.outputs)
-    return replace(flat, nodes=tuple(nodes), loss=loss, updates=updates, outputs=outputs)
+    return replace(flat, nodes=nodes, loss=loss, updates=updates, outputs=outputs)
 
 
 class Lookup:

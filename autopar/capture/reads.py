@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.draws import DrawRecord, no_draws, user_line
+from autopar.capture.draws import DrawRecord, no_draws, place_of
 from autopar.errors import CaptureError
 from autopar.runtime.compat.hooks import replaced
 from autopar.runtime.plain.frozen_reads import EVERY_FIELD, LEAVES, NamedValue, Reads, class_name
@@ -106,7 +106,7 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
             before = record.numbers.get((id(module), name), value)
             counts = (id(module), name) not in record.reset
             if counts and type(value) in _NUMBERS and type(before) in _NUMBERS and value != before:
-                record.counters[paths.get(id(module), ""), name] = (value, user_line(sys._getframe(1)))
+                record.counters[paths.get(id(module), ""), name] = (value, place_of(sys._getframe(1)))
         put(module, name, value)
 
     with ExitStack() as stack:

@@ -93,9 +93,13 @@ def factories(node: Node, graph: Lookup) -> Rewritten | None:
     return (replace(node, op=node.op.replace("new_", ""), args=node.args[1:], kwargs=kwargs),), {}
 
 
-@node_rewrite
-def without_dropout(node: Node, graph: Lookup) -> Rewritten | None:
-    """The graph with dropout's probabilities at zero, attention's too."""
+def without_dropout(flat: FlatGraph) -> FlatGraph:
+    """The graph as a program in evaluation computes it."""
+    return rewrite_nodes(flat, node_without_dropout)
+
+
+def node_without_dropout(node: Node) -> Rewritten | None:
+    """Dropout is left out, and attention's has probability zero."""
     if node.op in _DROPOUT:
         return (), {node.name: node.operands()[0]}
     if node.op != "aten.scaled_dot_product_attention":

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,25 +11,20 @@ from torch.nn.functional import batch_norm
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autopar.runtime.compat.hooks import replaced
 
-@contextmanager
-def masks_are_not_read() -> Iterator[None]:
+
+def masks_are_not_read() -> AbstractContextManager[None]:
     """``nn.TransformerEncoder`` compares its mask with a causal one, to say so to the kernel beside the mask. It is said where
     the caller does; the mask counts in any case, and `normalize.masks` finds causal ones."""
-    before = transformer._detect_is_causal_mask
 
     def hint(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
-    transformer._detect_is_causal_mask = hint
-    try:
-        yield
-    finally:
-        transformer._detect_is_causal_mask = before
+    return replaced(transformer, "_detect_is_causal_mask", hint)
 
 
-@contextmanager
-def to_the_same_device() -> Iterator[None]:
+def to_the_same_device() -> AbstractContextManager[None]:
     """``submodule.to(device)`` in a forward, where it is there already: torch would swap parameters that are being traced."""
     before = nn.Module.to
 
@@ -41,15 +35,10 @@ def to_the_same_device() -> Iterator[None]:
             return self
         return before(self, *args, **kwargs)
 
-    nn.Module.to = to  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        nn.Module.to = before  # type: ignore[method-assign]
+    return replaced(nn.Module, "to", to)
 
 
-@contextmanager
-def cumulative_statistics() -> Iterator[None]:
+def cumulative_statistics() -> AbstractContextManager[None]:
     """Batch norm with ``momentum=None`` makes a number of how many batches it saw, for the mean over all of them. Here that
     stays a tensor."""
     before = _BatchNorm.forward
@@ -68,8 +57,4 @@ def cumulative_statistics() -> Iterator[None]:
                 running.copy_(running + share * (found - running))
         return batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
-    _BatchNorm.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        _BatchNorm.forward = before  # type: ignore[method-assign]
+    return replaced(_BatchNorm, "forward", forward)
