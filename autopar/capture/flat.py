@@ -78,7 +78,7 @@ Rewritten = tuple[tuple[Node, ...], Mapping[str, str]]
 
 
 def rewritten(nodes: Iterable[Node], step: Callable[[Node], Rewritten | None]) -> Rewritten:
-    """What becomes of nodes, to each of which `step` is applied, in order; None keeps it."""
+    """Apply `step` to each of these nodes, in order; None keeps it."""
     names: dict[str, str] = {}
     out: list[Node] = []
     for original in nodes:
