@@ -16,8 +16,8 @@ import torch
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.state.optimizers import check_optimizer
 from autopar.errors import AutoparError
+from autopar.ir.names import LONGEST
 from autopar.ir.plan import Precision
-from autopar.ir.plan_file.names import LONGEST
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.precision import PrecisionLike
 from autopar.solve.space.force import Force, parse_force

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from autopar.ir.dims import Dim, Shape
 from autopar.ir.interface import Interface, Output
+from autopar.ir.names import Dtype, Line, Name, Op, Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,9 @@ Kwargs = tuple[tuple[str, Arg], ...]
 class Value:
     """A tensor: its name, global shape (before sharding), dtype, and whether a gradient flows through it."""
 
-    name: str
+    name: Name
     shape: Shape
-    dtype: str
+    dtype: Dtype
     differentiable: bool = False
 
 
@@ -55,12 +56,12 @@ class Node:
     plans and passes is in this order. `module` is the module path relative to the block; `source` is ``file.py:line``.
     """
 
-    op: str
+    op: Op
     args: tuple[Arg, ...]
     kwargs: Kwargs
     outputs: tuple[Value, ...]
-    module: str = ""
-    source: str = ""
+    module: Line = ""
+    source: Line = ""
     no_grad: bool = False
     _operands: tuple[str, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -103,7 +104,7 @@ class Parameter:
     """A parameter or buffer that a block reads. `path` is relative to the block's module (``self_attn.q_proj.weight``)."""
 
     value: Value
-    path: str
+    path: Path
     trainable: bool = True
     buffer: bool = False
 
@@ -115,12 +116,12 @@ class Block:
     `updates` are writes of buffers, (buffer's value name, name of the new value), which happen after the forward in training.
     """
 
-    name: str
+    name: Name
     inputs: tuple[Value, ...]
     parameters: tuple[Parameter, ...]
     nodes: tuple[Node, ...]
-    outputs: tuple[str, ...]
-    updates: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[Name, ...]
+    updates: tuple[tuple[Name, Name], ...] = ()
 
     def values(self) -> dict[str, Value]:
         """Every value of the block by name."""
@@ -137,11 +138,11 @@ class Call:
     `prefix` is the module path of this instance (``model.layers.3``); it is empty for what belongs to no repeated layer.
     """
 
-    block: str
-    prefix: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    parameters: tuple[str, ...]
+    block: Name
+    prefix: Path
+    inputs: tuple[Name, ...]
+    outputs: tuple[Name, ...]
+    parameters: tuple[Path, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +156,15 @@ class Graph:
     `fingerprint` is of what it computes, `checksum` of all that the file says of it (empty where it is of no file).
     """
 
-    name: str
+    name: Name
     inputs: tuple[Value, ...]
     blocks: tuple[Block, ...]
     calls: tuple[Call, ...]
-    loss: str
+    loss: Name
     batch: int
     fingerprint: str
     batch_is_symbolic: bool = True
-    notes: tuple[str, ...] = ()
+    notes: tuple[Line, ...] = ()
     outputs: tuple[Output, ...] = ()
     interface: Interface | None = None
     checksum: str = field(default="", compare=False, repr=False)

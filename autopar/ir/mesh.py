@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
+from autopar.ir.names import Name
+
 DATA_AXIS = "dp"
 MODEL_AXES = ("tp", "tp2")
 EXPERT_AXIS = "ep"
@@ -15,7 +17,7 @@ EXPERT_AXIS = "ep"
 class Axis:
     """One mesh axis."""
 
-    name: str
+    name: Name
     size: int
 
 
