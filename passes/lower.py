@@ -21,8 +21,7 @@ from autopar.passes.localize import Localize, localize_value
 from autopar.passes.lowered import Lowered, LoweredBlock, LoweredChunk, LoweredOutput, StoredParameter
 from autopar.passes.mark_recompute import MarkRecompute
 from autopar.passes.overlap import OverlapCollectives, OverlapExpertDispatch
-from autopar.passes.parameters.cast_parameters import CastParameters, stored_dtype
-from autopar.passes.parameters.copy_parameter_views import CopyParameterViews
+from autopar.passes.parameters import CastParameters, CopyParameterViews, stored_dtype
 from autopar.passes.readable_names import ReadableNames
 from autopar.passes.split_stages import ChunkedGraph, split_stages
 from autopar.passes.split_totals import split_totals
