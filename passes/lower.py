@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.errors import PlanError
+from autopar.ir.batch_totals import why_one_graph
 from autopar.ir.graph import Block, Graph, Value
 from autopar.ir.mesh import DATA_AXIS
-from autopar.ir.micro_batching import why_one_graph
 from autopar.ir.placement import Invariant, Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.ir.schedule import Schedule

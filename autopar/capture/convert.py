@@ -15,10 +15,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 
 from autopar.capture.constants import constant_node
-from autopar.capture.control_flow import CONTROL_FLOW, is_control_flow, region_call, results_read
+from autopar.capture.control_flow import CONTROL_FLOW, data_dependent, is_control_flow, region_call, results_read
 from autopar.capture.flat import FlatGraph, StateTensor, drop_dead
 from autopar.capture.tracing.custom_functions import SEED, check_linear
-from autopar.capture.tracing.explain import data_dependent, derivative_refused
+from autopar.capture.tracing.explain import derivative_refused
 from autopar.capture.tracing.fake_copy import has_no_data
 from autopar.capture.tracing.guards import refuse_random
 from autopar.capture.tracing.layer_span import LayerSpan

@@ -22,8 +22,8 @@ from autopar.capture.normalize.simplify import without_dropout
 from autopar.capture.tracing.outline import CannotOutline
 from autopar.capture.tracing.trace import LossFunction, Results, Traced, trace
 from autopar.errors import CaptureError
+from autopar.ir.batch_totals import FIXED_AT
 from autopar.ir.graph import Graph
-from autopar.ir.micro_batching import FIXED_AT
 
 LEFT_OUT = "these checks of data are not made:"
 LOSS_OUTSIDE = (

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from autopar.capture.layers import CONTAINERS
+from autopar.ir.batch_totals import FIXED_AT, why_one_graph
 from autopar.ir.graph import Graph, Node
-from autopar.ir.micro_batching import FIXED_AT, why_one_graph
 from autopar.operations.control_flow import OPAQUE
 from autopar.operations.factories import CONSTANT
 from autopar.operations.products import EINSUM

@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 import torch
-from support.oracles.conversion_graph import single_axis_conversions
 from support.oracles.simulate_blocks import apply_collective, convert_on_ranks
 from support.oracles.simulate_ranks import assemble, close, dual, shard, shard_axis, unshard_axis
+from support.plans.conversion_graph import single_axis_conversions
 
 from autopar.ir.graph import Value
 from autopar.ir.placement import Invariant, Partial, Placement, Replicate, Shard, can_shard, format_placements, local_parts

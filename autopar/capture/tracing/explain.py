@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from autopar.capture.control_flow import data_dependent, is_data_dependent
 from autopar.capture.tracing.places import is_users
 from autopar.errors import CaptureError, OperatorError
 
@@ -27,23 +28,6 @@ CONSTRUCTS = (
     (r"jit\.|ScriptModule|ScriptFunction", "functions of torch.jit cannot be captured: call the Python function itself"),
 )  # fmt: skip
 """What the line of an error, or torch's message, tells of the construct that is refused, and what to do about it."""
-
-
-def is_data_dependent(error: Exception) -> bool:
-    """Whether a branch or a size depends on data."""
-    text = f"{type(error).__name__} {error}"
-    words = ("DataDependent", "data-dependent", "meta tensors", "on a meta tensor", "DynamicOutputShape")
-    return any(word in text for word in words)
-
-
-def data_dependent(where: str) -> str:
-    """The message for control flow or sizes that depend on data."""
-    inside = "" if "(module " in where else " (it is the model's own forward: move it into a submodule)"
-    return (
-        f"{where}: control flow or a size depends on the data of a tensor; "
-        "use torch.where, torch.cond or masks instead of if, .item() or boolean indexing (routed experts: call "
-        f"autopar.ops.moe_experts), or leave the smallest submodule around it whole: autopar.opaque(module){inside}"
-    )
 
 
 def explain(error: Exception, model: nn.Module, derivatives: Sequence[str] = ()) -> CaptureError:

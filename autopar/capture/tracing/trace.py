@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
 from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of, bind_inputs
+from autopar.capture.control_flow import is_data_dependent
 from autopar.capture.loops import unroll_loops
 from autopar.capture.reads import ReadRecord, call_recorded, refuse_counters
 from autopar.capture.results.returned import take_apart
@@ -26,7 +27,7 @@ from autopar.capture.tracing.data.indices import ListIndices
 from autopar.capture.tracing.decompose import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
 from autopar.capture.tracing.experts import experts_as_operator
-from autopar.capture.tracing.explain import explain, is_data_dependent
+from autopar.capture.tracing.explain import explain
 from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
 from autopar.capture.tracing.guards import Refusals, custom_functions, number_lines, refuse_complex, refuse_hooks
@@ -221,16 +222,11 @@ class _Attempt:
                 setattr(copied.get_submodule(path), name, value)
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            stack.enter_context(quiet_logs())
-            stack.enter_context(custom_functions(self.allowed))
-            stack.enter_context(flex_as_operations())
-            stack.enter_context(ListIndices())
-            stack.enter_context(Refusals())
-            stack.enter_context(self.values)
-            stack.enter_context(CtcLosses())
-            stack.enter_context(masks_are_not_read())
-            stack.enter_context(to_the_same_device())
-            stack.enter_context(cumulative_statistics())
+            for context in (
+                quiet_logs(), custom_functions(self.allowed), flex_as_operations(), ListIndices(), Refusals(), self.values,
+                CtcLosses(), masks_are_not_read(), to_the_same_device(), cumulative_statistics(),
+            ):  # fmt: skip
+                stack.enter_context(context)
             self.lines = stack.enter_context(number_lines())
             self.checks = stack.enter_context(checks_pass())
             self.derivatives = stack.enter_context(derivatives_inside())

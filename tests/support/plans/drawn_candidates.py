@@ -18,7 +18,7 @@ from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan, Precisio
 from autopar.rules.conversions import placement_states
 from autopar.rules.expand import block_strategies, combine_axes
 from autopar.rules.registry import default_registry
-from support.oracles.conversion_graph import single_axis_conversions
+from support.plans.conversion_graph import single_axis_conversions
 
 
 def unsharded(value: Value) -> Placement:
