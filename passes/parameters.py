@@ -30,12 +30,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.ir.graph import Block, DType, Node, Parameter, Ref
+from autopar.ir.graph import Block, DType, Node, Parameter, Ref, with_operands
 from autopar.ir.plan import Precision
 from autopar.operations.communication import CONVERT
 from autopar.operations.pointwise import CAST, CLONE
 from autopar.operations.table import operation
-from autopar.passes.base import BlockState, Context, first_use_indices, fresh_name, with_operands
+from autopar.passes.base import BlockState, Context, first_use_indices, fresh_name
 
 
 def stored_dtype(dtype: str, precision: Precision) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 
 from autopar.ir.dims import Dim, Shape
-from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
+from autopar.ir.graph import Arg, Node, Symbol, Value, with_operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +56,9 @@ class FlatGraph:
         return counts
 
 
-def substitute(arg: Arg, names: Mapping[str, str]) -> Arg:
-    """An argument with values renamed."""
-    if isinstance(arg, Ref):
-        return Ref(names.get(arg.name, arg.name))
-    if isinstance(arg, tuple):
-        return tuple(substitute(item, names) for item in arg)
-    return arg
-
-
 def rename_operands(node: Node, names: Mapping[str, str]) -> Node:
     """A node with the values of its operands renamed."""
-    if not names:
-        return node
-    args = tuple(substitute(arg, names) for arg in node.args)
-    return replace(node, args=args, kwargs=tuple((key, substitute(arg, names)) for key, arg in node.kwargs))
+    return with_operands(node, [names.get(name, name) for name in node.operands()]) if names else node
 
 
 Rewritten = tuple[tuple[Node, ...], Mapping[str, str]]

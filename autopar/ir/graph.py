@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.dims import Dim, Shape
 from autopar.ir.interface import Interface, Output
@@ -89,6 +89,19 @@ def leaves(arg: Arg) -> Iterator[Arg]:
 def refs(arg: Arg) -> Iterator[Ref]:
     """Every `Ref` in an argument, in order."""
     return (leaf for leaf in leaves(arg) if isinstance(leaf, Ref))
+
+
+def with_operands(node: Node, operands: Iterable[str]) -> Node:
+    """The node with other operands, in the order of `Node.operands()`."""
+    names = iter(operands)
+
+    def other(arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(map(other, arg))
+        return Ref(next(names)) if isinstance(arg, Ref) else arg
+
+    args = tuple(map(other, node.args))
+    return replace(node, args=args, kwargs=tuple((name, other(arg)) for name, arg in node.kwargs))
 
 
 def draws_masks(node: Node) -> bool:

@@ -230,16 +230,8 @@ def _shapes(operands: Sequence[Value]) -> tuple[Shape, ...]:
 
 
 def _with_function(strategy: AxisStrategy, function: NamedFunction, node: Node, operands: Sequence[Value]) -> AxisStrategy:
-    told = function.collectives(node, _shapes(operands)) if function.collectives else ()
-    return AxisStrategy(
-        operands=strategy.operands,
-        results=strategy.results,
-        factor=strategy.factor,
-        function=function.name,
-        collectives=told,
-        exclusive=function.exclusive,
-        factor_size=strategy.factor_size,
-    )
+    collectives = function.collectives(node, _shapes(operands)) if function.collectives else ()
+    return replace(strategy, function=function.name, collectives=collectives, exclusive=function.exclusive)
 
 
 def _invariant_operands(strategy: AxisStrategy, operands: Sequence[Value]) -> AxisStrategy:
