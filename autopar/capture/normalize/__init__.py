@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from autopar.capture.flat import FlatGraph, drop_dead
 from autopar.capture.normalize.attention import grouped_heads, mask_recovery
-from autopar.capture.normalize.bags import bags, dense_gradients
 from autopar.capture.normalize.linear import linears
+from autopar.capture.normalize.lookups import bags, dense_gradients, whole_indices
 from autopar.capture.normalize.losses import cross_entropy, full_means, mean_losses
 from autopar.capture.normalize.random import random_numbers
 from autopar.capture.normalize.recurrent import layers_apart
 from autopar.capture.normalize.simplify import broadcasts, casts, factories, group_norms, no_ops, reshapes, squeezes
 from autopar.capture.normalize.unflatten import unflatten
-from autopar.capture.normalize.whole_index import whole_indices
 from autopar.capture.normalize.writes import copies, filled
 
 REWRITES = (

@@ -22,8 +22,7 @@ from autopar.capture.results.returned import take_apart
 from autopar.capture.tracing.data.checks import checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
-from autopar.capture.tracing.data.hints import cumulative_statistics, masks_are_not_read, to_the_same_device
-from autopar.capture.tracing.data.indices import ListIndices
+from autopar.capture.tracing.data.hints import ListIndices, cumulative_statistics, masks_are_not_read, to_the_same_device
 from autopar.capture.tracing.decompose import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
 from autopar.capture.tracing.experts import experts_as_operator

@@ -1,25 +1,28 @@
-"""Rewrites ``embedding_bag`` over bags of one length as an embedding and a reduction, whose batch, rows and columns all shard;
-embeddings with sparse gradients get dense ones."""
+"""Rewrites lookups: ``embedding_bag`` over bags of one length as an embedding and a reduction, whose batch, rows and columns all
+shard; embeddings with sparse gradients, which get dense ones; and an index that takes every position,
+``mask[arange(B)[:, None, None, None], arange(S)]`` of transformers' mask functions, as a view of the mask: as an index by
+position it would need the whole batch."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import replace
 
-from autopar.capture.flat import FlatGraph, Lookup, Rewritten, node_like, node_rewrite, rewrite_nodes
-from autopar.ir.graph import Arg, Node, Ref
+from autopar.capture.flat import FlatGraph, Lookup, Rewritten, node_like, node_rewrite, rewrite_nodes, size_args
+from autopar.ir.dims import Dim
+from autopar.ir.graph import Arg, Node, Ref, Symbol
 
 _OPS = ("aten.embedding_bag.padding_idx", "aten.embedding_bag", "aten._embedding_bag")
+_VIEWS = ("aten.unsqueeze", "aten.reshape", "aten.view", "aten.expand")
 _REDUCTIONS = ("aten.sum.dim_IntList", "aten.mean.dim", "aten.amax")
 
 
 @node_rewrite
 def bags(node: Node, graph: Lookup) -> Rewritten | None:
     """A bag per row of a matrix of ids: what `torch.nn.functional.embedding_bag` makes of two dimensions."""
-    values, producers = graph.values, graph.producers
-    used = graph.uses
     if node.op not in _OPS:
         return None
+    values, producers, used = graph.values, graph.producers, graph.uses
     names = ("weight", "indices", "offsets", "scale", "mode", "sparse", "weights", "last", "padding")
     given = dict(zip(names, (*node.args, *(False, 0, False, None, False, -1)[len(node.args) - 3 :]), strict=False))
     weight, indices, offsets, mode = given["weight"], given["indices"], given["offsets"], given["mode"]
@@ -62,3 +65,38 @@ def dense_gradients(flat: FlatGraph) -> FlatGraph:
             stacklevel=2,
         )
     return rewritten
+
+
+@node_rewrite
+def whole_indices(node: Node, graph: Lookup) -> Rewritten | None:
+    """``x[i, j, ...]`` becomes a reshape of `x` where each index is all positions of its dimension, along a dimension of its own
+    of the result, in the order of those of `x`."""
+    if node.op != "aten.index.Tensor" or not isinstance(node.args[1], tuple) or not isinstance(node.args[0], Ref):
+        return None
+    source, result = graph.values[node.args[0].name], node.outputs[0]
+    names = [arg.name for arg in node.args[1] if isinstance(arg, Ref)]
+    if len(names) != len(source.shape) or len(names) != len(node.args[1]):
+        return None
+    if any(_counted(name, graph) != size for name, size in zip(names, source.shape, strict=True)):
+        return None
+    places = []
+    for name in names:
+        shape = graph.values[name].shape
+        places += [len(result.shape) - len(shape) + place for place, size in enumerate(shape) if size != 1]
+    if places != sorted(set(places)):
+        return None
+    return (node_like(node, "aten.reshape", (node.args[0], size_args(result.shape)), result.name, result.shape),), {}
+
+
+def _counted(name: str, graph: Lookup) -> Dim | None:
+    """The number n of ``arange(n)``, of which the value is a view with one dimension that is not 1."""
+    shape = graph.values[name].shape
+    if sum(size != 1 for size in shape) > 1:
+        return None
+    node = graph.producers.get(name)
+    while node is not None and node.op in _VIEWS:
+        node = graph.producers.get(node.operands()[0])
+    if node is None or node.op != "aten.arange" or len(node.args) != 1:
+        return None
+    end = node.args[0].dim if isinstance(node.args[0], Symbol) else node.args[0]
+    return end if isinstance(end, int | str) and node.outputs[0].shape == (end,) else None
