@@ -132,7 +132,7 @@ def _is_seconds(value: Any) -> bool:
 
 
 def _is_line(value: object) -> bool:
-    """Whether a text can stand in a plan: one line of printable characters."""
+    """Return whether a text can stand in a plan: one line of printable characters."""
     return isinstance(value, str) and len(value) <= LONGEST and (value == "" or value.isprintable())
 
 

@@ -146,12 +146,12 @@ def results_read(node: fx.Node) -> tuple[int, ...]:
 
 
 def is_control_flow(target: object) -> bool:
-    """Whether an operation of an exported program is one of `CONTROL_FLOW`."""
+    """Return whether an operation of an exported program is one of `CONTROL_FLOW`."""
     return not isinstance(target, torch._ops.OpOverload) and str(target) in CONTROL_FLOW
 
 
 def is_data_dependent(error: Exception) -> bool:
-    """Whether a branch or a size depends on data."""
+    """Return whether a branch or a size depends on data."""
     text = f"{type(error).__name__} {error}"
     words = ("DataDependent", "data-dependent", "meta tensors", "on a meta tensor", "DynamicOutputShape")
     return any(word in text for word in words)

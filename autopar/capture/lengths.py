@@ -161,7 +161,7 @@ def _environment(traced: Traced) -> Any:
 
 
 def _allowed(traced: Traced, values: Mapping[sympy.Symbol, int]) -> bool:
-    """Whether every question that the forward asked about sizes has the same answer for these sizes."""
+    """Return whether every question that the forward asked about sizes has the same answer for these sizes."""
     environment = _environment(traced)
     known = {**environment.replacements, **values}
     for symbol, value in values.items():

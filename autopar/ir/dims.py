@@ -72,7 +72,7 @@ def numel(shape: Iterable[Dim], batch: int) -> int:
 
 
 def has_batch(dim: Dim) -> bool:
-    """Whether the size grows with the batch."""
+    """Return whether the size grows with the batch."""
     return isinstance(dim, str)
 
 

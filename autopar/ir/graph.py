@@ -105,7 +105,7 @@ def with_operands(node: Node, operands: Iterable[str]) -> Node:
 
 
 def draws_masks(node: Node) -> bool:
-    """Whether the operation is random: dropout, attention with dropout (both in training only), and random numbers."""
+    """Return whether the operation is random: dropout, attention with dropout (both in training only), and random numbers."""
     if node.op == "aten.scaled_dot_product_attention":
         given = node.args[4] if len(node.args) > 4 else dict(node.kwargs).get("dropout_p", 0.0)
         return given != 0.0
@@ -202,7 +202,7 @@ class Graph:
         return block.values()[block.outputs[call.outputs.index(name)]]
 
     def differentiable(self, name: str) -> bool:
-        """Whether a gradient flows through a value that a call makes."""
+        """Return whether a gradient flows through a value that a call makes."""
         value = self.value(name)
         return value is not None and value.differentiable
 

@@ -101,7 +101,7 @@ def local_shape(shape: Sequence[Dim], placements: Placements, axis_sizes: Sequen
 
 
 def can_shard(shape: Sequence[Dim], placements: Placements, axis_sizes: Sequence[int]) -> bool:
-    """Whether every sharded dimension divides, and all shardings of one dimension nest.
+    """Return whether every sharded dimension divides, and all shardings of one dimension nest.
 
     Two axes may shard the same dimension when their `parts` are equal (the later axis shards the chunks of the earlier one), or
     when the earlier one has ``parts == 1`` and takes whole parts of the other (``other.parts % size == 0``).
@@ -114,7 +114,7 @@ def can_shard(shape: Sequence[Dim], placements: Placements, axis_sizes: Sequence
 
 
 def _shardings_nest(extent: Dim, shardings: Sequence[tuple[int, int]]) -> bool:
-    """Whether a dimension of `extent` can be sharded by these (parts, axis size), in the order of the axes."""
+    """Return whether a dimension of `extent` can be sharded by these (parts, axis size), in the order of the axes."""
     ranks_of: dict[int, int] = {}
     for parts, size in shardings:
         ranks_of[parts] = ranks_of.get(parts, 1) * size

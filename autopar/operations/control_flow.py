@@ -75,7 +75,7 @@ def _has_size(arg: Arg) -> bool:
 
 
 def _is_batchwise(node: Node, values: Mapping[str, Value], batched: set[str], rule_of: RuleOf) -> bool:
-    """Whether one plain factor is dimension 0 of all batched operands and of all results, and nothing else."""
+    """Return whether one plain factor is dimension 0 of all batched operands and of all results, and nothing else."""
     rule = rule_of(node.op)
     try:
         found = None if rule is None else match_rule(rule, node, tuple(values[name].shape for name in node.operands()))

@@ -64,7 +64,7 @@ def axis_conversion(source: Placement, target: Placement, differentiable: bool) 
 
 
 def may_convert(source: Placements, target: Placements) -> bool:
-    """Whether the axis that changes may change while the other axes stay as they are.
+    """Return whether the axis that changes may change while the other axes stay as they are.
 
     Where two axes shard one dimension with equal `parts`, the later axis shards the chunks of the earlier one; so only the later
     one may be converted from or to that shard while the other has it.

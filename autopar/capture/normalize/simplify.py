@@ -133,7 +133,7 @@ def same_type(before: Value, after: Value) -> bool:
 
 
 def is_identity(node: Node) -> bool:
-    """Whether a view-like node that keeps shape and dtype keeps every element in place too."""
+    """Return whether a view-like node that keeps shape and dtype keeps every element in place too."""
     if node.op == "aten.permute":
         dims = node.args[1]
         return isinstance(dims, tuple) and list(dims) == list(range(len(dims)))

@@ -18,7 +18,7 @@ _FRAME = re.compile(r'^ *File "([^"]*)", line (\d+)', re.M)
 
 
 def is_users(file: str) -> bool:
-    """Whether a file of code is the user's."""
+    """Return whether a file of code is the user's."""
     return not any(part in file for part in _LIBRARIES)
 
 
@@ -41,12 +41,12 @@ _ASSERTS = ("_assert", "sym_constrain", "_guards")
 
 
 def is_assertion(node: fx.Node) -> bool:
-    """Whether a node checks something, and computes nothing."""
+    """Return whether a node checks something, and computes nothing."""
     return any(word in str(node.target) for word in _ASSERTS)
 
 
 def reads_number(node: fx.Node) -> bool:
-    """Whether a node makes a number of Python of a tensor."""
+    """Return whether a node makes a number of Python of a tensor."""
     return str(node.target).startswith(("aten.item.", "aten._local_scalar_dense."))
 
 

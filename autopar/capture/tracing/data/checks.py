@@ -97,7 +97,7 @@ def drop_checks(program: ExportedProgram) -> None:
 
 
 def _counts(node: fx.Node) -> bool:
-    """Whether a node has an effect beside its result."""
+    """Return whether a node has an effect beside its result."""
     return node.is_impure() and not reads_number(node)
 
 
@@ -188,7 +188,7 @@ def _wanted(statement: ast.If | ast.Assert) -> bool | None:
 
 
 def _only_complains(body: list[ast.stmt]) -> bool:
-    """Whether statements only raise or warn."""
+    """Return whether statements only raise or warn."""
     return isinstance(body[-1], ast.Raise) or all(isinstance(each, ast.Pass) or _warns(each) for each in body)
 
 
@@ -217,7 +217,8 @@ def _compares(call: ast.Call) -> bool:
 
 
 def _caught(frame: FrameType | None) -> bool:
-    """Whether a frame, or one that called it up to the model, would catch an exception: then raising is a branch as well."""
+    """Return whether a frame, or one that called it up to the model, would catch an exception: then raising is a branch as
+    well."""
     while frame is not None and not _calls_the_model(frame):
         if not _of_torch(frame):
             line = frame.f_lineno
