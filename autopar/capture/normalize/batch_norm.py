@@ -45,7 +45,7 @@ def batch_norms(local: bool) -> Mapping[Any, Callable[..., Any]]:
 
 
 def _training(
-    statistics: Callable[[Tensor, Sequence[int], float], Normalized], x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    statistics: Callable[[Tensor, list[int], float], Normalized], x: Tensor, weight: Tensor | None, bias: Tensor | None,
     running_mean: Tensor | None, running_variance: Tensor | None, momentum: float, epsilon: float,
 ) -> tuple[Any, ...]:  # fmt: skip
     dims = [dim for dim in range(x.dim()) if dim != 1]
@@ -55,7 +55,7 @@ def _training(
     return result, mean, variance, _moved(running_mean, mean, momentum), _moved(running_variance, variance, momentum)
 
 
-def _of_all_ranks(x: Tensor, dims: Sequence[int], epsilon: float) -> Normalized:
+def _of_all_ranks(x: Tensor, dims: list[int], epsilon: float) -> Normalized:
     number = prod(x.shape[dim] for dim in dims)
     mean = x.sum(dims, keepdim=True) / number
     centered = x - mean
@@ -63,7 +63,7 @@ def _of_all_ranks(x: Tensor, dims: Sequence[int], epsilon: float) -> Normalized:
     return centered * (squares / number + epsilon).rsqrt(), lambda: (mean, squares / (number - 1))
 
 
-def _of_own_rank(x: Tensor, dims: Sequence[int], epsilon: float) -> Normalized:
+def _of_own_rank(x: Tensor, dims: list[int], epsilon: float) -> Normalized:
     mean = _local_mean()(x, dims, 0)
     centered = x - mean
     squares = centered * centered
