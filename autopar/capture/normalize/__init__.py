@@ -12,7 +12,6 @@ from autopar.capture.normalize.linear import linears
 from autopar.capture.normalize.lookups import bags, dense_gradients, whole_indices
 from autopar.capture.normalize.losses import cross_entropy, full_means, mean_losses
 from autopar.capture.normalize.random import random_numbers
-from autopar.capture.normalize.recurrent import layers_apart
 from autopar.capture.normalize.simplify import broadcasts, casts, factories, group_norms, no_ops, reshapes, squeezes
 from autopar.capture.normalize.unflatten import unflatten
 from autopar.capture.normalize.writes import copies, filled
@@ -33,7 +32,6 @@ REWRITES = (
     mask_recovery,
     grouped_heads,
     drop_dead,
-    layers_apart,
     bags,
     dense_gradients,
     cross_entropy,

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from autopar.capture.normalize.batch_norm import batch_norms
 from autopar.capture.normalize.class_losses import class_losses
+from autopar.capture.normalize.recurrent import recurrent_nets
 from autopar.capture.tracing.data.checks import drop_checks
 
 COMPOSITE = """
@@ -56,7 +57,7 @@ def decompositions(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
 
 def decomposed(program: ExportedProgram, local_batch_norm: bool) -> ExportedProgram:
     """The functional program, whose composite operations are taken apart. What they are made of may be composite again."""
-    taken = {**batch_norms(local_batch_norm), **class_losses(), **decompositions(program)}
+    taken = {**batch_norms(local_batch_norm), **class_losses(), **recurrent_nets(), **decompositions(program)}
     program = program.run_decompositions(taken)
     for _ in range(3):
         further = {op: function for op, function in decompositions(program).items() if op not in taken}

@@ -77,8 +77,8 @@ def _comm(plan: Plan, console: Console) -> None:
         (r["block"], r["count"], r["kind"], size(r["parameter_bytes"]) if r["zero"] else "-", size(r["gradient_bytes"]))
         for r in state
     ]
-    header = ("block", "times", "kind", "parameters", "gradients")
-    console.table("State communication on the data axis, unsharded on it", header, sent)
+    columns = ("block", "times", "kind", "parameters", "gradients")
+    console.table("State communication on the data axis, unsharded on it", columns, sent)
     console.document({"collectives": rows, "state": state, "gradients": gradient_table(plan, console)})
 
 
