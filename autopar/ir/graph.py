@@ -70,11 +70,11 @@ class Node:
         return self.outputs[0].name
 
     def operands(self) -> tuple[str, ...]:
-        found = self._operands
-        if found is None:
-            found = tuple(ref.name for arg in (*self.args, *(arg for _, arg in self.kwargs)) for ref in refs(arg))
-            object.__setattr__(self, "_operands", found)
-        return found
+        names = self._operands
+        if names is None:
+            names = tuple(ref.name for arg in (*self.args, *(arg for _, arg in self.kwargs)) for ref in refs(arg))
+            object.__setattr__(self, "_operands", names)
+        return names
 
 
 def leaves(arg: Arg) -> Iterator[Arg]:
@@ -107,8 +107,8 @@ def with_operands(node: Node, operands: Iterable[str]) -> Node:
 def draws_masks(node: Node) -> bool:
     """Return whether the operation is random: dropout, attention with dropout (both in training only), and random numbers."""
     if node.op == "aten.scaled_dot_product_attention":
-        given = node.args[4] if len(node.args) > 4 else dict(node.kwargs).get("dropout_p", 0.0)
-        return given != 0.0
+        probability = node.args[4] if len(node.args) > 4 else dict(node.kwargs).get("dropout_p", 0.0)
+        return probability != 0.0
     return node.op in ("ap.dropout", "ap.random")
 
 
@@ -211,11 +211,11 @@ class Graph:
 
     def count(self, name: str) -> int:
         """The number of calls of a block."""
-        found = self._counts
-        if found is None:
-            found = Counter(call.block for call in self.calls)
-            object.__setattr__(self, "_counts", found)
-        return found[name]
+        counts = self._counts
+        if counts is None:
+            counts = Counter(call.block for call in self.calls)
+            object.__setattr__(self, "_counts", counts)
+        return counts[name]
 
     def updated_buffers(self) -> frozenset[str]:
         """The buffers that the forward writes into, by their original names."""

@@ -41,11 +41,11 @@ class Mesh:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        found = self._sizes
-        if found is None:
-            found = tuple(axis.size for axis in self.axes)
-            object.__setattr__(self, "_sizes", found)
-        return found
+        sizes = self._sizes
+        if sizes is None:
+            sizes = tuple(axis.size for axis in self.axes)
+            object.__setattr__(self, "_sizes", sizes)
+        return sizes
 
     def index(self, name: str) -> int:
         return self.names.index(name)

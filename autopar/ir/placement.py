@@ -131,10 +131,10 @@ def _shardings_nest(extent: Dim, shardings: Sequence[tuple[int, int]]) -> bool:
 def local_parts(placements: Placements, axis_sizes: Sequence[int], axis: int) -> int:
     """The `parts` of the sharding on axis `axis` in the tensor that is local on all other axes: other axes that take whole parts
     of the same dimension divide them."""
-    mine = placements[axis]
-    assert isinstance(mine, Shard)
-    parts = mine.parts
+    own = placements[axis]
+    assert isinstance(own, Shard)
+    parts = own.parts
     for other, (placement, size) in enumerate(zip(placements, axis_sizes, strict=True)):
-        if other != axis and isinstance(placement, Shard) and placement.dim == mine.dim and placement.parts < mine.parts:
+        if other != axis and isinstance(placement, Shard) and placement.dim == own.dim and placement.parts < own.parts:
             parts //= size
     return parts

@@ -34,8 +34,8 @@ def decode(cls: type[T], data: Any) -> T:
     """The inverse of `encode`, for the content of a JSON document."""
     hint: Any = cls
     codec = _codec_of(hint)
-    found: T = codec.decode(msgspec.convert(data, codec.type))
-    return found
+    value: T = codec.decode(msgspec.convert(data, codec.type))
+    return value
 
 
 def file_type(cls: Any) -> Any:
@@ -98,7 +98,7 @@ _HOOKS = {
     "Kwargs": _Codec(
         dict[str, Any],
         lambda pairs: {key: encode_arg(arg) for key, arg in pairs},
-        lambda found: tuple((key, decode_arg(data)) for key, data in found.items()),
+        lambda items: tuple((key, decode_arg(data)) for key, data in items.items()),
     ),
     "Placements": _Codec(str, format_placements, parse_placements),
 }
