@@ -1,5 +1,5 @@
 """Operations that export keeps whole and that are made of others: they are taken apart, so that rules need not know them. Batch
-norms and losses over classes are taken apart into sums over the batch (`normalize.batch_norm`, `normalize.class_losses`)."""
+norms and losses are taken apart into sums over the batch (`normalize.batch_norm`, `normalize.loss_functions`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._export.utils import _get_decomp_for_cia
 from torch.export import ExportedProgram
 
 from autopar.capture.normalize.batch_norm import batch_norms
-from autopar.capture.normalize.class_losses import class_losses
+from autopar.capture.normalize.loss_functions import loss_functions
 from autopar.capture.normalize.recurrent import recurrent_nets
 from autopar.capture.tracing.data.checks import drop_checks
 
@@ -34,7 +34,6 @@ TABLED = """
 affine_grid_generator addr logaddexp logaddexp2 aminmax count_nonzero pixel_shuffle pixel_unshuffle channel_shuffle
 heaviside deg2rad rad2deg hypot frac sinc special_entr soft_margin_loss rot90 trace nansum unsafe_chunk unsafe_split
 narrow_copy diag_embed addmv index_copy eye _weight_norm_interface _reshape_alias mvlgamma block_diag std_mean var_mean
-mse_loss
 """
 """Packets that torch's table of decompositions takes apart, without loss of gradients."""
 
@@ -57,7 +56,7 @@ def decompositions(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
 
 def decomposed(program: ExportedProgram, local_batch_norm: bool) -> ExportedProgram:
     """The functional program, whose composite operations are taken apart. What they are made of may be composite again."""
-    taken = {**batch_norms(local_batch_norm), **class_losses(), **recurrent_nets(), **decompositions(program)}
+    taken = {**batch_norms(local_batch_norm), **loss_functions(), **recurrent_nets(), **decompositions(program)}
     program = program.run_decompositions(taken)
     for _ in range(3):
         further = {op: function for op, function in decompositions(program).items() if op not in taken}

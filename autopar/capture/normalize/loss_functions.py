@@ -1,5 +1,5 @@
-"""Losses over classes as gathers and sums: ``nll_loss``, and cross entropy with class weights, class probabilities or a loss of
-each element (all others may shard the vocabulary, see `losses`). These functions take the place of torch's operations when an
+"""Losses as gathers and sums: ``nll_loss``, cross entropy with class weights, class probabilities or a loss of each element (all
+others may shard the vocabulary, see `losses`), and squared errors. These functions take the place of torch's operations when an
 exported program is decomposed (`tracing.decompose`)."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
-def class_losses() -> Mapping[Any, Callable[..., Any]]:
+def loss_functions() -> Mapping[Any, Callable[..., Any]]:
     """Return the operations of torch, each with the function that takes its place."""
     aten = torch.ops.aten
 
@@ -23,6 +23,7 @@ def class_losses() -> Mapping[Any, Callable[..., Any]]:
 
     return {
         aten.cross_entropy_loss.default: cross_entropy_loss,
+        aten.mse_loss.default: mse_loss,
         **dict.fromkeys((aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default), nll_loss),
         **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), with_mass),
     }
@@ -61,6 +62,11 @@ def nll_loss(
     mass = valid.to(logs.dtype)
     each = torch.where(valid, each, torch.zeros_like(each))
     return _reduced(each, reduction, mass if weights is None else mass * weights)
+
+
+def mse_loss(x: Tensor, target: Tensor, reduction: int = _MEAN) -> Tensor:
+    """``F.mse_loss``, in the dtype of its operands, which torch's own decomposition widens."""
+    return _reduced((x - target) ** 2, reduction, None)
 
 
 def _class_dim(logits: Tensor) -> int:
