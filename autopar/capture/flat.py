@@ -61,17 +61,18 @@ def rename_operands(node: Node, names: Mapping[str, str]) -> Node:
     return with_operands(node, [names.get(name, name) for name in node.operands()]) if names else node
 
 
-Rewritten = tuple[tuple[Node, ...], Mapping[str, str]]
-"""The nodes that replace a node, and by old results the values that replace them."""
+Rewritten = Node | tuple[tuple[Node, ...], Mapping[str, str]]
+"""A node in the place of another one; or nodes, and by old results the values that replace them."""
 
 
-def rewritten(nodes: Iterable[Node], step: Callable[[Node], Rewritten | None]) -> Rewritten:
+def rewritten(nodes: Iterable[Node], step: Callable[[Node], Rewritten | None]) -> tuple[tuple[Node, ...], Mapping[str, str]]:
     """Apply `step` to each of these nodes, in order; None keeps it."""
     names: dict[str, str] = {}
     out: list[Node] = []
     for original in nodes:
         node = rename_operands(original, names)
-        new, aliases = step(node) or ((node,), {})
+        result = step(node) or node
+        new, aliases = ((result,), {}) if isinstance(result, Node) else result
         out.extend(new)
         names.update((old, names.get(new_name, new_name)) for old, new_name in aliases.items())
     return tuple(out), names

@@ -50,7 +50,7 @@ def mask_recovery(flat: FlatGraph) -> FlatGraph:
             node = _banded(node, found.band, None if left is None else Ref(left), known)
         if isinstance(kept := node.args[3], Ref):
             notes[f"attention keeps an explicit mask {known[kept.name].shape}: no flash attention there"] = None
-        return (node,), {}
+        return node
 
     flat = rewrite_nodes(flat, step)
     return replace(flat, notes=(*flat.notes, *notes))
@@ -95,7 +95,7 @@ def grouped_heads(node: Node, graph: Lookup) -> Rewritten | None:
     if k is None or v is None or graph.values[k].shape[1] != graph.values[v].shape[1]:
         return None
     args = (args[0], Ref(k), Ref(v), *args[3:])
-    return (replace(node, args=args, kwargs=tuple((kwargs | {"enable_gqa": True}).items())),), {}
+    return replace(node, args=args, kwargs=tuple((kwargs | {"enable_gqa": True}).items()))
 
 
 def _unrepeated(name: str, graph: Lookup) -> str | None:

@@ -38,7 +38,7 @@ def linears(node: Node, graph: Lookup) -> Rewritten | None:
     shape = (*values[source].shape[:-1], result.shape[-1])
     args: tuple[Arg, ...] = (Ref(source), weight) if bias is None else (Ref(source), weight, bias)
     if source == x.name:
-        return (replace(node, op=op, args=args, kwargs=()),), {}
+        return replace(node, op=op, args=args, kwargs=())
     wide = Value(f"{result.name}_wide", shape, result.dtype, result.differentiable)
     values[wide.name] = wide
     whole = replace(node, op=op, args=args, kwargs=(), outputs=(wide,))

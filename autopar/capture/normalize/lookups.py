@@ -55,7 +55,7 @@ def dense_gradients(flat: FlatGraph) -> FlatGraph:
         if len(node.args) <= place or node.args[place] is not True:
             return None
         found.setdefault(node.module or node.source, node)
-        return (replace(node, args=(*node.args[:place], False, *node.args[place + 1 :])),), {}
+        return replace(node, args=(*node.args[:place], False, *node.args[place + 1 :]))
 
     rewritten = rewrite_nodes(flat, step)
     if found:
@@ -85,7 +85,7 @@ def whole_indices(node: Node, graph: Lookup) -> Rewritten | None:
         places += [len(result.shape) - len(shape) + place for place, size in enumerate(shape) if size != 1]
     if places != sorted(set(places)):
         return None
-    return (node_like(node, "aten.reshape", (node.args[0], size_args(result.shape)), result.name, result.shape),), {}
+    return node_like(node, "aten.reshape", (node.args[0], size_args(result.shape)), result.name, result.shape)
 
 
 def _counted(name: str, graph: Lookup) -> Dim | None:

@@ -52,7 +52,7 @@ KNOWN = frozenset(
 def random_numbers(node: Node, graph: Lookup) -> Rewritten | None:
     """The graph with ``ap.random`` in place of every random operation but dropout."""
     if node.op in _LIKE:
-        return (_drawn(node, Ref(node.operands()[0]), _LIKE[node.op](node)),), {}
+        return _drawn(node, Ref(node.operands()[0]), _LIKE[node.op](node))
     result = node.outputs[0]
     if node.op in _OF_SIZE:
         size = next(arg for arg in node.args if isinstance(arg, tuple))

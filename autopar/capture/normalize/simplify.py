@@ -29,7 +29,7 @@ def casts(node: Node, graph: Lookup) -> Rewritten | None:
     dtype = dict(node.kwargs).get("dtype")
     if not isinstance(dtype, DType):
         return (), {node.name: node.operands()[0]}
-    return (replace(node, op="aten.to.dtype", args=(node.args[0], dtype), kwargs=()),), {}
+    return replace(node, op="aten.to.dtype", args=(node.args[0], dtype), kwargs=())
 
 
 def reshapes(flat: FlatGraph) -> FlatGraph:
@@ -44,7 +44,7 @@ def reshapes(flat: FlatGraph) -> FlatGraph:
             operand = producers[operand].operands()[0]
         new = replace(node, op="aten.reshape", args=(Ref(operand), size_args(node.outputs[0].shape)), kwargs=())
         producers[node.name] = new
-        return (new,), {}
+        return new
 
     return rewrite_nodes(flat, step)
 
@@ -59,7 +59,7 @@ def squeezes(node: Node, graph: Lookup) -> Rewritten | None:
     asked = node.args[1] if len(node.args) > 1 else tuple(range(len(shape)))
     dims = {int(dim) % len(shape) for dim in (asked if isinstance(asked, tuple) else (asked,))} if shape else set()  # type: ignore[arg-type]
     removed = tuple(dim for dim in sorted(dims) if shape[dim] == 1)
-    return (replace(node, op="aten.squeeze.dims", args=(node.args[0], removed), kwargs=()),), {}
+    return replace(node, op="aten.squeeze.dims", args=(node.args[0], removed), kwargs=())
 
 
 @node_rewrite
@@ -81,7 +81,7 @@ def group_norms(node: Node, graph: Lookup) -> Rewritten | None:
         return None
     x, weight, bias, *_, groups, eps = node.args
     args = (x, groups, weight, bias, eps)
-    return (replace(node, op="aten.group_norm", args=args, kwargs=(), outputs=node.outputs[:1]),), {}
+    return replace(node, op="aten.group_norm", args=args, kwargs=(), outputs=node.outputs[:1])
 
 
 @node_rewrite
@@ -90,7 +90,7 @@ def factories(node: Node, graph: Lookup) -> Rewritten | None:
     if node.op not in _NEW:
         return None
     kwargs = (("dtype", DType(node.outputs[0].dtype)),)
-    return (replace(node, op=node.op.replace("new_", ""), args=node.args[1:], kwargs=kwargs),), {}
+    return replace(node, op=node.op.replace("new_", ""), args=node.args[1:], kwargs=kwargs)
 
 
 def without_dropout(flat: FlatGraph) -> FlatGraph:
@@ -105,7 +105,7 @@ def node_without_dropout(node: Node) -> Rewritten | None:
     if node.op != "aten.scaled_dot_product_attention":
         return None
     args = tuple(0.0 if index == 4 else arg for index, arg in enumerate(node.args))
-    return (replace(node, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in node.kwargs)),), {}
+    return replace(node, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in node.kwargs))
 
 
 @node_rewrite
@@ -117,7 +117,7 @@ def no_ops(node: Node, graph: Lookup) -> Rewritten | None:
         probability, active = node.args[1], node.args[2] if len(node.args) > 2 else True
         if probability == 0 or active is False:
             return (), {node.name: operands[0]}
-        return (replace(node, op="ap.dropout", args=(node.args[0], probability), kwargs=(), outputs=node.outputs[:1]),), {}
+        return replace(node, op="ap.dropout", args=(node.args[0], probability), kwargs=(), outputs=node.outputs[:1])
     if not operands or len(node.outputs) != 1:
         return None
     before, after = values[operands[0]], node.outputs[0]

@@ -82,6 +82,6 @@ def filled(flat: FlatGraph) -> FlatGraph:
         if [start for start, _, _ in ordered] != borders[:-1] or borders[-1] != size:
             return _joined(node, base, part, at, (begin, begin + length)) if node.outputs[0].dtype in _COMPLEX else None
         whole = replace(node, op="aten.cat", args=(tuple(Ref(name) for _, _, name in ordered), at), kwargs=())
-        return (whole,), {}
+        return whole
 
     return rewrite_nodes(flat, step)
