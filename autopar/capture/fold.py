@@ -170,15 +170,15 @@ class _CanonicalNames:
 
     def __init__(self) -> None:
         self.of: dict[str, str] = {}
-        self._taken: set[str] = set()
+        self._used: set[str] = set()
 
     def claim(self, flat_name: str, wanted: str) -> str:
         wanted = re.sub(r"\W", "_", wanted)
         candidate, number = wanted, 1
-        while candidate in self._taken:
+        while candidate in self._used:
             number += 1
             candidate = f"{wanted}_{number}"
-        self._taken.add(candidate)
+        self._used.add(candidate)
         self.of[flat_name] = candidate
         return candidate
 

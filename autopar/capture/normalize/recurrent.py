@@ -20,10 +20,8 @@ def recurrent_nets() -> Mapping[Any, Callable[..., Any]]:
     return {net: partial(_layer_by_layer, net) for net in nets}
 
 
-def _layer_by_layer(
-    net: Any, x: Tensor, states: Any, parameters: Sequence[Tensor], biases: bool, layers: int, dropout: float, train: bool,
-    both: bool, batch_first: bool,
-) -> Any:  # fmt: skip
+def _layer_by_layer(net: Any, x: Tensor, states: Any, parameters: Sequence[Tensor], *options: Any) -> Any:
+    biases, layers, dropout, train, both, batch_first = options
     if not dropout or not train or layers == 1:
         return NotImplemented  # it stays as it is
     several = isinstance(states, tuple | list)
