@@ -10,14 +10,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.state.optimizers import check_optimizer
 from autopar.errors import AutoparError
+from autopar.ir.names import LONGEST
 from autopar.ir.plan import Precision
-from autopar.ir.plan_file.names import LONGEST
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.precision import PrecisionLike
 from autopar.solve.space.force import Force, parse_force
@@ -67,8 +68,10 @@ class PlanOptions:
     processes: int = 1
 
     def __post_init__(self) -> None:
-        for check in _CHECKS:
-            check(self)
+        _check(self, _PLAN_CHECKS)
+        check_optimizer(self.optimizer)
+        if not isinstance(self.force, Force):
+            parse_force(self.force)  # what does not parse is refused now, not after the model was captured
 
     def resolved(self, precision: Precision) -> PlanOptions:
         """The same options with the dtypes of a model, and with `force` parsed: two spellings of one question are one."""
@@ -102,81 +105,44 @@ class RuntimeOptions:
     check_every: int = 0
 
     def __post_init__(self) -> None:
-        for what in ("patience_seconds", "join_seconds"):
-            value = getattr(self, what)
-            if not _is_number(value) or not 0 < value <= _LARGEST:
-                raise AutoparError(f"{what}={_shorten(value)} is no number of seconds: write one above 0, such as 30")
-        for what in ("check_batch_every", "check_every"):
-            value = getattr(self, what)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
-                raise AutoparError(f"{what}={_shorten(value)} is no number of calls: write 0 (never) or more")
+        _check(self, _RUNTIME_CHECKS)
 
 
-# -- checks, each of one or a few fields
+# -- checks: fields, what their values are, and the message where one is not
 
 
-def _check_texts(options: PlanOptions) -> None:
-    """Check that a text that stands in a plan is one line of printable characters."""
-    for what in ("optimizer", "name", "source"):
-        text = getattr(options, what)
-        if not isinstance(text, str) or len(text) > LONGEST or not (text == "" or text.isprintable()):
-            raise AutoparError(f"{what} {str(text)[:40]!r} is no text that a plan can hold: write printable characters")
-    check_optimizer(options.optimizer)
+def _check(options: PlanOptions | RuntimeOptions, checks: Checks) -> None:
+    for fields, holds, message in checks:
+        for field in fields.split():
+            value = getattr(options, field)
+            if not holds(value):
+                raise AutoparError(f"{field}={_shorten(value)} {message}")
 
 
-def _check_force(options: PlanOptions) -> None:
-    """Refuse what does not parse now, not after the model was captured."""
-    if not isinstance(options.force, Force):
-        parse_force(options.force)
+def _is_whole(value: object, least: int = 0, most: int = _LARGEST) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def _check_counts(options: PlanOptions) -> None:
-    for what in ("batch", "seq", "processes"):
-        value = getattr(options, what)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (whole and 1 <= value <= _LARGEST):
-            raise AutoparError(f"{what}={_shorten(value)} is no count: write a whole number of 1 to {_LARGEST}")
-
-
-def _check_seconds(options: PlanOptions) -> None:
-    value = options.time_limit_seconds
-    if not _is_number(value) or not 0 < value <= _LARGEST:
-        raise AutoparError(f"time_limit_seconds={_shorten(value)} is no number of seconds: write one above 0, such as 300")
-
-
-def _check_outputs(options: PlanOptions) -> None:
-    value = options.outputs
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
-        example = f'outputs=("{value}",)' if isinstance(value, str) and value.isidentifier() else 'outputs=("logits",)'
-        raise AutoparError(f"outputs={_shorten(value)} is no list of names: write {example}, or () for the loss alone")
-
-
-def _check_load(options: PlanOptions) -> None:
-    value = options.expert_load
-    if not isinstance(value, str) and not (_is_number(value) and 1 <= value <= _LARGEST):
-        raise AutoparError(f"expert_load={_shorten(value)} is no load of the busiest rank over the mean: write 1.0 or more")
-
-
-def _check_margin(options: PlanOptions) -> None:
-    value = options.memory_margin
-    if value is not None and not (_is_number(value) and 0 <= value < 1):
-        raise AutoparError(f"memory_margin={_shorten(value)} is no share of memory: write 0 (none) or more, below 1, such as 0.1")
-
-
-def _check_batch_dim(options: PlanOptions) -> None:
-    value = options.batch_dim
-    every = list(value.values()) if isinstance(value, Mapping) else [] if value is None else [value]
-    if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < _MOST_DIMS for each in every):
-        raise AutoparError(f'batch_dim={_shorten(value)} is no dimension: write 1, or {{"src": 1}} by argument of the forward')
-
-
-def _check_loss(options: PlanOptions) -> None:
-    if options.loss_fn is not None and not callable(options.loss_fn):
-        raise AutoparError(f"loss_fn={_shorten(options.loss_fn)} is no function: pass one of the model's result and a target")
-
-
-def _is_number(value: object) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and (isinstance(value, int) or math.isfinite(value))
+
+
+def _is_seconds(value: Any) -> bool:
+    return _is_number(value) and 0 < value <= _LARGEST
+
+
+def _is_line(value: object) -> bool:
+    """Return whether a text can stand in a plan: one line of printable characters."""
+    return isinstance(value, str) and len(value) <= LONGEST and (value == "" or value.isprintable())
+
+
+def _are_names(value: Any) -> bool:
+    return not isinstance(value, str) and isinstance(value, Sequence) and all(isinstance(each, str) for each in value)
+
+
+def _are_dims(value: Any) -> bool:
+    every = value.values() if isinstance(value, Mapping) else () if value is None else (value,)
+    return all(_is_whole(each, most=_MOST_DIMS - 1) for each in every)
 
 
 def _shorten(value: object) -> str:
@@ -186,7 +152,23 @@ def _shorten(value: object) -> str:
     return repr(value)[:60]
 
 
-_CHECKS: tuple[Callable[[PlanOptions], None], ...] = (
-    _check_texts, _check_force, _check_counts, _check_seconds, _check_outputs, _check_load, _check_margin, _check_batch_dim,
-    _check_loss,
+Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
+
+_PLAN_CHECKS: Checks = (
+    ("optimizer name source", _is_line, "is no text that a plan can hold: write printable characters"),
+    ("batch seq processes", lambda value: value is None or _is_whole(value, 1),
+     f"is no count: write a whole number of 1 to {_LARGEST}"),
+    ("time_limit_seconds", _is_seconds, "is no number of seconds: write one above 0, such as 300"),
+    ("outputs", _are_names, 'is no list of names: write outputs=("logits",), or () for the loss alone'),
+    ("expert_load", lambda value: isinstance(value, str) or (_is_number(value) and 1 <= value <= _LARGEST),
+     "is no load of the busiest rank over the mean: write 1.0 or more"),
+    ("memory_margin", lambda value: value is None or (_is_number(value) and 0 <= value < 1),
+     "is no share of memory: write 0 (none) or more, below 1, such as 0.1"),
+    ("batch_dim", _are_dims, 'is no dimension: write 1, or {"src": 1} by argument of the forward'),
+    ("loss_fn", lambda value: value is None or callable(value),
+     "is no function: pass one of the model's result and a target"),
 )  # fmt: skip
+_RUNTIME_CHECKS: Checks = (
+    ("patience_seconds join_seconds", _is_seconds, "is no number of seconds: write one above 0, such as 30"),
+    ("check_batch_every check_every", _is_whole, "is no number of calls: write 0 (never) or more"),
+)

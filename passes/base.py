@@ -5,11 +5,11 @@ Besides: what passes share, such as fresh names, producers and first uses of val
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from autopar.ir.graph import Arg, Block, Node, Ref, Value
+from autopar.ir.graph import Block, Node, Ref, Value
 from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.placement import Placement, Placements
 from autopar.ir.plan import BlockPlan, Precision
@@ -69,22 +69,6 @@ class Pass(Protocol):
     def run(self, state: BlockState, context: Context) -> BlockState: ...
 
 
-def map_refs(arg: Arg, operands: Iterator[str]) -> Arg:
-    """Return `arg` with each reference replaced, in order, by the next name of `operands`."""
-    if isinstance(arg, Ref):
-        return Ref(next(operands))
-    if isinstance(arg, tuple):
-        return tuple(map_refs(item, operands) for item in arg)
-    return arg
-
-
-def with_operands(node: Node, operands: list[str]) -> Node:
-    """Return `node` with other operands, in the order of `Node.operands()`."""
-    names = iter(operands)
-    args = tuple(map_refs(arg, names) for arg in node.args)
-    return replace(node, args=args, kwargs=tuple((name, map_refs(arg, names)) for name, arg in node.kwargs))
-
-
 def text_kwarg(node: Node, name: str) -> str:
     """A text argument of one of autopar's own operations."""
     value = dict(node.kwargs)[name]
@@ -139,13 +123,6 @@ def convert_node(source: Value, name: str, axis: str, change: str, like: Node | 
 
     Module and source line are those of `like`.
     """
-    value = replace(source, name=name)
     module, origin = (like.module, like.source) if like else ("", "")
-    return Node(
-        op=CONVERT,
-        args=(Ref(source.name),),
-        kwargs=(("axis", axis), ("conversion", change)),
-        outputs=(value,),
-        module=module,
-        source=origin,
-    )
+    kwargs = (("axis", axis), ("conversion", change))
+    return Node(CONVERT, (Ref(source.name),), kwargs, (replace(source, name=name),), module, origin)

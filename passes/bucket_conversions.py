@@ -14,7 +14,7 @@ After::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.dims import numel
 from autopar.ir.graph import Node, Ref, Value
@@ -58,22 +58,13 @@ class BucketConversions:
         buckets: list[_Bucket] = []
         open_by_kind: dict[tuple[object, ...], list[_Bucket]] = {}
         for index, node in enumerate(state.block.nodes):
-            if (
-                node.op != CONVERT
-                or not conversion_of(node, state, context).communicates
-                or not self._small(node, values, context)
-            ):
-                continue
             value = node.outputs[0]
-            if value.name in alone:  # results of one coalesced collective share a storage
+            if node.op != CONVERT or value.name in alone:  # results of one coalesced collective share a storage
                 continue
-            kind = (
-                text_kwarg(node, "axis"),
-                text_kwarg(node, "conversion"),
-                value.dtype,
-                value.differentiable,
-                value.name in state.recomputed,
-            )
+            if not conversion_of(node, state, context).communicates or not self._small(node, values, context):
+                continue
+            recomputed = value.name in state.recomputed
+            kind = (text_kwarg(node, "axis"), text_kwarg(node, "conversion"), value.dtype, value.differentiable, recomputed)
             candidates = open_by_kind.setdefault(kind, [])
             source = producers[node.operands()[0]]
             bucket = next((each for each in candidates if source < each.index), None)
@@ -93,12 +84,4 @@ class BucketConversions:
         first = members[0]
         sources = tuple(Ref(node.operands()[0]) for node in members)
         outputs = tuple(node.outputs[0] for node in members)
-        return Node(
-            op=CONVERT_MANY,
-            args=(sources,),
-            kwargs=first.kwargs,
-            outputs=outputs,
-            module=first.module,
-            source="",
-            no_grad=first.no_grad,
-        )
+        return replace(first, op=CONVERT_MANY, args=(sources,), outputs=outputs, source="")

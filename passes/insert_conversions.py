@@ -15,10 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Node, Value
+from autopar.ir.graph import Node, Value, with_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, Shard, format_placements, local_parts
-from autopar.passes.base import BlockState, Context, convert_node, fresh_name, only_gradient_changes, with_operands
+from autopar.passes.base import BlockState, Context, convert_node, fresh_name, only_gradient_changes
 from autopar.rules.conversions import axis_conversion, changed_axis
 
 NAME_SUFFIXES = {

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.errors import PlanError
+from autopar.ir.batch_totals import why_one_graph
 from autopar.ir.graph import Block, Graph, Value
 from autopar.ir.mesh import DATA_AXIS
-from autopar.ir.micro_batching import why_one_graph
 from autopar.ir.placement import Invariant, Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.ir.schedule import Schedule
@@ -21,8 +21,7 @@ from autopar.passes.localize import Localize, localize_value
 from autopar.passes.lowered import Lowered, LoweredBlock, LoweredChunk, LoweredOutput, StoredParameter
 from autopar.passes.mark_recompute import MarkRecompute
 from autopar.passes.overlap import OverlapCollectives, OverlapExpertDispatch
-from autopar.passes.parameters.cast_parameters import CastParameters, stored_dtype
-from autopar.passes.parameters.copy_parameter_views import CopyParameterViews
+from autopar.passes.parameters import CastParameters, CopyParameterViews, stored_dtype
 from autopar.passes.readable_names import ReadableNames
 from autopar.passes.split_stages import ChunkedGraph, split_stages
 from autopar.passes.split_totals import split_totals
@@ -170,15 +169,10 @@ def _lower_block(block: Block, candidate: Candidate, batch: int, uneven: bool, d
         verify(state, context, each.name)
         if dump is not None:
             dump(f"{block.name}.{number:02d}.{each.name}", str(state))
+    specs = _stored_parameters(block, candidate)
     return LoweredBlock(
-        block=state.block,
-        specs=_stored_parameters(block, candidate),
-        zero=plan.zero,
-        recompute=plan.recompute,
-        recomputed=state.recomputed,
-        offloaded=state.offloaded,
-        partitioned=state.partitioned,
-    )
+        state.block, specs, plan.zero, plan.recompute, state.recomputed, state.offloaded, state.partitioned
+    )  # fmt: skip
 
 
 def captured_placements(block: Block, plan: BlockPlan) -> dict[str, Placements]:
@@ -194,21 +188,14 @@ def captured_placements(block: Block, plan: BlockPlan) -> dict[str, Placements]:
 
 
 def _stored_parameters(block: Block, candidate: Candidate) -> tuple[StoredParameter, ...]:
-    def spec(index: int) -> StoredParameter:
-        parameter, where = block.parameters[index], candidate.block(block.name).parameters[index]
+    out = []
+    for parameter, where in zip(block.parameters, candidate.block(block.name).parameters, strict=True):
         shape = tuple(size for size in parameter.value.shape if isinstance(size, int))
         assert len(shape) == len(parameter.value.shape), f"{parameter.path} depends on the batch"
         dtype = stored_dtype(parameter.value.dtype, candidate.precision)
-        return StoredParameter(
-            path=parameter.path,
-            shape=shape,
-            dtype=dtype,
-            placements=_placement_texts(where, candidate, model=True),
-            trainable=parameter.trainable,
-            buffer=parameter.buffer,
-        )
-
-    return tuple(map(spec, range(len(block.parameters))))
+        placements = _placement_texts(where, candidate, model=True)
+        out.append(StoredParameter(parameter.path, shape, dtype, placements, parameter.trainable, parameter.buffer))
+    return tuple(out)
 
 
 def _placement_texts(placements: Placements, candidate: Candidate, model: bool = False) -> tuple[tuple[str, str], ...]:

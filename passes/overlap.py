@@ -85,7 +85,7 @@ class OverlapExpertDispatch:
 
 
 def _has_work(nodes: Sequence[Node]) -> bool:
-    """Whether a collective could overlap with something; views, conversions and casts take no computing time."""
+    """Return whether a collective could overlap with something; views, conversions and casts take no computing time."""
     return not all(operation(node.op).shares_storage or node.op in (CONVERT_MANY, START, WAIT) for node in nodes)
 
 

@@ -18,10 +18,10 @@ import keyword
 import re
 from dataclasses import dataclass, replace
 
-from autopar.ir.graph import Block, Node, Value
+from autopar.ir.graph import Block, Node, Value, with_operands
 from autopar.operations.communication import CONVERT, CONVERT_MANY, START, WAIT
 from autopar.operations.table import operation
-from autopar.passes.base import BlockState, Context, fresh_name, with_operands
+from autopar.passes.base import BlockState, Context, fresh_name
 
 RESERVED = frozenset(
     {"torch", "nn", "Tensor", "F", "C", "B", "B_all", "self", "recompute", "inf", "nan", *keyword.kwlist, *dir(builtins)}
@@ -71,17 +71,13 @@ class ReadableNames:
                     source = node.operands()[index]
                     roots[value.name] = roots.get(source, source)
                 renamed[value.name] = fresh_name(self._name(node, index, renamed, roots), names)
-        placements = {renamed[name]: where for name, where in state.placements.items() if name in renamed}
-        recomputed = frozenset(renamed[name] for name in state.recomputed & renamed.keys())
-        offloaded = frozenset(renamed[name] for name in state.offloaded & renamed.keys())
-        partitioned = frozenset((renamed[name], axis) for name, axis in state.partitioned if name in renamed)
         return replace(
             state,
             block=self._renamed(block, renamed),
-            placements=placements,
-            recomputed=recomputed,
-            offloaded=offloaded,
-            partitioned=partitioned,
+            placements={renamed[name]: where for name, where in state.placements.items() if name in renamed},
+            recomputed=frozenset(renamed[name] for name in state.recomputed & renamed.keys()),
+            offloaded=frozenset(renamed[name] for name in state.offloaded & renamed.keys()),
+            partitioned=frozenset((renamed[name], axis) for name, axis in state.partitioned if name in renamed),
         )
 
     @staticmethod

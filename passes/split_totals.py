@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autopar.ir.batch_totals import BatchTotal, ancestors, candidate_totals
 from autopar.ir.graph import Call, Graph
-from autopar.ir.micro_batching import BatchTotal, ancestors, candidate_totals
 from autopar.ir.plan import Candidate
 from autopar.passes.base import fresh_name
 from autopar.passes.extract_block import extract_block, produced_placements

@@ -163,13 +163,13 @@ def batch_dims_of(tensors: Mapping[str, Tensor], names: Mapping[str, str], said:
 
 
 def _are_bags(tensors: Mapping[str, Tensor], ids: Iterable[str], stacked: Iterable[str]) -> bool:
-    """Whether inputs are flat lists of ids, and `stacked` their offsets, one row for each embedding bag."""
+    """Return whether inputs are flat lists of ids, and `stacked` their offsets, one row for each embedding bag."""
     whole = all(not tensors[name].is_floating_point() for name in (*ids, *stacked))
     return whole and all(tensors[name].dim() == 1 for name in ids) and all(tensors[name].dim() == 2 for name in stacked)
 
 
 def _reads_both_ways(shapes: Mapping[str, tuple[int, ...]], batch: int) -> bool:
-    """Whether another size would do as well: at dimension 0 of some inputs, and at dimension 1 of all others."""
+    """Return whether another size would do as well: at dimension 0 of some inputs, and at dimension 1 of all others."""
     sizes = {shape[0] for shape in shapes.values()} - {batch}
     return any(all(size in shape[:2] for shape in shapes.values()) for size in sizes)
 

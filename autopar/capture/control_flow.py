@@ -1,4 +1,5 @@
-"""``torch.cond`` and ``while_loop`` of an exported program: their branches become regions (`ir.regions`) of one node."""
+"""Control flow: ``torch.cond`` and ``while_loop`` of an exported program, whose branches become regions (`ir.regions`) of one
+node; and the message for the control flow of Python, where it depends on data."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.normalize.recurrent import RECURRENT
+from autopar.capture.tracing.places import HOST_ARGUMENTS, is_assertion, reads_number
 from autopar.errors import CaptureError
 from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
 from autopar.ir.regions import REGION_OPS, Region, region_arg
@@ -18,8 +20,6 @@ from autopar.operations.views import RESHAPE, RESHAPES
 
 CONTROL_FLOW = {op.removeprefix("ap."): op for op in REGION_OPS}
 """Higher-order operations of torch, and ours."""
-
-_LEFT_OUT = ("_assert", "sym_constrain", "_guards")
 
 ArgOf = Callable[[Any], Arg]
 """The argument of a graph for one of an exported program."""
@@ -96,10 +96,10 @@ class _Region:
             self.arguments[node] = self.several[node.args[0]][node.args[1]]  # type: ignore[index]
             return
         result, text = node.meta.get("val"), str(target)
-        if text.startswith(("aten.item.", "aten._local_scalar_dense.")):
+        if reads_number(node):
             raise CaptureError(f"{self.title} reads a number of a tensor (.item()): leave it a tensor")
         tensors: Any = result if isinstance(result, (tuple, list)) else (result,)
-        if any(word in text for word in _LEFT_OUT) or not all(isinstance(each, Tensor) for each in tensors):
+        if is_assertion(node) or not all(isinstance(each, Tensor) for each in tensors):
             return
         if text in CONTROL_FLOW:
             args = region_call(node, self.module, self.title, self.arg, self.value)
@@ -127,8 +127,7 @@ class _Region:
         args = tuple(map(self.arg, node.args))
         if schema in RESHAPES:
             return RESHAPE, (args[0], _one_open(args[1])), ()
-        left_out = ("device", "layout", "memory_format", "pin_memory", "non_blocking")
-        kwargs = tuple((key, self.arg(item)) for key, item in node.kwargs.items() if key not in left_out)
+        kwargs = tuple((key, self.arg(item)) for key, item in node.kwargs.items() if key not in HOST_ARGUMENTS)
         return schema if overload == "default" else f"{schema}.{overload}", args, kwargs
 
 
@@ -147,5 +146,22 @@ def results_read(node: fx.Node) -> tuple[int, ...]:
 
 
 def is_control_flow(target: object) -> bool:
-    """Whether an operation of an exported program is one of `CONTROL_FLOW`."""
+    """Return whether an operation of an exported program is one of `CONTROL_FLOW`."""
     return not isinstance(target, torch._ops.OpOverload) and str(target) in CONTROL_FLOW
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Return whether a branch or a size depends on data."""
+    text = f"{type(error).__name__} {error}"
+    words = ("DataDependent", "data-dependent", "meta tensors", "on a meta tensor", "DynamicOutputShape")
+    return any(word in text for word in words)
+
+
+def data_dependent(where: str) -> str:
+    """The message for control flow or sizes that depend on data."""
+    inside = "" if "(module " in where else " (it is the model's own forward: move it into a submodule)"
+    return (
+        f"{where}: control flow or a size depends on the data of a tensor; "
+        "use torch.where, torch.cond or masks instead of if, .item() or boolean indexing (routed experts: call "
+        f"autopar.ops.moe_experts), or leave the smallest submodule around it whole: autopar.opaque(module){inside}"
+    )

@@ -15,15 +15,22 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 
 from autopar.capture.constants import constant_node
-from autopar.capture.control_flow import CONTROL_FLOW, is_control_flow, region_call, results_read
+from autopar.capture.control_flow import CONTROL_FLOW, data_dependent, is_control_flow, region_call, results_read
 from autopar.capture.flat import FlatGraph, StateTensor, drop_dead
 from autopar.capture.tracing.custom_functions import SEED, check_linear
-from autopar.capture.tracing.explain import data_dependent, derivative_refused
+from autopar.capture.tracing.explain import derivative_refused
 from autopar.capture.tracing.fake_copy import has_no_data
 from autopar.capture.tracing.guards import refuse_random
 from autopar.capture.tracing.layer_span import LayerSpan
 from autopar.capture.tracing.outline import NAMESPACE
-from autopar.capture.tracing.places import called_module_of, source_line, source_place
+from autopar.capture.tracing.places import (
+    HOST_ARGUMENTS,
+    called_module_of,
+    is_assertion,
+    reads_number,
+    source_line,
+    source_place,
+)
 from autopar.capture.tracing.trace import NO_GRAD_MARK, Traced
 from autopar.errors import CaptureError
 from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy
@@ -31,10 +38,8 @@ from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
 from autopar.operations.factories import STRIDED
 from autopar.operations.views import COMPLEX_VIEW, SLICE, SPLIT
 
-_DROPPED = frozenset(("device", "layout", "memory_format", "pin_memory", "non_blocking"))
 _TENSOR_OVERLOADS = {"Tensor": "Tensor", "Scalar": "Tensor", "Tensor_Scalar": "Tensor_Tensor"}
 """Of operations whose number may be a tensor without dimensions: the overload that takes it."""
-_ASSERTS = ("_assert", "sym_constrain", "_guards")
 _NO_GRADIENT = frozenset(
     ("detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones")
     + ("new_full", "new_empty", "argmax", "argmin", "floor_divide", "bernoulli", "one_hot", "histc")
@@ -125,7 +130,7 @@ class _Converter:
     def constant(self, node: fx.Node, target: str) -> None:
         """A tensor that is neither parameter nor buffer becomes an operation that makes it, with its values. CaptureError where
         they are unknown, or too many."""
-        tensor, made = self.traced.program.constants.get(target), None
+        tensor = self.traced.program.constants.get(target)
         lifted = target.rpartition(".")[2].startswith("lifted_tensor_")
         user = next(iter(node.users), node)
         what = f"the tensor {self.original(target)}"
@@ -134,8 +139,7 @@ class _Converter:
             if self.traced.derivatives:
                 raise derivative_refused(self.traced.derivatives)
             raise CaptureError(f"{what} is neither parameter nor buffer, and has no values (device meta): use register_buffer")
-        pair = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-        made = constant_node(pair)
+        made = constant_node(_real(tensor))
         if made is None:
             size = tensor.numel() * tensor.element_size()
             raise CaptureError(
@@ -245,7 +249,7 @@ class _Converter:
 
     def complex_constant(self, tensor: torch.Tensor, value: Value) -> None:
         """The operations that make a complex tensor of known values: its pairs of real numbers, and their view."""
-        pair = torch.view_as_real(tensor.resolve_conj())
+        pair = _real(tensor)
         made = constant_node(pair)
         assert made is not None
         real = Value(f"{value.name}_pair", tuple(pair.shape), str(pair.dtype).removeprefix("torch."), False)
@@ -261,9 +265,9 @@ class _Converter:
         self.current = node
         result = node.meta.get("val")
         target = str(node.target)
-        if target.startswith(("aten.item.", "aten._local_scalar_dense.")):
+        if reads_number(node):
             raise CaptureError(data_dependent(source_place(node) or "the model"))
-        if any(word in target for word in _ASSERTS):
+        if is_assertion(node):
             return
         tensors = result if isinstance(result, (tuple, list)) else (result,)
         if not all(isinstance(tensor, torch.Tensor) or tensor is None for tensor in tensors) or result is None:
@@ -274,11 +278,8 @@ class _Converter:
         if not branches and not isinstance(node.target, torch._ops.OpOverload):
             raise CaptureError(f"{source_line(node)}: {target} cannot be captured")
         schema, overload = (CONTROL_FLOW[target], "default") if branches else name_of(node.target)
-        overload = (
-            _TENSOR_OVERLOADS[overload]
-            if any(isinstance(arg, complex) for arg in node.args) and overload in _TENSOR_OVERLOADS
-            else overload
-        )
+        if any(isinstance(arg, complex) for arg in node.args):
+            overload = _TENSOR_OVERLOADS.get(overload, overload)
         op = schema if overload == "default" else f"{schema}.{overload}"
         if schema == SEED:
             self.seeds.append(str(node.args[1]))
@@ -294,7 +295,7 @@ class _Converter:
             args = tuple(self.arg(arg) for arg in node.args)
         if op == SLICE and args[2:3] == (None,):  # export writes 0 or None, by whether sizes are symbols
             args = (*args[:2], 0, *args[3:])
-        kwargs = tuple((key, self.arg(arg)) for key, arg in node.kwargs.items() if key not in _DROPPED)
+        kwargs = tuple((key, self.arg(arg)) for key, arg in node.kwargs.items() if key not in HOST_ARGUMENTS)
         read = results_read(node) if branches else tuple(range(len(tensors)))
         if len(read) < len(tensors):
             kwargs = (*kwargs, ("results", read))
@@ -314,17 +315,7 @@ class _Converter:
             self.several[node] = names
         else:
             self.names[node] = own
-        self.nodes.append(
-            Node(
-                op=op,
-                args=args,
-                kwargs=kwargs,
-                outputs=outputs,
-                module=called_module_of(node),
-                source=source_line(node, trace),
-                no_grad=no_grad,
-            )
-        )
+        self.nodes.append(Node(op, args, kwargs, outputs, called_module_of(node), source_line(node, trace), no_grad))
 
     def layer(self, node: fx.Node) -> tuple[str, ...]:
         """A marker of `outline`: the border of a traced layer, which is dropped; or an equal layer, which becomes a copy of
@@ -357,6 +348,11 @@ class _Converter:
             self.sources.update((source.name, source) for source in own)
             self.values.update((value.name, value) for copied in copies for value in copied.outputs)
         return outputs
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of real numbers: of a complex one the pairs."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def name_of(target: Any) -> tuple[str, str]:

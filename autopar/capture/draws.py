@@ -11,13 +11,11 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 
+from autopar.capture.tracing.places import user_frame
 from autopar.errors import CaptureError
 from autopar.runtime.compat.hooks import replaced
-
-_LIBRARY = (torch.__file__.rsplit("/", 1)[0], random.__file__, "/numpy/", "/autopar/capture/", "/contextlib.py")
 
 
 class DrawRecord:
@@ -104,7 +102,7 @@ class _Single:
         return always
 
     def _used(self, *args: Any) -> Any:
-        raise CaptureError(_draw_text(user_line(sys._getframe(1)), self.whose))
+        raise CaptureError(_draw_text(place_of(sys._getframe(1)), self.whose))
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _used
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __neg__ = __float__ = __int__ = __bool__ = __round__ = _used
@@ -149,7 +147,7 @@ def _draw_message(model: nn.Module, call: Callable[[], Any], record: DrawRecord)
     def look(frame: FrameType, event: str, argument: Any) -> None:
         if not lines and event in ("return", "c_return") and (name := record.advanced()):
             drawn.append(name)
-            lines.append(user_line(frame))
+            lines.append(place_of(frame))
 
     sys.setprofile(look)
     try:
@@ -170,19 +168,17 @@ def _draw_text(where: str, whose: str) -> str:
 
 
 def _line_of(error: Exception) -> str:
-    """`user_line` of where it was raised."""
+    """Return the place where an error was raised."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    return user_line(traceback.tb_frame if traceback is not None else None)
+    return place_of(traceback.tb_frame if traceback is not None else None)
 
 
-def user_line(frame: FrameType | None) -> str:
-    """``file.py:line`` of the innermost frame that is the user's, with the class of its module."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not any(part in file for part in _LIBRARY) and "<" not in file:
-            owner = frame.f_locals.get("self")
-            return f"{file}:{frame.f_lineno}" + (f" ({type(owner).__name__})" if isinstance(owner, nn.Module) else "")
-        frame = frame.f_back
-    return "the forward"
+def place_of(frame: FrameType | None) -> str:
+    """Return ``file.py:line (Class)`` of the innermost frame that is the user's, of a method of a module."""
+    frame = user_frame(frame)
+    if frame is None:
+        return "the forward"
+    owner = frame.f_locals.get("self")
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" + (f" ({type(owner).__name__})" if isinstance(owner, nn.Module) else "")

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, wraps
 
 from autopar.ir.dims import Dim, Shape
-from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
+from autopar.ir.graph import Arg, Node, Symbol, Value, with_operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,44 +56,65 @@ class FlatGraph:
         return counts
 
 
-def substitute(arg: Arg, names: Mapping[str, str]) -> Arg:
-    """An argument with values renamed."""
-    if isinstance(arg, Ref):
-        return Ref(names.get(arg.name, arg.name))
-    if isinstance(arg, tuple):
-        return tuple(substitute(item, names) for item in arg)
-    return arg
-
-
 def rename_operands(node: Node, names: Mapping[str, str]) -> Node:
     """A node with the values of its operands renamed."""
-    if not names:
-        return node
-    args = tuple(substitute(arg, names) for arg in node.args)
-    return replace(node, args=args, kwargs=tuple((key, substitute(arg, names)) for key, arg in node.kwargs))
+    return with_operands(node, [names.get(name, name) for name in node.operands()]) if names else node
 
 
-Rewrite = Callable[[Node], "tuple[tuple[Node, ...], Mapping[str, str]] | None"]
+Rewritten = Node | tuple[tuple[Node, ...], Mapping[str, str]]
+"""A node in the place of another one; or nodes, and by old results the values that replace them."""
 
 
-def rewrite_nodes(flat: FlatGraph, step: Rewrite) -> FlatGraph:
-    """The graph with `step` applied to each node, in order. It returns None to keep the node, or the nodes that replace it and
-    a map from old results to the values that replace them."""
+def rewritten(nodes: Iterable[Node], step: Callable[[Node], Rewritten | None]) -> tuple[tuple[Node, ...], Mapping[str, str]]:
+    """Apply `step` to each of these nodes, in order; None keeps it."""
     names: dict[str, str] = {}
-    nodes: list[Node] = []
-    for original in flat.nodes:
+    out: list[Node] = []
+    for original in nodes:
         node = rename_operands(original, names)
-        result = step(node)
-        if result is None:
-            nodes.append(node)
-            continue
-        new, aliases = result
-        nodes.extend(new)
+        result = step(node) or node
+        new, aliases = ((result,), {}) if isinstance(result, Node) else result
+        out.extend(new)
         names.update((old, names.get(new_name, new_name)) for old, new_name in aliases.items())
+    return tuple(out), names
+
+
+def rewrite_nodes(flat: FlatGraph, step: Callable[[Node], Rewritten | None]) -> FlatGraph:
+    """The graph with `step` applied to each node, in order; None keeps the node."""
+    nodes, names = rewritten(flat.nodes, step)
     loss = names.get(flat.loss, flat.loss)
     updates = tuple((buffer, names.get(name, name)) for buffer, name in flat.updates)
     outputs = tuple((path, names.get(name, name)) for path, name in flat.outputs)
-    return replace(flat, nodes=tuple(nodes), loss=loss, updates=updates, outputs=outputs)
+    return replace(flat, nodes=nodes, loss=loss, updates=updates, outputs=outputs)
+
+
+class Lookup:
+    """The values, producers and uses of a graph before a rewrite, each made when it is first read."""
+
+    def __init__(self, flat: FlatGraph) -> None:
+        self._flat = flat
+
+    @cached_property
+    def values(self) -> dict[str, Value]:
+        return self._flat.values()
+
+    @cached_property
+    def producers(self) -> dict[str, Node]:
+        return self._flat.producers()
+
+    @cached_property
+    def uses(self) -> dict[str, int]:
+        return self._flat.uses()
+
+
+def node_rewrite(step: Callable[[Node, Lookup], Rewritten | None]) -> Callable[[FlatGraph], FlatGraph]:
+    """The rewrite of a whole graph, of one that says what becomes of a node."""
+
+    @wraps(step)
+    def rewrite(flat: FlatGraph) -> FlatGraph:
+        graph = Lookup(flat)
+        return rewrite_nodes(flat, lambda node: step(node, graph))
+
+    return rewrite
 
 
 def drop_dead(flat: FlatGraph) -> FlatGraph:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from autopar.capture.flat import FlatGraph, StateTensor, rename_operands
+from autopar.capture.flat import FlatGraph, rename_operands
 from autopar.capture.layers import Span, Spans, called_repeatedly, layer_lists, without_marks
 from autopar.capture.tracing.trace import Traced
 from autopar.errors import CaptureError
-from autopar.ir.graph import Block, Call, Graph, Node, Parameter, Value
+from autopar.ir.graph import Block, Call, Graph, Node, Parameter
 from autopar.ir.interface import Output
 from autopar.ir.plan_file.fingerprint import graph_fingerprint
 from autopar.operations.table import operation, operations
@@ -50,15 +50,8 @@ def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
                 chosen += "_"
             given.add(chosen)
             graph_names[outer] = chosen
-        calls.append(
-            Call(
-                blocks[key].name,
-                prefix,
-                tuple(graph_names[name] for name in shaped.inputs),
-                tuple(graph_names[name] for name in shaped.outputs),
-                shaped.parameters,
-            )
-        )
+        inputs, results = (tuple(graph_names[name] for name in names) for names in (shaped.inputs, shaped.outputs))
+        calls.append(Call(blocks[key].name, prefix, inputs, results, shaped.parameters))
     outputs = tuple(Output(asked.rpartition(":")[0], graph_names[name], asked.rpartition(":")[2]) for asked, name in flat.outputs)
     graph = Graph(
         name=type(model).__name__,
@@ -94,25 +87,6 @@ def glue_name(index: int, total: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class FlatNames:
-    """The meaning of the value names of a flat graph, looked up once for all blocks."""
-
-    values: Mapping[str, Value]
-    sources: Mapping[str, StateTensor]
-    inputs: frozenset[str]
-    buffers: Mapping[str, str]
-
-    @staticmethod
-    def of(flat: FlatGraph) -> FlatNames:
-        return FlatNames(
-            flat.values(),
-            {source.value.name: source for source in flat.state_tensors},
-            frozenset(value.name for value in flat.inputs),
-            {source.name: source.value.name for source in flat.state_tensors if source.buffer},
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class CanonicalBlock:
     """The block of one layer, with the names in the flat graph of its inputs, outputs and parameters."""
 
@@ -127,7 +101,10 @@ class BlockShapes:
     """The canonical block of every span that is asked for, made once."""
 
     def __init__(self, model: nn.Module, flat: FlatGraph) -> None:
-        self.model, self.flat, self.names = model, flat, FlatNames.of(flat)
+        self.model, self.flat, self.values = model, flat, flat.values()
+        self.sources = {source.value.name: source for source in flat.state_tensors}
+        self.inputs = {value.name for value in flat.inputs}
+        self.buffers = {source.name: source.value.name for source in flat.state_tensors if source.buffer}
         self._last_use = {name: index for index, node in enumerate(flat.nodes) for name in node.operands()}
         self._last_use |= dict.fromkeys(flat.results, len(flat.nodes))
         self._blocks: dict[tuple[str, int, int], CanonicalBlock] = {}
@@ -137,67 +114,73 @@ class BlockShapes:
         if key not in self._blocks:
             nodes = tuple(replace(node, module=without_marks(node.module)) for node in self.flat.nodes[span.start : span.end])
             later = {value.name for node in nodes for value in node.outputs if self._last_use.get(value.name, -1) >= span.end}
-            self._blocks[key] = canonical_block(without_marks(span.path), nodes, self.flat, self.names, later)
+            self._blocks[key] = self._canonical(without_marks(span.path), nodes, later)
         return self._blocks[key]
 
     def class_of(self, path: str) -> str:
         return type(self.model.get_submodule(path)).__name__
 
+    def _canonical(self, prefix: str, nodes: tuple[Node, ...], used_outside: set[str]) -> CanonicalBlock:
+        """The block of a layer, without a name: canonical names, relative module paths, parameters and inputs in the order of
+        their first use."""
+        flat, values = self.flat, self.values
+        inside = dict.fromkeys(value.name for node in nodes for value in node.outputs)
+        updates = [(self.buffers[buffer], new) for buffer, new in flat.updates if new in inside]
+        reads = [name for node in nodes for name in node.operands()] + [buffer for buffer, _ in updates]
+        outside = [name for name in dict.fromkeys(reads) if name not in inside]
+        inputs = tuple(name for name in outside if name not in self.sources)
+        parameters = tuple(self.sources[name] for name in outside if name in self.sources)
+        names = _CanonicalNames()
+        paths = [relative(source.name, prefix) for source in parameters]
+        for source, path in zip(parameters, paths, strict=True):
+            names.claim(source.value.name, path)
+        for name in inputs:
+            fallback = "hidden" if values[name].differentiable else "shared"
+            names.claim(name, own_input(name, prefix) if name in self.inputs else fallback)
+        canonical = tuple(canonical_node(node, names, prefix) for node in nodes)
+        outputs = self._outputs(inside, used_outside)
+        block = Block(
+            name="",
+            inputs=tuple(replace(values[name], name=names.of[name]) for name in inputs),
+            parameters=tuple(
+                Parameter(replace(source.value, name=names.of[source.value.name]), path, source.trainable, source.buffer)
+                for source, path in zip(parameters, paths, strict=True)
+            ),
+            nodes=canonical,
+            outputs=tuple(names.of[name] for name in outputs),
+            updates=tuple((names.of[buffer], names.of[new]) for buffer, new in updates),
+        )
+        text = str(replace(block, nodes=tuple(replace(node, source="") for node in block.nodes)))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return CanonicalBlock(block, digest, inputs, outputs, tuple(source.name for source in parameters))
 
-def canonical_block(
-    prefix: str, nodes: tuple[Node, ...], flat: FlatGraph, known: FlatNames, used_outside: set[str]
-) -> CanonicalBlock:
-    """The block of a layer, without a name: canonical names, relative module paths, parameters and inputs in the order of their
-    first use."""
-    values, sources, graph_inputs, buffer_values = known.values, known.sources, known.inputs, known.buffers
-    inside = {value.name for node in nodes for value in node.outputs}
-    updates = [(buffer_values[buffer], new) for buffer, new in flat.updates if new in inside]
-    reads = [name for node in nodes for name in node.operands()] + [buffer for buffer, _ in updates]
-    outside = [name for name in dict.fromkeys(reads) if name not in inside]
-    inputs = tuple(name for name in outside if name not in sources)
-    parameters = tuple(sources[name] for name in outside if name in sources)
-    outputs = tuple(value.name for node in nodes for value in node.outputs if value.name in used_outside)
-    returned, written = {flat.loss, *(name for _, name in flat.outputs)}, {new for _, new in flat.updates}
-    outputs = tuple(output for output in outputs if output in returned or output not in written)
-    if flat.loss in graph_inputs:
-        outputs = (*outputs, flat.loss)
-    if not outputs:  # a layer that only moves its running statistics: nothing reads what it returns
-        outputs = tuple(value.name for node in nodes for value in node.outputs if value.name not in written)[-1:]
-    names: dict[str, str] = {}
-    taken: set[str] = set()
+    def _outputs(self, inside: Iterable[str], used_outside: set[str]) -> tuple[str, ...]:
+        flat = self.flat
+        returned, written = {flat.loss, *(name for _, name in flat.outputs)}, {new for _, new in flat.updates}
+        outputs = [name for name in inside if name in used_outside and (name in returned or name not in written)]
+        if flat.loss in self.inputs:
+            outputs.append(flat.loss)
+        if not outputs:  # a layer that only moves its running statistics: nothing reads what it returns
+            outputs = [name for name in inside if name not in written][-1:]
+        return tuple(outputs)
 
-    def claim(flat_name: str, wanted: str) -> str:
+
+class _CanonicalNames:
+    """The names in a block, by those in the flat graph."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, str] = {}
+        self._used: set[str] = set()
+
+    def claim(self, flat_name: str, wanted: str) -> str:
         wanted = re.sub(r"\W", "_", wanted)
         candidate, number = wanted, 1
-        while candidate in taken:
+        while candidate in self._used:
             number += 1
             candidate = f"{wanted}_{number}"
-        taken.add(candidate)
-        names[flat_name] = candidate
+        self._used.add(candidate)
+        self.of[flat_name] = candidate
         return candidate
-
-    paths = [relative(source.name, prefix) for source in parameters]
-    for source, path in zip(parameters, paths, strict=True):
-        claim(source.value.name, path)
-    for flat_name in inputs:
-        fallback = "hidden" if values[flat_name].differentiable else "shared"
-        claim(flat_name, own_input(flat_name, prefix) if flat_name in graph_inputs else fallback)
-    canonical = tuple(canonical_node(node, names, claim, prefix) for node in nodes)
-    block = Block(
-        name="",
-        inputs=tuple(replace(values[flat_name], name=names[flat_name]) for flat_name in inputs),
-        parameters=tuple(
-            Parameter(replace(source.value, name=names[source.value.name]), path, source.trainable, source.buffer)
-            for source, path in zip(parameters, paths, strict=True)
-        ),
-        nodes=canonical,
-        outputs=tuple(names[flat_name] for flat_name in outputs),
-        updates=tuple((names[buffer], names[new]) for buffer, new in updates),
-    )
-    text = str(replace(block, nodes=tuple(replace(node, source="") for node in block.nodes)))
-    return CanonicalBlock(
-        block, hashlib.sha256(text.encode()).hexdigest(), inputs, outputs, tuple(source.name for source in parameters)
-    )
 
 
 def own_input(name: str, prefix: str) -> str:
@@ -206,10 +189,9 @@ def own_input(name: str, prefix: str) -> str:
     return stem if stem and index.isdigit() and index == prefix.rpartition(".")[2] else name
 
 
-def canonical_node(node: Node, names: dict[str, str], claim: object, prefix: str) -> Node:
+def canonical_node(node: Node, names: _CanonicalNames, prefix: str) -> Node:
     """A node with canonical names of its operands and results."""
-    assert callable(claim)
-    read = rename_operands(node, names)
+    read = rename_operands(node, names.of)
     module = relative(node.module, prefix)
     leaf = next((part for part in reversed(module.split(".")) if part and not part.isdigit()), "")
     stem = node.op.split(".")[1].lstrip("_")
@@ -218,7 +200,7 @@ def canonical_node(node: Node, names: dict[str, str], claim: object, prefix: str
         stem = leaf
     elif operation(node.op).attention:
         stem = "attention"
-    outputs = tuple(replace(value, name=claim(value.name, stem)) for value in node.outputs)
+    outputs = tuple(replace(value, name=names.claim(value.name, stem)) for value in node.outputs)
     return replace(read, outputs=outputs, module=module)
 
 

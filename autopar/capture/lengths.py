@@ -17,12 +17,13 @@ from autopar.capture.flat import FlatGraph
 from autopar.capture.float8 import with_float8_products
 from autopar.capture.fold import fold
 from autopar.capture.normalize import normalize
+from autopar.capture.normalize.batch_norm import LOCAL, LOCAL_MEAN
 from autopar.capture.normalize.simplify import without_dropout
 from autopar.capture.tracing.outline import CannotOutline
 from autopar.capture.tracing.trace import LossFunction, Results, Traced, trace
 from autopar.errors import CaptureError
+from autopar.ir.batch_totals import FIXED_AT
 from autopar.ir.graph import Graph
-from autopar.ir.micro_batching import FIXED_AT
 
 LEFT_OUT = "these checks of data are not made:"
 LOSS_OUTSIDE = (
@@ -63,7 +64,8 @@ class Export:
         if options.batch_norm not in ("global", "local"):
             raise CaptureError(f"batch_norm={options.batch_norm!r} is not known: write global or local")
         self.model, self.options = model, options
-        results = Results(options.outputs, options.usual_kind, options.loss_fn, options.batch_dim, options.autocast)
+        local = options.batch_norm == "local"
+        results = Results(options.outputs, options.usual_kind, options.loss_fn, options.batch_dim, options.autocast, local)
         given = (model, args, kwargs, options.compute_dtype, options.allowed_functions)
         try:
             self._take(trace(*given, results=results, open_dims=open_dims), open_dims or {})
@@ -112,7 +114,10 @@ class Export:
         if dims := traced.interface.batch_dims:
             where = ", ".join(f"dimension {dim} of {name}" for name, dim in dims.items())
             flat = replace(flat, notes=(*flat.notes, f"the batch is {where} (batch_dim= says another)"))
-        graph = fold(self.model, normalize(flat, self.options.batch_norm == "local"), traced)
+        flat = normalize(flat)
+        if any(node.op == LOCAL_MEAN for node in flat.nodes):
+            flat = replace(flat, notes=(*flat.notes, LOCAL))
+        graph = fold(self.model, flat, traced)
         return with_float8_products(graph) if self.options.float8 else graph
 
 
@@ -156,7 +161,7 @@ def _environment(traced: Traced) -> Any:
 
 
 def _allowed(traced: Traced, values: Mapping[sympy.Symbol, int]) -> bool:
-    """Whether every question that the forward asked about sizes has the same answer for these sizes."""
+    """Return whether every question that the forward asked about sizes has the same answer for these sizes."""
     environment = _environment(traced)
     known = {**environment.replacements, **values}
     for symbol, value in values.items():

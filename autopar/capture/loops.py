@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from autopar.capture.tracing.places import source_line
 from autopar.errors import CaptureError
 
 LOOPS = {"scan": "scan", "map_impl": "map"}
@@ -37,7 +38,7 @@ def _unroll(module: fx.GraphModule, node: fx.Node) -> None:
     carried, over, rest = ([], *given[1:3]) if what == "map" else given[1:4]
     length = over[0].meta["val"].shape[0]
     operations = sum(each.op == "call_function" for each in body.graph.nodes)
-    where = _place(node)
+    where = source_line(node) or "the model"
     if not isinstance(length, int):
         remedy = "use torch.vmap" if what == "map" else "scan along another dimension"
         raise CaptureError(f"{where}: {what} along the batch cannot be captured: {remedy}")
@@ -71,7 +72,8 @@ def _inlined(module: fx.GraphModule, at: fx.Node, body: fx.GraphModule, operands
         elif node.op == "output":
             return [known[each] for each in node.args[0]]
         elif node.op == "get_attr":
-            raise CaptureError(f"{_place(at)}: the body of a loop holds the tensor {node.target}: pass it as an operand")
+            where = source_line(at) or "the model"
+            raise CaptureError(f"{where}: the body of a loop holds the tensor {node.target}: pass it as an operand")
         else:
             copied = module.graph.node_copy(node, lambda each: known[each])
             copied.meta = _meta(at, node.meta.get("val"))
@@ -89,11 +91,3 @@ def _call(module: fx.GraphModule, at: fx.Node, target: Any, args: tuple[Any, ...
 def _meta(at: fx.Node, value: Any) -> dict[str, Any]:
     """Return the metadata of the place where the loop stands: the module and the line of what it is made of."""
     return {**at.meta, "val": value}
-
-
-def _place(node: fx.Node) -> str:
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith('File "')]
-    found = [line for line in lines if not any(part in line for part in ("/torch/", "/autopar/", "<eval_with_key>"))]
-    if not found:
-        return "the model"
-    return f"{found[-1].split(chr(34))[1].rpartition('/')[2]}:{found[-1].split(', line ')[1].split(',')[0]}"

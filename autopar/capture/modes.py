@@ -12,11 +12,10 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from autopar.capture import capture
-from autopar.capture.flat import rename_operands
+from autopar.capture.flat import rewritten
+from autopar.capture.normalize.simplify import node_without_dropout
 from autopar.errors import AutoparError
 from autopar.ir.graph import Block, Graph
-from autopar.operations.attention import ATTENTION
-from autopar.operations.factories import DROPOUT
 
 
 @dataclass(eq=False)
@@ -72,20 +71,10 @@ def without_dropout(graph: Graph) -> Graph:
 
 
 def _block_without_dropout(block: Block) -> Block:
-    names: dict[str, str] = {}
-    nodes = []
-    for node in block.nodes:
-        node = rename_operands(node, names)
-        if node.op == DROPOUT:
-            names[node.name] = node.operands()[0]
-            continue
-        if node.op == ATTENTION:
-            args = tuple(0.0 if index == 4 else arg for index, arg in enumerate(node.args))
-            node = replace(node, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in node.kwargs))
-        nodes.append(node)
+    nodes, names = rewritten(block.nodes, node_without_dropout)
     return replace(
         block,
-        nodes=tuple(nodes),
+        nodes=nodes,
         outputs=tuple(names.get(name, name) for name in block.outputs),
         updates=tuple((buffer, names.get(name, name)) for buffer, name in block.updates),
     )

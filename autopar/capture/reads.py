@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.draws import DrawRecord, no_draws, user_line
+from autopar.capture.draws import DrawRecord, no_draws, place_of
 from autopar.errors import CaptureError
 from autopar.runtime.compat.hooks import replaced
 from autopar.runtime.plain.frozen_reads import EVERY_FIELD, LEAVES, NamedValue, Reads, class_name
@@ -106,35 +106,35 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
             before = record.numbers.get((id(module), name), value)
             counts = (id(module), name) not in record.reset
             if counts and type(value) in _NUMBERS and type(before) in _NUMBERS and value != before:
-                record.counters[paths.get(id(module), ""), name] = (value, user_line(sys._getframe(1)))
+                record.counters[paths.get(id(module), ""), name] = (value, place_of(sys._getframe(1)))
         put(module, name, value)
 
+    def read(module: nn.Module, name: str) -> Any:
+        if name in usual or name.startswith("__"):
+            return object.__getattribute__(module, name)
+        record.read.add((class_name(module), name))
+        record.seen.add((id(module), name))
+        value = object.__getattribute__(module, name)
+        if type(value) in _NUMBERS:
+            record.numbers.setdefault((id(module), name), value)
+        elif not record.draws.note(value):
+            fields.watch(value)
+        return value
+
     with ExitStack() as stack:
-        reading = _Reading(record, frozenset(usual), _FieldReads(record, stack))
-        with replaced(kind, "__getattribute__", reading), replaced(kind, "__setattr__", write):
+        fields = _FieldReads(record, stack)
+        with replaced(kind, "__getattribute__", _Reading(read)), replaced(kind, "__setattr__", write):
             yield
 
 
 class _Reading:
-    """``__getattribute__`` of modules. It is no function, since dynamo (the branches of torch.cond) refuses classes with one."""
+    """``__getattribute__`` of a class. It is no function, since dynamo (the branches of torch.cond) refuses classes with one."""
 
-    def __init__(self, record: ReadRecord, usual: frozenset[str], fields: _FieldReads) -> None:
-        self.record, self.usual, self.fields = record, usual, fields
+    def __init__(self, read: Callable[[Any, str], Any]) -> None:
+        self.read = read
 
-    def __get__(self, module: Any, kind: Any) -> Callable[..., Any]:
-        return self.read if module is None else partial(self.read, module)  # dynamo asks the class for it
-
-    def read(self, module: nn.Module, name: str) -> Any:
-        if name in self.usual or name.startswith("__"):
-            return object.__getattribute__(module, name)
-        self.record.read.add((class_name(module), name))
-        self.record.seen.add((id(module), name))
-        value = object.__getattribute__(module, name)
-        if type(value) in _NUMBERS:
-            self.record.numbers.setdefault((id(module), name), value)
-        elif not self.record.draws.note(value):
-            self.fields.watch(value)
-        return value
+    def __get__(self, owner: Any, kind: Any) -> Callable[..., Any]:
+        return self.read if owner is None else partial(self.read, owner)  # dynamo asks the class for it
 
 
 class _FieldReads:
@@ -158,7 +158,8 @@ class _FieldReads:
         if not hasattr(value, "__dict__"):
             return
         with suppress(TypeError):  # a built-in class: all of its fields count
-            self.stack.enter_context(replaced(kind, "__getattribute__", _FieldReading(self, kind.__getattribute__)))
+            reading = _Reading(partial(self.read, kind.__getattribute__))
+            self.stack.enter_context(replaced(kind, "__getattribute__", reading))
             self.classes.add(kind)
             self.record.fields.add((class_name(value), ""))
 
@@ -170,26 +171,16 @@ class _FieldReads:
             names |= {each for each, held in own.items() if held is found}
         self.record.fields |= {(class_name(value), each) for each in names}
 
-
-class _FieldReading:
-    """``__getattribute__`` of a class of plain objects; no function, as `_Reading`."""
-
-    def __init__(self, reads: _FieldReads, usual: Callable[[Any, str], Any]) -> None:
-        self.reads, self.usual = reads, usual
-
-    def __get__(self, value: Any, kind: Any) -> Callable[..., Any]:
-        return self.read if value is None else partial(self.read, value)
-
-    def read(self, value: Any, name: str) -> Any:
+    def read(self, usual: Callable[[Any, str], Any], value: Any, name: str) -> Any:
         try:
-            found = self.usual(value, name)
+            content = usual(value, name)
         except AttributeError:
-            self.reads.note(value, name, _FieldReading)  # of which no field has the value
+            self.note(value, name, _Reading)  # of which no field has the value
             raise
-        self.reads.note(value, name, found)
-        if not isinstance(found, LEAVES):
-            self.reads.watch(found)
-        return found
+        self.note(value, name, content)
+        if not isinstance(content, LEAVES):
+            self.watch(content)
+        return content
 
 
 @contextmanager

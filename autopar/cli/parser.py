@@ -66,24 +66,24 @@ def level_sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def _number(text: str) -> float:
+    """A number; none of what is refused where the text is none."""
+    try:
+        return float(text) if text.isascii() else -1.0
+    except ValueError:
+        return -1.0
+
+
 def seconds(text: str) -> float:
     """Seconds above 0."""
-    try:
-        value = float(text) if text.isascii() else 0.0
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= MOST:
+    if not 0 < (value := _number(text)) <= MOST:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of seconds above 0")
     return value
 
 
 def share(text: str) -> float:
     """A share, from 0 to below 1."""
-    try:
-        value = float(text) if text.isascii() else -1.0
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
+    if not 0 <= (value := _number(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a share from 0 to below 1")
     return value
 
@@ -119,12 +119,8 @@ def _planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
     parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, for models that take tokens")
     _batch_dim(parser)
-    parser.add_argument(
-        "--dtype",
-        default=None,
-        help="float32 (default), bf16 or fp16 (compute over float32 masters), "
-        "fp8 (bf16 with linear layers in float8, by torchao) or float64",
-    )
+    dtypes = "float32 (default), bf16 or fp16 (compute over float32 masters), fp8 (bf16 with linear layers in float8, by torchao)"
+    parser.add_argument("--dtype", default=None, help=f"{dtypes} or float64")
     degrees = (
         "fix degrees: dp, tp, tp2, ep, pp, virtual, schedule (1f1b, interleaved, zbv, ...), zero, zero_group (0: all data "
         "ranks), micro (micro-batch size per data rank);"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from autopar.capture.layers import CONTAINERS
-from autopar.ir.graph import Graph, Node
-from autopar.ir.micro_batching import FIXED_AT, why_one_graph
+from autopar.ir.batch_totals import line_that_fixes, why_one_graph
+from autopar.ir.graph import Block, Graph, Node
 from autopar.operations.control_flow import OPAQUE
 from autopar.operations.factories import CONSTANT
 from autopar.operations.products import EINSUM
@@ -44,28 +44,32 @@ def place(graph: Graph, block: str, node: Node) -> str:
     return f"{node.source} ({module})" if node.source and module else node.source or module or "the model"
 
 
+def _of_node(graph: Graph, block: Block, node: Node, kind: str, what: str, remedy: str) -> Finding:
+    return Finding(kind, what, place(graph, block.name, node), remedy, graph.count(block.name))
+
+
+def _nodes(graph: Graph) -> Iterator[tuple[Block, Node]]:
+    return ((block, node) for block in graph.blocks for node in block.nodes)
+
+
 def replicated_operations(graph: Graph, registry: Registry) -> Iterator[Finding]:
     """Operations without a sharding rule: every rank computes them whole."""
     for block in graph.blocks:
         for node in missing_rules(block, registry):
             if node.op == OPAQUE:
-                yield Finding(
-                    "replicated", f"the module {node.args[1]} is opaque: every rank computes it whole",
-                    place(graph, block.name, node), "batchwise=True, where examples do not depend on each other",
-                    graph.count(block.name),
-                )  # fmt: skip
-                continue
-            yield Finding(
-                "replicated", f"{node.op} has no sharding rule: every rank computes it whole", place(graph, block.name, node),
-                f'autopar.register_rule("{node.op}", "...")', graph.count(block.name),
-            )  # fmt: skip
+                what = f"the module {node.args[1]} is opaque"
+                remedy = "batchwise=True, where examples do not depend on each other"
+            else:
+                what, remedy = f"{node.op} has no sharding rule", f'autopar.register_rule("{node.op}", "...")'
+            yield _of_node(graph, block, node, "replicated", f"{what}: every rank computes it whole", remedy)
 
 
 def fixed_sizes(graph: Graph, closed: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
     """Sizes that hold for the example only. `closed` are the dimensions of inputs, by name, that could not stay open."""
     if not graph.batch_is_symbolic:
         yield Finding(
-            "fixed", f"the batch is fixed at {graph.batch}: no micro-batches, no pipeline", _fixed_at(graph),
+            "fixed", f"the batch is fixed at {graph.batch}: no micro-batches, no pipeline",
+            line_that_fixes(graph).rsplit("/", 1)[-1] or "the model's forward",
             "take sizes from x.shape[0] without int(), and make tensors of it with x.new_zeros or expand",
         )  # fmt: skip
     for name, sizes in closed.items():
@@ -80,37 +84,25 @@ def fixed_sizes(graph: Graph, closed: Mapping[str, tuple[int, ...]]) -> Iterator
         )
 
 
-def _fixed_at(graph: Graph) -> str:
-    """Return the line that makes a number of the batch."""
-    place = next((note.removeprefix(FIXED_AT).strip() for note in graph.notes if note.startswith(FIXED_AT)), "")
-    return place.rsplit("/", 1)[-1] or "the model's forward"
-
-
 def constant_tensors(graph: Graph) -> Iterator[Finding]:
     """Tensors with values that are neither parameter nor buffer: they stand in the program, and train and move with nothing."""
-    for block in graph.blocks:
-        for node in block.nodes:
-            if node.op == CONSTANT:
-                shape = " x ".join(map(str, node.outputs[0].shape)) or "a scalar"
-                yield Finding(
-                    "fixed", f"a tensor of {shape} is neither parameter nor buffer: its values are those of now",
-                    place(graph, block.name, node), "nothing, where it never changes; else self.register_buffer(...)",
-                    graph.count(block.name),
-                )  # fmt: skip
+    for block, node in _nodes(graph):
+        if node.op == CONSTANT:
+            shape = " x ".join(map(str, node.outputs[0].shape)) or "a scalar"
+            what = f"a tensor of {shape} is neither parameter nor buffer: its values are those of now"
+            yield _of_node(graph, block, node, "fixed", what, "nothing, where it never changes; else self.register_buffer(...)")
 
 
 def slow_products(graph: Graph, compute: str) -> Iterator[Finding]:
     """Matrix products that do not run in the compute dtype."""
     if compute != "bfloat16":
         return
-    for block in graph.blocks:
-        for node in block.nodes:
-            product = operation(node.op).flops is not None or node.op == EINSUM
-            if product and node.outputs[0].dtype in ("float32", "float64"):
-                yield Finding(
-                    "slow", f"{node.op} runs in {node.outputs[0].dtype} under bf16", place(graph, block.name, node),
-                    "drop the .float() before it, or cast its operands to the weight's dtype", graph.count(block.name),
-                )  # fmt: skip
+    for block, node in _nodes(graph):
+        product = operation(node.op).flops is not None or node.op == EINSUM
+        if product and node.outputs[0].dtype in ("float32", "float64"):
+            what = f"{node.op} runs in {node.outputs[0].dtype} under bf16"
+            remedy = "drop the .float() before it, or cast its operands to the weight's dtype"
+            yield _of_node(graph, block, node, "slow", what, remedy)
 
 
 def unfolded_layers(graph: Graph, model: nn.Module) -> Iterator[Finding]:

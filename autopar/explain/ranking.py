@@ -64,38 +64,19 @@ def operation_rows(graph: Graph, breakdown: CostBreakdown) -> list[CostRow]:
 
 def collective_rows(graph: Graph, breakdown: CostBreakdown) -> list[CostRow]:
     """Return every collective, the costliest first, overlapped or exposed: of conversions, named functions, and state."""
-    out = []
-    for cost in breakdown.collectives:
-        what, where, source = _collective_words(graph, cost)
-        out.append(
-            CostRow(
-                what=what,
-                where=where,
-                source=source,
-                times=cost.times,
-                seconds=cost.seconds,
-                cost=cost,
-                axis=cost.axis,
-                full_bytes=cost.full_bytes,
-            )
-        )
-    return out
+    return [
+        CostRow(*_collective_words(graph, cost), cost.times, cost.seconds, cost, cost.axis, cost.full_bytes)
+        for cost in breakdown.collectives
+    ]
 
 
 def offload_rows(graph: Graph, breakdown: CostBreakdown) -> list[CostRow]:
     """Return the copies of offloaded tensors to host memory and back, the costliest first, overlapped or exposed."""
-    return [
-        CostRow(
-            what="saved tensors" if cost.block else "optimizer state",
-            where=module_path(graph, cost.block) if cost.block else "all parameters",
-            source="",
-            times=cost.times,
-            seconds=cost.seconds,
-            cost=cost,
-            full_bytes=cost.copied_bytes,
-        )
-        for cost in breakdown.offloads
-    ]
+    out = []
+    for cost in breakdown.offloads:
+        what = ("saved tensors", module_path(graph, cost.block)) if cost.block else ("optimizer state", "all parameters")
+        out.append(CostRow(*what, "", cost.times, cost.seconds, cost, full_bytes=cost.copied_bytes))
+    return out
 
 
 def other_operations(

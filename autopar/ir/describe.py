@@ -60,21 +60,21 @@ def parallelism(graph: Graph, candidate: Candidate) -> Parallelism:
 
 def _kind(graph: Graph, candidate: Candidate, axis: int) -> str:
     """``ep``, ``cp`` or ``tp``, for a model axis."""
-    said = describe_axis(graph, candidate, axis)
-    if any(text.startswith("expert parallel") for text in said):
+    texts = describe_axis(graph, candidate, axis)
+    if any(text.startswith("expert parallel") for text in texts):
         return "ep"
-    sequence = any(text in ("ring attention", "attention by queries", "sequence-sharded activations") for text in said)
-    return "cp" if sequence and not any(text.endswith("parallel linears") for text in said) else "tp"
+    sequence = any(text in ("ring attention", "attention by queries", "sequence-sharded activations") for text in texts)
+    return "cp" if sequence and not any(text.endswith("parallel linears") for text in texts) else "tp"
 
 
 def describe_pipeline(candidate: Candidate, bubble_share: float | None = None) -> str:
     """``pp=4 (interleaved 1f1b, 2 chunks, bubble 7 %)``."""
     pipeline = candidate.pipeline
     interleaved = "interleaved " * (pipeline.schedule == "1f1b" and pipeline.virtual > 1)
-    said = [f"{interleaved}{pipeline.schedule}"] + [f"{pipeline.virtual} chunks"] * (pipeline.virtual > 1)
-    said += ["gradients one update late"] * (pipeline.weight_versions > 1)
-    said += [f"bubble {100 * bubble_share:.0f} %"] if bubble_share is not None else []
-    return f"pp={pipeline.stages} ({', '.join(said)})"
+    words = [f"{interleaved}{pipeline.schedule}"] + [f"{pipeline.virtual} chunks"] * (pipeline.virtual > 1)
+    words += ["gradients one update late"] * (pipeline.weight_versions > 1)
+    words += [f"bubble {100 * bubble_share:.0f} %"] if bubble_share is not None else []
+    return f"pp={pipeline.stages} ({', '.join(words)})"
 
 
 def describe(graph: Graph, candidate: Candidate, bubble_share: float | None = None) -> str:

@@ -2,27 +2,36 @@
 
 ``B`` is the size of the batch dimension of the inputs: in a captured graph that of the global batch, in a lowered one that of one
 data-parallel rank (and micro-batch).
+
+A text may come from a file, and ``sympy.sympify`` evaluates what it reads: here Python parses it, and of its tree nothing but
+integers, ``B``, ``S``, ``+ - * / // **``, parentheses and ``floor(...)`` is taken. Texts, numbers, exponents, degrees and
+parentheses are bounded, so that none takes long.
 """
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 
 import sympy
 
-from autopar.ir.size_grammar import parse_size
-
 Dim = int | str
 Shape = tuple[Dim, ...]
 
 BATCH = "B"
+SYMBOLS = ("B", "S")
+"""Batch and sequence."""
 
+LONGEST = 200
+LARGEST = 2**63
+MOST_DEGREE = 32
+MOST_PARENTHESES = 32
 
-@lru_cache(maxsize=4096)
-def _expression(dim: str) -> sympy.Expr:
-    return parse_size(dim)
+_LETTERS = re.compile(r"(?:\d+|floor|[BS]|[-+*/() ])*", re.ASCII)
+_SIGNS = re.compile(r"[-+] *[-+]")
 
 
 def as_dim(expression: sympy.Expr | int) -> Dim:
@@ -33,7 +42,7 @@ def as_dim(expression: sympy.Expr | int) -> Dim:
 
 def as_sympy(dim: Dim) -> sympy.Expr:
     """A size as a sympy expression."""
-    return sympy.Integer(dim) if isinstance(dim, int) else _expression(dim)
+    return sympy.Integer(dim) if isinstance(dim, int) else parse_size(dim)
 
 
 @lru_cache(maxsize=65536)
@@ -41,7 +50,7 @@ def size_at(dim: Dim, batch: int) -> int:
     """The size at batch `batch`."""
     if isinstance(dim, int):
         return dim
-    result = _expression(dim).subs(sympy.Symbol(BATCH, integer=True, positive=True), batch)
+    result = parse_size(dim).subs(sympy.Symbol(BATCH, integer=True, positive=True), batch)
     if not result.is_Integer:
         raise ValueError(f"size {dim} is not a whole number at batch {batch}")
     return int(result)
@@ -63,7 +72,7 @@ def numel(shape: Iterable[Dim], batch: int) -> int:
 
 
 def has_batch(dim: Dim) -> bool:
-    """Whether the size grows with the batch."""
+    """Return whether the size grows with the batch."""
     return isinstance(dim, str)
 
 
@@ -73,7 +82,7 @@ def divisible(dim: Dim, by: int) -> bool:
     known, but not that of what is added to it: ``4*B + 2`` may divide by 2, ``B + 3`` does not where ``B`` does."""
     if isinstance(dim, int):
         return dim % by == 0
-    expression = _expression(dim)
+    expression = parse_size(dim)
     added = expression.subs(dict.fromkeys(expression.free_symbols, 0))
     return bool(added.is_Integer) and int(added) % by == 0
 
@@ -85,4 +94,65 @@ def divide(dim: Dim, by: int) -> Dim:
         if dim % by:
             raise ValueError(f"a dimension of size {dim} does not divide by {by}")
         return dim // by
-    return as_dim(_expression(dim) / by)
+    return as_dim(parse_size(dim) / by)
+
+
+# -- the grammar
+
+
+@lru_cache(maxsize=4096)
+def parse_size(text: str) -> sympy.Expr:
+    """Return the expression that the text writes. ValueError, one line, on any other text."""
+    if len(text) > LONGEST:
+        raise ValueError(f"{text[:30]!r}... is no size: it has {len(text)} characters, at most {LONGEST} are read")
+    try:
+        if not _LETTERS.fullmatch(text) or _SIGNS.search(text) or text.count("(") > MOST_PARENTHESES:
+            raise ValueError("it has other characters, signs beside each other, or too many parentheses")
+        return _read(ast.parse(text.strip(), mode="eval").body)[0]
+    except SyntaxError:
+        reason = "it is no expression"
+    except ValueError as error:
+        reason = str(error)
+    raise ValueError(f"{text!r} is no size ({reason}): write integers, B, S, + - * // ** and parentheses")
+
+
+def _read(node: ast.expr) -> tuple[sympy.Expr, int]:
+    """Return an expression, and its degree in the symbols."""
+    match node:
+        case ast.Constant(int(number)) if number < LARGEST:
+            return sympy.Integer(number), 0
+        case ast.Name(name) if name in SYMBOLS:
+            return sympy.Symbol(name, integer=True, positive=True), 1
+        case ast.UnaryOp(ast.USub() | ast.UAdd() as sign, operand):
+            value, degree = _read(operand)
+            return (-value if isinstance(sign, ast.USub) else value), degree
+        case ast.Call(ast.Name("floor"), [argument], []):
+            value, degree = _read(argument)
+            return sympy.floor(value), degree
+        case ast.BinOp(base, ast.Pow(), ast.Constant(int(exponent))):
+            value, degree = _read(base)
+            if exponent > MOST_DEGREE or (value.is_Integer and abs(value) ** exponent >= LARGEST):
+                raise ValueError("an exponent that large")
+            return value**exponent, _bounded(degree * exponent)
+        case ast.BinOp(left, op, right):
+            return _combined(*_read(left), op, *_read(right))
+    raise ValueError(f"{ast.unparse(node)[:20]} is none, or too large")
+
+
+def _combined(a: sympy.Expr, degree: int, op: ast.operator, b: sympy.Expr, more: int) -> tuple[sympy.Expr, int]:
+    match op:
+        case ast.Add():
+            return a + b, max(degree, more)
+        case ast.Sub():
+            return a - b, max(degree, more)
+        case ast.Mult():
+            return a * b, _bounded(degree + more)
+        case ast.Div() | ast.FloorDiv() if b != 0:
+            return (a / b if isinstance(op, ast.Div) else sympy.floor(a / b)), _bounded(degree + more)
+    raise ValueError("a division by zero, or a power whose exponent is no number")
+
+
+def _bounded(degree: int) -> int:
+    if degree > MOST_DEGREE:
+        raise ValueError(f"a degree above {MOST_DEGREE}")
+    return degree

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.dims import Dim, Shape
 from autopar.ir.interface import Interface, Output
+from autopar.ir.names import Dtype, Line, Name, Op, Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,9 @@ Kwargs = tuple[tuple[str, Arg], ...]
 class Value:
     """A tensor: its name, global shape (before sharding), dtype, and whether a gradient flows through it."""
 
-    name: str
+    name: Name
     shape: Shape
-    dtype: str
+    dtype: Dtype
     differentiable: bool = False
 
 
@@ -55,12 +56,12 @@ class Node:
     plans and passes is in this order. `module` is the module path relative to the block; `source` is ``file.py:line``.
     """
 
-    op: str
+    op: Op
     args: tuple[Arg, ...]
     kwargs: Kwargs
     outputs: tuple[Value, ...]
-    module: str = ""
-    source: str = ""
+    module: Line = ""
+    source: Line = ""
     no_grad: bool = False
     _operands: tuple[str, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -69,11 +70,11 @@ class Node:
         return self.outputs[0].name
 
     def operands(self) -> tuple[str, ...]:
-        found = self._operands
-        if found is None:
-            found = tuple(ref.name for arg in (*self.args, *(arg for _, arg in self.kwargs)) for ref in refs(arg))
-            object.__setattr__(self, "_operands", found)
-        return found
+        names = self._operands
+        if names is None:
+            names = tuple(ref.name for arg in (*self.args, *(arg for _, arg in self.kwargs)) for ref in refs(arg))
+            object.__setattr__(self, "_operands", names)
+        return names
 
 
 def leaves(arg: Arg) -> Iterator[Arg]:
@@ -90,11 +91,24 @@ def refs(arg: Arg) -> Iterator[Ref]:
     return (leaf for leaf in leaves(arg) if isinstance(leaf, Ref))
 
 
+def with_operands(node: Node, operands: Iterable[str]) -> Node:
+    """The node with other operands, in the order of `Node.operands()`."""
+    names = iter(operands)
+
+    def other(arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(map(other, arg))
+        return Ref(next(names)) if isinstance(arg, Ref) else arg
+
+    args = tuple(map(other, node.args))
+    return replace(node, args=args, kwargs=tuple((name, other(arg)) for name, arg in node.kwargs))
+
+
 def draws_masks(node: Node) -> bool:
-    """Whether the operation is random: dropout, attention with dropout (both in training only), and random numbers."""
+    """Return whether the operation is random: dropout, attention with dropout (both in training only), and random numbers."""
     if node.op == "aten.scaled_dot_product_attention":
-        given = node.args[4] if len(node.args) > 4 else dict(node.kwargs).get("dropout_p", 0.0)
-        return given != 0.0
+        probability = node.args[4] if len(node.args) > 4 else dict(node.kwargs).get("dropout_p", 0.0)
+        return probability != 0.0
     return node.op in ("ap.dropout", "ap.random")
 
 
@@ -103,7 +117,7 @@ class Parameter:
     """A parameter or buffer that a block reads. `path` is relative to the block's module (``self_attn.q_proj.weight``)."""
 
     value: Value
-    path: str
+    path: Path
     trainable: bool = True
     buffer: bool = False
 
@@ -115,12 +129,12 @@ class Block:
     `updates` are writes of buffers, (buffer's value name, name of the new value), which happen after the forward in training.
     """
 
-    name: str
+    name: Name
     inputs: tuple[Value, ...]
     parameters: tuple[Parameter, ...]
     nodes: tuple[Node, ...]
-    outputs: tuple[str, ...]
-    updates: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[Name, ...]
+    updates: tuple[tuple[Name, Name], ...] = ()
 
     def values(self) -> dict[str, Value]:
         """Every value of the block by name."""
@@ -137,11 +151,11 @@ class Call:
     `prefix` is the module path of this instance (``model.layers.3``); it is empty for what belongs to no repeated layer.
     """
 
-    block: str
-    prefix: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    parameters: tuple[str, ...]
+    block: Name
+    prefix: Path
+    inputs: tuple[Name, ...]
+    outputs: tuple[Name, ...]
+    parameters: tuple[Path, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +169,15 @@ class Graph:
     `fingerprint` is of what it computes, `checksum` of all that the file says of it (empty where it is of no file).
     """
 
-    name: str
+    name: Name
     inputs: tuple[Value, ...]
     blocks: tuple[Block, ...]
     calls: tuple[Call, ...]
-    loss: str
+    loss: Name
     batch: int
     fingerprint: str
     batch_is_symbolic: bool = True
-    notes: tuple[str, ...] = ()
+    notes: tuple[Line, ...] = ()
     outputs: tuple[Output, ...] = ()
     interface: Interface | None = None
     checksum: str = field(default="", compare=False, repr=False)
@@ -188,7 +202,7 @@ class Graph:
         return block.values()[block.outputs[call.outputs.index(name)]]
 
     def differentiable(self, name: str) -> bool:
-        """Whether a gradient flows through a value that a call makes."""
+        """Return whether a gradient flows through a value that a call makes."""
         value = self.value(name)
         return value is not None and value.differentiable
 
@@ -197,11 +211,11 @@ class Graph:
 
     def count(self, name: str) -> int:
         """The number of calls of a block."""
-        found = self._counts
-        if found is None:
-            found = Counter(call.block for call in self.calls)
-            object.__setattr__(self, "_counts", found)
-        return found[name]
+        counts = self._counts
+        if counts is None:
+            counts = Counter(call.block for call in self.calls)
+            object.__setattr__(self, "_counts", counts)
+        return counts[name]
 
     def updated_buffers(self) -> frozenset[str]:
         """The buffers that the forward writes into, by their original names."""

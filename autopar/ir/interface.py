@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from autopar.ir.names import Line, Name
 
 Form = str | int | float | bool | None | tuple["Form", ...]
 """The form of the model's result: ``("loss",)``; ``("output", path)``; ``("constant", value)``; ``("tuple", (form, ...))``;
@@ -20,9 +25,9 @@ class Argument:
     input has it at dimension 0.
     """
 
-    path: str
-    input: str = ""
-    constant: str = ""
+    path: Line
+    input: Line = ""
+    constant: Line = ""
     optional: bool = False
     batch_dim: int = 0
 
@@ -36,9 +41,9 @@ class Output:
     """A field of the model's result that is returned beside the loss, its value in the graph, and how it comes back (one of
     `OUTPUT_KINDS`)."""
 
-    path: str
-    value: str
-    kind: str = "dtensor"
+    path: Line
+    value: Name
+    kind: Annotated[str, Meta(pattern=rf"\A(?:{'|'.join(OUTPUT_KINDS)})\Z")] = "dtensor"
 
     @property
     def asked(self) -> str:
@@ -51,10 +56,10 @@ class Interface:
     """`positional` are the names of the forward's arguments in their order. `left_out` are the tensors of the result that were
     not requested: they come back as None."""
 
-    positional: tuple[str, ...] = ()
+    positional: tuple[Name, ...] = ()
     arguments: tuple[Argument, ...] = ()
     returns: Form = ("loss",)
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[Line, ...] = ()
 
     @property
     def batch_dims(self) -> dict[str, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
+from autopar.ir.names import Name
+
 DATA_AXIS = "dp"
 MODEL_AXES = ("tp", "tp2")
 EXPERT_AXIS = "ep"
@@ -15,7 +17,7 @@ EXPERT_AXIS = "ep"
 class Axis:
     """One mesh axis."""
 
-    name: str
+    name: Name
     size: int
 
 
@@ -39,11 +41,11 @@ class Mesh:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        found = self._sizes
-        if found is None:
-            found = tuple(axis.size for axis in self.axes)
-            object.__setattr__(self, "_sizes", found)
-        return found
+        sizes = self._sizes
+        if sizes is None:
+            sizes = tuple(axis.size for axis in self.axes)
+            object.__setattr__(self, "_sizes", sizes)
+        return sizes
 
     def index(self, name: str) -> int:
         return self.names.index(name)

@@ -13,12 +13,12 @@ from autopar.ir.plan import BlockPlan
 
 
 def replicated_on(placements: Placements, index: int) -> bool:
-    """Whether all ranks of the mesh axis hold the same whole value."""
+    """Return whether all ranks of the mesh axis hold the same whole value."""
     return isinstance(placements[index], Replicate | Invariant)
 
 
 def chosen_tensors(plan: BlockPlan) -> bool:
-    """Whether it is decided value by value what the block saves, and where."""
+    """Return whether it is decided value by value what the block saves, and where."""
     return bool(plan.recompute_nodes or plan.recompute_conversions or plan.offload or plan.partition_saved)
 
 

@@ -101,7 +101,7 @@ def local_shape(shape: Sequence[Dim], placements: Placements, axis_sizes: Sequen
 
 
 def can_shard(shape: Sequence[Dim], placements: Placements, axis_sizes: Sequence[int]) -> bool:
-    """Whether every sharded dimension divides, and all shardings of one dimension nest.
+    """Return whether every sharded dimension divides, and all shardings of one dimension nest.
 
     Two axes may shard the same dimension when their `parts` are equal (the later axis shards the chunks of the earlier one), or
     when the earlier one has ``parts == 1`` and takes whole parts of the other (``other.parts % size == 0``).
@@ -114,7 +114,7 @@ def can_shard(shape: Sequence[Dim], placements: Placements, axis_sizes: Sequence
 
 
 def _shardings_nest(extent: Dim, shardings: Sequence[tuple[int, int]]) -> bool:
-    """Whether a dimension of `extent` can be sharded by these (parts, axis size), in the order of the axes."""
+    """Return whether a dimension of `extent` can be sharded by these (parts, axis size), in the order of the axes."""
     ranks_of: dict[int, int] = {}
     for parts, size in shardings:
         ranks_of[parts] = ranks_of.get(parts, 1) * size
@@ -131,10 +131,10 @@ def _shardings_nest(extent: Dim, shardings: Sequence[tuple[int, int]]) -> bool:
 def local_parts(placements: Placements, axis_sizes: Sequence[int], axis: int) -> int:
     """The `parts` of the sharding on axis `axis` in the tensor that is local on all other axes: other axes that take whole parts
     of the same dimension divide them."""
-    mine = placements[axis]
-    assert isinstance(mine, Shard)
-    parts = mine.parts
+    own = placements[axis]
+    assert isinstance(own, Shard)
+    parts = own.parts
     for other, (placement, size) in enumerate(zip(placements, axis_sizes, strict=True)):
-        if other != axis and isinstance(placement, Shard) and placement.dim == mine.dim and placement.parts < mine.parts:
+        if other != axis and isinstance(placement, Shard) and placement.dim == own.dim and placement.parts < own.parts:
             parts //= size
     return parts

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.names import Actions, Dtype, Name, ScheduleName
 from autopar.ir.placement import Placements
 
 
@@ -30,7 +31,7 @@ class Conversion:
     """A placement conversion of one value, which changes exactly one mesh axis. The conversions of a value form a tree; its root
     is the placement in which the value is produced."""
 
-    value: str
+    value: Name
     source: Placements
     target: Placements
 
@@ -49,7 +50,7 @@ class BlockPlan:
     replicated, saves one part until the backward gathers them (ZeRO-R), as (value, placements, axis).
     """
 
-    block: str
+    block: Name
     inputs: tuple[Placements, ...]
     parameters: tuple[Placements, ...]
     outputs: tuple[Placements, ...]
@@ -57,10 +58,10 @@ class BlockPlan:
     conversions: tuple[Conversion, ...]
     zero: int
     recompute: bool = False
-    recompute_nodes: tuple[str, ...] = ()
+    recompute_nodes: tuple[Name, ...] = ()
     recompute_conversions: tuple[Conversion, ...] = ()
-    offload: tuple[tuple[str, Placements], ...] = ()
-    partition_saved: tuple[tuple[str, Placements, str], ...] = ()
+    offload: tuple[tuple[Name, Placements], ...] = ()
+    partition_saved: tuple[tuple[Name, Placements, Name], ...] = ()
 
 
 OFFLOAD_DEVICES = ("cpu", "nvme")
@@ -79,8 +80,8 @@ class Precision:
     ``reduce_dtype``); empty: `master`. With `float8` the linear modules of layers multiply in float8 (operands and results are of
     the dtype `compute`)."""
 
-    compute: str = "float32"
-    master: str = "float32"
+    compute: Dtype = "float32"
+    master: Dtype = "float32"
     offload_optimizer: str = ""
     reduce: str = ""
     float8: bool = False
@@ -103,11 +104,11 @@ class Pipeline:
 
     stages: int = 1
     virtual: int = 1
-    schedule: str = "1f1b"
+    schedule: ScheduleName = "1f1b"
     layers: tuple[int, ...] = ()
     cuts: tuple[int, ...] = ()
-    repeated: tuple[str, ...] = ()
-    actions: str = ""
+    repeated: tuple[Name, ...] = ()
+    actions: Actions = ""
     weight_versions: int = 1
 
 

@@ -36,10 +36,10 @@ class Action:
     @classmethod
     def parse(cls, text: str) -> Action:
         """The action of a text like ``0F3``. PlanError where it is none."""
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        match = _TEXT.fullmatch(text)
+        if match is None:
             raise PlanError(f"{text!r} is no action: write chunk, kind and micro-batch like 0F0, 0B0, 0I0 or 0W0")
-        chunk, kind, micro_batch, state = found.groups()
+        chunk, kind, micro_batch, state = match.groups()
         return cls(int(chunk), state) if state else cls(int(chunk), kind, int(micro_batch))
 
 
@@ -79,15 +79,15 @@ class Schedule:
     @property
     def rank_of(self) -> tuple[int, ...]:
         """The pipeline rank of every chunk. PlanError where a chunk is on several ranks, or on none."""
-        found: dict[int, int] = {}
+        rank_of: dict[int, int] = {}
         for rank, actions in enumerate(self.ranks):
             for chunk in dict.fromkeys(action.chunk for action in actions):
-                if found.setdefault(chunk, rank) != rank:
-                    raise PlanError(f"schedule {self.name}: chunk {chunk} is on rank {found[chunk]} and on rank {rank}")
-        missing = [chunk for chunk in range(self.chunks) if chunk not in found]
+                if rank_of.setdefault(chunk, rank) != rank:
+                    raise PlanError(f"schedule {self.name}: chunk {chunk} is on rank {rank_of[chunk]} and on rank {rank}")
+        missing = [chunk for chunk in range(self.chunks) if chunk not in rank_of]
         if missing:
             raise PlanError(f"schedule {self.name}: chunk {missing[0]} is on no rank")
-        return tuple(found[chunk] for chunk in range(len(found)))
+        return tuple(rank_of[chunk] for chunk in range(len(rank_of)))
 
     @property
     def splits_backward(self) -> bool:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from autopar.errors import PlanError
 from autopar.ir import dims
+from autopar.ir.batch_totals import candidate_totals
 from autopar.ir.graph import Block, Graph, Value
 from autopar.ir.mesh import DATA_AXIS
-from autopar.ir.micro_batching import candidate_totals
 from autopar.ir.partition_saved import chosen_tensors, verify_partition
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.stage_values import check_chunk_borders, repeatable_values

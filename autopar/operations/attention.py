@@ -12,7 +12,7 @@ from math import prod
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.operations.notation.rule import DerivedLine, NamedFunction, OperationCollective, argument
-from autopar.operations.notation.spelling import OperationCall, Spelling, function
+from autopar.operations.notation.spelling import OperationCall, function
 from autopar.operations.operation import Operation, Sizes
 
 ATTENTION, PUBLISHED_CONTEXT = "aten.scaled_dot_product_attention", "ap.context_attention"
@@ -22,12 +22,12 @@ NARROW = 8
 
 
 def is_banded(node: Node) -> bool:
-    """Whether the keys that a query attends to depend on its position."""
+    """Return whether the keys that a query attends to depend on its position."""
     return bool(argument(node, 5, "is_causal", False)) or argument(node, 99, "window") is not None
 
 
 def is_grouped(node: Node, shapes: tuple[Shape, ...]) -> bool:
-    """Whether several query heads share one key head."""
+    """Return whether several query heads share one key head."""
     return bool(argument(node, 7, "enable_gqa", False)) and shapes[0][-3] != shapes[1][-3]
 
 
@@ -72,7 +72,8 @@ def _heads(node: Node, shapes: tuple[Shape, ...]) -> bool:
 
 
 def is_mirrored(node: Node, shapes: tuple[Shape, ...]) -> bool:
-    """Whether ring attention exchanges halves of shards, which balances causal attention (see `runtime.ops.ring_attention`)."""
+    """Return whether ring attention exchanges halves of shards, which balances causal attention (see
+    `runtime.ops.ring_attention`)."""
     left, right = _window(node)
     causal = bool(argument(node, 5, "is_causal", False)) or right == 0
     rows = len(shapes) > 3 and len(shapes[3]) > 1 and shapes[3][-2] != 1
@@ -221,7 +222,7 @@ sharded where the key heads do not divide."""
 OPERATIONS = (
     Operation(
         ATTENTION, attention_rule, functions=FUNCTIONS, flops=attention_flops, attention=True,
-        spelling=Spelling(_expression, ("F.{}", "C.attention_dropout")),
+        spelling=_expression,
     ),
     Operation("ap.attention", attention_rule, functions=FUNCTIONS, flops=attention_flops, attention=True,
               float32_sums=True, spelling=function("C")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.operations.notation.spelling import OperationCall, Spelling, function
+from autopar.operations.notation.spelling import OperationCall, function
 from autopar.operations.operation import Operation
 
 CONVERT, CONVERT_MANY, START, WAIT = "ap.convert", "ap.convert_many", "ap.start", "ap.wait"
@@ -14,8 +14,8 @@ def _expression(call: OperationCall) -> str:
 
 
 OPERATIONS = (
-    Operation(CONVERT, may_share=True, spelling=Spelling(_expression, ("C.{}",))),
-    Operation(CONVERT_MANY, gives_tuple=True, spelling=Spelling(_expression, ("C.{}",))),
-    Operation(START, spelling=Spelling(_expression, ("C.{}",))),
+    Operation(CONVERT, may_share=True, spelling=_expression),
+    Operation(CONVERT_MANY, gives_tuple=True, spelling=_expression),
+    Operation(START, spelling=_expression),
     Operation(WAIT, spelling=function("C")),
 )

@@ -12,7 +12,7 @@ from autopar.ir.graph import Arg, Node, Symbol, Value
 from autopar.ir.regions import REGION_OPS, Region, regions_of
 from autopar.operations.notation.notation import FactorKind
 from autopar.operations.notation.rule import DerivedLine, Rule, match_rule
-from autopar.operations.notation.spelling import Spelling, function
+from autopar.operations.notation.spelling import function
 from autopar.operations.operation import Operation, several
 
 RuleOf = Callable[[str], Rule | None]
@@ -75,7 +75,7 @@ def _has_size(arg: Arg) -> bool:
 
 
 def _is_batchwise(node: Node, values: Mapping[str, Value], batched: set[str], rule_of: RuleOf) -> bool:
-    """Whether one plain factor is dimension 0 of all batched operands and of all results, and nothing else."""
+    """Return whether one plain factor is dimension 0 of all batched operands and of all results, and nothing else."""
     rule = rule_of(node.op)
     try:
         found = None if rule is None else match_rule(rule, node, tuple(values[name].shape for name in node.operands()))
@@ -113,5 +113,5 @@ def control_flow(rule_of: RuleOf) -> tuple[Operation, ...]:
     line = partial(regions_line, rule_of)
     return (
         *several(Operation("ap", line, spelling=function("C")), "cond while_loop"),
-        Operation(OPAQUE, opaque_rule, spelling=Spelling(lambda call: f"C.opaque({call.listed()}, self.mesh)", ("C.opaque",))),
+        Operation(OPAQUE, opaque_rule, spelling=lambda call: f"C.opaque({call.listed()}, self.mesh)"),
     )

@@ -10,7 +10,7 @@ from math import prod
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Arg, Block, Graph, Node, Parameter
 from autopar.operations.notation.rule import DerivedLine, NamedFunction, OperationCollective, argument
-from autopar.operations.notation.spelling import OperationCall, Spelling, function
+from autopar.operations.notation.spelling import OperationCall, function
 from autopar.operations.operation import Operation, Sizes
 
 MOE_EXPERTS = "ap.moe_experts"
@@ -160,9 +160,9 @@ FUNCTIONS = (
 OPERATIONS = (
     Operation(
         MOE_EXPERTS, moe_experts_rule, functions=FUNCTIONS, flops=_flops, experts=True,
-        spelling=Spelling(_expression, ("C.{}",)),
+        spelling=_expression,
     ),
-    *(Operation(name, spelling=Spelling(_expression, ("C.{}",))) for name in ("ap.moe_experts_owned", DISPATCHED, EXPERTS_START)),
+    *(Operation(name, spelling=_expression) for name in ("ap.moe_experts_owned", DISPATCHED, EXPERTS_START)),
     Operation(EXPERTS_WAIT, spelling=function("C")),
     Operation("ap.expert_capacity", "... t! k! -> ... t! k!", spelling=function("C")),
     # each rank holds some experts, and tokens are exchanged

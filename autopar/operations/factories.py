@@ -6,7 +6,7 @@ from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.operations.notation.line_text import fixed, letter, line_text
 from autopar.operations.notation.rule import DerivedLine
-from autopar.operations.notation.spelling import OperationCall, Spelling, factory, new_factory
+from autopar.operations.notation.spelling import OperationCall, factory, new_factory
 from autopar.operations.operation import Operation, several
 from autopar.operations.pointwise import elementwise_rule
 
@@ -33,19 +33,19 @@ def _expression(call: OperationCall) -> str:
 
 
 OPERATIONS = (
-    *several(Operation("aten", factory_rule, sizes_at=0, factory=True, spelling=factory()), "zeros ones full empty"),
-    *several(Operation("aten", factory_rule, sizes_at=1, spelling=new_factory()), "new_zeros new_ones new_full new_empty"),
+    *several(Operation("aten", factory_rule, sizes_at=0, factory=True, spelling=factory), "zeros ones full empty"),
+    *several(Operation("aten", factory_rule, sizes_at=1, spelling=new_factory), "new_zeros new_ones new_full new_empty"),
     *several(
-        Operation("aten", whole_rule, factory=True, spelling=factory()),
+        Operation("aten", whole_rule, factory=True, spelling=factory),
         "arange scalar_tensor eye linspace logspace tril_indices triu_indices",
     ),
-    *several(Operation("aten", factory=True, spelling=factory()), "rand randn"),
+    *several(Operation("aten", factory=True, spelling=factory), "rand randn"),
     *several(
         Operation("aten", whole_rule),
         "as_strided _pdist_forward masked_scatter affine_grid_generator native_group_norm _embedding_bag",
     ),
     Operation("aten.embedding_bag", whole_rule, lookup=True, bag=True),
-    Operation(CONSTANT, whole_rule, spelling=Spelling(_expression, ("C.{}",))),
-    Operation(DROPOUT, elementwise_rule, transcendental=True, layer=True, spelling=Spelling(_expression, ("C.{}",))),
-    Operation(RANDOM, elementwise_rule, transcendental=True, spelling=Spelling(_expression, ("C.{}",))),
+    Operation(CONSTANT, whole_rule, spelling=_expression),
+    Operation(DROPOUT, elementwise_rule, transcendental=True, layer=True, spelling=_expression),
+    Operation(RANDOM, elementwise_rule, transcendental=True, spelling=_expression),
 )

@@ -7,9 +7,9 @@ from functools import partial
 
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Arg, Node, Ref
-from autopar.operations.notation.line_text import dim_argument, fixed, letter, line_text
+from autopar.operations.notation.line_text import dim_argument, fixed, letter, line_text, words
 from autopar.operations.notation.rule import DerivedLine, NamedFunction
-from autopar.operations.notation.spelling import OperationCall, Spelling, function, method, operand
+from autopar.operations.notation.spelling import OperationCall, function, method, operand
 from autopar.operations.operation import Operation, several
 
 
@@ -17,7 +17,7 @@ def slice_scatter_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """``aten.slice_scatter(x, part, dim, ...)``, ``aten.select_scatter(x, part, dim, index)``: all but the written dimension."""
     rank = len(shapes[0])
     dim = dim_argument(node, 2, rank)
-    whole = [fixed(size) if i == dim else letter(i) for i, size in enumerate(shapes[0])]
+    whole = words(shapes[0], {dim})
     written = [letter(i) for i in range(rank) if i != dim]
     if len(shapes[1]) == rank:
         written.insert(dim, fixed(shapes[1][dim]))
@@ -43,7 +43,7 @@ def index_add_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """``aten.index_add(x, dim, index, source)``: the dimension of the source is summed."""
     rank = len(shapes[0])
     dim = dim_argument(node, 1, rank)
-    whole = [fixed(size) if i == dim else letter(i) for i, size in enumerate(shapes[0])]
+    whole = words(shapes[0], {dim})
     added = ["z+" if i == dim else letter(i) for i in range(rank)]
     return DerivedLine(line_text([whole, ["z+"], added], [whole]), addends=(0,))
 
@@ -60,10 +60,8 @@ def gather_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
 
 def index_select_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """``aten.index_select(x, dim, index)``: all but the indexed dimension of x, and the index."""
-    rank = len(shapes[0])
-    dim = dim_argument(node, 1, rank)
-    left = [fixed(size) if i == dim else letter(i) for i, size in enumerate(shapes[0])]
-    return DerivedLine(line_text([left, [letter(dim)]], [[letter(i) for i in range(rank)]]))
+    dim = dim_argument(node, 1, len(shapes[0]))
+    return DerivedLine(line_text([words(shapes[0], {dim}), [letter(dim)]], [words(shapes[0])]))
 
 
 def index_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
@@ -77,7 +75,7 @@ def index_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
     broadcast = len(result) - (rank - len(dims))
     if any(len(shape) > broadcast for shape in shapes[1:]):
         return None
-    names = [letter(i) for i in range(len(result))]
+    names = words(result)
     middle = names[dims[0] : dims[0] + broadcast]
     extent = result[dims[0] : dims[0] + broadcast]
     outer = shapes[0][: dims[0]] + shapes[0][dims[-1] + 1 :]
@@ -101,7 +99,7 @@ def index_put_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
         return None
     rank, values = len(shapes[0]), shapes[-1]
     tail = rank - len(dims)
-    names = [letter(i) if i >= len(dims) else fixed(size) for i, size in enumerate(shapes[0])]
+    names = words(shapes[0], range(len(dims)))
     own = [fixed(size) for size in values]
     for back in range(1, tail + 1):
         if len(values) >= back and values[-back] == shapes[0][-back]:
@@ -141,17 +139,17 @@ OPERATIONS = (
         "aten.embedding", "v+ d, ... -> ... d", lookup=True, embedding=True, layer=True, named_after_module=True,
         # each rank looks up its own rows, and has zeros for all others (Partial)
         functions=(NamedFunction("v", "ap.embedding_sharded", at=(0, 0), rewrite=_sharded_embedding),),
-        spelling=Spelling(_embedding_expression, ("F.embedding",)),
+        spelling=_embedding_expression,
     ),
     Operation("ap.embedding_sharded", embedding=True, layer=True, spelling=function("C")),
     Operation("aten.one_hot", "... -> ... c!", spelling=function("F")),
-    Operation("aten.gather", gather_rule, lookup=True, spelling=method()),
-    Operation("aten.index_select", index_select_rule, lookup=True, spelling=method()),
-    Operation("aten.index", index_rule, lookup=True, spelling=Spelling(_index_expression, ("[]",))),
+    Operation("aten.gather", gather_rule, lookup=True, spelling=method),
+    Operation("aten.index_select", index_select_rule, lookup=True, spelling=method),
+    Operation("aten.index", index_rule, lookup=True, spelling=_index_expression),
     *several(Operation("aten", slice_scatter_rule), "slice_scatter select_scatter"),
-    Operation("aten.scatter", partial(scatter_rule, ""), spelling=method()),
+    Operation("aten.scatter", partial(scatter_rule, ""), spelling=method),
     Operation("aten.scatter_reduce", partial(scatter_rule, "")),
-    Operation("aten.scatter_add", partial(scatter_rule, "z+"), spelling=method()),
-    Operation("aten.index_add", index_add_rule, spelling=method()),
+    Operation("aten.scatter_add", partial(scatter_rule, "z+"), spelling=method),
+    Operation("aten.index_add", index_add_rule, spelling=method),
     *several(Operation("aten", index_put_rule), "index_put _unsafe_index_put"),
 )  # fmt: skip

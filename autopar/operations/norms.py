@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.operations.images.space import norm_words, summing
-from autopar.operations.notation.line_text import dim_argument, dims_argument, fixed, letter, line_text
+from autopar.operations.notation.line_text import dim_argument, dims_argument, except_dims, fixed, letter, line_text
 from autopar.operations.notation.rule import DerivedLine, argument
 from autopar.operations.notation.spelling import function, plain
 from autopar.operations.operation import Operation
@@ -43,9 +43,7 @@ def instance_norm_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | N
 def weight_norm_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """``aten._weight_norm(v, g, dim)``: shards the dimension along which the norms are."""
     dim = dim_argument(node, 2, len(shapes[0]))
-    terms = [letter(i) if i == dim else fixed(size) for i, size in enumerate(shapes[0])]
-    lengths = [letter(i) if i == dim else fixed(size) for i, size in enumerate(shapes[1])]
-    return DerivedLine(line_text([terms, lengths], [terms]))
+    return except_dims([other for other in range(len(shapes[0])) if other != dim], node, shapes)
 
 
 def local_mean_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:

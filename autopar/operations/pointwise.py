@@ -8,7 +8,7 @@ from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.operations.notation.line_text import fixed, letter, line_text
 from autopar.operations.notation.rule import DerivedLine, argument
-from autopar.operations.notation.spelling import OperationCall, Spelling, function, infix, method, operand
+from autopar.operations.notation.spelling import OperationCall, function, infix, method, operand
 from autopar.operations.operation import Operation, several
 
 CAST, CLONE, MULTIPLY, RELU = "aten.to.dtype", "aten.clone", "aten.mul.Tensor", "aten.relu"
@@ -45,7 +45,7 @@ _INFIX = {
     "&": "bitwise_and __and__", "|": "bitwise_or __or__", "^": "bitwise_xor",
 }  # fmt: skip
 _DIV = Operation("aten.div", elementwise_rule, spelling=infix("/"))
-_TO = Operation("aten.to", elementwise_rule, may_share=True, spelling=method())
+_TO = Operation("aten.to", elementwise_rule, may_share=True, spelling=method)
 
 OPERATIONS = (
     Operation("aten.add", elementwise_rule, ((0, 1),), sum=True, spelling=infix("+")),
@@ -54,23 +54,23 @@ OPERATIONS = (
     _DIV,
     *(replace(_DIV, name=name, linear_in=("first",)) for name in ("aten.div.Tensor", "aten.div.Scalar")),
     Operation("aten.true_divide", elementwise_rule, spelling=_DIV.spelling),
-    Operation("aten.rsub", elementwise_rule, spelling=Spelling(_reversed, infix("-").forms)),
-    Operation("aten.neg", elementwise_rule, FIRST, spelling=Spelling(lambda call: f"-{operand(call.args[0])}")),
+    Operation("aten.rsub", elementwise_rule, spelling=_reversed),
+    Operation("aten.neg", elementwise_rule, FIRST, spelling=lambda call: f"-{operand(call.args[0])}"),
     Operation("aten.pow", elementwise_rule, transcendental=True, spelling=infix("**")),
     *(
         Operation(f"aten.{name}", elementwise_rule, spelling=infix(symbol))
         for symbol, names in _INFIX.items()
         for name in names.split()
     ),
-    Operation(CLONE, elementwise_rule, FIRST, spelling=method()),
+    Operation(CLONE, elementwise_rule, FIRST, spelling=method),
     _TO,
     replace(_TO, name=CAST, linear_in=FIRST),
     *several(
-        Operation("aten", elementwise_rule, spelling=method()),
+        Operation("aten", elementwise_rule, spelling=method),
         """type_as rsqrt sqrt cos sin abs square reciprocal masked_fill clamp clamp_min clamp_max logical_not bitwise_not floor
         ceil round sign isnan isinf""",
     ),
-    *several(Operation("aten", elementwise_rule, transcendental=True, spelling=method()), "exp log tanh sigmoid erf"),
+    *several(Operation("aten", elementwise_rule, transcendental=True, spelling=method), "exp log tanh sigmoid erf"),
     *several(
         Operation("aten", elementwise_rule, spelling=function("F")), "relu relu6 mish softplus hardswish hardsigmoid leaky_relu"
     ),
@@ -87,6 +87,6 @@ OPERATIONS = (
         xlogy fill polar complex real imag angle _conj conj_physical sgn sinc hypot digamma lgamma erfinv i0 signbit nextafter
         logaddexp logaddexp2 frac rad2deg deg2rad threshold positive _prelu_kernel""",
     ),
-    *several(Operation("aten", spelling=method()), "contiguous float"),
+    *several(Operation("aten", spelling=method), "contiguous float"),
     Operation("aten.glu", glu_rule, spelling=function("F")),
 )

@@ -80,9 +80,9 @@ OPERATIONS = (
     Operation(
         PUBLISHED_FLOAT8, "... k+, n k+, n -> ... n", flops=_FLOPS, product=True, linear=True, float8=True, published=True
     ),
-    Operation("aten.mm", "m k+, k+ n -> m n", flops=_FLOPS, product=True, spelling=method()),
-    Operation("aten.bmm", "b m k+, b k+ n -> b m n", flops=_FLOPS, product=True, batched=True, spelling=method()),
-    Operation("aten.matmul", matmul_rule, flops=_FLOPS, product=True, batched=True, spelling=method()),
+    Operation("aten.mm", "m k+, k+ n -> m n", flops=_FLOPS, product=True, spelling=method),
+    Operation("aten.bmm", "b m k+, b k+ n -> b m n", flops=_FLOPS, product=True, batched=True, spelling=method),
+    Operation("aten.matmul", matmul_rule, flops=_FLOPS, product=True, batched=True, spelling=method),
     Operation("aten.addmm", addmm_rule, flops=_SUM_FLOPS, product=True, left=1, spelling=function("torch")),
     Operation("aten.baddbmm", addmm_rule, flops=_SUM_FLOPS, product=True, left=1, batched=True, spelling=function("torch")),
     Operation("aten.mv", "m k+, k+ -> m"),

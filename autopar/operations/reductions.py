@@ -8,9 +8,9 @@ from dataclasses import replace
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.operations.images.space import HALO, SPACE, mean_line, mean_words
-from autopar.operations.notation.line_text import dim_argument, dims_argument, fixed, letter, line_text
+from autopar.operations.notation.line_text import dim_argument, dims_argument, except_dims, fixed, letter, line_text
 from autopar.operations.notation.rule import DerivedLine, NamedFunction, argument
-from autopar.operations.notation.spelling import Spelling, method, softmax
+from autopar.operations.notation.spelling import method, softmax
 from autopar.operations.operation import Operation, several
 from autopar.operations.pointwise import FIRST, elementwise_rule
 
@@ -51,14 +51,8 @@ def mean_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
 
 def along_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """Operations along one dimension, which is never sharded; results of the same rank: ``softmax cumsum topk sort``."""
-    rank = len(shapes[0])
     position = 2 if node.op.startswith(("aten.topk", "aten.diff")) else 1
-    dim = dim_argument(node, position, rank, -1)
-
-    def terms(shape: Shape) -> list[str]:
-        return [fixed(size) if i == dim else letter(i) for i, size in enumerate(shape)]
-
-    return DerivedLine(line_text(map(terms, shapes), (terms(value.shape) for value in node.outputs)))
+    return except_dims({dim_argument(node, position, len(shapes[0]), -1)}, node, shapes)
 
 
 def histogram_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
@@ -68,21 +62,21 @@ def histogram_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
     return DerivedLine(line_text([[f"{letter(i)}+" for i in range(len(shapes[0]))]], [[fixed(node.outputs[0].shape[0])]]))
 
 
-_MEAN = Operation("aten.mean", mean_rule, functions=(NamedFunction(HALO, "ap.mean_space", at=SPACE),), spelling=method())
+_MEAN = Operation("aten.mean", mean_rule, functions=(NamedFunction(HALO, "ap.mean_space", at=SPACE),), spelling=method)
 
 OPERATIONS = (
-    Operation("aten.sum", reduce_sum_rule, FIRST, spelling=method()),
+    Operation("aten.sum", reduce_sum_rule, FIRST, spelling=method),
     _MEAN,
     replace(_MEAN, name="aten.mean.dim", linear_in=FIRST),
     *several(
-        Operation("aten", reduce_whole_rule, spelling=method()), "amax amin max min var std argmax argmin any all logsumexp"
+        Operation("aten", reduce_whole_rule, spelling=method), "amax amin max min var std argmax argmin any all logsumexp"
     ),
     *several(Operation("aten", reduce_whole_rule), "prod linalg_vector_norm"),
-    Operation("aten.norm", spelling=method()),
-    *several(Operation("aten", along_rule, transcendental=True, spelling=method()), "softmax log_softmax"),
-    Operation("aten._softmax", along_rule, spelling=softmax("softmax")),
-    Operation("aten._log_softmax", along_rule, spelling=softmax("log_softmax")),
-    *several(Operation("aten", along_rule, spelling=method()), "cumsum topk sort"),
+    Operation("aten.norm", spelling=method),
+    *several(Operation("aten", along_rule, transcendental=True, spelling=method), "softmax log_softmax"),
+    Operation("aten._softmax", along_rule, spelling=softmax),
+    Operation("aten._log_softmax", along_rule, spelling=softmax),
+    *several(Operation("aten", along_rule, spelling=method), "cumsum topk sort"),
     *several(Operation("aten", along_rule), "cumprod argsort diff"),
-    Operation("aten.histc", histogram_rule, spelling=Spelling(lambda call: f"C.histogram({call.listed()})", ("C.histogram",))),
+    Operation("aten.histc", histogram_rule, spelling=lambda call: f"C.histogram({call.listed()})"),
 )

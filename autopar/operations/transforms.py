@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
-from autopar.operations.notation.line_text import dims_argument, fixed, letter, line_text
+from autopar.operations.notation.line_text import dims_argument, except_dims, fixed, letter, line_text
 from autopar.operations.notation.rule import DerivedLine
 from autopar.operations.operation import Operation, several
 
 
 def fourier_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """``_fft_r2c _fft_c2r _fft_c2c(x, dims, ...)``: all but the transformed dimensions."""
-    dims = dims_argument(node, 1, "dim", len(shapes[0]))
-
-    def terms(shape: Shape) -> list[str]:
-        return [fixed(size) if i in dims else letter(i) for i, size in enumerate(shape)]
-
-    return DerivedLine(line_text([terms(shapes[0])], [terms(node.outputs[0].shape)]))
+    return except_dims(dims_argument(node, 1, "dim", len(shapes[0])), node, shapes)
 
 
 def recurrent_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:

@@ -9,9 +9,18 @@ from itertools import count
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.operations.notation.common_factors import common_factors
-from autopar.operations.notation.line_text import dim_argument, dims_argument, fixed, leading_dims, letter, line_text
+from autopar.operations.notation.line_text import (
+    dim_argument,
+    dims_argument,
+    except_dims,
+    fixed,
+    leading_dims,
+    letter,
+    line_text,
+    words,
+)
 from autopar.operations.notation.rule import DerivedLine, argument
-from autopar.operations.notation.spelling import OperationCall, Spelling, function, method, operand, sizes_method
+from autopar.operations.notation.spelling import OperationCall, function, method, operand, sizes_method
 from autopar.operations.operation import Operation, several
 from autopar.operations.pointwise import FIRST, elementwise_rule
 
@@ -81,8 +90,8 @@ def split_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
 def select_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """``aten.select.int(x, dim, index)`` and ``aten.unbind(x, dim)``: all but the selected dimension, which is removed."""
     dim = dim_argument(node, 1, len(shapes[0]))
-    left = [fixed(size) if i == dim else letter(i) for i, size in enumerate(shapes[0])]
-    return DerivedLine(line_text([left], [[letter(i) for i in range(len(left)) if i != dim]] * len(node.outputs)))
+    kept = [letter(i) for i in range(len(shapes[0])) if i != dim]
+    return DerivedLine(line_text([words(shapes[0], {dim})], [kept] * len(node.outputs)))
 
 
 def concatenate_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
@@ -133,10 +142,9 @@ def repeat_interleave_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine
 
 def stack_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """``aten.stack``: all but the new dimension."""
-    rank = len(shapes[0])
-    result = [letter(i) for i in range(rank)]
-    result.insert(dim_argument(node, 1, rank + 1), str(len(shapes)))
-    return DerivedLine(line_text([[letter(i) for i in range(rank)]] * len(shapes), [result]))
+    result = words(shapes[0])
+    result.insert(dim_argument(node, 1, len(result) + 1), str(len(shapes)))
+    return DerivedLine(line_text(map(words, shapes), [result]))
 
 
 def pair_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
@@ -151,25 +159,19 @@ def diagonal_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """``aten.diagonal(x, offset, dim1, dim2)``: the other dimensions."""
     rank = len(shapes[0])
     given = [int(argument(node, at, name, default)) % rank for at, name, default in ((2, "dim1", 0), (3, "dim2", 1))]  # type: ignore[arg-type]
-    names = [letter(i) if i not in given else fixed(size) for i, size in enumerate(shapes[0])]
     kept = [letter(i) for i in range(rank) if i not in given]
-    return DerivedLine(line_text([names], [[*kept, fixed(node.outputs[0].shape[-1])]]))
+    return DerivedLine(line_text([words(shapes[0], given)], [[*kept, fixed(node.outputs[0].shape[-1])]]))
 
 
 def windows_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """``aten.unfold(x, dim, size, step)``: all but the unfolded dimension; the window is a further one."""
-    rank, result = len(shapes[0]), node.outputs[0].shape
-    dim = dim_argument(node, 1, rank)
-    names = [letter(i) if i != dim else fixed(size) for i, size in enumerate(shapes[0])]
-    windows = [letter(i) if i != dim else fixed(result[dim]) for i in range(rank)]
-    return DerivedLine(line_text([names], [[*windows, fixed(result[-1])]]))
+    dim, result = dim_argument(node, 1, len(shapes[0])), node.outputs[0].shape
+    return DerivedLine(line_text([words(shapes[0], {dim})], [[*words(result[:-1], {dim}), fixed(result[-1])]]))
 
 
 def whole_dims_rule(position: int, node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """``aten.flip(x, dims)``, ``aten.roll(x, shifts, dims)``: all but the dimensions that argument `position` names."""
-    dims = dims_argument(node, position, "dims", len(shapes[0]))
-    terms = [fixed(size) if i in dims else letter(i) for i, size in enumerate(shapes[0])]
-    return DerivedLine(line_text([terms], [terms]))
+    return except_dims(dims_argument(node, position, "dims", len(shapes[0])), node, shapes)
 
 
 def pad_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
@@ -178,11 +180,7 @@ def pad_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     assert isinstance(amounts, tuple)
     rank = len(shapes[0])
     padded = {rank - 1 - index // 2 for index, amount in enumerate(amounts) if amount != 0}
-    left, right = (
-        [letter(i) if i not in padded else fixed(size) for i, size in enumerate(shape)]
-        for shape in (shapes[0], node.outputs[0].shape)
-    )
-    return DerivedLine(line_text([left], [right]))
+    return except_dims(padded, node, shapes)
 
 
 def _subscript(dim: int, index: str) -> str:
@@ -207,37 +205,37 @@ def _select_expression(call: OperationCall) -> str | None:
 
 
 OPERATIONS = (
-    Operation(RESHAPE, reshape_rule, FIRST, view=True, sizes_at=1, spelling=sizes_method()),
-    Operation("aten.permute", permute_rule, FIRST, view=True, spelling=sizes_method()),
-    *several(Operation("aten", permute_rule, FIRST, view=True, spelling=method()), "transpose t"),
-    *several(Operation("aten", squeeze_rule, FIRST, view=True, spelling=method()), "unsqueeze squeeze"),
-    Operation("aten.expand", elementwise_rule, FIRST, view=True, slices=True, sizes_at=1, spelling=sizes_method()),
-    Operation("aten.slice", split_rule, FIRST, view=True, slices=True, spelling=Spelling(_slice_expression, ("[]",))),
-    Operation("aten.select", select_rule, FIRST, view=True, slices=True, spelling=Spelling(_select_expression, ("[]",))),
+    Operation(RESHAPE, reshape_rule, FIRST, view=True, sizes_at=1, spelling=sizes_method),
+    Operation("aten.permute", permute_rule, FIRST, view=True, spelling=sizes_method),
+    *several(Operation("aten", permute_rule, FIRST, view=True, spelling=method), "transpose t"),
+    *several(Operation("aten", squeeze_rule, FIRST, view=True, spelling=method), "unsqueeze squeeze"),
+    Operation("aten.expand", elementwise_rule, FIRST, view=True, slices=True, sizes_at=1, spelling=sizes_method),
+    Operation("aten.slice", split_rule, FIRST, view=True, slices=True, spelling=_slice_expression),
+    Operation("aten.select", select_rule, FIRST, view=True, slices=True, spelling=_select_expression),
     *several(
-        Operation("aten", split_rule, FIRST, view=True, slices=True, gives_tuple=True, spelling=method()),
+        Operation("aten", split_rule, FIRST, view=True, slices=True, gives_tuple=True, spelling=method),
         "split split_with_sizes chunk",
     ),
-    Operation("aten.unbind", select_rule, FIRST, view=True, slices=True, gives_tuple=True, spelling=method()),
-    Operation("aten.narrow", view=True, slices=True, spelling=method()),
-    Operation("aten.detach", elementwise_rule, view=True, spelling=method()),
+    Operation("aten.unbind", select_rule, FIRST, view=True, slices=True, gives_tuple=True, spelling=method),
+    Operation("aten.narrow", view=True, slices=True, spelling=method),
+    Operation("aten.detach", elementwise_rule, view=True, spelling=method),
     Operation("aten.alias", elementwise_rule, FIRST, view=True),
-    *several(Operation("aten", view=True, spelling=method()), "expand_as flatten unflatten"),
+    *several(Operation("aten", view=True, spelling=method), "expand_as flatten unflatten"),
     *several(Operation("aten", view=True), "view _unsafe_view numpy_T view_as swapaxes movedim tensor_split"),
     *several(Operation("aten", pair_rule), "view_as_complex view_as_real"),
     Operation("aten.diagonal", diagonal_rule),
     Operation("aten.unfold", windows_rule),
     Operation("aten.cat", concatenate_rule, ("all",), spelling=function("torch")),
     Operation("aten.stack", stack_rule, ("all",), spelling=function("torch")),
-    Operation("aten.repeat", repeat_rule, spelling=sizes_method()),
-    Operation("aten.repeat_interleave", repeat_interleave_rule, spelling=method()),
-    Operation("aten.flip", partial(whole_dims_rule, 1), spelling=method()),
-    Operation("aten.roll", partial(whole_dims_rule, 2), spelling=method()),
+    Operation("aten.repeat", repeat_rule, spelling=sizes_method),
+    Operation("aten.repeat_interleave", repeat_interleave_rule, spelling=method),
+    Operation("aten.flip", partial(whole_dims_rule, 1), spelling=method),
+    Operation("aten.roll", partial(whole_dims_rule, 2), spelling=method),
     Operation("aten.pad", pad_rule, spelling=function("F")),
     Operation("aten.constant_pad_nd", pad_rule),
     *several(
         Operation("aten", pad_rule),
         "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d",
     ),
-    *several(Operation("aten", partial(leading_dims, -2), spelling=method()), "tril triu"),
+    *several(Operation("aten", partial(leading_dims, -2), spelling=method), "tril triu"),
 )

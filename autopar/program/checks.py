@@ -19,7 +19,7 @@ import torch
 from autopar.errors import PlanError
 from autopar.ir.dims import Dim
 from autopar.ir.graph import DType, Node, leaves
-from autopar.ir.plan_file.names import DTYPES
+from autopar.ir.names import DTYPES
 from autopar.ir.regions import REGION_OPS, inner_nodes
 from autopar.operations.table import operation
 from autopar.passes.readable_names import RESERVED

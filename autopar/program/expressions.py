@@ -55,8 +55,7 @@ def expression(node: Node, names: Names) -> str:
         {name: argument_source(arg, names) for name, arg in node.kwargs},
     )
     spelling = operation(node.op).spelling
-    written = None if spelling is None else spelling.write(call)
-    return written if written is not None else aten_call(call)
+    return (spelling(call) if spelling is not None else None) or aten_call(call)
 
 
 def recomputed_expression(node: Node, names: Names) -> str:

@@ -96,7 +96,8 @@ def _carried(body: Sequence[Call], before: Sequence[Call], after: Sequence[Call]
 
 
 def _one_variable_each(body: Sequence[Call], carried: dict[Slot, Slot]) -> bool:
-    """Whether one variable can hold each carried value: with one initial value, and not overwritten before its last read."""
+    """Return whether one variable can hold each carried value: with one initial value, and not overwritten before its last
+    read."""
     begins: dict[Slot, str] = {}
     for (i, k), source in carried.items():
         initial = body[i].inputs[k]

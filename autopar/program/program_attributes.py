@@ -44,41 +44,37 @@ def write_totals(lowered: Lowered, names: dict[str, str], writer: CallsWriter) -
 
 
 def program_attributes(lowered: Lowered, totals: Totals) -> list[str]:
-    """The lines of the class attributes."""
-    mesh = ", ".join(f"{quoted(name)}: {size}" for name, size in lowered.axes)
-    inputs = [
-        f"{INDENT * 2}{quoted(name)}: {{{', '.join(f'{quoted(axis)}: {quoted(where)}' for axis, where in texts)}}},"
-        for name, texts in lowered.input_placements
-    ]
-    shapes = ", ".join(
-        f"{quoted(value.name)}: {tuple(None if isinstance(n, str) or dim in sharded else n for dim, n in enumerate(value.shape))}"
-        for value, sharded in zip(lowered.inputs, map(_data_sharded_dims, lowered.input_placements), strict=True)
+    """The lines of the class attributes; those with an empty text are left out."""
+    inputs, precision, offload = lowered.inputs, lowered.precision, lowered.precision.offload_optimizer
+    shapes = (
+        repr(tuple(None if isinstance(n, str) or dim in sharded else n for dim, n in enumerate(value.shape)))
+        for value, sharded in zip(inputs, map(_data_sharded_dims, lowered.input_placements), strict=True)
     )
-    dtypes = ", ".join(f"{quoted(value.name)}: {quoted(value.dtype)}" for value in lowered.inputs)
-    flowing = "".join(f"{quoted(value.name)}, " for value in lowered.inputs if value.differentiable).rstrip()
-    grouped = 0 < lowered.zero_group < lowered.mesh.size_of("dp")
-    ops = ", ".join(f"{quoted(name)}: {quoted(op)}" for name, op in zip(totals.names, totals.ops, strict=True))
-    offload, reduce = lowered.precision.offload_optimizer, lowered.precision.reduce
-    return [
-        f"{INDENT}mesh_axes = {{{mesh}}}",
-        *([f"{INDENT}input_placements = {{", *inputs, f"{INDENT}}}"] if inputs else []),
-        *([f"{INDENT}input_shapes = {{{shapes}}}  # None: any batch"] if shapes else []),
-        *([f"{INDENT}input_dtypes = {{{dtypes}}}"] if dtypes else []),
-        *([f"{INDENT}differentiable_inputs = ({flowing})  # gradients flow into them"] if flowing else []),
-        *_interface_lines(lowered),
-        *_output_lines(lowered),
-        f"{INDENT}precision = ({quoted(lowered.precision.compute)}, {quoted(lowered.precision.master)})  # compute, stored",
-        *([f"{INDENT}reduce_dtype = {quoted(reduce)}  # in which gradients are summed over the data axis"] if reduce else []),
-        *([f"{INDENT}micro_batches = {lowered.micro_batches}"] if lowered.micro_batches > 1 else []),
-        *(
-            [f"{INDENT}zero_group = {lowered.zero_group}  # neighbouring data ranks that shard one copy of the state"]
-            if grouped
-            else []
+    names = [value.name for value in inputs]
+    stand_in = lowered.interface is not None and not lowered.interface.has_loss
+    rows = (
+        ("mesh_axes", _dict((name, str(size)) for name, size in lowered.axes), ""),
+        ("input_placements", _block((name, _placements(at)) for name, at in lowered.input_placements), ""),
+        ("input_shapes", _dict(zip(names, shapes, strict=True)), "None: any batch"),
+        ("input_dtypes", _dict((value.name, quoted(value.dtype)) for value in inputs), ""),
+        ("differentiable_inputs", _tuple(v.name for v in inputs if v.differentiable), "gradients flow into them"),
+        *_interface_rows(lowered.interface),
+        ("outputs", _block(((o.path, _placements(o.placements)) for o in lowered.outputs), "returned after the loss"), ""),
+        ("output_kinds", *_wrapped({each.path: each.kind for each in lowered.outputs}, "how they come back")),
+        ("has_loss", "False" * stand_in, "the loss is a stand-in, which nobody gets"),
+        ("precision", f"({quoted(precision.compute)}, {quoted(precision.master)})", "compute, stored"),
+        ("reduce_dtype", precision.reduce and quoted(precision.reduce), "in which gradients are summed over the data axis"),
+        ("micro_batches", str(lowered.micro_batches) * (lowered.micro_batches > 1), ""),
+        (
+            "zero_group",
+            str(lowered.zero_group) * (0 < lowered.zero_group < lowered.mesh.size_of("dp")),
+            "neighbouring data ranks that shard one copy of the state",
         ),
-        *([f"{INDENT}offload_optimizer = {quoted(offload)}  # between steps its state lies there"] if offload else []),
-        *([f"{INDENT}forward_only = True  # nothing trains: no backward runs"] if lowered.forward_only else []),
-        *([f"{INDENT}totals = {{{ops}}}  # over all micro-batches, before the first"] if totals.names else []),
-    ]
+        ("offload_optimizer", offload and quoted(offload), "between steps its state lies there"),
+        ("forward_only", "True" * lowered.forward_only, "nothing trains: no backward runs"),
+        ("totals", _dict(zip(totals.names, map(quoted, totals.ops), strict=True)), "over all micro-batches, before the first"),
+    )
+    return [f"{INDENT}{name} = {text}{f'  # {comment}' if comment else ''}" for name, text, comment in rows if text]
 
 
 def return_values(names: Iterable[str], outputs: Iterable[LoweredOutput]) -> str:
@@ -88,58 +84,58 @@ def return_values(names: Iterable[str], outputs: Iterable[LoweredOutput]) -> str
     return ", ".join((loss, *given))
 
 
-def _output_lines(lowered: Lowered) -> list[str]:
-    stand_in = lowered.interface is not None and not lowered.interface.has_loss
-    has_loss = [f"{INDENT}has_loss = False  # the loss is a stand-in, which nobody gets"] * stand_in
-    if not lowered.outputs:
-        return has_loss
-    texts = [
-        f"{quoted(each.path)}: {{{', '.join(f'{quoted(a)}: {quoted(at)}' for a, at in each.placements)}}}"
-        for each in lowered.outputs
-    ]
-    kinds = {each.path: each.kind for each in lowered.outputs}
-    returned = [f"{INDENT}outputs = {{  # returned after the loss", *(f"{INDENT * 2}{text}," for text in texts), f"{INDENT}}}"]
-    return [*returned, *_dict_lines("output_kinds", kinds, "how they come back"), *has_loss]
-
-
-def _interface_lines(lowered: Lowered) -> list[str]:
+def _interface_rows(interface: Interface | None) -> list[tuple[str, str, str]]:
     """How the user passes the inputs, and the constant arguments."""
-    interface = lowered.interface
     if interface is None:
         return []
-    nested = {each.path: each.input for each in interface.arguments if each.input and each.path != each.input}
-    fixed = {each.path: each.constant for each in interface.arguments if not each.input and not each.optional}
-    usual = {each.path: each.constant for each in interface.arguments if not each.input and each.optional}
-    positional = f"{INDENT}positional = ({''.join(f'{quoted(name)}, ' for name in interface.positional).rstrip()})"
+    every = interface.arguments
+    nested = {each.path: each.input for each in every if each.input not in ("", each.path)}
     return [
-        positional,
-        *_dict_lines("arguments", nested, "paths in the user's arguments"),
-        *_dict_lines("constants", fixed, "as captured"),
-        *_dict_lines("defaults", usual, "optional arguments"),
-        *_batch_dim_lines(interface),
+        ("positional", _tuple(interface.positional) or "()", ""),
+        ("arguments", *_wrapped(nested, "paths in the user's arguments")),
+        ("constants", *_wrapped({a.path: a.constant for a in every if not (a.input or a.optional)}, "as captured")),
+        ("defaults", *_wrapped({a.path: a.constant for a in every if a.optional and not a.input}, "optional arguments")),
+        (
+            "batch_dims",
+            _dict((name, str(dim)) for name, dim in interface.batch_dims.items()),
+            "where the caller's tensors have the batch",
+        ),
     ]
 
 
-def _batch_dim_lines(interface: Interface) -> list[str]:
-    items = ", ".join(f"{quoted(name)}: {dim}" for name, dim in interface.batch_dims.items())
-    return [f"{INDENT}batch_dims = {{{items}}}  # where the caller's tensors have the batch"] if items else []
+def _tuple(names: Iterable[str]) -> str:
+    """``("a", "b",)``; empty without names."""
+    text = "".join(f"{quoted(name)}, " for name in names).rstrip()
+    return text and f"({text})"
 
 
-def _dict_lines(name: str, texts: Mapping[str, str], comment: str) -> list[str]:
-    """A dictionary of strings, in lines of at most `WIDTH`."""
-    if not texts:
-        return []
-    lines, current = [], ""
+def _dict(items: Iterable[tuple[str, str]]) -> str:
+    """``{"x": 2}``; empty without items."""
+    text = ", ".join(f"{quoted(key)}: {value}" for key, value in items)
+    return text and f"{{{text}}}"
+
+
+def _placements(placements: Iterable[tuple[str, str]]) -> str:
+    return f"{{{', '.join(f'{quoted(axis)}: {quoted(where)}' for axis, where in placements)}}}"
+
+
+def _block(items: Iterable[tuple[str, str]], comment: str = "") -> str:
+    """A dictionary with a line for each item."""
+    lines = [f"{INDENT * 2}{quoted(key)}: {value}," for key, value in items]
+    return "\n".join([f"{{{f'  # {comment}' if comment else ''}", *lines, f"{INDENT}}}"]) if lines else ""
+
+
+def _wrapped(texts: Mapping[str, str], comment: str) -> tuple[str, str]:
+    """A dictionary of strings in lines of at most `WIDTH`, and its comment, which stands in the first of several lines."""
+    lines = [""]
     for key, text in texts.items():
         item = f"{quoted(key)}: {quoted(text)}, "
-        if current and len(current) + len(item) > WIDTH:
-            lines.append(current.rstrip())
-            current = ""
-        current += item
-    lines.append(current.rstrip())
+        if lines[-1] and len(lines[-1]) + len(item) > WIDTH:
+            lines.append("")
+        lines[-1] += item
     if len(lines) == 1:
-        return [f"{INDENT}{name} = {{{lines[0].rstrip(',')}}}  # {comment}"]
-    return [f"{INDENT}{name} = {{  # {comment}", *(f"{INDENT * 2}{line}" for line in lines), f"{INDENT}}}"]
+        return (f"{{{lines[0].rstrip(', ')}}}" if texts else ""), comment
+    return "\n".join([f"{{  # {comment}", *(f"{INDENT * 2}{line.rstrip()}" for line in lines), f"{INDENT}}}"]), ""
 
 
 def _data_sharded_dims(placed: tuple[str, tuple[tuple[str, str], ...]]) -> tuple[int, ...]:

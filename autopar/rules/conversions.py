@@ -5,7 +5,7 @@ The table is that of DTensor, with `Invariant` beside it (Megatron's f and g are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -64,7 +64,7 @@ def axis_conversion(source: Placement, target: Placement, differentiable: bool) 
 
 
 def may_convert(source: Placements, target: Placements) -> bool:
-    """Whether the axis that changes may change while the other axes stay as they are.
+    """Return whether the axis that changes may change while the other axes stay as they are.
 
     Where two axes shard one dimension with equal `parts`, the later axis shards the chunks of the earlier one; so only the later
     one may be converted from or to that shard while the other has it.
@@ -100,19 +100,3 @@ def placement_states(
         for state in product(*per_axis)
         if can_shard(shape, state, axis_sizes) and (differentiable or Invariant() not in state)
     )
-
-
-def single_axis_conversions(
-    shape: Shape, among: Collection[Placements], axis_sizes: Sequence[int], differentiable: bool
-) -> Iterator[tuple[Placements, Placements]]:
-    """The edges of the conversion graph: the legal conversions of one axis between placements of a value of this global shape."""
-    legal = {state: None for state in among if can_shard(shape, state, axis_sizes)}
-    per_axis = [dict.fromkeys(state[axis] for state in legal) for axis in range(len(axis_sizes))]
-    for source in legal:
-        for axis, choices in enumerate(per_axis):
-            for placement in choices:
-                target = (*source[:axis], placement, *source[axis + 1 :])
-                if target not in legal or axis_conversion(source[axis], placement, differentiable) is None:
-                    continue
-                if may_convert(source, target):
-                    yield source, target

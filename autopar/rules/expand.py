@@ -66,7 +66,7 @@ def block_strategies(
 
 
 def _enough_on_each(strategy: AxisStrategy, node: Node, values: Mapping[str, Value], rule: Rule | None, axis_size: int) -> bool:
-    """Whether the strategy's function can run on an axis of this size."""
+    """Return whether the strategy's function can run on an axis of this size."""
     function = next((item for item in rule.functions if item.name == strategy.function), None) if rule else None
     if function is None or function.most_ranks is None:
         return True
@@ -230,16 +230,8 @@ def _shapes(operands: Sequence[Value]) -> tuple[Shape, ...]:
 
 
 def _with_function(strategy: AxisStrategy, function: NamedFunction, node: Node, operands: Sequence[Value]) -> AxisStrategy:
-    told = function.collectives(node, _shapes(operands)) if function.collectives else ()
-    return AxisStrategy(
-        operands=strategy.operands,
-        results=strategy.results,
-        factor=strategy.factor,
-        function=function.name,
-        collectives=told,
-        exclusive=function.exclusive,
-        factor_size=strategy.factor_size,
-    )
+    collectives = function.collectives(node, _shapes(operands)) if function.collectives else ()
+    return replace(strategy, function=function.name, collectives=collectives, exclusive=function.exclusive)
 
 
 def _invariant_operands(strategy: AxisStrategy, operands: Sequence[Value]) -> AxisStrategy:
@@ -251,7 +243,7 @@ def _invariant_operands(strategy: AxisStrategy, operands: Sequence[Value]) -> Ax
 
 
 def _may_pass(node: Node, operands: Sequence[Value]) -> bool:
-    """Whether sums of Partial operands stay exact: a cast must not narrow."""
+    """Return whether sums of Partial operands stay exact: a cast must not narrow."""
     source, target = operands[0].dtype if operands else "", node.outputs[0].dtype
     cast = any(isinstance(arg, DType) for arg in node.args)
     return not cast or _WIDTH.get(target, 0) > _WIDTH.get(source, 9) or source == target
@@ -269,12 +261,13 @@ def _passing(node: Node, operands: Sequence[Value], rule: Rule, frozen: bool) ->
 
 
 def _is_sum(value: Value, frozen: bool) -> bool:
-    """Whether ranks may hold summands of a value: the floating-point ones where nothing has a gradient, else those that have."""
+    """Return whether ranks may hold summands of a value: the floating-point ones where nothing has a gradient, else those that
+    have."""
     return value.differentiable or (frozen and value.dtype in _WIDTH)
 
 
 def _whole_factors(chosen: Sequence[AxisStrategy], axis_sizes: Sequence[int]) -> bool:
-    """Whether the axes that shard one factor divide it together, which the sizes of dimensions do not show: ``(g c!)``."""
+    """Return whether the axes that shard one factor divide it together, which the sizes of dimensions do not show: ``(g c!)``."""
     shards: dict[tuple[str, int], int] = {}
     for item, size in zip(chosen, axis_sizes, strict=True):
         if item.factor_size:
@@ -284,7 +277,7 @@ def _whole_factors(chosen: Sequence[AxisStrategy], axis_sizes: Sequence[int]) ->
 
 
 def _shared(strategy: AxisStrategy, chosen: Sequence[AxisStrategy]) -> bool:
-    """Whether another axis shards a dimension that this strategy shards."""
+    """Return whether another axis shards a dimension that this strategy shards."""
     dims = [(index, place.dim) for index, place in enumerate(strategy.operands) if isinstance(place, Shard)]
     others = [item for item in chosen if item is not strategy]
     return any(isinstance(place := item.operands[index], Shard) and place.dim == dim for item in others for index, dim in dims)

@@ -67,7 +67,7 @@ def major_parts(fitted: FittedNode, term: Term, factor: str) -> int | None:
 
 @lru_cache(maxsize=65536)
 def divides_evenly(size: Dim, parts: int) -> bool:
-    """Whether `parts` divides the size, for every batch."""
+    """Return whether `parts` divides the size, for every batch."""
     if isinstance(size, int):
         return size % parts == 0
     polynomial = sympy.Poly(as_sympy(size), *sorted(as_sympy(size).free_symbols, key=str))
@@ -89,7 +89,7 @@ def sharded_dims(fitted: FittedNode, shard: FactorShard) -> list[PartShard] | No
 
 
 def is_legal(fitted: FittedNode, shard: FactorShard, shardable: Shardable) -> bool:
-    """Whether this node alone allows the shard."""
+    """Return whether this node alone allows the shard."""
     factor, parts = shard
     if fitted.kind(factor) is FactorKind.WHOLE or not divides_evenly(fitted.sizes[factor], parts):
         return False

@@ -15,10 +15,10 @@ from math import inf
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.stage_devices import stage_cluster
 from autopar.errors import AutoparError, PlanMismatch
+from autopar.ir.batch_totals import why_one_graph
 from autopar.ir.graph import Block, Call, Graph
 from autopar.ir.interface import Output
 from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
-from autopar.ir.micro_batching import why_one_graph
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.split_blocks import split_block
 from autopar.ir.pipeline.stage_values import repeatable_values

@@ -20,10 +20,9 @@ AT_HOME = ("autopar/operations", "autopar/capture/normalize")
 
 NOT_YET = {
     "autopar/ir/describe.py": "words for people about a plan, which ir.plan_file writes: ir lies below the records",
-    "autopar/ir/graph.py": "draws_masks, which ir.micro_batching asks",
+    "autopar/ir/graph.py": "draws_masks, which ir.batch_totals asks",
     "autopar/ir/regions.py": "the two operations that have blocks inside, a part of the graph's form",
     "autopar/runtime/ops/control_flow.py": "runs what is inside of regions; the runtime stands alone",
-    "autopar/capture/tracing/data/checks.py": "assertions of torch, which no graph has",
     "autopar/capture/tracing/guards.py": "rrelu, random without torch's tag, which no graph has",
     "autopar/capture/tracing/data/concrete_values.py": "functions that are computed while tracing, before there is a graph",
 }

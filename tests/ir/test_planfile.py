@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from autopar.errors import PlanError
 from autopar.ir.graph import Block, Call, DType, Graph, Node, Parameter, Ref, Symbol, Value
 from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.names import DTYPES, NAME
 from autopar.ir.pipeline.split_blocks import split_block, split_like
 from autopar.ir.placement import Invariant, Partial, Placements, Replicate, Shard
 from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan, Precision
@@ -81,27 +82,31 @@ def test_keys_of_the_contract() -> None:
     assert set(data["baselines"]) == {"ddp", "fsdp"}
 
 
-names = st.text(st.characters(codec="utf-8"), max_size=8)
+texts = st.text(st.characters(codec="utf-8"), max_size=8)
+lines = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Zl", "Zp")), max_size=8)
+names = st.from_regex(rf"\A{NAME}\Z", fullmatch=True).map(lambda name: name[:8])
+operations = st.sampled_from(("aten.add.Tensor", "ap.dropout", "_lib::op"))
+dtypes = st.sampled_from(sorted(DTYPES))
 scalars = (
-    st.builds(Ref, names)
+    st.builds(Ref, texts)
     | st.builds(Symbol, st.sampled_from(["B", "16*B", 3]))
-    | st.builds(DType, names)
+    | st.builds(DType, texts)
     | st.integers(-(2**70), 2**70)
     | st.floats(allow_nan=False)
     | st.booleans()
     | st.none()
-    | names
+    | texts
 )
 args = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=6)
-values = st.builds(Value, names, st.lists(st.integers(0, 9) | st.just("2*B"), max_size=3).map(tuple), names, st.booleans())
+values = st.builds(Value, names, st.lists(st.integers(0, 9) | st.just("2*B"), max_size=3).map(tuple), dtypes, st.booleans())
 nodes = st.builds(
     Node,
-    names,
+    operations,
     st.lists(args, max_size=3).map(tuple),
-    st.dictionaries(names, args, max_size=2).map(lambda items: tuple(items.items())),
+    st.dictionaries(texts, args, max_size=2).map(lambda items: tuple(items.items())),
     st.lists(values, min_size=1, max_size=2).map(tuple),
-    names,
-    names,
+    lines,
+    lines,
     st.booleans(),
 )
 blocks = st.builds(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.ir import dims
-from autopar.ir.size_grammar import parse_size
+from autopar.ir.dims import parse_size
 
 B, S = (sympy.Symbol(name, integer=True, positive=True) for name in "BS")
 

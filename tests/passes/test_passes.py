@@ -22,8 +22,7 @@ from autopar.passes.insert_conversions import InsertConversions
 from autopar.passes.localize import Localize
 from autopar.passes.lower import captured_placements, lower, passes
 from autopar.passes.overlap import OverlapCollectives
-from autopar.passes.parameters.cast_parameters import CastParameters
-from autopar.passes.parameters.copy_parameter_views import CopyParameterViews
+from autopar.passes.parameters import CastParameters, CopyParameterViews
 from autopar.passes.readable_names import ReadableNames, identifier
 from autopar.passes.verify import verify
 

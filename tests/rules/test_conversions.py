@@ -8,10 +8,11 @@ import pytest
 import torch
 from support.oracles.simulate_blocks import apply_collective, convert_on_ranks
 from support.oracles.simulate_ranks import assemble, close, dual, shard, shard_axis, unshard_axis
+from support.plans.conversion_graph import single_axis_conversions
 
 from autopar.ir.graph import Value
 from autopar.ir.placement import Invariant, Partial, Placement, Replicate, Shard, can_shard, format_placements, local_parts
-from autopar.rules.conversions import axis_conversion, changed_axis, may_convert, placement_states, single_axis_conversions
+from autopar.rules.conversions import axis_conversion, changed_axis, may_convert, placement_states
 
 PLACES: list[Placement] = [Shard(0), Shard(1), Shard(0, 2), Shard(0, 4), Replicate(), Invariant(), Partial()]
 

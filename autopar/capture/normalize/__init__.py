@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from autopar.capture.flat import FlatGraph, drop_dead
 from autopar.capture.normalize.attention import grouped_heads, mask_recovery
-from autopar.capture.normalize.bags import bags, dense_gradients
-from autopar.capture.normalize.batch_norm import batch_norm
-from autopar.capture.normalize.class_losses import class_losses
 from autopar.capture.normalize.linear import linears
-from autopar.capture.normalize.losses import cross_entropy, full_means, squared_error
-from autopar.capture.normalize.means import broadcasts, mean_losses
+from autopar.capture.normalize.lookups import bags, dense_gradients, whole_indices
+from autopar.capture.normalize.losses import cross_entropy, full_means, mean_losses
 from autopar.capture.normalize.random import random_numbers
-from autopar.capture.normalize.recurrent import layers_apart
-from autopar.capture.normalize.simplify import casts, factories, group_norms, no_ops, reshapes, squeezes
+from autopar.capture.normalize.simplify import broadcasts, casts, factories, group_norms, no_ops, reshapes, squeezes
 from autopar.capture.normalize.unflatten import unflatten
-from autopar.capture.normalize.whole_index import whole_indices
 from autopar.capture.normalize.writes import copies, filled
 
 REWRITES = (
@@ -37,14 +32,10 @@ REWRITES = (
     mask_recovery,
     grouped_heads,
     drop_dead,
-    class_losses,
-    layers_apart,
     bags,
     dense_gradients,
     cross_entropy,
     linears,
-    batch_norm,
-    squared_error,
     mean_losses,
     full_means,
     unflatten,
@@ -54,8 +45,8 @@ REWRITES = (
 )
 
 
-def normalize(flat: FlatGraph, local_batch_norm: bool = False) -> FlatGraph:
+def normalize(flat: FlatGraph) -> FlatGraph:
     """The graph after all rewrites, in order."""
     for rewrite in REWRITES:
-        flat = batch_norm(flat, local_batch_norm) if rewrite is batch_norm else rewrite(flat)
+        flat = rewrite(flat)
     return flat

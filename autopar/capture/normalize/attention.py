@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes
+from autopar.capture.flat import FlatGraph, Lookup, Rewritten, node_like, node_rewrite, rewrite_nodes
 from autopar.capture.normalize.masks import WHOLE, Band, Conditions, MaskReader, conditions
 from autopar.ir.graph import Arg, Node, Ref, Value
 
@@ -39,7 +39,7 @@ def mask_recovery(flat: FlatGraph) -> FlatGraph:
                 joins[mask.name] = _joined(producers[mask.name], found.others, known)
     notes: dict[str, None] = {}
 
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+    def step(node: Node) -> Rewritten | None:
         if node.op != SDPA:
             return None if node.name not in joins else ((node, *joins[node.name]), {})
         args, kwargs = full_arguments(node)
@@ -50,7 +50,7 @@ def mask_recovery(flat: FlatGraph) -> FlatGraph:
             node = _banded(node, found.band, None if left is None else Ref(left), known)
         if isinstance(kept := node.args[3], Ref):
             notes[f"attention keeps an explicit mask {known[kept.name].shape}: no flash attention there"] = None
-        return (node,), {}
+        return node
 
     flat = rewrite_nodes(flat, step)
     return replace(flat, notes=(*flat.notes, *notes))
@@ -84,33 +84,31 @@ def _joined(mask: Node, names: Sequence[str], known: dict[str, Value]) -> tuple[
     return tuple(nodes)
 
 
-def grouped_heads(flat: FlatGraph) -> FlatGraph:
+@node_rewrite
+def grouped_heads(node: Node, graph: Lookup) -> Rewritten | None:
     """Keys and values that were repeated for each group of query heads become unrepeated operands, with ``enable_gqa``."""
-    values, producers = flat.values(), flat.producers()
+    if node.op not in (SDPA, WINDOWED):
+        return None
+    args, kwargs = full_arguments(node)
+    assert isinstance(args[1], Ref) and isinstance(args[2], Ref)
+    k, v = _unrepeated(args[1].name, graph), _unrepeated(args[2].name, graph)
+    if k is None or v is None or graph.values[k].shape[1] != graph.values[v].shape[1]:
+        return None
+    args = (args[0], Ref(k), Ref(v), *args[3:])
+    return replace(node, args=args, kwargs=tuple((kwargs | {"enable_gqa": True}).items()))
 
-    def unrepeated(name: str) -> str | None:
-        shape, chain = values[name].shape, []
-        for op in ("aten.reshape", "aten.expand", "aten.unsqueeze"):
-            producer = producers.get(name)
-            if producer is None or producer.op != op:
-                return None
-            chain.append(values[name].shape)
-            name = producer.operands()[0]
-        source = values[name].shape
-        if len(source) != 4 or len(chain[1]) != 5 or chain[2] != (*source[:2], 1, *source[2:]):
-            return None
-        expected = (source[0], source[1] * chain[1][2], *source[2:])  # type: ignore[operator]
-        return name if shape == expected and chain[1] == (*source[:2], chain[1][2], *source[2:]) else None
 
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op not in (SDPA, WINDOWED):
+def _unrepeated(name: str, graph: Lookup) -> str | None:
+    """The value of which each head is repeated, ``x[:, :, None].expand(...).reshape(...)``."""
+    shape, chain = graph.values[name].shape, []
+    for op in ("aten.reshape", "aten.expand", "aten.unsqueeze"):
+        producer = graph.producers.get(name)
+        if producer is None or producer.op != op:
             return None
-        args, kwargs = full_arguments(node)
-        assert isinstance(args[1], Ref) and isinstance(args[2], Ref)
-        k, v = unrepeated(args[1].name), unrepeated(args[2].name)
-        if k is None or v is None or values[k].shape[1] != values[v].shape[1]:
-            return None
-        args = (args[0], Ref(k), Ref(v), *args[3:])
-        return (replace(node, args=args, kwargs=tuple((kwargs | {"enable_gqa": True}).items())),), {}
-
-    return rewrite_nodes(flat, step)
+        chain.append(graph.values[name].shape)
+        name = producer.operands()[0]
+    source = graph.values[name].shape
+    if len(source) != 4 or len(chain[1]) != 5 or chain[2] != (*source[:2], 1, *source[2:]):
+        return None
+    expected = (source[0], source[1] * chain[1][2], *source[2:])  # type: ignore[operator]
+    return name if shape == expected and chain[1] == (*source[:2], chain[1][2], *source[2:]) else None

@@ -1,126 +1,108 @@
-"""Rewrites losses as sums over the batch and a count, so that shards of the batch give the loss of the whole batch."""
+"""Rewrites losses and means as sums over the batch and a count, so that shards of the batch give the loss of the whole batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import sympy
 
-from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes
+from autopar.capture.flat import Lookup, Rewritten, node_like, node_rewrite
 from autopar.ir.dims import Dim, as_dim, as_sympy, has_batch
 from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
 
 _MEAN, _SUM = 1, 2
+_REDUCTION_AT = {
+    **dict.fromkeys(("aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.kl_div"), 2),
+    "aten.binary_cross_entropy": 3,
+    "aten.binary_cross_entropy_with_logits": 4,
+}
+"""Where the argument ``reduction`` of a loss stands. What is before it may be left out (class weights)."""
 
 
-def cross_entropy(flat: FlatGraph) -> FlatGraph:
+@node_rewrite
+def cross_entropy(node: Node, graph: Lookup) -> Rewritten | None:
     """``cross_entropy_loss`` becomes ``cross_entropy_sum``, divided by ``count_valid`` for the mean, without flattening
     before."""
-    values, producers = flat.values(), flat.producers()
+    if node.op != "aten.cross_entropy_loss":
+        return None
+    values = graph.values
+    given = (*node.args, *(None, _MEAN, -100, 0.0)[len(node.args) - 2 :])
+    options = dict(zip(("weight", "reduction", "ignore_index", "label_smoothing"), given[2:], strict=True)) | dict(node.kwargs)
+    logits, target = node.operands()[:2]
+    new: list[Node] = []
+    if len(values[logits].shape) > 2:
+        order = (0, *range(2, len(values[logits].shape)), 1)
+        shape = tuple(values[logits].shape[dim] for dim in order)
+        last = node_like(node, "aten.permute", (Ref(logits), order), f"{node.name}_last", shape)
+        new.append(last)
+        values[last.name] = last.outputs[0]
+        logits = last.name
+    logits, target = _unflattened(logits, target, graph)
+    ignore = options["ignore_index"]
+    args: tuple[Arg, ...] = (Ref(logits), Ref(target), ignore, options["label_smoothing"])
+    if options["reduction"] == _SUM:
+        return (*new, replace(node, op="ap.cross_entropy_sum", args=args, kwargs=())), {}
+    total = node_like(node, "ap.cross_entropy_sum", args, f"{node.name}_sum", ())
+    dtype = None if values[logits].dtype == "float32" else values[logits].dtype
+    number = node_like(node, "ap.count_valid", (Ref(target), ignore), f"{node.name}_count", (), dtype, False)
+    division = replace(node, op="aten.div.Tensor", args=(Ref(total.name), Ref(number.name)), kwargs=())
+    return (*new, total, number, division), {}
 
-    def unflatten(logits: str, target: str) -> tuple[str, str]:
-        one, two = producers.get(logits), producers.get(target)
-        if one is None or one.op != "aten.reshape" or len(values[logits].shape) != 2:
-            return logits, target
-        wide = one.operands()[0]
-        if values[wide].shape[-1:] != values[logits].shape[-1:]:
-            return logits, target
-        for candidate in (two.operands()[0] if two is not None and two.op == "aten.reshape" else "", target):
-            if candidate and values[candidate].shape == values[wide].shape[:-1]:
-                return wide, candidate
+
+def _unflattened(logits: str, target: str, graph: Lookup) -> tuple[str, str]:
+    """The logits and targets before they were flattened to rows, where they were."""
+    values, one, two = graph.values, graph.producers.get(logits), graph.producers.get(target)
+    if one is None or one.op != "aten.reshape" or len(values[logits].shape) != 2:
         return logits, target
-
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op != "aten.cross_entropy_loss":
-            return None
-        given = (*node.args, *(None, _MEAN, -100, 0.0)[len(node.args) - 2 :])
-        options = dict(zip(("weight", "reduction", "ignore_index", "label_smoothing"), given[2:], strict=True)) | dict(
-            node.kwargs
-        )
-        logits, target = node.operands()[:2]
-        new: list[Node] = []
-        if len(values[logits].shape) > 2:
-            order = (0, *range(2, len(values[logits].shape)), 1)
-            shape = tuple(values[logits].shape[dim] for dim in order)
-            last = node_like(node, "aten.permute", (Ref(logits), order), f"{node.name}_last", shape)
-            new.append(last)
-            values[last.name] = last.outputs[0]
-            logits = last.name
-        logits, target = unflatten(logits, target)
-        ignore = options["ignore_index"]
-        args: tuple[Arg, ...] = (Ref(logits), Ref(target), ignore, options["label_smoothing"])
-        if options["reduction"] == _SUM:
-            new.append(replace(node, op="ap.cross_entropy_sum", args=args, kwargs=()))
-            return tuple(new), {}
-        total = node_like(node, "ap.cross_entropy_sum", args, f"{node.name}_sum", ())
-        count = node_like(node, "ap.count_valid", (Ref(target), ignore), f"{node.name}_count", (), flows=False)
-        if values[logits].dtype != "float32":
-            count = node_like(
-                node, "ap.count_valid", (Ref(target), ignore), f"{node.name}_count", (), dtype=values[logits].dtype, flows=False
-            )
-        quotient = (Ref(total.name), Ref(count.name))
-        division = replace(node, op="aten.div.Tensor", args=quotient, kwargs=())
-        return (*new, total, count, division), {}
-
-    return rewrite_nodes(flat, step)
+    wide = one.operands()[0]
+    if values[wide].shape[-1:] != values[logits].shape[-1:]:
+        return logits, target
+    for candidate in (two.operands()[0] if two is not None and two.op == "aten.reshape" else "", target):
+        if candidate and values[candidate].shape == values[wide].shape[:-1]:
+            return wide, candidate
+    return logits, target
 
 
-def squared_error(flat: FlatGraph) -> FlatGraph:
-    """``mse_loss`` as the sum or mean of a square."""
-    values = flat.values()
-
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op != "aten.mse_loss":
-            return None
-        reduction = node.args[2] if len(node.args) > 2 else dict(node.kwargs).get("reduction", _MEAN)
-        shape = values[node.operands()[0]].shape
-        flows = any(values[name].differentiable for name in node.operands()) and not node.no_grad
-        difference = node_like(node, "aten.sub.Tensor", node.args[:2], f"{node.name}_difference", shape, flows=flows)
-        square: tuple[Arg, ...] = (Ref(difference.name), 2)
-        if reduction not in (_MEAN, _SUM):
-            return (difference, replace(node, op="aten.pow.Tensor_Scalar", args=square, kwargs=())), {}
-        squared = node_like(node, "aten.pow.Tensor_Scalar", square, f"{node.name}_square", shape, flows=flows)
-        values[squared.name] = squared.outputs[0]
-        op = "aten.mean" if reduction == _MEAN else "aten.sum"
-        return (difference, squared, replace(node, op=op, args=(Ref(squared.name),), kwargs=())), {}
-
-    return rewrite_nodes(flat, step)
+@node_rewrite
+def mean_losses(node: Node, graph: Lookup) -> Rewritten | None:
+    """``smooth_l1_loss(a, b)`` becomes ``smooth_l1_loss(a, b, 2)`` divided by the number of elements."""
+    at = _REDUCTION_AT.get(node.op)
+    if at is None:
+        return None
+    named = dict(node.kwargs)
+    reduction = node.args[at] if len(node.args) > at else named.pop("reduction", _MEAN)
+    if reduction != _MEAN:
+        return None
+    before = (*node.args, *(None,) * at)[:at]
+    kwargs = tuple((name, arg) for name, arg in named.items() if name != "reduction")
+    summed = replace(node, args=(*before, _SUM, *node.args[at + 1 :]), kwargs=kwargs)
+    return _averaged(node, summed, list(graph.values[node.operands()[0]].shape))
 
 
-def full_means(flat: FlatGraph) -> FlatGraph:
+@node_rewrite
+def full_means(node: Node, graph: Lookup) -> Rewritten | None:
     """A mean over the batch becomes a sum and a division by the number of elements, which depends on the batch size only."""
-    values = flat.values()
-
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op not in ("aten.mean", "aten.mean.dim"):
-            return None
-        operand = values[node.operands()[0]]
-        rank = len(operand.shape)
-        if not rank and operand.dtype == node.outputs[0].dtype:
-            return (), {node.outputs[0].name: operand.name}
-        dims = node.args[1] if node.op == "aten.mean.dim" and len(node.args) > 1 and node.args[1] is not None else None
-        reduced = [int(dim) % rank for dim in dims] if isinstance(dims, tuple) and dims else list(range(rank))  # type: ignore[arg-type]
-        if node.op == "aten.mean.dim" and not any(has_batch(operand.shape[dim]) for dim in reduced):
-            return None
-        result = node.outputs[0]
-        total = Value(f"{result.name}_sum", result.shape, result.dtype, result.differentiable)
-        keep = len(node.args) > 2 and bool(node.args[2])
-        args: tuple[Arg, ...] = (node.args[0],) if result.shape == () else (node.args[0], tuple(reduced), keep)
-        op = "aten.sum" if result.shape == () else "aten.sum.dim_IntList"
-        summed = Node(op=op, args=args, kwargs=(), outputs=(total,), module=node.module, source=node.source, no_grad=node.no_grad)
-        return (summed, average(node, total, [operand.shape[dim] for dim in reduced])), {}
-
-    return rewrite_nodes(flat, step)
+    if node.op not in ("aten.mean", "aten.mean.dim"):
+        return None
+    operand, result = graph.values[node.operands()[0]], node.outputs[0]
+    rank = len(operand.shape)
+    if not rank and operand.dtype == result.dtype:
+        return (), {result.name: operand.name}
+    dims = node.args[1] if node.op == "aten.mean.dim" and len(node.args) > 1 and node.args[1] is not None else None
+    reduced = [int(dim) % rank for dim in dims] if isinstance(dims, tuple) and dims else list(range(rank))  # type: ignore[arg-type]
+    if node.op == "aten.mean.dim" and not any(has_batch(operand.shape[dim]) for dim in reduced):
+        return None
+    keep = len(node.args) > 2 and bool(node.args[2])
+    args: tuple[Arg, ...] = (node.args[0],) if result.shape == () else (node.args[0], tuple(reduced), keep)
+    op = "aten.sum" if result.shape == () else "aten.sum.dim_IntList"
+    return _averaged(node, replace(node, op=op, args=args, kwargs=()), [operand.shape[dim] for dim in reduced])
 
 
-def average(node: Node, total: Value, shape: list[Dim]) -> Node:
-    """Return the result of `node`, as `total` over the number of elements of `shape`."""
-    size = count(shape)
+def _averaged(node: Node, summed: Node, shape: list[Dim]) -> Rewritten:
+    """The result of `node`, as the sum over the number of elements of `shape`, which is in B where it depends on it."""
+    result = node.outputs[0]
+    total = Value(f"{result.name}_sum", result.shape, result.dtype, result.differentiable)
+    size = as_dim(sympy.prod([as_sympy(dim) for dim in shape]))
     number: Arg = Symbol(size) if isinstance(size, str) else size
-    return replace(node, op="aten.div.Tensor", args=(Ref(total.name), number), kwargs=())
-
-
-def count(shape: list[Dim]) -> Dim:
-    """The number of elements, in B where it depends on it."""
-    return as_dim(sympy.prod([as_sympy(dim) for dim in shape]))
+    division = replace(node, op="aten.div.Tensor", args=(Ref(total.name), number), kwargs=())
+    return (replace(summed, outputs=(total,)), division), {}

@@ -104,7 +104,7 @@ class MaskReader:
         return tuple(sizes(self.values[name].shape, _BATCH))
 
     def is_constant(self, name: str) -> bool:
-        """Whether sizes decide the value."""
+        """Return whether sizes decide the value."""
         seen: set[str] = set()
         waiting = [name]
         while waiting:
@@ -208,7 +208,7 @@ class MaskReader:
         return value.flatten()[0]
 
     def _line(self, name: str, rows: int, columns: int) -> tuple[str, int] | None:
-        """Whether an operand is ``row + constant`` or ``column + constant``."""
+        """Return ``row`` or ``column``, and the constant, of an operand that is one of them plus a constant."""
         shape = self._shape(name)
         kinds = {(rows, 1): "row", (1, columns): "column", (columns,): "column"}
         kind = kinds.get(shape[-2:])

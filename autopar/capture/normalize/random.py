@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
-from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes
+from autopar.capture.flat import Lookup, Rewritten, node_like, node_rewrite
 from autopar.ir.graph import Arg, DType, Node, Ref
 
 Draw = tuple[str, Arg, Arg]
@@ -48,29 +48,26 @@ KNOWN = frozenset(
 """Random operations that shards can draw; `convert` refuses all others."""
 
 
-def random_numbers(flat: FlatGraph) -> FlatGraph:
+@node_rewrite
+def random_numbers(node: Node, graph: Lookup) -> Rewritten | None:
     """The graph with ``ap.random`` in place of every random operation but dropout."""
-
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op in _LIKE:
-            return (_drawn(node, Ref(node.operands()[0]), _LIKE[node.op](node)),), {}
-        result = node.outputs[0]
-        if node.op in _OF_SIZE:
-            size = next(arg for arg in node.args if isinstance(arg, tuple))
-            empty = node_like(node, "aten.empty", (size,), f"{node.name}_empty", result.shape, flows=False)
-            empty = replace(empty, kwargs=(("dtype", DType(result.dtype)),))
-            return (empty, _drawn(node, Ref(empty.name), _OF_SIZE[node.op](node))), {}
-        if node.op == "aten.bernoulli":
-            (name,) = node.operands()
-            chances = Ref(name)
-            uniform = node_like(
-                node, "ap.random", (chances, "uniform", 0.0, 1.0), f"{node.name}_uniform", result.shape, flows=False
-            )
-            hit = node_like(node, "aten.lt.Tensor", (Ref(uniform.name), chances), f"{node.name}_hit", result.shape, "bool", False)
-            return (uniform, hit, replace(node, op="aten.to.dtype", args=(Ref(hit.name), DType(result.dtype)), kwargs=())), {}
-        return None
-
-    return rewrite_nodes(flat, step)
+    if node.op in _LIKE:
+        return _drawn(node, Ref(node.operands()[0]), _LIKE[node.op](node))
+    result = node.outputs[0]
+    if node.op in _OF_SIZE:
+        size = next(arg for arg in node.args if isinstance(arg, tuple))
+        empty = node_like(node, "aten.empty", (size,), f"{node.name}_empty", result.shape, flows=False)
+        empty = replace(empty, kwargs=(("dtype", DType(result.dtype)),))
+        return (empty, _drawn(node, Ref(empty.name), _OF_SIZE[node.op](node))), {}
+    if node.op == "aten.bernoulli":
+        (name,) = node.operands()
+        chances = Ref(name)
+        uniform = node_like(
+            node, "ap.random", (chances, "uniform", 0.0, 1.0), f"{node.name}_uniform", result.shape, flows=False
+        )
+        hit = node_like(node, "aten.lt.Tensor", (Ref(uniform.name), chances), f"{node.name}_hit", result.shape, "bool", False)
+        return (uniform, hit, replace(node, op="aten.to.dtype", args=(Ref(hit.name), DType(result.dtype)), kwargs=())), {}
+    return None
 
 
 def _drawn(node: Node, operand: Ref, drawn: Draw) -> Node:

@@ -1,64 +1,37 @@
-"""Takes recurrent nets with dropout between their layers apart: one operation for each layer, and ``ap.dropout`` between them."""
+"""Recurrent nets with dropout between their layers: one operation for each layer, and dropout between them. This function takes
+the place of torch's operations when an exported program is decomposed (`tracing.decompose`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes
-from autopar.ir.dims import Shape
-from autopar.ir.graph import Arg, Node, Ref, Value
+import torch
+from torch import Tensor
 
-RECURRENT = {"aten.lstm.input": 2, "aten.gru.input": 1, "aten.rnn_tanh.input": 1, "aten.rnn_relu.input": 1}
-"""How many states each operation has. Arguments: (input, states, parameters, has_biases, layers, dropout, train, bidirectional,
-batch_first)."""
+RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
 
 
-def layers_apart(flat: FlatGraph) -> FlatGraph:
-    """Layers with dropout between them as operations of one layer each."""
-    values = flat.values()
-
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op not in RECURRENT:
-            return None
-        layers, dropout, train = node.args[4:7]
-        if not dropout or not train or layers == 1:
-            return None
-        return _apart(node, values)
-
-    return rewrite_nodes(flat, step)
+def recurrent_nets() -> Mapping[Any, Callable[..., Any]]:
+    """Return the operations of torch, each with the function that takes its place."""
+    aten = torch.ops.aten
+    nets = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+    return {net: partial(_layer_by_layer, net) for net in nets}
 
 
-def _apart(node: Node, values: Mapping[str, Value]) -> tuple[tuple[Node, ...], Mapping[str, str]]:
-    x, states, parameters, biases, layers, dropout, train, both, batch_first = node.args
-    assert isinstance(parameters, tuple) and isinstance(layers, int) and isinstance(x, Ref)
-    given = states if isinstance(states, tuple) else (states,)
-    ways, out, per_layer = 2 if both else 1, node.outputs[0], len(parameters) // layers
-    nodes: list[Node] = []
-    last: list[list[Ref]] = [[] for _ in given]
-
-    def add(op: str, args: tuple[Arg, ...], suffix: str, shape: Shape) -> Ref:
-        nodes.append(node_like(node, op, args, f"{node.name}_{suffix}", shape))
-        return Ref(nodes[-1].name)
-
+def _layer_by_layer(net: Any, x: Tensor, states: Any, parameters: Sequence[Tensor], *options: Any) -> Any:
+    biases, layers, dropout, train, both, batch_first = options
+    if not dropout or not train or layers == 1:
+        return NotImplemented  # it stays as it is
+    several = isinstance(states, tuple | list)
+    ways, per_layer = 2 if both else 1, len(parameters) // layers
+    last: list[list[Tensor]] = [[] for _ in (states if several else (states,))]
     for layer in range(layers):
-        own: list[Arg] = []
-        for number, state in enumerate(given):
-            assert isinstance(state, Ref)
-            shape: Shape = (ways, *values[state.name].shape[1:])
-            own.append(add("aten.slice.Tensor", (state, 0, layer * ways, (layer + 1) * ways), f"state{number}_{layer}", shape))
-        stem = f"{node.name}_layer{layer}"
-        shapes: list[Shape] = [out.shape, *((ways, *value.shape[1:]) for value in node.outputs[1:])]
-        results = tuple(replace(out, name=f"{stem}_{index}", shape=shape) for index, shape in enumerate(shapes))
-        held: Arg = tuple(own) if isinstance(states, tuple) else own[0]
-        mine = parameters[layer * per_layer : (layer + 1) * per_layer]
-        nodes.append(replace(node, args=(x, held, mine, biases, 1, 0.0, train, both, batch_first), outputs=results))
-        x = Ref(results[0].name)
-        for number, value in enumerate(results[1:]):
-            last[number].append(Ref(value.name))
-        if layer + 1 < layers:
-            x = add("ap.dropout", (x, dropout), f"dropped{layer}", out.shape)
-    names = {out.name: x.name}
-    for number, (parts, value) in enumerate(zip(last, node.outputs[1:], strict=True)):
-        names[value.name] = add("aten.cat", (tuple(parts), 0), f"last{number}", value.shape).name
-    return tuple(nodes), names
+        own = [state[layer * ways : (layer + 1) * ways] for state in (states if several else (states,))]
+        weights = parameters[layer * per_layer : (layer + 1) * per_layer]
+        x, *new = net(x, own if several else own[0], weights, biases, 1, 0.0, train, both, batch_first)
+        for parts, state in zip(last, new, strict=True):
+            parts.append(state)
+        x = torch.dropout(x, dropout, True) if layer + 1 < layers else x
+    return x, *(torch.cat(parts) for parts in last)

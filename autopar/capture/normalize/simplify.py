@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.capture.flat import FlatGraph, rewrite_nodes, size_args
+from autopar.capture.flat import FlatGraph, Lookup, Rewritten, node_rewrite, rewrite_nodes, size_args
 from autopar.ir.graph import DType, Node, Ref, Value
 
 _RESHAPES = (
@@ -22,25 +21,22 @@ _DROPOUT = ("aten.native_dropout", "aten.dropout", "ap.dropout")
 _VIEWS = ("aten.reshape", "aten.expand", "aten.slice.Tensor", "aten.permute", "aten.to.dtype", "aten.squeeze.dims", "aten.pad")
 
 
-def casts(flat: FlatGraph) -> FlatGraph:
+@node_rewrite
+def casts(node: Node, graph: Lookup) -> Rewritten | None:
     """``_to_copy(x, dtype=d)`` becomes ``to.dtype(x, d)``; without a dtype it is a copy."""
-
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op != "aten._to_copy":
-            return None
-        dtype = dict(node.kwargs).get("dtype")
-        if not isinstance(dtype, DType):
-            return (), {node.name: node.operands()[0]}
-        return (replace(node, op="aten.to.dtype", args=(node.args[0], dtype), kwargs=()),), {}
-
-    return rewrite_nodes(flat, step)
+    if node.op != "aten._to_copy":
+        return None
+    dtype = dict(node.kwargs).get("dtype")
+    if not isinstance(dtype, DType):
+        return (), {node.name: node.operands()[0]}
+    return replace(node, op="aten.to.dtype", args=(node.args[0], dtype), kwargs=())
 
 
 def reshapes(flat: FlatGraph) -> FlatGraph:
     """Every view that keeps the order of elements is ``reshape(x, sizes)``; a reshape of a reshape is one."""
     producers: dict[str, Node] = {}
 
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+    def step(node: Node) -> Rewritten | None:
         if node.op not in _RESHAPES:
             return None
         operand = node.operands()[0]
@@ -48,98 +44,88 @@ def reshapes(flat: FlatGraph) -> FlatGraph:
             operand = producers[operand].operands()[0]
         new = replace(node, op="aten.reshape", args=(Ref(operand), size_args(node.outputs[0].shape)), kwargs=())
         producers[node.name] = new
-        return (new,), {}
+        return new
 
     return rewrite_nodes(flat, step)
 
 
-def squeezes(flat: FlatGraph) -> FlatGraph:
+@node_rewrite
+def squeezes(node: Node, graph: Lookup) -> Rewritten | None:
     """``squeeze`` names the dimensions that it removes: those of size 1 in the whole tensor, of which a rank may have a shard."""
-    values = flat.values()
-
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op.split(".")[1] != "squeeze":
-            return None
-        shape = values[node.operands()[0]].shape
-        asked = node.args[1] if len(node.args) > 1 else tuple(range(len(shape)))
-        dims = {int(dim) % len(shape) for dim in (asked if isinstance(asked, tuple) else (asked,))} if shape else set()  # type: ignore[arg-type]
-        removed = tuple(dim for dim in sorted(dims) if shape[dim] == 1)
-        return (replace(node, op="aten.squeeze.dims", args=(node.args[0], removed), kwargs=()),), {}
-
-    return rewrite_nodes(flat, step)
+    values = graph.values
+    if node.op.split(".")[1] != "squeeze":
+        return None
+    shape = values[node.operands()[0]].shape
+    asked = node.args[1] if len(node.args) > 1 else tuple(range(len(shape)))
+    dims = {int(dim) % len(shape) for dim in (asked if isinstance(asked, tuple) else (asked,))} if shape else set()  # type: ignore[arg-type]
+    removed = tuple(dim for dim in sorted(dims) if shape[dim] == 1)
+    return replace(node, op="aten.squeeze.dims", args=(node.args[0], removed), kwargs=())
 
 
-def group_norms(flat: FlatGraph) -> FlatGraph:
+@node_rewrite
+def broadcasts(node: Node, graph: Lookup) -> Rewritten | None:
+    """``broadcast_tensors(a, b)`` vanishes for operands that have the common shape already."""
+    if node.op != "aten.broadcast_tensors":
+        return None
+    operands = node.operands()
+    if any(graph.values[name].shape != value.shape for name, value in zip(operands, node.outputs, strict=True)):
+        return None
+    return (), {value.name: name for name, value in zip(operands, node.outputs, strict=True)}
+
+
+@node_rewrite
+def group_norms(node: Node, graph: Lookup) -> Rewritten | None:
     """``native_group_norm(x, w, b, n, c, space, groups, eps)`` whose statistics nobody reads is ``group_norm``."""
-    used = flat.uses()
-
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op != "aten.native_group_norm" or any(used.get(value.name) for value in node.outputs[1:]):
-            return None
-        x, weight, bias, *_, groups, eps = node.args
-        args = (x, groups, weight, bias, eps)
-        return (replace(node, op="aten.group_norm", args=args, kwargs=(), outputs=node.outputs[:1]),), {}
-
-    return rewrite_nodes(flat, step)
+    used = graph.uses
+    if node.op != "aten.native_group_norm" or any(used.get(value.name) for value in node.outputs[1:]):
+        return None
+    x, weight, bias, *_, groups, eps = node.args
+    args = (x, groups, weight, bias, eps)
+    return replace(node, op="aten.group_norm", args=args, kwargs=(), outputs=node.outputs[:1])
 
 
-def factories(flat: FlatGraph) -> FlatGraph:
+@node_rewrite
+def factories(node: Node, graph: Lookup) -> Rewritten | None:
     """``new_zeros(x, sizes)`` is ``zeros(sizes)`` of its dtype: it reads nothing of x, which need not be whole for it."""
-
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op not in _NEW:
-            return None
-        kwargs = (("dtype", DType(node.outputs[0].dtype)),)
-        return (replace(node, op=node.op.replace("new_", ""), args=node.args[1:], kwargs=kwargs),), {}
-
-    return rewrite_nodes(flat, step)
+    if node.op not in _NEW:
+        return None
+    kwargs = (("dtype", DType(node.outputs[0].dtype)),)
+    return replace(node, op=node.op.replace("new_", ""), args=node.args[1:], kwargs=kwargs)
 
 
 def without_dropout(flat: FlatGraph) -> FlatGraph:
-    """The graph with dropout's probabilities at zero, attention's too."""
-
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op in _DROPOUT:
-            return (), {node.name: node.operands()[0]}
-        if node.op != "aten.scaled_dot_product_attention":
-            return None
-        args = tuple(0.0 if index == 4 else arg for index, arg in enumerate(node.args))
-        return (replace(node, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in node.kwargs)),), {}
-
-    return rewrite_nodes(flat, step)
+    """The graph as a program in evaluation computes it."""
+    return rewrite_nodes(flat, node_without_dropout)
 
 
-def no_ops(flat: FlatGraph) -> FlatGraph:
-    """Operations that give back their operand are dropped; dropout gets one spelling."""
-    values = flat.values()
-
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        operands = node.operands()
-        if node.op in _DROPOUT:
-            probability, active = node.args[1], node.args[2] if len(node.args) > 2 else True
-            if probability == 0 or active is False:
-                return (), {node.name: operands[0]}
-            return (
-                Node(
-                    op="ap.dropout",
-                    args=(node.args[0], probability),
-                    kwargs=(),
-                    outputs=node.outputs[:1],
-                    module=node.module,
-                    source=node.source,
-                    no_grad=node.no_grad,
-                ),
-            ), {}
-        if not operands or len(node.outputs) != 1:
-            return None
-        before, after = values[operands[0]], node.outputs[0]
-        if not same_type(before, after) or (before.differentiable and not after.differentiable):
-            return None
-        if node.op in _COPIES or (node.op in _VIEWS and is_identity(node)) or is_neutral(node):
-            return (), {node.name: operands[0]}
+def node_without_dropout(node: Node) -> Rewritten | None:
+    """Dropout is left out, and attention's has probability zero."""
+    if node.op in _DROPOUT:
+        return (), {node.name: node.operands()[0]}
+    if node.op != "aten.scaled_dot_product_attention":
         return None
+    args = tuple(0.0 if index == 4 else arg for index, arg in enumerate(node.args))
+    return replace(node, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in node.kwargs))
 
-    return rewrite_nodes(flat, step)
+
+@node_rewrite
+def no_ops(node: Node, graph: Lookup) -> Rewritten | None:
+    """Operations that give back their operand are dropped; dropout gets one spelling."""
+    values = graph.values
+    operands = node.operands()
+    if node.op in _DROPOUT:
+        probability, active = node.args[1], node.args[2] if len(node.args) > 2 else True
+        if probability == 0 or active is False:
+            return (), {node.name: operands[0]}
+        return replace(node, op="ap.dropout", args=(node.args[0], probability), kwargs=(), outputs=node.outputs[:1])
+    if not operands or len(node.outputs) != 1:
+        return None
+    before, after = values[operands[0]], node.outputs[0]
+    if not same_type(before, after) or (before.differentiable and not after.differentiable):
+        return None
+    if node.op in _COPIES or (node.op in _VIEWS and is_identity(node)) or is_neutral(node):
+        return (), {node.name: operands[0]}
+    return None
 
 
 def same_type(before: Value, after: Value) -> bool:
@@ -147,7 +133,7 @@ def same_type(before: Value, after: Value) -> bool:
 
 
 def is_identity(node: Node) -> bool:
-    """Whether a view-like node that keeps shape and dtype keeps every element in place too."""
+    """Return whether a view-like node that keeps shape and dtype keeps every element in place too."""
     if node.op == "aten.permute":
         dims = node.args[1]
         return isinstance(dims, tuple) and list(dims) == list(range(len(dims)))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.capture.flat import FlatGraph, node_like, rewrite_nodes, size_args
+from autopar.capture.flat import FlatGraph, Lookup, Rewritten, node_like, node_rewrite, rewrite_nodes, size_args
 from autopar.ir.dims import Dim
 from autopar.ir.graph import DType, Node, Ref
 
@@ -14,29 +13,26 @@ WrittenSlice = tuple[int, int, str]
 """Start and end of a slice, and the value that was written there."""
 
 
-def copies(flat: FlatGraph) -> FlatGraph:
+@node_rewrite
+def copies(node: Node, graph: Lookup) -> Rewritten | None:
     """``copy(x, y)`` is y, of x's type and shape."""
-    values = flat.values()
-
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
-        if node.op != "aten.copy":
-            return None
-        source, result = values[node.operands()[-1]], node.outputs[0]
-        nodes: list[Node] = []
-        if source.dtype != result.dtype:
-            cast = node_like(node, "aten.to.dtype", (Ref(source.name), DType(result.dtype)), f"{node.name}_cast", source.shape)
-            nodes, source = [cast], cast.outputs[0]
-        if source.shape != result.shape:
-            grown = node_like(
-                node, "aten.expand", (Ref(source.name), size_args(result.shape)), f"{node.name}_grown", result.shape
-            )
-            nodes, source = [*nodes, grown], grown.outputs[0]
-        return tuple(nodes), {result.name: source.name}
-
-    return rewrite_nodes(flat, step)
+    values = graph.values
+    if node.op != "aten.copy":
+        return None
+    source, result = values[node.operands()[-1]], node.outputs[0]
+    nodes: list[Node] = []
+    if source.dtype != result.dtype:
+        cast = node_like(node, "aten.to.dtype", (Ref(source.name), DType(result.dtype)), f"{node.name}_cast", source.shape)
+        nodes, source = [cast], cast.outputs[0]
+    if source.shape != result.shape:
+        grown = node_like(
+            node, "aten.expand", (Ref(source.name), size_args(result.shape)), f"{node.name}_grown", result.shape
+        )
+        nodes, source = [*nodes, grown], grown.outputs[0]
+    return tuple(nodes), {result.name: source.name}
 
 
-def _joined(node: Node, base: Ref, part: Ref, dim: int, written: tuple[int, int]) -> tuple[tuple[Node, ...], Mapping[str, str]]:
+def _joined(node: Node, base: Ref, part: Ref, dim: int, written: tuple[int, int]) -> Rewritten:
     """``slice_scatter``, which has no gradient of complex numbers, as ``cat(x[:a], part, x[b:])``."""
     begin, end = written
     shape = node.outputs[0].shape
@@ -60,7 +56,7 @@ def filled(flat: FlatGraph) -> FlatGraph:
     values = flat.values()
     written: dict[str, tuple[int, tuple[WrittenSlice, ...]]] = {}
 
-    def step(node: Node) -> tuple[tuple[Node, ...], Mapping[str, str]] | None:
+    def step(node: Node) -> Rewritten | None:
         if node.op != "aten.slice_scatter":
             return None
         base, part, dim, start, end, stride = (*node.args, None, None, None)[:6] if len(node.args) < 6 else node.args
@@ -86,6 +82,6 @@ def filled(flat: FlatGraph) -> FlatGraph:
         if [start for start, _, _ in ordered] != borders[:-1] or borders[-1] != size:
             return _joined(node, base, part, at, (begin, begin + length)) if node.outputs[0].dtype in _COMPLEX else None
         whole = replace(node, op="aten.cat", args=(tuple(Ref(name) for _, _, name in ordered), at), kwargs=())
-        return (whole,), {}
+        return whole
 
     return rewrite_nodes(flat, step)

@@ -106,7 +106,8 @@ def _is_function(name: str) -> bool:
 
 
 def _annotated(forward: Callable[..., Any]) -> bool:
-    """Whether a decorated forward returns a class whose first field is the loss (``return_dict=False`` of transformers)."""
+    """Return whether a decorated forward returns a class whose first field is the loss (``return_dict=False`` of
+    transformers)."""
     try:
         annotation = typing.get_type_hints(forward).get("return")
     except Exception:  # whatever the evaluation of an annotation raises

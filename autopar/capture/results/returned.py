@@ -104,7 +104,7 @@ def parse_asked(asked: Iterable[str]) -> dict[str, str]:
 
 
 def is_scalar(tensor: Tensor) -> bool:
-    """Whether a tensor has one element at every batch size."""
+    """Return whether a tensor has one element at every batch size."""
     return all(isinstance(size, int) and size == 1 for size in tensor.shape)
 
 
@@ -151,7 +151,7 @@ def take_apart(result: Any, asked: Sequence[str], usual_kind: str = "", module: 
 
 
 def within(path: str, prefix: str) -> bool:
-    """Whether a path is `prefix` or a part of it; everything is within the empty one."""
+    """Return whether a path is `prefix` or a part of it; everything is within the empty one."""
     return not prefix or path == prefix or path.startswith(f"{prefix}.")
 
 

@@ -1,4 +1,5 @@
-"""Operations that export keeps whole and that are made of others: they are taken apart, so that rules need not know them."""
+"""Operations that export keeps whole and that are made of others: they are taken apart, so that rules need not know them. Batch
+norms and losses are taken apart into sums over the batch (`normalize.batch_norm`, `normalize.loss_functions`)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,11 @@ import torch
 from torch._decomp import decomposition_table
 from torch._export.utils import _get_decomp_for_cia
 from torch.export import ExportedProgram
+
+from autopar.capture.normalize.batch_norm import batch_norms
+from autopar.capture.normalize.loss_functions import loss_functions
+from autopar.capture.normalize.recurrent import recurrent_nets
+from autopar.capture.tracing.data.checks import drop_checks
 
 COMPOSITE = """
 concat concatenate tile meshgrid hstack vstack dstack column_stack row_stack atleast_1d atleast_2d atleast_3d swapaxes
@@ -48,9 +54,9 @@ def decompositions(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
     return out
 
 
-def decomposed(program: ExportedProgram) -> ExportedProgram:
+def decomposed(program: ExportedProgram, local_batch_norm: bool) -> ExportedProgram:
     """The functional program, whose composite operations are taken apart. What they are made of may be composite again."""
-    taken = decompositions(program)
+    taken = {**batch_norms(local_batch_norm), **loss_functions(), **recurrent_nets(), **decompositions(program)}
     program = program.run_decompositions(taken)
     for _ in range(3):
         further = {op: function for op, function in decompositions(program).items() if op not in taken}
@@ -58,4 +64,5 @@ def decomposed(program: ExportedProgram) -> ExportedProgram:
             break
         taken |= further
         program = program.run_decompositions(taken)
+    drop_checks(program)
     return program

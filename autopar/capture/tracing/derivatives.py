@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._functorch import apis
 
-from autopar.capture.tracing.explain import TORCH_ROOT, user_line
+from autopar.capture.tracing.places import TORCH_ROOT, user_line
 from autopar.errors import CaptureError
 
 torch_grad = FunctionType(torch.autograd.grad.__code__, torch.autograd.grad.__globals__, "grad", torch.autograd.grad.__defaults__)

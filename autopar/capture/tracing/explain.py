@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import re
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
+from autopar.capture.control_flow import data_dependent, is_data_dependent
+from autopar.capture.tracing.places import is_users
 from autopar.errors import CaptureError, OperatorError
 
-TORCH_ROOT = torch.__file__.rsplit("/", 1)[0]
-NOT_THE_USERS = ("/torch/", "/autopar/capture/", "/autopar/ops/", "<", "contextlib")
 NAMED_LINE = re.compile(r'File "((?!\S*/autopar/capture/)(?!\S*/torch/)[^"]+)", line (\d+)')
 """A line that is no frame of torch's or capture's, in what torch says of an error."""
 INTERNAL = r"torch\._|[Ff]ake|[Pp]roxy|[Dd]ynamo|functorch|Wrapper|[Uu]nbacked|trac|meta|dispatch|SymInt|\bu\d|constant"
@@ -30,31 +28,6 @@ CONSTRUCTS = (
     (r"jit\.|ScriptModule|ScriptFunction", "functions of torch.jit cannot be captured: call the Python function itself"),
 )  # fmt: skip
 """What the line of an error, or torch's message, tells of the construct that is refused, and what to do about it."""
-
-
-def user_line() -> str:
-    """``file.py:line`` of the innermost frame outside torch and autopar's capture."""
-    for frame in inspect.stack()[1:]:
-        if not frame.filename.startswith(TORCH_ROOT) and "/autopar/capture/" not in frame.filename and "<" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno}"
-    return "unknown line"
-
-
-def is_data_dependent(error: Exception) -> bool:
-    """Whether a branch or a size depends on data."""
-    text = f"{type(error).__name__} {error}"
-    words = ("DataDependent", "data-dependent", "meta tensors", "on a meta tensor", "DynamicOutputShape")
-    return any(word in text for word in words)
-
-
-def data_dependent(where: str) -> str:
-    """The message for control flow or sizes that depend on data."""
-    inside = "" if "(module " in where else " (it is the model's own forward: move it into a submodule)"
-    return (
-        f"{where}: control flow or a size depends on the data of a tensor; "
-        "use torch.where, torch.cond or masks instead of if, .item() or boolean indexing (routed experts: call "
-        f"autopar.ops.moe_experts), or leave the smallest submodule around it whole: autopar.opaque(module){inside}"
-    )
 
 
 def explain(error: Exception, model: nn.Module, derivatives: Sequence[str] = ()) -> CaptureError:
@@ -104,7 +77,7 @@ def place(error: Exception, model: nn.Module) -> tuple[str, str, bool]:
         frame, line = traceback.tb_frame, traceback.tb_lineno
         file, first = frame.f_code.co_filename, next(iter(frame.f_code.co_varnames), "")
         inside = paths.get(id(frame.f_locals.get(first)), inside)
-        last = not any(part in file for part in NOT_THE_USERS)
+        last = is_users(file)
         if last:
             where, code = f"{file}:{line}", linecache.getline(file, line).strip()
         traceback = traceback.tb_next

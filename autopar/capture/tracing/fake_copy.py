@@ -70,7 +70,7 @@ def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
 
 
 def has_no_data(tensor: Tensor) -> bool:
-    """Whether a tensor has no values: they may be anything."""
+    """Return whether a tensor has no values: they may be anything."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 

@@ -21,6 +21,8 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._higher_order_ops import utils
 from torch.nn.attention import flex_attention as flex
 
+from autopar.runtime.compat.hooks import replaced
+
 Modify = Callable[..., Tensor]
 
 
@@ -32,11 +34,9 @@ def flex_as_operations() -> Iterator[None]:
     try:
         for function, instead in pairs:
             function.__code__ = instead.__code__
-        utils._hop_compile_and_call = _branches_compiled
-        with torch.compiler.set_stance("force_eager"):
+        with replaced(utils, "_hop_compile_and_call", _branches_compiled), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        utils._hop_compile_and_call = _compile_and_call
         for (function, _), code in zip(pairs, before, strict=True):
             function.__code__ = code
 

@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.normalize.random import KNOWN
 from autopar.capture.normalize.recurrent import RECURRENT
 from autopar.capture.tracing.custom_functions import apply_traced
-from autopar.capture.tracing.explain import user_line
+from autopar.capture.tracing.places import user_line
 from autopar.errors import CaptureError
+from autopar.runtime.compat.hooks import replaced
 
 ASSIGNED = "x.data = ... in the forward would be lost: make x a buffer (register_buffer), and write x.copy_(...) under no_grad"
 REFUSED = {
@@ -30,18 +31,15 @@ def number_lines() -> Iterator[list[str]]:
     """The lines, in order, at which the traced model makes a number of a size that should stay a symbol."""
     environment: Any = TracingContext.get().fake_mode.shape_env  # type: ignore[union-attr]
     lines: list[str] = []
-    replace = environment._set_replacement
+    set_replacement = environment._set_replacement
 
     def recorded(symbol: Any, target: Any, *args: Any) -> None:
         if target.is_number:
             lines.append(user_line().rsplit("/", 1)[-1])
-        replace(symbol, target, *args)
+        set_replacement(symbol, target, *args)
 
-    environment._set_replacement = recorded
-    try:
+    with replaced(environment, "_set_replacement", recorded):
         yield lines
-    finally:
-        del environment._set_replacement
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -97,7 +95,6 @@ def custom_functions(allowed: tuple[str, ...]) -> Iterator[None]:
     """While active, a user's ``autograd.Function`` is traced with its backward (module `custom_functions`), unless it is
     `allowed`: then only its forward is. CaptureError where a hook is registered."""
     function_apply = torch.autograd.Function.__dict__["apply"]
-    register_hook = torch.Tensor.register_hook
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         qualified = f"{cls.__module__}.{cls.__qualname__}"
@@ -108,10 +105,5 @@ def custom_functions(allowed: tuple[str, ...]) -> Iterator[None]:
     def hook(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         raise CaptureError(f"{user_line()}: a tensor hook registered in forward would be lost when captured; remove it")
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    torch.Tensor.register_hook = hook  # type: ignore[method-assign]
-    try:
+    with replaced(torch.autograd.Function, "apply", classmethod(apply)), replaced(torch.Tensor, "register_hook", hook):
         yield
-    finally:
-        torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
-        torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]

@@ -214,7 +214,7 @@ def find_groups(model: nn.Module) -> list[EqualLayers]:
 
 
 def of_equal_code(one: nn.Module, two: nn.Module) -> bool:
-    """Whether two modules without data compute the same of equal tensors."""
+    """Return whether two modules without data compute the same of equal tensors."""
     state = [[name for name, _ in (*each.named_parameters(), *each.named_buffers())] for each in (one, two)]
     return state[0] == state[1] and type(one) is type(two) and _difference(one, two, set()) is not None
 
@@ -276,7 +276,7 @@ def _equal(one: Any, two: Any, places: dict[int, int]) -> bool:
 
 
 def _plain(one: Any) -> bool:
-    """Whether all that an object holds is in its attributes, as for instances of classes that are written in Python."""
+    """Return whether all that an object holds is in its attributes, as for instances of classes that are written in Python."""
     kind = type(one)
     if any("__reduce_ex__" in each.__dict__ or "__reduce__" in each.__dict__ for each in kind.__mro__[:-1]):
         return False

@@ -1,12 +1,53 @@
-"""The user's line and module of a node of an exported program."""
+"""Lines and modules of the user's code, of a frame that runs or a node of an exported program; and what kind of node that is."""
 
 from __future__ import annotations
 
+import random
+import re
+import sys
+from types import FrameType
+
+import torch
 from torch import fx
 
 from autopar.capture.layers import CALL_MARK
 
-_NOT_THE_USERS = ("/torch/", "/autopar/capture/", "/autopar/ops/", "/einops/", "<eval_with_key>")
+TORCH_ROOT = torch.__file__.rsplit("/", 1)[0]
+_LIBRARIES = (TORCH_ROOT, random.__file__, "/autopar/capture/", "/autopar/ops/", "/numpy/", "/einops/", "/contextlib.py", "<")
+_FRAME = re.compile(r'^ *File "([^"]*)", line (\d+)', re.M)
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file of code is the user's."""
+    return not any(part in file for part in _LIBRARIES)
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that is the user's, of a frame and those that called it."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def user_line() -> str:
+    """``file.py:line`` of the innermost frame that is the user's."""
+    frame = user_frame(sys._getframe(1))
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown line"
+
+
+HOST_ARGUMENTS = frozenset(("device", "layout", "memory_format", "pin_memory", "non_blocking"))
+"""Keyword arguments of operations that say where and how a tensor lies, which ranks decide for themselves."""
+_ASSERTS = ("_assert", "sym_constrain", "_guards")
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """Return whether a node checks something, and computes nothing."""
+    return any(word in str(node.target) for word in _ASSERTS)
+
+
+def reads_number(node: fx.Node) -> bool:
+    """Return whether a node makes a number of Python of a tensor."""
+    return str(node.target).startswith(("aten.item.", "aten._local_scalar_dense."))
 
 
 def source_place(node: fx.Node) -> str:
@@ -39,12 +80,6 @@ def called_module_of(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node, stack_trace: str | None = None) -> str:
-    """``file.py:line`` of the innermost frame of a node's stack trace that is outside of torch and of capture."""
-    found = ""
-    lines = (stack_trace or node.meta.get("stack_trace") or "").splitlines()
-    for line in lines:
-        line = line.strip()
-        if line.startswith('File "') and not any(part in line for part in _NOT_THE_USERS):
-            file, number = line.split('"')[1], line.split(", line ")[1].split(",")[0]
-            found = f"{file.rsplit('/', 1)[-1]}:{number}"
-    return found
+    """``file.py:line`` of the innermost frame of a node's stack trace that is the user's."""
+    frames = _FRAME.findall(stack_trace or node.meta.get("stack_trace") or "")
+    return next((f"{file.rsplit('/', 1)[-1]}:{number}" for file, number in reversed(frames) if is_users(file)), "")

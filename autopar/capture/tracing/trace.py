@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
 from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of, bind_inputs
+from autopar.capture.control_flow import is_data_dependent
 from autopar.capture.loops import unroll_loops
 from autopar.capture.reads import ReadRecord, call_recorded, refuse_counters
 from autopar.capture.results.returned import take_apart
-from autopar.capture.tracing.data.checks import checks_pass, drop_checks
+from autopar.capture.tracing.data.checks import checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
-from autopar.capture.tracing.data.hints import cumulative_statistics, masks_are_not_read, to_the_same_device
-from autopar.capture.tracing.data.indices import ListIndices
+from autopar.capture.tracing.data.hints import ListIndices, cumulative_statistics, masks_are_not_read, to_the_same_device
 from autopar.capture.tracing.decompose import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
 from autopar.capture.tracing.experts import experts_as_operator
-from autopar.capture.tracing.explain import explain, is_data_dependent
+from autopar.capture.tracing.explain import explain
 from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
 from autopar.capture.tracing.guards import Refusals, custom_functions, number_lines, refuse_complex, refuse_hooks
@@ -76,13 +76,14 @@ LossFunction = Callable[[Any, Any], Any]
 class Results:
     """The request to a capture: requested outputs (`asked`), how they come back where that is not said (`usual_kind`), and a
     loss of its result and a target. `batch_dim`: see `bind.batch_dims_of`. `autocast`: the dtype of a ``torch.autocast`` around
-    it all."""
+    it all. `local_batch_norm`: see `normalize.batch_norm`."""
 
     asked: tuple[str, ...] = ()
     usual_kind: str = ""
     loss_fn: LossFunction | None = None
     batch_dim: BatchDim = None
     autocast: str = ""
+    local_batch_norm: bool = False
 
 
 class LossOnly(nn.Module):
@@ -220,16 +221,11 @@ class _Attempt:
                 setattr(copied.get_submodule(path), name, value)
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            stack.enter_context(quiet_logs())
-            stack.enter_context(custom_functions(self.allowed))
-            stack.enter_context(flex_as_operations())
-            stack.enter_context(ListIndices())
-            stack.enter_context(Refusals())
-            stack.enter_context(self.values)
-            stack.enter_context(CtcLosses())
-            stack.enter_context(masks_are_not_read())
-            stack.enter_context(to_the_same_device())
-            stack.enter_context(cumulative_statistics())
+            for context in (
+                quiet_logs(), custom_functions(self.allowed), flex_as_operations(), ListIndices(), Refusals(), self.values,
+                CtcLosses(), masks_are_not_read(), to_the_same_device(), cumulative_statistics(),
+            ):  # fmt: skip
+                stack.enter_context(context)
             self.lines = stack.enter_context(number_lines())
             self.checks = stack.enter_context(checks_pass())
             self.derivatives = stack.enter_context(derivatives_inside())
@@ -239,7 +235,8 @@ class _Attempt:
                 return None
             device = device_of(self.model)
             stack.enter_context(under_autocast(device.type, self.results.autocast))
-            return export_copy(clone, self.bound.tensors, batch_of(self.bound.tensors), self.symbolic, self.open_dims, device)
+            program = export_copy(clone, self.bound.tensors, batch_of(self.bound.tensors), self.symbolic, self.open_dims, device)
+            return decomposed(program, self.results.local_batch_norm)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -257,7 +254,7 @@ def export_copy(
     open_dims: Mapping[str, tuple[int, ...]],
     device: torch.device,
 ) -> ExportedProgram:
-    """The functional program of ATen operations. A batch of 1 is traced as 2, since torch specialises 0 and 1."""
+    """The program of operations that autograd sees. A batch of 1 is traced as 2, since torch specialises 0 and 1."""
     batched = {name: bool(tensor.dim()) and tensor.shape[0] == batch for name, tensor in tensors.items()}
     size = max(batch, 2) if symbolic else batch
     example = {
@@ -273,8 +270,6 @@ def export_copy(
     mark_no_grad(program)
     unroll_loops(program)
     join_layers(program)
-    program = decomposed(program)
-    drop_checks(program)
     return program
 
 

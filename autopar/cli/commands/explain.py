@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -91,10 +92,7 @@ def _explain(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Cons
             "offloads": [_json(cost, step) for cost in offloads],
             "other_ops": dict(rest),
             "other_collectives": dict(more),
-            "changes": [
-                {"name": c.name, "step_seconds": c.step_seconds, "peak_memory_bytes": c.peak_memory_bytes, "fits": c.fits}
-                for c in tried
-            ],
+            "changes": [{name: value for name, value in asdict(each).items() if name != "force"} for each in tried],
             "baselines": others,
         }
     )
@@ -126,16 +124,8 @@ def _memory(peak_bytes: int | None, fits: bool) -> tuple[str, str]:
 
 
 def _json(cost: CostRow, step: float) -> dict[str, Any]:
-    return {
-        "what": cost.what,
-        "where": cost.where,
-        "source": cost.source,
-        "axis": cost.axis,
-        "times": cost.times,
-        "seconds": cost.seconds,
-        "share": cost.seconds / step,
-        "full_bytes": cost.full_bytes,
-    }
+    fields = ("what", "where", "source", "axis", "times", "seconds", "full_bytes")
+    return {**{name: getattr(cost, name) for name in fields}, "share": cost.seconds / step}
 
 
 def _baselines(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Console) -> dict[str, Any]:

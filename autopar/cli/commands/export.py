@@ -36,7 +36,7 @@ def initial_weights(plan: Plan, trust: bool = False) -> dict[str, torch.Tensor] 
 
 
 def is_code(source: str) -> bool:
-    """Whether the model's source is a Python file, which building the model would run."""
+    """Return whether the model's source is a Python file, which building the model would run."""
     return ".py" in source
 
 

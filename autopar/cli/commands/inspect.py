@@ -69,34 +69,16 @@ def _texts(placements: Sequence[Placements]) -> list[str]:
 
 def _comm(plan: Plan, console: Console) -> None:
     rows = list(conversion_rows(plan))
-    cells = [
-        (
-            r["block"],
-            r["count"],
-            r["value"],
-            r["axis"],
-            r["conversion"],
-            r["forward"] or "-",
-            r["backward"] or "-",
-            size(r["bytes"]),
-        )
-        for r in rows
-    ]
-    console.table(
-        "Collectives of placement conversions, one step",
-        ("block", "times", "value", "axis", "conversion", "forward", "backward", "full tensor"),
-        cells,
-    )
+    cells = [(*(value or "-" for value in list(row.values())[:-1]), size(row["bytes"])) for row in rows]
+    header = ("block", "times", "value", "axis", "conversion", "forward", "backward", "full tensor")
+    console.table("Collectives of placement conversions, one step", header, cells)
     state = list(state_rows(plan))
     sent = [
         (r["block"], r["count"], r["kind"], size(r["parameter_bytes"]) if r["zero"] else "-", size(r["gradient_bytes"]))
         for r in state
     ]
-    console.table(
-        "State communication on the data axis, unsharded on it",
-        ("block", "times", "kind", "parameters", "gradients"),
-        sent,
-    )
+    columns = ("block", "times", "kind", "parameters", "gradients")
+    console.table("State communication on the data axis, unsharded on it", columns, sent)
     console.document({"collectives": rows, "state": state, "gradients": gradient_table(plan, console)})
 
 

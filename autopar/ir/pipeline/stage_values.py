@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
+from autopar.ir.batch_totals import ancestors
 from autopar.ir.graph import Graph, draws_masks
-from autopar.ir.micro_batching import ancestors
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -34,8 +34,8 @@ def decode(cls: type[T], data: Any) -> T:
     """The inverse of `encode`, for the content of a JSON document."""
     hint: Any = cls
     codec = _codec_of(hint)
-    found: T = codec.decode(msgspec.convert(data, codec.type))
-    return found
+    value: T = codec.decode(msgspec.convert(data, codec.type))
+    return value
 
 
 def file_type(cls: Any) -> Any:
@@ -98,7 +98,7 @@ _HOOKS = {
     "Kwargs": _Codec(
         dict[str, Any],
         lambda pairs: {key: encode_arg(arg) for key, arg in pairs},
-        lambda found: tuple((key, decode_arg(data)) for key, data in found.items()),
+        lambda items: tuple((key, decode_arg(data)) for key, data in items.items()),
     ),
     "Placements": _Codec(str, format_placements, parse_placements),
 }
@@ -124,7 +124,7 @@ def _codec_of(hint: Any) -> _Codec:
         return hint
     if is_dataclass(hint):
         return _codec_of_class(hint)
-    parts = get_args(hint)
+    parts = () if get_origin(hint) is Annotated else get_args(hint)
     codecs = [_codec_of(part) for part in parts if part is not ...]
     if all(each.to_file is None for each in codecs):
         return _Codec(hint)
@@ -149,7 +149,7 @@ def _codec_of(hint: Any) -> _Codec:
 
 
 def _codec_of_class(cls: Any) -> _Codec:
-    hints = get_type_hints(cls, localns=_HOOKS)
+    hints = get_type_hints(cls, localns=_HOOKS, include_extras=True)
     own = {each.name: each.default for each in fields(cls) if each.init}
     written = _FIELD.findall(_KEYS.get(cls, " ".join(own)))
     codecs = {name: _codec_of(hints[name]) for name, _, _ in written}

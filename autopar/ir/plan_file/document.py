@@ -1,6 +1,6 @@
 """The schema of ``plan.json``: `PlanDocument` holds classes of the IR (see `codec`) and what only the file has.
 
-msgspec checks the types on load, `verify` what they mean.
+msgspec checks the types on load, names and dtypes among them (`ir.names`), `verify` what they mean.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Axis
+from autopar.ir.names import Function, Line, Name, Op
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, Candidate, NodePlan, Pipeline, Precision
 
@@ -23,16 +24,16 @@ SCHEMA_VERSION = 2
 class ModelInfo(msgspec.Struct, frozen=True):
     """`source` names what rebuilds the model: a bundled name, a config.json or ``file.py:factory``; empty for a given module."""
 
-    name: str
+    name: Line
     fingerprint: str
     params: int
-    source: str = ""
+    source: Line = ""
 
 
 class ClusterInfo(msgspec.Struct, frozen=True):
     """`name` is what `Cluster.parse` reads, `devices` the number of processes, `description` the hardware."""
 
-    name: str
+    name: Line
     devices: int
     description: dict[str, Any] = {}
 
@@ -78,13 +79,13 @@ class StageInfo(msgspec.Struct, frozen=True):
 class OpInfo:
     """A `plan.NodePlan` with its block and operation."""
 
-    block: str
-    node: str
-    op: str
+    block: Name
+    node: Name
+    op: Op
     operands: tuple[Placements, ...]
     results: tuple[Placements, ...]
-    factors: tuple[str, ...]
-    function: str = ""
+    factors: tuple[Line, ...]
+    function: Function = ""
 
 
 class Predicted(msgspec.Struct, frozen=True):
@@ -145,7 +146,7 @@ class MeshResult(msgspec.Struct, frozen=True):
 
 
 class FastestInfo(msgspec.Struct, frozen=True):
-    plan: str
+    plan: Line
     step_seconds: float
 
 
@@ -157,7 +158,7 @@ class SearchInfo(msgspec.Struct, frozen=True):
     status: str = ""
     meshes: tuple[MeshResult, ...] = ()
     fastest: FastestInfo | None = None
-    cut_short: str = ""
+    cut_short: Line = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class PlanDocument:
     parallelism: Parallelism
     batch: BatchInfo
     precision: Precision
-    optimizer: str
+    optimizer: Line
     schedule: Pipeline
     stages: tuple[StageInfo, ...]
     blocks: tuple[BlockPlan, ...]

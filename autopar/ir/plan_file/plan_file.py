@@ -36,8 +36,7 @@ from autopar.ir.plan_file.document import (
     join_blocks,
 )
 from autopar.ir.plan_file.fingerprint import checksum, graph_fingerprint
-from autopar.ir.plan_file.names import check_names
-from autopar.ir.plan_file.verify_graph import verify_graph
+from autopar.ir.plan_file.verify_graph import verify_graph, verify_texts
 from autopar.ir.verify import verify_candidate
 
 PLAN_AGAIN = "plan the model again with `autopar plan MODEL --cluster CLUSTER -o plan.json`"
@@ -161,7 +160,7 @@ def decode_plan(text: str | bytes, name: str = "plan") -> Plan:
         raise PlanError(f"{name} has schema version {version}, this autopar reads version {SCHEMA_VERSION} only: {mend}")
     try:
         document = decode(PlanDocument, head)
-        check_names(document)
+        verify_texts(document.graph)
         candidate = _candidate(document)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise PlanError(f"{name} is not a valid plan: {error}; {PLAN_AGAIN}") from None

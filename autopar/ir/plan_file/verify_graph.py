@@ -1,12 +1,18 @@
-"""Checks that a graph is one: every value made once, before it is used. The graph of a plan file is not taken on trust, and what
-reads graphs relies on it. Start with `verify_graph`."""
+"""Checks that a graph is one: every value made once, before it is used; and arguments and shapes that a program may have. The
+graph of a plan file is not taken on trust, and what reads graphs relies on it. Start with `verify_graph`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Block, Call, Graph
+from autopar.ir.dims import parse_size
+from autopar.ir.graph import Block, Call, DType, Graph, Node, Ref, Symbol, Value, leaves
+from autopar.ir.names import DTYPES, LINE, LONGEST, NAME, OP
+from autopar.ir.regions import inner_nodes
+
+MOST_DIMS = 64
 
 
 def verify_graph(graph: Graph) -> None:
@@ -60,3 +66,40 @@ def _once(what: str, where: str, names: Iterable[str]) -> None:
         if name in seen:
             raise PlanError(f"{where}: the {what} {name} is there twice; plan the model again")
         seen.add(name)
+
+
+def verify_texts(graph: Graph) -> None:
+    """ValueError, one line, for the first shape or argument of an operation that is none. Their types allow more than a program
+    may have: all other texts are checked by the types of their fields."""
+    for value in (*graph.inputs, *(value for block in graph.blocks for value in block.values().values())):
+        _verify_shape(value)
+    for node in (node for block in graph.blocks for node in block.nodes):
+        _fit(NAME, "the name of an argument", (name for name, _ in node.kwargs))
+        _fit(OP, "an operation", (inner.op for inner in inner_nodes(node)))
+        _verify_arguments(node)
+
+
+def _verify_arguments(node: Node) -> None:
+    for arg in leaves((*node.args, *(arg for _, arg in node.kwargs))):
+        if isinstance(arg, Ref):
+            _fit(NAME, "the name of a value", [arg.name])
+        elif isinstance(arg, DType):
+            _fit("|".join(DTYPES), "a dtype", [arg.name])
+        elif isinstance(arg, str):
+            _fit(LINE, "one line", [arg])
+        elif isinstance(arg, Symbol) and isinstance(arg.dim, str):
+            parse_size(arg.dim)
+
+
+def _verify_shape(value: Value) -> None:
+    for dim in value.shape:
+        if isinstance(dim, str):
+            parse_size(dim)
+    if len(value.shape) > MOST_DIMS or any(isinstance(dim, int) and not 0 <= dim < 2**48 for dim in value.shape):
+        raise ValueError(f"{value.name} has a shape that no tensor has: {str(value.shape)[:60]}")
+
+
+def _fit(form: str, what: str, texts: Iterable[str]) -> None:
+    for text in texts:
+        if len(text) > LONGEST or not re.fullmatch(form, text):
+            raise ValueError(f"{text[:60]!r} is not {what}")

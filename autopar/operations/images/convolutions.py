@@ -10,7 +10,7 @@ from autopar.ir.graph import Arg, Node
 from autopar.operations.images.space import Halo, HaloOf, exchanging, numbers, space_words, window_halo
 from autopar.operations.notation.line_text import fixed, line_text
 from autopar.operations.notation.rule import DerivedLine, argument
-from autopar.operations.notation.spelling import OperationCall, Spelling, function
+from autopar.operations.notation.spelling import OperationCall, function
 from autopar.operations.operation import Operation, Sizes, packet, several
 
 
@@ -106,7 +106,7 @@ OPERATIONS = (
     ),
     Operation(
         "aten.convolution", convolution_rule, flops=_flops, convolution=True, groups_at=8, layer=True, named_after_module=True,
-        spelling=Spelling(_expression, ("F.conv1d", "F.conv2d", "F.conv3d")),
+        spelling=_expression,
     ),
     *several(
         Operation(

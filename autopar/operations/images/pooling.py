@@ -10,7 +10,7 @@ from autopar.ir.graph import Node
 from autopar.operations.images import space
 from autopar.operations.notation.line_text import fixed, leading_dims, letter, line_text
 from autopar.operations.notation.rule import DerivedLine, NamedFunction, argument
-from autopar.operations.notation.spelling import OperationCall, Spelling, function
+from autopar.operations.notation.spelling import OperationCall, function
 from autopar.operations.operation import Operation, several
 
 
@@ -85,7 +85,7 @@ def grid_sampler_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
 
 def _adaptive_pool(call: OperationCall) -> str | None:
     """``F.adaptive_avg_pool2d(x, (1, 1))``, which is stricter than the operation about tensors of two dimensions."""
-    return function("F").write(call) if len(call.node.outputs[0].shape) > 2 else None
+    return function("F")(call) if len(call.node.outputs[0].shape) > 2 else None
 
 
 _MAX = Operation("aten", partial(space_rule, pool_halo), functions=space.exchanging("ap.max_pool_halo", pool_halo))
@@ -104,7 +104,7 @@ OPERATIONS = (
     *several(_LINEAR, "upsample_linear1d upsample_bilinear2d upsample_trilinear3d"),
     *several(_NEAREST, "upsample_nearest1d upsample_nearest2d upsample_nearest3d"),
     *several(_ADAPTIVE, "adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d"),
-    replace(_ADAPTIVE, name="aten.adaptive_avg_pool2d", spelling=Spelling(_adaptive_pool, ("F.{}",))),
+    replace(_ADAPTIVE, name="aten.adaptive_avg_pool2d", spelling=_adaptive_pool),
     *several(
         Operation("aten", space_whole_rule),
         """adaptive_avg_pool1d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices

@@ -138,18 +138,8 @@ def halo_collectives(halo: HaloOf, node: Node, shapes: tuple[Shape, ...]) -> tup
 
 def exchanging(name: str, halo: HaloOf) -> tuple[NamedFunction, ...]:
     """The named function of a cut image that gets the halo from the neighbours."""
-    return (
-        NamedFunction(
-            HALO,
-            name,
-            None,
-            partial(halo_collectives, halo),
-            exclusive=True,
-            most_ranks=partial(most_ranks, halo),
-            at=SPACE,
-            pads=True,
-        ),
-    )
+    collectives, most = partial(halo_collectives, halo), partial(most_ranks, halo)
+    return (NamedFunction(HALO, name, None, collectives, exclusive=True, most_ranks=most, at=SPACE, pads=True),)
 
 
 def summing(name: str) -> tuple[NamedFunction, ...]:

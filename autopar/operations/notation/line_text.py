@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from autopar.ir.dims import Dim, Shape
 from autopar.ir.graph import Node
@@ -17,6 +17,16 @@ def letter(index: int) -> str:
 def fixed(size: Dim) -> str:
     """The word of a dimension that is never sharded."""
     return str(size) if isinstance(size, int) else "0"
+
+
+def words(shape: Shape, whole: Container[int] = ()) -> list[str]:
+    """Each dimension of a tensor as a factor of its own, but for those that are never sharded."""
+    return [fixed(size) if dim in whole else letter(dim) for dim, size in enumerate(shape)]
+
+
+def except_dims(dims: Container[int], node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """All dimensions but `dims`, of operands and results alike."""
+    return DerivedLine(line_text((words(shape, dims) for shape in shapes), (words(value.shape, dims) for value in node.outputs)))
 
 
 def tensor_text(terms: Iterable[str]) -> str:

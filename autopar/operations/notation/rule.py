@@ -98,7 +98,7 @@ class NamedFunction:
     """Whether its backward makes the gradient in the storage of what it saved."""
 
     def fits(self, node: Node, shapes: tuple[Shape, ...]) -> bool:
-        """Whether the function can compute the node."""
+        """Return whether the function can compute the node."""
         return self.applies is None or self.applies(node, shapes)
 
 

@@ -1,4 +1,4 @@
-"""How an operation is written in the program, as the torch code that a person would write, and what the gate takes for it."""
+"""How an operation is written in the program: as the torch code that a person would write."""
 
 from __future__ import annotations
 
@@ -31,17 +31,8 @@ class OperationCall:
         return ", ".join([*self.args[start:], *(f"{name}={text}" for name, text in (kwargs | self.kwargs | axis).items())])
 
 
-ExpressionWriter = Callable[[OperationCall], str | None]
+Spelling = Callable[[OperationCall], str | None]
 """Writes the expression of a node; None where its arguments do not fit this form."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spelling:
-    """How an operation is written. `forms` are what the gate takes in its expression: functions (``F.linear``), methods
-    (``.sum``), operators (``+``) and subscripts (``[]``); ``{}`` stands for the name of the operation."""
-
-    write: ExpressionWriter
-    forms: tuple[str, ...] = ()
 
 
 OPERATORS = {
@@ -67,66 +58,45 @@ def infix(symbol: str) -> Spelling:
         a, b = (operand(text) for text in call.args[:2])
         return f"{a} {symbol} {b}" if scale == "1" else f"{a} {symbol} {scale} * {b}"
 
-    return Spelling(write, (symbol, *("*" * (symbol in "+-")), f"torch.{OPERATORS[symbol]}"))
+    return write
 
 
-def method(name: str = "{}") -> Spelling:
+def method(call: OperationCall) -> str | None:
     """``x.sum(1)``."""
-
-    def write(call: OperationCall) -> str | None:
-        if not isinstance(call.node.args[0], Ref):
-            return None
-        return f"{operand(call.args[0])}.{name.format(call.packet)}({call.listed(1)})"
-
-    return Spelling(write, (f".{name}",))
+    first = call.node.args[0]
+    return f"{operand(call.args[0])}.{call.packet}({call.listed(1)})" if isinstance(first, Ref) else None
 
 
 def function(prefix: str) -> Spelling:
     """``torch.where(mask, x, y)``; of autopar's operations the function of that name in the runtime, ``C.linear_kn(x, w)``."""
-    return Spelling(lambda call: f"{prefix}.{call.packet}({call.listed()})", (f"{prefix}.{{}}",))
+    return lambda call: f"{prefix}.{call.packet}({call.listed()})"
 
 
-def sizes_method() -> Spelling:
+def sizes_method(call: OperationCall) -> str | None:
     """``x.reshape(B, 16, 64)``."""
-
-    def write(call: OperationCall) -> str | None:
-        sizes = call.args[1][1:-1].rstrip(",") if len(call.args) == 2 and isinstance(call.node.args[1], tuple) else ""
-        return f"{operand(call.args[0])}.{call.packet}({sizes})" if sizes and not call.kwargs else None
-
-    return Spelling(write, (".{}",))
+    sizes = call.args[1][1:-1].rstrip(",") if len(call.args) == 2 and isinstance(call.node.args[1], tuple) else ""
+    return f"{operand(call.args[0])}.{call.packet}({sizes})" if sizes and not call.kwargs else None
 
 
-def factory() -> Spelling:
+def factory(call: OperationCall) -> str:
     """``torch.zeros((2, 3), dtype=torch.float32, device=self.mesh.device)``."""
-
-    def write(call: OperationCall) -> str:
-        kwargs = {"dtype": f"torch.{call.node.outputs[0].dtype}"} | call.kwargs | {"device": "self.mesh.device"}
-        return f"torch.{call.packet}({replace(call, kwargs=kwargs).listed()})"
-
-    return Spelling(write, ("torch.{}",))
+    kwargs = {"dtype": f"torch.{call.node.outputs[0].dtype}"} | call.kwargs | {"device": "self.mesh.device"}
+    return f"torch.{call.packet}({replace(call, kwargs=kwargs).listed()})"
 
 
-def new_factory() -> Spelling:
+def new_factory(call: OperationCall) -> str:
     """``x.new_zeros((2, 3), dtype=torch.float32)``."""
-
-    def write(call: OperationCall) -> str:
-        return f"{operand(call.args[0])}.{call.packet}({call.listed(1, dtype=f'torch.{call.node.outputs[0].dtype}')})"
-
-    return Spelling(write, (".{}",))
+    return f"{operand(call.args[0])}.{call.packet}({call.listed(1, dtype=f'torch.{call.node.outputs[0].dtype}')})"
 
 
-def softmax(name: str) -> Spelling:
-    """``x.softmax(-1)``."""
-
-    def write(call: OperationCall) -> str | None:
-        if len(call.args) < 2 or call.kwargs:
-            return None
-        wide = ", dtype=torch.float32" if len(call.args) > 2 and call.args[2] == "True" else ""
-        return f"{operand(call.args[0])}.{name}({call.args[1]}{wide})"
-
-    return Spelling(write, (f".{name}",))
+def softmax(call: OperationCall) -> str | None:
+    """``x.softmax(-1)``, of ``_softmax(x, -1, False)``."""
+    if len(call.args) < 2 or call.kwargs:
+        return None
+    wide = ", dtype=torch.float32" if len(call.args) > 2 and call.args[2] == "True" else ""
+    return f"{operand(call.args[0])}.{call.packet.lstrip('_')}({call.args[1]}{wide})"
 
 
 def plain(name: str) -> Spelling:
     """``F.layer_norm(x, (64,), weight, bias)``: the arguments that the function has too, without the flag of a kernel."""
-    return Spelling(lambda call: None if call.kwargs else f"{name}({', '.join(call.args[:5])})", (name,))
+    return lambda call: None if call.kwargs else f"{name}({', '.join(call.args[:5])})"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.errors import PlanError
+from autopar.ir.batch_totals import BatchAxisPlacements, batch_totals, why_fixed
 from autopar.ir.graph import Block, Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, Mesh
-from autopar.ir.micro_batching import BatchAxisPlacements, batch_totals, why_fixed
 from autopar.rules.registry import Registry
 from autopar.solve.problem.boundary import BlockBoundaries, Slot
 from autopar.solve.problem.data_axis import propagate_data_axis

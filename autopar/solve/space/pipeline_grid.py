@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, BatchError, PlanError
+from autopar.ir.batch_totals import why_one_graph
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
-from autopar.ir.micro_batching import why_one_graph
 from autopar.ir.pipeline.chunk_calls import layer_calls
 from autopar.ir.verify import MOST_PASSES
 from autopar.rules.registry import Registry

@@ -10,7 +10,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autopar.ir.micro_batching import FIXED_AT
+from autopar.ir.batch_totals import FIXED_AT
 from autopar.solve.result import PlanResult
 from support.harness.end_to_end import Prepared, plan, prepare
 from support.models.model_families import families

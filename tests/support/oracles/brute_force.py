@@ -16,9 +16,10 @@ from autopar.ir.graph import Block, Graph, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Invariant, Placements, Replicate, Shard, can_shard
 from autopar.ir.plan import NodePlan, Precision
-from autopar.rules.conversions import placement_states, single_axis_conversions
+from autopar.rules.conversions import placement_states
 from autopar.rules.expand import block_strategies, combine_axes
 from autopar.rules.registry import default_registry
+from support.plans.conversion_graph import single_axis_conversions
 
 
 class Exhaustion:

@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.ir.graph import Block, Value
 from autopar.ir.placement import Invariant, Partial, Placements, Replicate, Shard, local_parts
 from autopar.ir.plan import NodePlan
-from autopar.rules.conversions import AxisConversion, axis_conversion, changed_axis, placement_states, single_axis_conversions
+from autopar.rules.conversions import AxisConversion, axis_conversion, changed_axis, placement_states
 from support.oracles.simulate_ranks import (
     LABELS,
     Coordinates,
@@ -24,6 +24,7 @@ from support.oracles.simulate_ranks import (
     shard_axis,
     unshard_axis,
 )
+from support.plans.conversion_graph import single_axis_conversions
 
 Held = dict[Coordinates, Tensor]
 

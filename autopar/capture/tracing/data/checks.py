@@ -22,7 +22,9 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
-_TORCH_ROOT = torch.__file__.rsplit("/", 1)[0]
+from autopar.capture.tracing.places import TORCH_ROOT, is_assertion, reads_number
+from autopar.runtime.compat.hooks import replaced
+
 _CHECKS = frozenset(("_assert", "_check", "_check_with", "_check_tensor_all", "_check_tensor_all_with", "_check_value"))
 """Functions of torch that raise where their first argument is false."""
 _DISTRIBUTIONS = "/torch/distributions/"
@@ -31,8 +33,6 @@ _TRUTH = frozenset(("all", "any", "bool"))
 """Builtins that take the truth of values, and return it."""
 _WARN = frozenset(("warn", "warning", "warning_once", "warn_once", "print", "info", "debug"))
 _COMPARE = frozenset((torch.equal, torch.allclose, Tensor.equal, Tensor.allclose))
-_READ = ("aten.item.", "aten._local_scalar_dense.")
-_ASSERTED = ("aten._assert_", "aten.sym_constrain_range")
 Span = tuple[int | None, int | None, int | None, int | None]
 
 
@@ -76,20 +76,20 @@ def checks_pass() -> Iterator[list[str]]:
             lines.append(answer[0])
         return defer(expression, *args, **kwargs)
 
-    environment.evaluate_sym_node, environment.guard_or_defer_runtime_assert = evaluated, deferred
-    try:
-        with Comparisons(lines):
-            yield lines
-    finally:
-        del environment.evaluate_sym_node, environment.guard_or_defer_runtime_assert
+    with (
+        replaced(environment, "evaluate_sym_node", evaluated),
+        replaced(environment, "guard_or_defer_runtime_assert", deferred),
+        Comparisons(lines),
+    ):
+        yield lines
 
 
 def drop_checks(program: ExportedProgram) -> None:
     """Takes assertions, and the numbers of tensors that nothing else reads, out of a functional program, in place."""
     graph = program.graph_module.graph
-    asked = [node for node in graph.nodes if node.op == "call_function" and str(node.target).startswith((*_READ, *_ASSERTED))]
+    asked = [node for node in graph.nodes if node.op == "call_function" and (reads_number(node) or is_assertion(node))]
     for node in asked:
-        if str(node.target).startswith(_ASSERTED) and not node.users:
+        if is_assertion(node) and not node.users:
             graph.erase_node(node)
     if asked:
         graph.eliminate_dead_code(_counts)
@@ -97,8 +97,8 @@ def drop_checks(program: ExportedProgram) -> None:
 
 
 def _counts(node: fx.Node) -> bool:
-    """Whether a node has an effect beside its result."""
-    return node.is_impure() and not str(node.target).startswith(_READ)
+    """Return whether a node has an effect beside its result."""
+    return node.is_impure() and not reads_number(node)
 
 
 def _passing(frame: FrameType | None) -> tuple[str, bool] | None:
@@ -147,7 +147,7 @@ def _span(instruction: dis.Instruction) -> Span:
 
 def _of_torch(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    return name.startswith(_TORCH_ROOT) or "/autopar/capture/" in name or "<" in name
+    return name.startswith(TORCH_ROOT) or "/autopar/capture/" in name or "<" in name
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
@@ -188,7 +188,7 @@ def _wanted(statement: ast.If | ast.Assert) -> bool | None:
 
 
 def _only_complains(body: list[ast.stmt]) -> bool:
-    """Whether statements only raise or warn."""
+    """Return whether statements only raise or warn."""
     return isinstance(body[-1], ast.Raise) or all(isinstance(each, ast.Pass) or _warns(each) for each in body)
 
 
@@ -217,7 +217,8 @@ def _compares(call: ast.Call) -> bool:
 
 
 def _caught(frame: FrameType | None) -> bool:
-    """Whether a frame, or one that called it up to the model, would catch an exception: then raising is a branch as well."""
+    """Return whether a frame, or one that called it up to the model, would catch an exception: then raising is a branch as
+    well."""
     while frame is not None and not _calls_the_model(frame):
         if not _of_torch(frame):
             line = frame.f_lineno

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.capture.tracing.explain import user_line
+from autopar.capture.tracing.places import user_line
 from autopar.errors import CaptureError
 
 _PICKED = (Tensor.masked_select, torch.masked_select, Tensor.__getitem__)

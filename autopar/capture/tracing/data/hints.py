@@ -1,9 +1,10 @@
-"""Questions that torch's own modules ask of data, to be faster or to have a number: while a model is traced, they need not."""
+"""Questions that torch's own modules ask of data, to be faster or to have a number: while a model is traced, they need not. And
+lists of numbers as indices, whose values they would lose."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,26 +12,22 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from autopar.runtime.compat.hooks import replaced
 
 
-@contextmanager
-def masks_are_not_read() -> Iterator[None]:
+def masks_are_not_read() -> AbstractContextManager[None]:
     """``nn.TransformerEncoder`` compares its mask with a causal one, to say so to the kernel beside the mask. It is said where
     the caller does; the mask counts in any case, and `normalize.masks` finds causal ones."""
-    before = transformer._detect_is_causal_mask
 
     def hint(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
-    transformer._detect_is_causal_mask = hint
-    try:
-        yield
-    finally:
-        transformer._detect_is_causal_mask = before
+    return replaced(transformer, "_detect_is_causal_mask", hint)
 
 
-@contextmanager
-def to_the_same_device() -> Iterator[None]:
+def to_the_same_device() -> AbstractContextManager[None]:
     """``submodule.to(device)`` in a forward, where it is there already: torch would swap parameters that are being traced."""
     before = nn.Module.to
 
@@ -41,15 +38,10 @@ def to_the_same_device() -> Iterator[None]:
             return self
         return before(self, *args, **kwargs)
 
-    nn.Module.to = to  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        nn.Module.to = before  # type: ignore[method-assign]
+    return replaced(nn.Module, "to", to)
 
 
-@contextmanager
-def cumulative_statistics() -> Iterator[None]:
+def cumulative_statistics() -> AbstractContextManager[None]:
     """Batch norm with ``momentum=None`` makes a number of how many batches it saw, for the mean over all of them. Here that
     stays a tensor."""
     before = _BatchNorm.forward
@@ -68,8 +60,36 @@ def cumulative_statistics() -> Iterator[None]:
                 running.copy_(running + share * (found - running))
         return batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
-    _BatchNorm.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        _BatchNorm.forward = before  # type: ignore[method-assign]
+    return replaced(_BatchNorm, "forward", forward)
+
+
+class ListIndices(TorchFunctionMode):
+    """Lists of numbers as indices (``x[:, [-1]]``) have values: torch makes tensors of them where the indexed one is, on meta.
+    One number is a slice of length 1, several are a tensor. And old masks of ``torch.where`` are those of today."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            args = (args[0], _with_values(args[1]), *args[2:])
+        elif func in (torch.where, torch.Tensor.where) and (mask := args[func is torch.Tensor.where]).dtype is torch.uint8:
+            args = tuple(mask.bool() if arg is mask else arg for arg in args)  # the kernels take it, fake tensors do not
+        return func(*args, **(kwargs or {}))
+
+
+def _with_values(index: Any) -> Any:
+    items = index if isinstance(index, tuple) else (index,)
+    if not any(map(_is_list, items)):
+        return index
+    alone = sum(isinstance(item, (list, torch.Tensor)) for item in items) == 1
+    return tuple(_of_list(item, alone) if _is_list(item) else item for item in items)
+
+
+def _is_list(item: Any) -> bool:
+    return isinstance(item, list) and bool(item) and all(type(each) is int for each in item)
+
+
+def _of_list(numbers: list[int], alone: bool) -> slice | torch.Tensor:
+    if alone and len(numbers) == 1:
+        return slice(numbers[0], numbers[0] + 1 or None)
+    return torch.tensor(numbers)

@@ -47,9 +47,14 @@ FIXED_AT = "the batch is fixed, since it becomes a number at"
 """Begins the note of a graph whose batch is not symbolic; the line of the model follows."""
 
 
+def line_that_fixes(graph: Graph) -> str:
+    """The line of the model that makes a number of the batch; empty where none is known."""
+    return next((note.removeprefix(FIXED_AT).strip() for note in graph.notes if note.startswith(FIXED_AT)), "")
+
+
 def why_fixed(graph: Graph) -> str:
     """Why a graph whose batch is not symbolic is of this batch only, with the line of the model."""
-    line = next((note.removeprefix(FIXED_AT).strip() for note in graph.notes if note.startswith(FIXED_AT)), "")
+    line = line_that_fixes(graph)
     at = f" (it becomes a number at {line}: take it from x.shape[0], without int(), len() or a list)" if line else ""
     return f"{graph.name} was captured at a batch of {graph.batch} only{at}"
 
@@ -155,7 +160,7 @@ def ancestors(block: Block, names: set[str]) -> list[Node]:
 
 
 def _determined(block: Block, name: str, known: set[str]) -> bool:
-    """Whether the inputs of the batch alone determine the value (no parameters, no random numbers)."""
+    """Return whether the inputs of the batch alone determine the value (no parameters, no random numbers)."""
     nodes = ancestors(block, {name})
     made = {value.name for node in nodes for value in node.outputs}
     read = {operand for node in nodes for operand in node.operands()} - made

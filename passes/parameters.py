@@ -1,6 +1,7 @@
-"""Casts parameters from the master dtype, in which they are stored, to the compute dtype (mixed precision).
+"""Parameters of one rank's program: casts from the dtype in which they are stored, and copies of what a block returns of their
+storage.
 
-Before (compute bfloat16, master float32)::
+`CastParameters` casts from the master dtype to the compute dtype (mixed precision). Before (compute bfloat16, master float32)::
 
     %w: bfloat16[64, 64]  # parameter
     %y = aten.linear(%x, %w)
@@ -11,17 +12,30 @@ no-op; elsewhere (zero=0) autograd casts the gradient back, so that it is accumu
     %w: float32[64, 64]  # parameter
     %w_cast: bfloat16[64, 64] = aten.to.dtype(%w, bfloat16)
     %y = aten.linear(%x, %w_cast)
+
+`CopyParameterViews` copies outputs that share storage with parameters, which FSDP2 frees after the block's forward. Before (a
+class token)::
+
+    %tokens = aten.expand(%token, [B, 1, 32])
+    return %tokens
+
+After::
+
+    %tokens = aten.expand(%token, [B, 1, 32])
+    %tokens_copy = aten.clone(%tokens)
+    return %tokens_copy
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.ir.graph import Block, DType, Node, Parameter, Ref
+from autopar.ir.graph import Block, DType, Node, Parameter, Ref, with_operands
 from autopar.ir.plan import Precision
 from autopar.operations.communication import CONVERT
-from autopar.operations.pointwise import CAST
-from autopar.passes.base import BlockState, Context, first_use_indices, fresh_name, with_operands
+from autopar.operations.pointwise import CAST, CLONE
+from autopar.operations.table import operation
+from autopar.passes.base import BlockState, Context, first_use_indices, fresh_name
 
 
 def stored_dtype(dtype: str, precision: Precision) -> str:
@@ -75,3 +89,35 @@ class CastParameters:
             outputs=tuple(renamed.get(name, name) for name in block.outputs),
             updates=tuple((buffer, renamed.get(value, value)) for buffer, value in block.updates),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CopyParameterViews:
+    """Copies views of parameters that are sharded over data ranks (ZeRO): elsewhere their storage stays."""
+
+    name: str = "copy_parameter_views"
+
+    def run(self, state: BlockState, context: Context) -> BlockState:
+        block = state.block
+        shared = _shared_with_parameters(block)
+        copied = [name for name in dict.fromkeys(block.outputs) if name in shared]
+        if not copied or not context.plan.zero:
+            return state
+        values, placements, names = block.values(), dict(state.placements), set(block.values())
+        nodes, renamed = list(block.nodes), dict[str, str]()
+        for name in copied:
+            copy = replace(values[name], name=fresh_name(f"{name}_copy", names))
+            renamed[name], placements[copy.name] = copy.name, placements[name]
+            nodes.append(Node(CLONE, (Ref(name),), (), (copy,)))
+        outputs = tuple(renamed.get(name, name) for name in block.outputs)
+        return replace(state, block=replace(block, nodes=tuple(nodes), outputs=outputs), placements=placements)
+
+
+def _shared_with_parameters(block: Block) -> set[str]:
+    """Return the values that may share storage with a parameter."""
+    shared = {parameter.value.name for parameter in block.parameters if not parameter.buffer}
+    for node in block.nodes:
+        operands = node.operands()
+        if operands and operands[0] in shared and operation(node.op).shares_storage:
+            shared.update(value.name for value in node.outputs)
+    return shared
