@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
-from torch import nn
-
 from autopar.passes.readable_names import identifier
+from autopar.runtime.attribute_names import RESERVED_ATTRIBUTES as RESERVED_ATTRIBUTES
+from autopar.runtime.attribute_names import attribute_of as attribute_of
 
-RESERVED_ATTRIBUTES = frozenset(
-    ("mesh", "prefix", "original_names", "zero", "recompute", "selective_recompute", "uses_rng", "training_noise")
-    + ("batch_statistics", "specs", "training", "split_backward", "shared_parameters", "blocks", "roots", "position", "precision")
-    + ("mesh_axes", "micro_batches", "zero_group", "totals", "count", "loss_dtype", "weight_versions", "offload_optimizer")
-    + ("input_placements", "input_shapes", "input_dtypes", "positional", "arguments", "constants", "defaults", "outputs")
-    + ("batch_dims", "reduce_dtype", "forward_only")
-    + ("chunks", "boundaries", "schedule", "batch_inputs", "micro_batch_size", "weight_grads")
-    + ("all_chunks", "own_chunks", "chunk_stages", "actions", "output_kinds", "has_loss", "differentiable_inputs")
-    + ("state_program",)
-)
 IMPORTED_NAMES = frozenset(
     (
         "BlockModule",
@@ -35,14 +24,6 @@ IMPORTED_NAMES = frozenset(
         "torch",
     )
 )
-
-
-def attribute_of(path: str) -> str:
-    """The attribute of a parameter: its path with ``_`` for dots; equals ``runtime.module.ParameterSpec.attribute``."""
-    name = re.sub(r"\W", "_", path)
-    if name[0].isdigit():
-        return f"p{name}"
-    return f"{name}_" if name in RESERVED_ATTRIBUTES or hasattr(nn.Module, name) else name
 
 
 def class_names(blocks: Iterable[str]) -> dict[str, str]:

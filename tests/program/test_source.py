@@ -22,8 +22,7 @@ from autopar.program.block_source import batch_size_source, shape_comment
 from autopar.program.build import program_text
 from autopar.program.load import load_program
 from autopar.program.loops import loops_of_calls
-from autopar.program.names import RESERVED_ATTRIBUTES, attribute_of
-from autopar.runtime import module
+from autopar.program.names import attribute_of
 from autopar.runtime.module import ParameterSpec
 
 
@@ -83,7 +82,6 @@ def test_a_program_that_nothing_uses_is_dropped() -> None:
 @pytest.mark.parametrize("path", ["a.weight", "0.weight", "type", "original", "x-y.w", "weight", "float", "mesh"])
 def test_attributes_of_parameters_agree_with_the_runtime(path: str) -> None:
     assert attribute_of(path) == ParameterSpec(path, (1,), "float32").attribute
-    assert RESERVED_ATTRIBUTES == module.RESERVED_ATTRIBUTES
     assert attribute_of(path).isidentifier() and not hasattr(torch.nn.Module, attribute_of(path))
 
 
