@@ -33,11 +33,11 @@ from .weight_source import LazyWeight, OrderedSource, WeightSource, full_weight
 
 
 class Slice(NamedTuple):
-    """The `count` elements from `start` on along a dimension."""
+    """The `length` elements from `start` on along a dimension."""
 
     dim: int
     start: int
-    count: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class State:
         spec, shape = self.specs[name], list(self.specs[name].shape)
         local = local_of(self.buffers[name] if spec.buffer else self.parameters[name] if value is None else value)
         if part is not None:
-            local, shape[part.dim] = local.narrow(*part), part.count
+            local, shape[part.dim] = local.narrow(*part), part.length
         local = local.to(dtype or local.dtype)
         if spec.buffer:
             return local.clone(memory_format=torch.contiguous_format)  # in the layout that other ranks receive into
@@ -94,7 +94,7 @@ class State:
         else:
             spec, shape = self.index.specs[name], list(self.index.specs[name].shape)
             if part is not None:
-                shape[part.dim] = part.count
+                shape[part.dim] = part.length
             full = torch.empty(shape, dtype=dtype or getattr(torch, spec.dtype), device=self.mesh.device)
         if pp.size > 1:
             dist.broadcast(full, self.mesh.rank_in_stage(holder), self.mesh.group(pp.name))
