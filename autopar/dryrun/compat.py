@@ -21,19 +21,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import AutoparError
+from autopar.runtime.report.observe import FUNCTIONAL
 
 FakeMode = FakeTensorMode
 """Tensors with shapes and storages but without data."""
 
 COLLECTIVES = {
-    "all_gather_into_tensor": "all-gather",
+    **FUNCTIONAL,
     "_allgather_base_": "all-gather",
     "allgather_": "all-gather",
-    "reduce_scatter_tensor": "reduce-scatter",
     "_reduce_scatter_base_": "reduce-scatter",
-    "all_reduce": "all-reduce",
     "allreduce_": "all-reduce",
-    "all_to_all_single": "all-to-all",
     "alltoall_base_": "all-to-all",
     "broadcast": "broadcast",
     "broadcast_": "broadcast",
@@ -140,7 +138,7 @@ class MemoryWatch(MemTracker):
         return sum(int(snapshot["Total"]) for snapshot in self._curr_mem_snap.values())
 
     def live(self) -> list[LiveStorage]:
-        """Every storage that is live now."""
+        """Return every storage that is live now."""
         return [
             LiveStorage(storage._cdata, info.mem_consumed, self._allocated_at.get(id(info), ""), info.reftype.value)
             for storage, (info, _) in self._WINFO.items()

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from autopar.dryrun.compat import fake_group
-from autopar.dryrun.run import make_optimizer
-from autopar.errors import AutoparError
+from autopar.dryrun.run import check_rank, make_optimizer
 from autopar.explain.predicted_step import predicted_step
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.passes.lower import lower
@@ -20,6 +19,7 @@ from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.module import ParameterSpec
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.report.compare import ratio_words, seconds_words, tables
+from autopar.runtime.state.parameter_table import parameter_index
 from autopar.runtime.step.inputs import NamedBatch
 
 _SCALE = 0.02
@@ -42,8 +42,7 @@ def measure_rank(plan: Plan, rank: int = 0, steps: int = 5, threads: int = 1) ->
     """Train `steps` steps with random weights and a random batch, and one more for its memory. AutoparError where the plan has no
     such rank. On a CPU it computes with so many `threads` (torchrun gives each rank one)."""
     candidate = plan.candidate
-    if not 0 <= rank < candidate.devices:
-        raise AutoparError(f"rank {rank} is not in the plan, which has ranks 0 to {candidate.devices - 1}")
+    check_rank(candidate, rank)
     module = build_program(plan.graph, candidate)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -63,8 +62,7 @@ def measure_rank(plan: Plan, rank: int = 0, steps: int = 5, threads: int = 1) ->
 def _parallel(program_class: Any) -> Parallel:
     """Build the program of this rank with random weights, each made when it is asked for."""
     program = program_class(MeshHandle(program_class.mesh_axes))
-    roots = [root for stage in program.roots() for root in stage]
-    specs = {block.original_names[spec.path]: spec for root in roots for block in root.blocks() for spec in block.specs}
+    specs = parameter_index(program.roots()).specs
     generator = torch.Generator().manual_seed(0)
     parallel = Parallel(program, lambda name: _random(specs[name], generator), check_batch_every=0)
     if parallel.pipeline_step is not None:

@@ -13,11 +13,13 @@ from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.dryrun.compat import FakeMode, LiveStorage, MemoryWatch, fake_group
 from autopar.errors import AutoparError
 from autopar.ir import dims
+from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.program.build import build_program
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.device.offload import HostMemory
 from autopar.runtime.parallel import Parallel
+from autopar.runtime.state.parameter_table import parameter_index
 from autopar.runtime.step.inputs import NamedBatch
 
 KINDS = ("parameters", "buffers", "optimizer", "gradients", "gathered", "reduced", "activations", "temporaries", "inputs")
@@ -67,16 +69,14 @@ class DryRun:
 def dry_run(plan: Plan, rank: int = 0) -> DryRun:
     """Run the program on one rank of the plan's cluster. AutoparError if the plan has no such rank."""
     candidate = plan.candidate
-    if not 0 <= rank < candidate.devices:
-        raise AutoparError(f"rank {rank} is not in the plan, which has ranks 0 to {candidate.devices - 1}")
+    check_rank(candidate, rank)
     module = build_program(plan.graph, candidate)
     foreach = plan.document.cluster.description.get("device", {}).get("kind") != "cpu"
     with fake_group(rank, candidate.devices):
         mesh = MeshHandle(module.Program.mesh_axes)
         mesh.host_memory = host = FakeHostMemory()
         program = module.Program(mesh)
-        roots = [root for stage in program.roots() for root in stage]
-        specs = {block.original_names[spec.path]: spec for root in roots for block in root.blocks() for spec in block.specs}
+        specs = parameter_index(program.roots()).specs
         with FakeMode():
             parallel = Parallel(program, lambda name: torch.empty(specs[name].shape, dtype=getattr(torch, specs[name].dtype)))
             for bucket in parallel.state.buckets.buckets:
@@ -87,6 +87,12 @@ def dry_run(plan: Plan, rank: int = 0) -> DryRun:
             }
             result = watch_steps(parallel, batch, make_optimizer(plan.document.optimizer, parallel, foreach), rank)
             return replace(_on_device(plan, result), host_bytes=host.peak_bytes)
+
+
+def check_rank(candidate: Candidate, rank: int) -> None:
+    """Raise an AutoparError where the plan has no such rank."""
+    if not 0 <= rank < candidate.devices:
+        raise AutoparError(f"rank {rank} is not in the plan, which has ranks 0 to {candidate.devices - 1}")
 
 
 def _on_device(plan: Plan, result: DryRun) -> DryRun:

@@ -34,8 +34,9 @@ from autopar.runtime.parallel import Parallel
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
-    """`cluster` is that of `autopar.parallelize`, `parallelize` its further options (``{"force": "tp=4"}``). `prepare` plans the
-    model with the first batch of the data loader beside it where that is a dictionary, else with `example_inputs`."""
+    """An accelerator whose models are parallel. `cluster` is that of `autopar.parallelize`, `parallelize` its further options
+    (``{"force": "tp=4"}``). `prepare` plans the model with the first batch of the data loader beside it where that is a
+    dictionary, else with `example_inputs`."""
 
     def __init__(
         self,
@@ -69,8 +70,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         if len(models) > 1:
             raise AutoparError("one call of prepare takes one model: prepare each with its own optimizer and example_inputs")
         if models:
-            made = self._parallelize(models[0], args)
-            args = tuple(made if each is models[0] else each for each in args)
+            parallel = self._parallelize(models[0], args)
+            args = tuple(parallel if each is models[0] else each for each in args)
         return super().prepare(*args, device_placement=device_placement)
 
     def _parallelize(self, model: nn.Module, args: tuple[Any, ...]) -> Parallel:
@@ -96,14 +97,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
     ) -> torch.Tensor:
         """Clip by the norm of all gradients of the parallel model that has these parameters, whatever the plan."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        given = {id(each) for each in parameters}
+        ids = {id(each) for each in parameters}
         for model in self._models:
             own = {id(each) for each in model.parameters()} if isinstance(model, Parallel) else set()
-            if given and given == own:
+            if ids and ids == own:
                 self.unscale_gradients()
                 norm: torch.Tensor = model.clip_grad_norm_(max_norm, norm_type)
                 return norm
-            if given & own:
+            if ids & own:
                 raise AutoparError("these are some of a parallel model's parameters: clip all of them, model.parameters()")
         other: torch.Tensor = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return other

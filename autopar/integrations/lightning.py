@@ -32,9 +32,10 @@ T = TypeVar("T")
 
 
 class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc, unused-ignore]
-    """`cluster` is that of `autopar.parallelize`, `parallelize` its further options (``{"force": "tp=4"}``). `module` names the
-    part of the LightningModule that becomes the parallel model; by default the only one that has parameters. `example_inputs` are
-    the arguments of one call of that part; by default the LightningModule's own ``example_input_array``."""
+    """A strategy whose model is parallel. `cluster` is that of `autopar.parallelize`, `parallelize` its further options
+    (``{"force": "tp=4"}``). `module` names the part of the LightningModule that becomes the parallel model; by default the only
+    one that has parameters. `example_inputs` are the arguments of one call of that part; by default the LightningModule's own
+    ``example_input_array``."""
 
     strategy_name = "autopar"
 
@@ -74,13 +75,13 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc, unused-ignore
             dist.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        said = [obj]
+        values = [obj]
         if dist.is_initialized():
-            dist.broadcast_object_list(said, src)
-        return said[0]
+            dist.broadcast_object_list(values, src)
+        return values[0]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Rank 0's: clocks of ranks differ."""
+        """Return rank 0's decision: clocks of ranks differ."""
         return self.broadcast(decision)
 
     # -- the model
@@ -88,10 +89,10 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc, unused-ignore
     @property
     def parallel(self) -> Parallel:
         """The parallel model inside the LightningModule."""
-        found = dict(self._whole.named_modules()).get(self.module)
-        if not isinstance(found, Parallel):
+        part = dict(self._whole.named_modules()).get(self.module)
+        if not isinstance(part, Parallel):
             raise AutoparError("the LightningModule has no parallel model yet: it is made when fit or validate begins")
-        return found
+        return part
 
     @property
     def _whole(self) -> LightningModule:
@@ -110,7 +111,7 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc, unused-ignore
         super().setup(trainer)
 
     def _make_parallel(self, whole: LightningModule) -> None:
-        """Replaces the part of the LightningModule."""
+        """Replace the part of the LightningModule."""
         self.module = self.module or _only_part(whole)
         parent, _, name = self.module.rpartition(".")
         part = whole.get_submodule(self.module)
@@ -129,8 +130,8 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc, unused-ignore
                 f"a plan needs an example: pass AutoparStrategy(example_inputs=...), the arguments of one call of {self.module}"
             )
         inputs = (example,) if isinstance(example, torch.Tensor) else example
-        made = make_parallel(part.train(), self.cluster, example_inputs=inputs, **self.options)
-        setattr(whole.get_submodule(parent), name, made)
+        parallel = make_parallel(part.train(), self.cluster, example_inputs=inputs, **self.options)
+        setattr(whole.get_submodule(parent), name, parallel)
 
     def teardown(self) -> None:
         """A parallel model stays where it is."""
@@ -152,10 +153,10 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc, unused-ignore
         return {prefix + key: value for key, value in self.parallel.full_state().items()} | rest
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        prefix, given = f"{self.module}.", dict(checkpoint["state_dict"])
-        mine = {key.removeprefix(prefix): given.pop(key) for key in list(given) if key.startswith(prefix)}
+        prefix, state = f"{self.module}.", dict(checkpoint["state_dict"])
+        mine = {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
         self.parallel.load_state_dict(mine, strict=strict)
-        result = self._whole.load_state_dict(given, strict=False)
+        result = self._whole.load_state_dict(state, strict=False)
         missing = [key for key in result.missing_keys if not key.startswith(prefix)]
         if strict and (missing or result.unexpected_keys):
             what = f"misses {missing[0]}" if missing else f"has {result.unexpected_keys[0]}, which the module has not"
@@ -171,8 +172,8 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc, unused-ignore
 
 
 def _plain(optimizer: Any) -> Optimizer:
-    found: Optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    return found
+    inner: Optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return inner
 
 
 def _only_part(whole: nn.Module) -> str:

@@ -22,7 +22,7 @@ from autopar.runtime.parallel import Parallel
 
 
 def present_as_one_device() -> None:
-    """Makes accelerate count one process. The process index stays the rank, so that rank 0 alone writes files and logs; so does
+    """Make accelerate count one process. The process index stays the rank, so that rank 0 alone writes files and logs; so does
     the process group, which autopar uses."""
     for state in (PartialState._shared_state, AcceleratorState._shared_state):
         if state:
@@ -59,7 +59,7 @@ class MovedOptimizer:
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
 
     def move(self, optimizer: Optimizer, parallel: Parallel) -> None:
-        """Replaces the parameters in place; those of other pipeline stages are left out."""
+        """Replace the parameters in place; those of other pipeline stages are left out."""
         if optimizer.state:
             raise AutoparError(
                 f"this {type(optimizer).__name__} has made steps before the model was parallelized: make a new one, and load its "
@@ -96,7 +96,7 @@ def wait_for_all() -> None:
 
 
 def refuse(settings: Mapping[str, tuple[object, str]]) -> None:
-    """AutoparError for the first setting that is on, with its remedy."""
+    """Raise an AutoparError for the first setting that is on, with its remedy."""
     for name, (value, remedy) in settings.items():
         if value:
             raise AutoparError(f"{name} is not for a parallel model: {remedy}")

@@ -27,8 +27,14 @@ from transformers.trainer_utils import seed_worker
 from autopar.api import parallelize as make_parallel
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.integrations.adapters import base_model, is_adapted, load_adapters
-from autopar.integrations.checkpoints import load_optimizer, load_weights, save_optimizer
+from autopar.integrations.checkpoints import (
+    base_model,
+    is_adapted,
+    load_adapters,
+    load_optimizer,
+    load_weights,
+    save_optimizer,
+)
 from autopar.integrations.one_device import (
     MovedOptimizer,
     first_batch,
@@ -47,8 +53,9 @@ _SCHEDULER = "scheduler.pt"
 
 
 class Trainer(transformers.Trainer):
-    """`cluster` is that of `autopar.parallelize`, `parallelize` its further options (``{"force": "tp=4"}``). The model is planned
-    with the first batch of the training data, else of the evaluation data; `trainer.model` is the parallel model."""
+    """A Trainer of a parallel model. `cluster` is that of `autopar.parallelize`, `parallelize` its further options (``{"force":
+    "tp=4"}``). The model is planned with the first batch of the training data, else of the evaluation data; `trainer.model` is
+    the parallel model."""
 
     model: Any
 
@@ -72,7 +79,7 @@ class Trainer(transformers.Trainer):
         self._make_parallel(model, cluster, dict(parallelize or {}))
 
     def _make_parallel(self, model: nn.Module, cluster: str | Cluster, options: dict[str, Any]) -> None:
-        """Replaces the plain model everywhere."""
+        """Replace the plain model everywhere."""
         if self.args.bf16 or self.args.fp16:
             options.setdefault("precision", "bf16" if self.args.bf16 else "fp16")
         options.setdefault("optimizer", "adamw")
@@ -247,7 +254,7 @@ class Trainer(transformers.Trainer):
 
 
 def _refuse(args: transformers.TrainingArguments, given: Mapping[str, Any]) -> None:
-    """AutoparError for what a parallel model decides otherwise."""
+    """Raise an AutoparError for what a parallel model decides otherwise."""
     model = given.get("model")
     shards = 'the plan shards the model: leave it out, or force it with parallelize={"force": "zero=3"}'
     refuse({

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopar.passes.readable_names import identifier
-from autopar.runtime.module import ParameterSpec
+from autopar.runtime.attribute_names import RESERVED_ATTRIBUTES as RESERVED_ATTRIBUTES
+from autopar.runtime.attribute_names import attribute_of as attribute_of
 
 IMPORTED_NAMES = frozenset(
     ("BlockModule", "ParameterSpec", "Program", "Base", "BoundaryTensor", "ModelChunk", "Recompute", "C", "F", "Tensor", "nn")
     + ("torch",)
 )
-
-
-def attribute_of(path: str) -> str:
-    """The attribute of a parameter: its path with ``_`` for dots, made an identifier."""
-    return ParameterSpec(path, (), "").attribute
 
 
 def class_names(blocks: Iterable[str]) -> dict[str, str]:

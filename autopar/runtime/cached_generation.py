@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .comm.convert import convert
+from .compat.dtensor import local_of
+from .device.groups import several_ranks
 from .device.mesh import DATA_AXIS, MeshHandle
 from .errors import AutoparError, RuntimeProblem, StateError
 from .key_value_cache import KeyValueCache
@@ -29,26 +32,35 @@ LENGTH_STEP = 64
 """Sequences are padded, and caches made, in multiples of it."""
 
 _OUTPUTS = ("logits:full", "past_key_values.keys:dtensor", "past_key_values.values:dtensor")
-_REFUSED = "cache_refused"
+
+
+@dataclass
+class CacheRecord:
+    """The experience of a parallel model with key-value caches: why it has none, whether that was logged, and whether the first
+    token of all was computed in both ways."""
+
+    refusal: str = ""
+    is_logged: bool = False
+    is_compared: bool = False
 
 
 def why_no_cache(parallel: Any, parameters: Mapping[str, Any]) -> str:
-    """Why a model has no key-value cache, in words; empty where one can be tried."""
+    """Return why a model has no key-value cache, in words; empty where one can be tried."""
     if parallel.variants is None:
         return "the program was exported"
     if parallel.program.mesh.pp.size > 1:
         return "the plan has a pipeline"
     if not {"past_key_values", "logits_to_keep"} <= parameters.keys():
         return "its forward does not take past_key_values and logits_to_keep"
-    return str(parallel.__dict__.get(_REFUSED, ""))
+    return str(parallel.cache_record.refusal)
 
 
 def log_no_cache(parallel: Any, reason: str) -> None:
-    """One line, on rank 0, once for each model."""
-    if "cache_logged" not in parallel.__dict__ and (not dist.is_initialized() or dist.get_rank() == 0):
+    """Log why a model has no cache, in one line, on rank 0, once for each model."""
+    if not parallel.cache_record.is_logged and (not dist.is_initialized() or dist.get_rank() == 0):
         name = type(parallel.plain.skeleton).__name__
         LOGGER.warning("generation of %s computes whole sequences, without a key-value cache: %s", name, reason)
-    parallel.__dict__["cache_logged"] = True
+    parallel.cache_record.is_logged = True
 
 
 class CachedGeneration:
@@ -63,28 +75,28 @@ class CachedGeneration:
     def logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The logits of the last token ``[batch, 1, words]``, for ids, mask and positions of whole sequences
         ``[batch, tokens]``; None where there is no cache for this model. All ranks call it with the same batch."""
-        if _REFUSED in self.parallel.__dict__:
+        if self.parallel.cache_record.refusal:
             return None
         padded_length(batch["input_ids"].shape[1], self.most)
         rows = torch.stack([each.long() for each in batch.values()], -1)
         try:
-            found = self._next_token(batch, rows)
+            logits = self._next_token(batch, rows)
         except AutoparError as error:
             if isinstance(error, RuntimeProblem) and not isinstance(error, StateError):
                 raise
             self._refuse(str(error))  # it cannot be captured, or planned
             return None
         self.rows = rows
-        return found
+        return logits
 
     def bytes_here(self) -> int:
         """The bytes of the cache on this rank."""
         past = [*self.cache.keys, *self.cache.values] if self.cache is not None else []
-        return sum(_local(each).nbytes for each in past)
+        return sum(local_of(each).nbytes for each in past)
 
     def _refuse(self, reason: str) -> None:
         self.cache = None
-        self.parallel.__dict__[_REFUSED] = reason
+        self.parallel.cache_record.refusal = reason
         log_no_cache(self.parallel, reason)
 
     def _next_token(self, batch: Mapping[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor | None:
@@ -94,15 +106,15 @@ class CachedGeneration:
         assert self.cache is not None
         if not torch.equal(source, torch.arange(len(source), device=source.device)):
             self._each(lambda past: _reordered(past, source, self.parallel.program.mesh))
-        found = self._token(batch)
-        if "cache_compared" not in self.parallel.__dict__:
+        logits = self._token(batch)
+        if not self.parallel.cache_record.is_compared:
             cache = self.cache
-            if not _close(found, self._whole(batch)):
+            if not _close(logits, self._whole(batch)):
                 self._refuse("its first token comes out differently with one")
                 return None
             self.cache = cache
-            self.parallel.__dict__["cache_compared"] = True
-        return found
+            self.parallel.cache_record.is_compared = True
+        return logits
 
     def _rows_of(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Return for each sequence a row of the cache that begins like it ``[batch]``; None where one has none."""
@@ -117,7 +129,7 @@ class CachedGeneration:
         return equal.int().argmax(1) if bool(equal.any(1).all()) else None
 
     def _whole(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Computes whole sequences, and starts the cache."""
+        """Compute whole sequences, and start the cache."""
         length = batch["input_ids"].shape[1]
         wanted = padded_length(length, self.most)
         padded = {name: nn.functional.pad(each, (0, wanted - length)) for name, each in batch.items()}
@@ -129,7 +141,7 @@ class CachedGeneration:
         return same_on_all_ranks(result.logits[:, length - 1 : length])
 
     def _token(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Computes the last token of each sequence."""
+        """Compute the last token of each sequence."""
         assert self.cache is not None
         length = batch["input_ids"].shape[1]
         if length > self.cache.capacity:
@@ -161,16 +173,12 @@ class CachedGeneration:
 # -- the tensors of a cache: DTensors of [batch, heads, tokens, size]
 
 
-def _local(past: torch.Tensor) -> torch.Tensor:
-    return past.to_local() if isinstance(past, DTensor) else past
-
-
 def _like(past: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor.from_local(local, past.device_mesh, past.placements, run_check=False)
 
 
 def _by_heads(past: DTensor, mesh: MeshHandle) -> DTensor:
-    """Sharded by heads on each model axis that divides them."""
+    """Return the cache sharded by heads on each model axis that divides them."""
     left, wanted = past.shape[1], []
     for axis, place in zip(mesh.axes, past.placements, strict=True):
         size = mesh.axis(axis).size
@@ -182,28 +190,28 @@ def _by_heads(past: DTensor, mesh: MeshHandle) -> DTensor:
 
 def _grown(past: DTensor, capacity: int) -> DTensor:
     """Return a cache with room for this many tokens."""
-    local = _local(past)
+    local = local_of(past)
     return _like(past, nn.functional.pad(local, (0, 0, 0, capacity - local.shape[2])))
 
 
 def _reordered(past: DTensor, source: torch.Tensor, mesh: MeshHandle) -> DTensor:
-    """Row ``source[i]`` in place of row i."""
-    local, dp = _local(past), mesh.dp
+    """Return the cache with row ``source[i]`` in place of row i."""
+    local, dp = local_of(past), mesh.dp
     if isinstance(past.placements[list(mesh.axes).index(DATA_AXIS)] if DATA_AXIS in mesh.axes else None, Shard):
         local, source = convert(local.contiguous(), dp, "S(0) -> R"), source.chunk(dp.size)[dp.coordinate]
     return _like(past, local.index_select(0, source))
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether logits agree to half of the digits of their dtype."""
+def _close(logits: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether logits agree to half of the digits of their dtype."""
     scale = float(expected.abs().max()) + torch.finfo(expected.dtype).tiny
-    return float((found - expected).abs().max()) <= scale * math.sqrt(torch.finfo(expected.dtype).eps)
+    return float((logits - expected).abs().max()) <= scale * math.sqrt(torch.finfo(expected.dtype).eps)
 
 
 def same_on_all_ranks(logits: torch.Tensor) -> torch.Tensor:
     """Return the logits of rank 0: replicas may differ in the last bit, and must not choose different tokens."""
     logits = logits.contiguous()
-    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+    if several_ranks():
         dist.broadcast(logits, 0)
     return logits
 

@@ -58,17 +58,17 @@ def call_leaves(program: Program, arguments: Mapping[str, Any], times: int) -> t
     paths = {name: path for path, name in program.arguments.items()}
     dims = {paths.get(name, name): dim for name, dim in program.batch_dims.items()}
     own = batch_size(leaves, dims)
-    known = {**program.constants, **program.defaults}
+    constants = {**program.constants, **program.defaults}
     words = tuple(
         (path, _words(leaf, own, dims.get(path, 0)))
         for path, leaf in sorted(leaves, key=lambda leaf: leaf[0])
-        if not (leaf is None and path not in program.constants) and not _is_default(known, program.defaults, path, leaf)
+        if not (leaf is None and path not in program.constants) and not _is_default(constants, program.defaults, path, leaf)
     )
     return words, own * times
 
 
 def hash_of(value: object) -> int:
-    """Equal on all ranks for equal values; 60 bits."""
+    """Return a hash of 60 bits that is equal on all ranks for equal values."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 4
 
 
@@ -90,6 +90,6 @@ def _words(leaf: Any, batch: int, dim: int) -> str:
     return f"{dtype} ({', '.join(sizes)}){' with gradient' if flows else ''}{f' {placed}' if placed else ''}"
 
 
-def _is_default(known: Mapping[str, str], defaults: Mapping[str, str], path: str, leaf: Any) -> bool:
-    """Whether an argument says what is taken for it anyway."""
-    return path in defaults and (not known[path] or constant_text(leaf) == known[path])
+def _is_default(constants: Mapping[str, str], defaults: Mapping[str, str], path: str, leaf: Any) -> bool:
+    """Return whether an argument says what is taken for it anyway."""
+    return path in defaults and (not constants[path] or constant_text(leaf) == constants[path])

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .comm.agreement import Stated, agree_on_batch, refused_together, require_agreement, stated_step
+from .comm.agreement import Stated, refused_together, require_agreement, stated_step
 from .compat.autograd import in_backward
 from .device.autocast import autocast_of, under_autocast
 from .errors import BatchError, RuntimeProblem
 from .module import Program
-from .pipeline.weight_versions import PipeDreamStep
+from .pipeline.pipeline_step import PipeDreamStep
 from .plain.assignments import Assignments
 from .plain.plain_model import PlainModel, check_parameters
 from .state.fsdp import reshard_all
@@ -111,11 +111,11 @@ class Calls:
         """A stage of a pipeline sees only its own parameters: what it refuses in a call that is checked is refused on all."""
         mesh, checked = self.program.mesh, is_checked(self.number, self.check_batch_every)
         asked = checked and mesh.pp.size > 1 and self.heartbeat is not None
-        with self.watch("the check of parameters"), refused_together(asked, mesh.describe):
+        with self.watch("the check of parameters"), refused_together(mesh.describe, asked=asked):
             yield
 
     def _equals(self, name: str, value: torch.Tensor) -> bool:
-        """Whether this rank's part of a tensor of the model has this value."""
+        """Return whether this rank's part of a tensor of the model has this value."""
         if self.plain is not None and name in self.plain.unused:
             return torch.equal(self.plain.unused[name], value)
         return self.state.holds(name, value)
@@ -140,7 +140,7 @@ class Calls:
             return self.variants.find(agreed)
 
     def _check_evaluation(self) -> None:
-        """RuntimeProblem where this program does not compute what the model does in evaluation."""
+        """Raise a RuntimeProblem where this program does not compute what the model does in evaluation."""
         if any(block.batch_statistics for block in self.program.blocks()):
             raise RuntimeProblem(
                 "this program normalises by the statistics of the batch and was captured for training: call train(), or evaluate "
@@ -180,9 +180,11 @@ class Calls:
             return inputs
 
         if comparing is not None:
+            describe, words = self.program.mesh.describe, " was given another batch than this rank"
             with comparing.watching(lambda: "comparing the ranks"):
-                inputs = agree_on_batch(bind, self.program.mesh.describe)
-                require_agreement(stated, self.program.mesh.describe)
+                with refused_together(describe, problem=BatchError, words=words):
+                    inputs = bind()
+                require_agreement(stated, describe)
             self.compared = True
         else:
             try:
@@ -222,6 +224,6 @@ class Calls:
             return self.first.step.flush()
 
     def check_steps_ended(self, action: str) -> None:
-        """RuntimeProblem while a batch is not ended, whose gradients and weights no checkpoint has."""
+        """Raise a RuntimeProblem while a batch is not ended, whose gradients and weights no checkpoint has."""
         if isinstance(self.first.step, PipeDreamStep) and self.first.step.windows_run:
             raise RuntimeProblem(f"the last batch is not ended: call flush() and optimizer.step() before {action}()")

@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """The namespace ``C`` of generated programs (``from autopar.runtime import collectives as C``): re-exports, nothing else.
 
 A generated program calls torch directly where it can. What it takes from the runtime comes from here: placement conversions
@@ -28,46 +29,3 @@ from .ops.functions import (
 from .ops.opaque import opaque
 from .ops.space.convolution import avg_pool_halo, convolution_halo, interpolate_halo, max_pool_halo, transposed_convolution_halo
 from .ops.space.norms import adaptive_avg_pool_space, group_norm_space, instance_norm_space, mean_space
-
-__all__ = [
-    "PendingConversion",
-    "adaptive_avg_pool_space",
-    "attention",
-    "attention_dropout",
-    "attention_heads",
-    "attention_ring",
-    "attention_rows",
-    "avg_pool_halo",
-    "cond",
-    "constant",
-    "convert",
-    "convert_many",
-    "convolution_halo",
-    "count_valid",
-    "ctc_losses",
-    "cross_entropy_sharded",
-    "cross_entropy_sum",
-    "dropout",
-    "embedding_sharded",
-    "expert_capacity",
-    "group_norm_space",
-    "histogram",
-    "instance_norm_space",
-    "interpolate_halo",
-    "linear_float8_dynamic",
-    "linear_kn",
-    "local_mean",
-    "max_pool_halo",
-    "mean_space",
-    "moe_experts",
-    "moe_experts_dispatched",
-    "moe_experts_owned",
-    "moe_experts_start",
-    "moe_experts_wait",
-    "opaque",
-    "random",
-    "start",
-    "transposed_convolution_halo",
-    "wait",
-    "while_loop",
-]

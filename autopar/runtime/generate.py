@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from .cached_generation import CachedGeneration, log_no_cache, padded_length, same_on_all_ranks, why_no_cache
+from .device.groups import several_ranks
 from .errors import RuntimeProblem
+from .plain.plain_model import preserved_modes
 
 _LIBRARY = "transformers"
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "logits_to_keep", "use_cache", "return_dict")
@@ -41,7 +43,8 @@ def generate(parallel: Any, *args: Any, **kwargs: Any) -> Any:
             "into a plain model"
         )
     method: Callable[..., Any] = own
-    with in_evaluation(parallel), torch.no_grad(), same_random_numbers(parallel.program.mesh.device):
+    with preserved_modes(parallel), torch.no_grad(), same_random_numbers(parallel.program.mesh.device):
+        parallel.eval()
         if owner.__module__.split(".")[0] == _LIBRARY:
             cache = _cache(parallel, kind, args, kwargs)
             return method(_generator(parallel, kind, cache), *args, **{**kwargs, "use_cache": False})
@@ -49,22 +52,10 @@ def generate(parallel: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def in_evaluation(parallel: nn.Module) -> Iterator[None]:
-    """The parallel model in eval mode; afterwards every module is in its own mode again."""
-    before = [(module, module.training) for module in parallel.modules()]
-    parallel.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
-
-
-@contextlib.contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Rank 0's state of the global random generator, on all ranks. Ranks that had it before go on as rank 0 does; the others have
-    their own state again afterwards."""
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    """Give all ranks rank 0's state of the global random generator. Ranks that had it before go on as rank 0 does; the others
+    have their own state again afterwards."""
+    if not several_ranks():
         yield
         return
     library: Any = torch if device.type == "cpu" else getattr(torch, device.type)
@@ -102,8 +93,8 @@ def _expected(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 
 def _positions(config: Any) -> int | None:
-    found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions
 
 
 def _generator(parallel: Any, kind: type[nn.Module], cache: CachedGeneration | None) -> Any:
@@ -117,20 +108,20 @@ def _generator(parallel: Any, kind: type[nn.Module], cache: CachedGeneration | N
             f"{kind.__name__} is not a decoder of token ids with an attention mask, of which alone a parallel model generates: "
             "load parallel.full_state() into a plain model"
         )
-    made: Any = kind.__new__(type(kind.__name__, (_Generator, kind), {"forward": _signed(kind)}))
-    made.__dict__.update(skeleton.__dict__)
-    made.__dict__["_parallel"], made.__dict__["_takes_positions"] = parallel, "position_ids" in parameters
-    made.__dict__["_key_values"] = cache
-    made.training = False
-    return made
+    positions = "position_ids" in parameters
+    own = {"_parallel": parallel, "_key_values": cache, "_takes_positions": positions, "forward": _signed(kind)}
+    generator: Any = kind.__new__(type(kind.__name__, (_Generator, kind), own))
+    generator.__dict__.update(skeleton.__dict__)
+    generator.training = False
+    return generator
 
 
 def _signed(kind: type[nn.Module]) -> Callable[..., Any]:
     """The forward, with the signature of the plain model's, which the library reads."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(kind.forward).bind(self, *args, **kwargs).arguments
-        named = {key: value for key, value in given.items() if key not in ("self", "kwargs")} | given.get("kwargs", {})
+        bound = inspect.signature(kind.forward).bind(self, *args, **kwargs).arguments
+        named = {key: value for key, value in bound.items() if key not in ("self", "kwargs")} | bound.get("kwargs", {})
         return _forward(self, named)
 
     forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
@@ -138,41 +129,43 @@ def _signed(kind: type[nn.Module]) -> Callable[..., Any]:
 
 
 class _Generator(nn.Module):
-    """The plain model's properties of its parameters, of the parallel model's."""
+    """A model without weights that asks a parallel one, with properties of that one's parameters."""
+
+    _parallel: Any
+    _key_values: CachedGeneration | None
+    _takes_positions: bool
 
     @property
     def device(self) -> torch.device:
-        return self.__dict__["_parallel"].program.mesh.device  # type: ignore[no-any-return]
+        return self._parallel.program.mesh.device  # type: ignore[no-any-return]
 
     @property
     def dtype(self) -> torch.dtype:
-        parameters: list[torch.Tensor] = self.__dict__["_parallel"].parameters()
-        return next(p.dtype for p in parameters if p.is_floating_point())
+        return next(p.dtype for p in self._parallel.parameters() if p.is_floating_point())  # type: ignore[no-any-return]
 
 
-def _forward(generator: Any, given: Mapping[str, Any]) -> Any:
+def _forward(generator: Any, arguments: Mapping[str, Any]) -> Any:
     """The logits of the tokens, of which the library takes the last ones."""
-    parallel: Any = generator.__dict__["_parallel"]
-    cache: CachedGeneration | None = generator.__dict__["_key_values"]
-    refused = sorted(name for name, value in given.items() if name not in _TAKEN and value is not None and value is not False)
+    cache: CachedGeneration | None = generator._key_values
+    refused = sorted(name for name, value in arguments.items() if name not in _TAKEN and value is not None and value is not False)
     if refused:
         raise RuntimeProblem(
             f"generation with {refused[0]} is not there on a parallel model: load full_state() into a plain model"
         )
-    ids, keep = given["input_ids"], given.get("logits_to_keep") or 0
+    ids, keep = arguments["input_ids"], arguments.get("logits_to_keep") or 0
     length = ids.shape[1]
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else mask.to(ids.dtype)
     batch = {"input_ids": ids, "attention_mask": mask}
-    if generator.__dict__["_takes_positions"]:
-        positions = given.get("position_ids")
+    if generator._takes_positions:
+        positions = arguments.get("position_ids")
         batch["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0) if positions is None else positions.expand(ids.shape)
     plain = mask.shape == ids.shape and isinstance(keep, int) and keep == 1
     if cache is not None and plain and (last := cache.logits(batch)) is not None:
         return SimpleLogits(logits=last)
     wanted = padded_length(length, _positions(generator.config))
     padded = {name: nn.functional.pad(tensor, (0, wanted - length)) for name, tensor in batch.items()}
-    logits = parallel(**padded, use_cache=False).logits[:, :length]
+    logits = generator._parallel(**padded, use_cache=False).logits[:, :length]
     return SimpleLogits(logits=same_on_all_ranks(logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]))
 
 

@@ -25,7 +25,7 @@ _WRITTEN = Written()
 
 
 class KeyValueCache:
-    """`keys` and `values` of each layer; `position` (int64, no dimension) is that of the token which the call computes.
+    """The `keys` and `values` of each layer; `position` (int64, no dimension) is that of the token which the call computes.
 
     RuntimeProblem, while capturing, where a model uses it as something else than keys and values of every layer.
     """
@@ -90,7 +90,7 @@ def _with_token(past: torch.Tensor, token: torch.Tensor, position: torch.Tensor)
 
 @cache
 def _registered() -> None:
-    """Makes a cache a tree of its tensors, as an argument is taken apart."""
+    """Make a cache a tree of its tensors, as an argument is taken apart."""
     names = ("keys", "values", "position")
 
     def children(each: KeyValueCache) -> list[Any]:

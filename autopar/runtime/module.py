@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,23 +12,12 @@ from torch import nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
+from .attribute_names import attribute_of
 from .compat.modules import profiling
 from .device.mesh import MeshHandle
 from .device.rng import RestoredRng, RngRecorder
 from .ops.split_backward import SplitBackward
 from .state.layout import local_shape
-
-RESERVED_ATTRIBUTES = frozenset(
-    ("mesh", "prefix", "original_names", "zero", "recompute", "selective_recompute", "uses_rng", "training_noise")
-    + ("batch_statistics", "specs", "training", "split_backward", "shared_parameters", "blocks", "roots", "position", "precision")
-    + ("mesh_axes", "micro_batches", "zero_group", "totals", "count", "loss_dtype", "weight_versions", "offload_optimizer")
-    + ("input_placements", "input_shapes", "input_dtypes", "positional", "arguments", "constants", "defaults", "outputs")
-    + ("batch_dims", "reduce_dtype", "forward_only")
-    + ("chunks", "boundaries", "schedule", "batch_inputs", "micro_batch_size", "weight_grads")
-    + ("all_chunks", "own_chunks", "chunk_stages", "actions", "output_kinds", "has_loss", "differentiable_inputs")
-    + ("state_program",)
-)
-"""Attributes of the classes below; a parameter whose path makes one of these names gets another attribute."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +39,8 @@ class ParameterSpec:
 
     @property
     def attribute(self) -> str:
-        """The path with ``_`` for dots, made an identifier that hides nothing of nn.Module; `program.names` has the same rule."""
-        name = re.sub(r"\W", "_", self.path)
-        if name[0].isdigit():
-            return f"p{name}"
-        return f"{name}_" if name in RESERVED_ATTRIBUTES or hasattr(nn.Module, name) else name
+        """The attribute of the block that has it."""
+        return attribute_of(self.path)
 
 
 def _rng_contexts() -> tuple[RngRecorder, RestoredRng]:
@@ -176,7 +161,7 @@ class Program(RootModule):
         mesh.group_state(self.zero_group)
 
     def count(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Numbers of this micro-batch whose totals over the whole batch the loss needs (such as the valid targets)."""
+        """Return the numbers of this micro-batch whose totals over the whole batch the loss needs (such as the valid targets)."""
         return {}
 
     @property

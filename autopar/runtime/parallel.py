@@ -11,23 +11,24 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DistributedSampler
 
+from .cached_generation import CacheRecord
 from .calls import Calls
 from .checkpoint.entry import Checkpoints
 from .comm.agreement import program_digest
 from .comm.heartbeat import Heartbeat, start_heartbeat
 from .comm.peer_watch import PATIENCE_SECONDS
+from .compat.hooks import around_optimizer_steps
 from .errors import RuntimeProblem, StateError
 from .generate import generate
 from .module import Program
 from .ops.expert_load import MeasuredExpertLoad, expert_load
 from .patches import apply_patches
-from .pipeline.pipeline_step import PipelineStep
+from .pipeline.pipeline_step import PipeDreamStep, PipelineStep
 from .pipeline.stage_modules import PipelineProgram
-from .pipeline.weight_versions import PipeDreamStep
 from .plain.assignments import Assignments
 from .plain.module_tree import mirror_modules, register_further_tensors, register_state
 from .plain.plain_model import PlainModel
-from .report.measurement import Measurement, Measurements, Predict
+from .report.measurement import Measurement, Predict
 from .report.step_report import StepReport
 from .sharded_module import ShardedModule
 from .state.host_optimizer import check_planned_offload, offload_as_planned
@@ -49,10 +50,9 @@ class Parallel(ShardedModule):
 
     pipeline_step: PipelineStep | PipeDreamStep | None
     variants: Variants | None
-    measurements: Measurements
+    measurement: Measurement | None
+    cache_record: CacheRecord
     compiler: str | bool | Callable[..., Any]
-    plan: Any
-    """The plan (an `autopar.Plan`) that `parallelize` followed; None of an exported program."""
     predicted_step: Predict | None
 
     def __init__(
@@ -93,7 +93,7 @@ class Parallel(ShardedModule):
         watch = WatchedWork(heartbeat, memory)
         with watch("loading weights"):
             state = memory.state = materialize(program, source)
-        refuse_full_states(state)
+        around_optimizer_steps(state, before=refuse_full_states)
         offload_as_planned(self, state.parameters.values(), mesh.device, mesh.host_memory, program.offload_optimizer)
         if state.stage is not None:
             state.stage.heartbeat = heartbeat
@@ -120,8 +120,8 @@ class Parallel(ShardedModule):
         # nn.Module would register the program, whose parameters are not the canonical ones, as a child
         vars(self).update(
             program=program, state=state, plain=plain, pipeline_step=step, variants=variants, calls=calls, _watch=watch,
-            heartbeat=heartbeat, memory=memory, checkpoints=Checkpoints(), measurements=Measurements(), compiler=compiler,
-            plan=plan, predicted_step=predicted_step, assignments=assignments,
+            heartbeat=heartbeat, memory=memory, checkpoints=Checkpoints(), measurement=None, cache_record=CacheRecord(),
+            compiler=compiler, plan=plan, predicted_step=predicted_step, assignments=assignments,
         )  # fmt: skip
 
     # -- the step
@@ -153,14 +153,17 @@ class Parallel(ShardedModule):
         return tuple(self.pipeline_step.executor.trace) if self.pipeline_step is not None else ()
 
     def measure(self, steps: int = 3) -> Measurement:
-        """Measures the next `steps` training steps, and one more for its memory, for `report`; also as a context manager."""
-        return self.measurements.start(self, steps)
+        """Measure the next `steps` training steps, and one more for its memory, for `report`; also as a context manager."""
+        if self.measurement is not None:
+            self.measurement.stop()
+        self.measurement = Measurement(self, steps)
+        return self.measurement
 
     def report(self) -> StepReport:
         """The measured steps beside the plan's prediction: per block, collective and stage, memory, tokens a second, utilization,
         and what to calibrate (all ranks must call)."""
         with self._watch("the report"):
-            return self.measurements.report(self)
+            return (self.measurement or self.measure()).report()
 
     def expert_load(self) -> AbstractContextManager[list[MeasuredExpertLoad]]:
         """The expert load of the step that runs inside: one `MeasuredExpertLoad` for each mixture of experts in the order of the
@@ -172,7 +175,7 @@ class Parallel(ShardedModule):
     # -- batches
 
     def local_batch(self, **batch: Any) -> LocalBatch:
-        """Marks a batch of which this rank holds its own part: ``parallel(parallel.local_batch(**batch))``."""
+        """Mark a batch of which this rank holds its own part: ``parallel(parallel.local_batch(**batch))``."""
         return LocalBatch(batch, self.program.mesh.dp.size)
 
     def sampler(self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = True) -> DistributedSampler[Any]:
@@ -183,7 +186,7 @@ class Parallel(ShardedModule):
     # -- the interface of nn.Module
 
     def keeps(self, name: str) -> bool:
-        """Whether an attribute is this object's own, and not the model's."""
+        """Return whether an attribute is this object's own, and not the model's."""
         own = hasattr(Parallel, name) or name in (Parallel.__annotations__ | ShardedModule.__annotations__)
         if own and self.plain is not None and name in vars(self.plain.skeleton).keys() - vars(nn.Module()).keys():
             raise StateError(

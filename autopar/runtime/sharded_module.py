@@ -6,20 +6,22 @@ import contextlib
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from .calls import Calls
-from .checkpoint.entry import Checkpoints, load_parallel, save_parallel
+from .checkpoint.entry import Checkpoints
+from .checkpoint.held import HeldState, Optimizers, held_by_parallel
 from .checkpoint.loading import LoadedCheckpoint
 from .checkpoint.saving import PendingSave
 from .comm.heartbeat import Heartbeat
+from .compat.dtensor import replicated
 from .errors import StateError
 from .module import Program
 from .plain.assignments import Assignments
@@ -63,25 +65,27 @@ class ShardedModule(TreeNode):
     memory: MemoryGuard
     checkpoints: Checkpoints
     plain: PlainModel | None
+    plan: Any
+    """The plan (an `autopar.Plan`) that `parallelize` followed; None of an exported program."""
     calls: Calls
     _watch: WatchedWork
     assignments: Assignments
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """A stage without parameters yields one without elements, since optimizers refuse an empty list."""
-        found = list(super().parameters(recurse))
-        if not found:
-            found = [stand_in(self.program.mesh.device, self.state.stage)]
-        return iter(found)
+        own = list(super().parameters(recurse))
+        if not own:
+            own = [stand_in(self.program.mesh.device, self.state.stage)]
+        return iter(own)
 
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
         """Replicated DTensors over the data of the buffers, which go together with the parameters in one operation."""
         mesh = self.program.mesh.state_mesh
         for buffer in super().buffers(recurse):
-            yield DTensor.from_local(buffer, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            yield replicated(buffer, mesh)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """``.to(...)`` and the like: allowed where they change nothing."""
+        """Allow ``.to(...)`` and the like where they change nothing."""
         for tensor in (*self.state.parameters.values(), *self.state.buffers.values()):
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             if (after := fn(probe)).dtype != probe.dtype or after.device.type != probe.device.type:
@@ -103,10 +107,10 @@ class ShardedModule(TreeNode):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """DTensors by name, for torch.distributed.checkpoint; pickling it warns, since a rank has only its shards."""
-        found = super().state_dict(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs)
         if args or kwargs.get("destination") is not None or self.program.mesh.whole_mesh.size() == 1:
-            return found
-        return ShardedStateDict(found)
+            return state
+        return ShardedStateDict(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the result of `state_dict`, or the full state dict of the plain model; a part of it where not `strict`."""
@@ -145,7 +149,7 @@ class ShardedModule(TreeNode):
         yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clips by the norm of all gradients, each element counted once under any plan; returns the norm before clipping."""
+        """Clip by the norm of all gradients, each element counted once under any plan; return the norm before clipping."""
         mesh, holders = self.program.mesh, self.state.index.holders
         gradients = {n: p.grad for n, p in self.state.parameters.items() if isinstance(p.grad, DTensor)}
         first = [gradient for name, gradient in gradients.items() if holders[name][0] == mesh.pp.coordinate]
@@ -153,11 +157,11 @@ class ShardedModule(TreeNode):
             return clip_gradients(list(gradients.values()), first, mesh, max_norm, norm_type)
 
     def load_full_state(self, source: WeightSource) -> None:
-        """Copies a full state dict (or name -> full tensor) of the original model into the local shards."""
+        """Copy a full state dict (or name -> full tensor) of the original model into the local shards."""
         self._load_full(source)
 
     def _load_full(self, source: WeightSource, part: bool = False) -> None:
-        """`part`: what a mapping lacks keeps its values."""
+        """Load full tensors; with `part` what a mapping lacks keeps its values."""
         if self.plain is not None and isinstance(source, Mapping):
             self.plain.load_unused(source)
             empty = {name: torch.empty(spec.shape, device="meta") for name, spec in self.state.index.specs.items() if spec.buffer}
@@ -180,27 +184,27 @@ class ShardedModule(TreeNode):
             return full_optimizer_state(self.state, optimizer, self._parameter_order())
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Loads what `full_optimizer_state` gave, under this or another plan, or the state dict of the plain model's optimizer
+        """Load what `full_optimizer_state` gave, under this or another plan, or the state dict of the plain model's optimizer
         (all ranks must call)."""
         with self._watch("load_full_optimizer_state"):
             load_full_optimizer_state(self.state, optimizer, state, self._parameter_order())
 
     def offload_optimizer(self, optimizer: torch.optim.Optimizer, device: str = "cpu") -> None:
-        """Keeps the optimizer's state in host memory (pinned on CUDA) between its steps. A step copies it to the device and back
+        """Keep the optimizer's state in host memory (pinned on CUDA) between its steps. A step copies it to the device and back
         part by part, and computes what it did before, bit by bit. Call it once, right after making the optimizer."""
         offload_optimizer(optimizer, self.program.mesh.device, to=device)
 
     def save(
         self,
         folder: str | os.PathLike[str],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        optimizer: Optimizers = None,
         *,
         step: int,
         extra: Mapping[str, Any] | None = None,
         keep: int | None = None,
         asynchronous: bool = False,
     ) -> PendingSave:
-        """Saves a checkpoint as ``folder/step_00000100``: the model, the state of the optimizer (or of several), all random state
+        """Save a checkpoint as ``folder/step_00000100``: the model, the state of the optimizer (or of several), all random state
         and `extra` (of rank 0: numbers, text, tensors, lists and dictionaries, such as a scheduler's state dict). Any plan on any
         number of processes loads it. It is found once it is whole; then all but the `keep` newest are removed.
 
@@ -209,28 +213,34 @@ class ShardedModule(TreeNode):
         not be written, and then the one before is the newest. All ranks must call."""
         self.calls.check_steps_ended("save")
         with self._watch("saving a checkpoint"):
-            return save_parallel(
-                self, folder, optimizer, step=step, extra=extra, keep=keep, asynchronous=asynchronous
+            return self.checkpoints.save(
+                self._held(), folder, optimizer, self.state.mesh.describe,
+                step=step, extra=extra, keep=keep, asynchronous=asynchronous,
             )  # fmt: skip
 
     def load(
         self,
         folder: str | os.PathLike[str],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        optimizer: Optimizers = None,
         *,
         step: int | None = None,
     ) -> LoadedCheckpoint | None:
-        """Loads the newest whole checkpoint of the folder (or that of `step`), whichever plan saved it, into the model, the
+        """Load the newest whole checkpoint of the folder (or that of `step`), whichever plan saved it, into the model, the
         optimizer and the random state. Returns its step and `extra`; None where the folder has no checkpoint. One that is damaged
         is passed over with a warning. All ranks must call."""
         self.calls.check_steps_ended("load")
         with self._watch("loading a checkpoint"):
-            return load_parallel(self, folder, optimizer, step=step)
+            return self.checkpoints.load(self._held(), folder, optimizer, self.state.mesh.describe, step=step)
+
+    def _held(self) -> HeldState:
+        words = self.plan.describe() if self.plan is not None else "an exported program"
+        words = f"{words} (program {self.calls.program_digest[:8]})"  # plans that differ may have the same words
+        return held_by_parallel(self.state, self.plain, self.reseed, words)
 
     def save_pretrained(
         self, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB", *, dtype: torch.dtype | None = None
     ) -> Path:
-        """Writes the weights in Hugging Face's layout, under the names that it has there: ``model.safetensors``, or parts of at
+        """Write the weights in Hugging Face's layout, under the names that it has there: ``model.safetensors``, or parts of at
         most `max_shard_size` with an index, and the configuration of a model that has one; `from_pretrained`, vLLM and
         ``safetensors.torch.load_model`` load the folder. Floating-point weights are written as they are trained, or in `dtype`.
         No rank ever holds more than one whole tensor. All ranks must call."""
@@ -240,7 +250,7 @@ class ShardedModule(TreeNode):
             return save_pretrained(self.state, self.plain, rounds, folder, max_shard_size=max_shard_size, dtype=dtype)
 
     def load_pretrained(self, folder: str | os.PathLike[str], strict: bool = True) -> Any:
-        """Loads weights in that layout (a folder, or one safetensors file), of which each rank reads its own part. What does not
+        """Load weights in that layout (a folder, or one safetensors file), of which each rank reads its own part. What does not
         fit is refused before anything changes; without `strict` weights may be missing, unexpected or of a longer floating-point
         type than the model's, and what is missing or unexpected is returned, as by `load_state_dict`. All ranks must call."""
         self.calls.check_steps_ended("load_pretrained")
@@ -249,7 +259,7 @@ class ShardedModule(TreeNode):
             return load_pretrained(self.state, self.plain, rounds, folder, strict=strict)
 
     def reseed(self, seed: int) -> None:
-        """Restarts all random streams from `seed`; pass the same on every rank."""
+        """Restart all random streams from `seed`; pass the same on every rank."""
         programs = self.calls.variants.programs.values() if self.calls.variants is not None else ()
         for program in (self.program, *(variant.program for variant in programs)):
             program.mesh.reseed(seed)
@@ -260,6 +270,6 @@ class ShardedModule(TreeNode):
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients by original name with full tensors, on every rank (all ranks must call)."""
-        mine = {name: parameter.grad for name, parameter in self.state.parameters.items() if parameter.grad is not None}
+        own = {name: parameter.grad for name, parameter in self.state.parameters.items() if parameter.grad is not None}
         with self._watch("full_gradients"):
-            return {name: self.state.broadcast_full(name, mine.get(name)) for name in self.state.names_on_any_stage(mine)}
+            return {name: self.state.broadcast_full(name, own.get(name)) for name in self.state.names_on_any_stage(own)}

@@ -14,16 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from .call_keys import CallKey, KeyedCall, call_leaves, hash_of
-from .comm.agreement import Stated, require_agreement
+from .comm.agreement import Stated, equal_on_ranks, require_agreement
 from .compat.autograd import apply
 from .device.autocast import autocast_of
-from .device.groups import control_group
+from .device.groups import control_group, several_ranks
 from .device.mesh import MeshHandle
 from .errors import AutoparError, RuntimeProblem
 from .module import Program
-from .pipeline.pipeline_step import PipelineStep
+from .pipeline.pipeline_step import PipeDreamStep, PipelineStep
 from .pipeline.stage_modules import PipelineProgram
-from .pipeline.weight_versions import PipeDreamStep
 from .plain.frozen_reads import FrozenReads, Reads
 from .plain.plain_model import PlainModel
 from .state.lend import UnfrozenParameters, lend_state
@@ -74,7 +73,7 @@ class Variant:
 
     @property
     def overlaps_steps(self) -> bool:
-        """Whether steps overlap, with two versions of the weights: then it is the only program."""
+        """Return whether steps overlap, with two versions of the weights: then it is the only program."""
         return isinstance(self.step, PipeDreamStep)
 
     @property
@@ -112,7 +111,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """`x`, whose gradient is multiplied by `factor`."""
+    """Return `x`, whose gradient is multiplied by `factor`."""
     return apply(_ScaleGradient, x, factor) if x.requires_grad else x
 
 
@@ -207,44 +206,44 @@ class Variants:
         """A program that returns all fields: that of training where it leaves none out, else one that is asked for them. Where
         there is none, what is left out says so when it is used."""
         plain = call._replace(key=call.key._replace(outputs=()))
-        found = self._lookup(plain)
-        if plain.key in self.incomplete or (found is not None and not leaves_out(found.form)):
-            return found or self._find(plain)
+        usual = self._lookup(plain)
+        if plain.key in self.incomplete or (usual is not None and not leaves_out(usual.form)):
+            return usual or self._find(plain)
         try:
             variant = self._find(call)
         except AutoparError as problem:
             LOGGER.info("no program returns every field of a call with %s: %s", call.words(), problem)
             self.incomplete.add(plain.key)
             return self._find(plain)
-        if found is None and not (variant.program.outputs and variant.program.has_loss):  # a call with gradients gets the same
+        if usual is None and not (variant.program.outputs and variant.program.has_loss):  # a call with gradients gets the same
             fixed = next(fixed for fixed in (0, call.batch) if (call.key, fixed) in self.programs)
             self.programs[plain.key, fixed] = self.programs.pop((call.key, fixed))
         return variant
 
     def _lookup(self, call: KeyedCall) -> Variant | None:
         for fixed in (0, call.batch):
-            found = self.programs.get((call.key, fixed))
-            if found is not None:
-                if found is not self.first:
+            variant = self.programs.get((call.key, fixed))
+            if variant is not None:
+                if variant is not self.first:
                     self.programs.move_to_end((call.key, fixed))
-                return found
+                return variant
         return None
 
     def _find(self, call: KeyedCall) -> Variant:
-        if (found := self._lookup(call)) is not None:
-            return found
-        made = self.uneven.get(call.key) or self._make(call)
-        if made.uneven:
-            self.uneven[call.key] = made
-        uneven_batch = call.batch if made.uneven else 0
-        variant = self._load(made, self.first.program.mesh.for_variant(made.whole_batch, uneven_batch))
-        self.programs[call.key, uneven_batch or made.fixed_batch] = variant
+        if (existing := self._lookup(call)) is not None:
+            return existing
+        parts = self.uneven.get(call.key) or self._make(call)
+        if parts.uneven:
+            self.uneven[call.key] = parts
+        uneven_batch = call.batch if parts.uneven else 0
+        variant = self._load(parts, self.first.program.mesh.for_variant(parts.whole_batch, uneven_batch))
+        self.programs[call.key, uneven_batch or parts.fixed_batch] = variant
         self._evict()
         return variant
 
-    def _load(self, made: VariantParts, mesh: MeshHandle) -> Variant:
+    def _load(self, parts: VariantParts, mesh: MeshHandle) -> Variant:
         """Return the variant with the weights of the first one."""
-        program = made.program(mesh)
+        program = parts.program(mesh)
         lend_state(program, self.first.program, self.first.state)
         step: PipelineStep | None = None
         if isinstance(program, PipelineProgram):
@@ -255,11 +254,11 @@ class Variants:
             step = PipelineStep(program, self.first.state, self.first.step)
         if self.compiler:
             compile_blocks(program, self.compiler)
-        return Variant(program, made.form, self.first.state, step, whole_batch=made.whole_batch, fixed_batch=made.fixed_batch)
+        return Variant(program, parts.form, self.first.state, step, whole_batch=parts.whole_batch, fixed_batch=parts.fixed_batch)
 
     def _make(self, call: KeyedCall) -> VariantParts:
-        made = self.make(call, self.frozen.model)
-        self.frozen.add(made.reads)
+        parts = self.make(call, self.frozen.model)
+        self.frozen.add(parts.reads)
         for place, text in call.key.changed:
             values = self._values.setdefault(place, {text})
             if text not in values and len(values) + 1 == MANY_VALUES:
@@ -269,7 +268,7 @@ class Variants:
                     stacklevel=2,
                 )
             values.add(text)
-        return made
+        return parts
 
     def _evict(self) -> None:
         while len(self.programs) > MOST_VARIANTS:
@@ -286,21 +285,22 @@ class Variants:
         """The call, with the parameters of all stages that train now. MismatchProblem on all ranks where they call different
         variants, or with batches of different sizes, or have begun different numbers of backwards."""
         changed = self.unfrozen.changed()
-        several = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+        several = several_ranks()
         if several:
             if self.control is None:
                 self.control = control_group()
             number = hash_of((*call.key, call.batch))
-            said = torch.tensor([number, -number, changed, backwards, -backwards])
-            dist.all_reduce(said, dist.ReduceOp.MAX, self.control)
-            if said[0] != -said[1]:
+            same_call, same_backwards, same_changes = equal_on_ranks(
+                torch.tensor([number, backwards, changed]), [self.control]
+            ).tolist()
+            if not same_call:
                 stated = Stated(call.words(), "call it alike on every rank, with the global batch or with local_batch on all")
                 require_agreement({"a call with": stated}, describe)
-            if said[3] != -said[4]:
+            if not same_backwards:
                 require_agreement(
                     {"a number of backwards": Stated(str(backwards), "call backward on all ranks, or on none")}, describe
                 )
-            changed = bool(said[2])
+            changed = changed or not same_changes
         if changed:
             self.unfrozen.agree(several, describe)
         unfrozen = self.unfrozen.names if torch.is_grad_enabled() else ()

@@ -23,7 +23,7 @@ Structure = tuple[Hashable, ...]
 
 
 class Exports:
-    """`shapes` are those of the inputs of the first program, by name."""
+    """The exports of calls. `shapes` are those of the inputs of the first program, by name."""
 
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
         self.sizes: dict[tuple[str, int], set[int | str]] = {

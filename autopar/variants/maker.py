@@ -34,6 +34,7 @@ from autopar.rules.registry import Registry
 from autopar.runtime.call_keys import KeyedCall
 from autopar.runtime.device.axis import shares_of
 from autopar.runtime.plain.frozen_reads import FrozenReads, Reads
+from autopar.runtime.plain.plain_model import preserved_modes
 from autopar.runtime.step.inputs import model_placements, path_word
 from autopar.runtime.step.outputs import EVERYTHING
 from autopar.runtime.variants import LOGGER, VariantParts
@@ -64,8 +65,8 @@ def on_first_rank(make: Callable[[], T]) -> T:
 
 @dataclass(eq=False)
 class VariantMaker:
-    """`frozen`: what the first program read of a copy of the model on the meta device, in the modes in which the plan's graph was
-    captured; `options` are those of `capture`, `loss_fn` included."""
+    """Makes the programs of calls. `frozen`: what the first program read of a copy of the model on the meta device, in the modes
+    in which the plan's graph was captured; `options` are those of `capture`, `loss_fn` included."""
 
     frozen: FrozenReads
     plan: Plan
@@ -134,8 +135,8 @@ class VariantMaker:
         return self.exports.graph(model, call.key.modes, arguments, chosen, call.key.changed)
 
     def right_in(self, training: bool) -> bool:
-        """Whether the first program, switched to this mode, is the model, switched to this mode: in evaluation it leaves dropout
-        out, and nothing else of it depends on the mode. All ranks must call."""
+        """Return whether the first program, switched to this mode, is the model, switched to this mode: in evaluation it leaves
+        dropout out, and nothing else of it depends on the mode. All ranks must call."""
         if training not in self.answers:
             self.answers[training], reads = on_first_rank(lambda: self._compared(training))
             self.frozen.add(reads)
@@ -177,16 +178,11 @@ def unfrozen(model: nn.Module, names: Collection[str]) -> Iterator[None]:
 
 @contextmanager
 def in_modes(model: nn.Module, modes: tuple[bool, ...]) -> Iterator[None]:
-    """The model with each module in its mode, and as it was afterwards."""
-    modules = list(model.modules())
-    before = [module.training for module in modules]
-    try:
-        for module, mode in zip(modules, modes, strict=True):
+    """Put each module of the model into its mode, and afterwards back."""
+    with preserved_modes(model):
+        for module, mode in zip(model.modules(), modes, strict=True):
             module.training = mode
         yield
-    finally:
-        for module, mode in zip(modules, before, strict=True):
-            module.training = mode
 
 
 def placed_values(graph: Graph, call: KeyedCall) -> dict[str, Mapping[str, Placement]]:

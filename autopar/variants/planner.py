@@ -160,8 +160,8 @@ def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data
 
 
 def cut_like(graph: Graph, planned: Graph, pipeline: Pipeline) -> tuple[Graph, tuple[int, ...]]:
-    """`graph`, with blocks split where a chunk ends inside of them, and the first call of every chunk but the first. PlanMismatch
-    where its operations read the weights in another order than the chunks hold them."""
+    """Return `graph`, with blocks split where a chunk ends inside of them, and the first call of every chunk but the first.
+    PlanMismatch where its operations read the weights in another order than the chunks hold them."""
     holders: dict[str, list[int]] = {}
     for chunk, calls in enumerate(chunk_calls(planned, pipeline)):
         for index in calls:
@@ -209,7 +209,8 @@ def _chunks_of_nodes(graph: Graph, holders: Mapping[str, list[int]]) -> Iterator
 
 
 def in_structure_of(graph: Graph, planned: Graph) -> Graph | None:
-    """`graph` with the blocks and calls of `planned`, whose operations it must have, one for one; None where it has others.
+    """Return `graph` with the blocks and calls of `planned`, whose operations it must have, one for one; None where it has
+    others.
 
     A plan's graph may have several blocks for one captured block, where pipeline stages have plans of their own.
     """
@@ -242,7 +243,7 @@ def in_structure_of(graph: Graph, planned: Graph) -> Graph | None:
 
 
 def _same_call(call: Call, other: Call, names: dict[str, str]) -> bool:
-    """Whether both calls read and make values at the same places; adds what they make to `names`."""
+    """Return whether both calls read and make values at the same places; add what they make to `names`."""
     if (call.prefix, call.parameters) != (other.prefix, other.parameters) or len(call.outputs) != len(other.outputs):
         return False
     if [names.get(name) for name in call.inputs] != list(other.inputs):

@@ -70,7 +70,7 @@ def _closes_over_itself(model: nn.Module) -> bool:
 
 
 def _holds(value: Any, own: set[int], seen: set[int], inside: bool) -> bool:
-    """Whether a function in `value` (`inside`: it is in one) closes over, or has as a default, what is in `own`."""
+    """Return whether a function in `value` (`inside`: it is in one) closes over, or has as a default, what is in `own`."""
     if inside and id(value) in own:
         return True
     if id(value) in seen or isinstance(value, (nn.Module, Tensor, str, int, float)):
@@ -99,7 +99,7 @@ def _is_set(cell: Any) -> bool:
 
 
 def _snapshot(model: nn.Module) -> Callable[[], None]:
-    """Gives what puts parameters, buffers, gradients and plain attributes back."""
+    """Give what puts parameters, buffers, gradients and plain attributes back."""
     tensors = [(tensor, tensor.data, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]

@@ -39,52 +39,45 @@ class Difference:
         return self.relative <= self.allowed
 
 
-def tolerances(compute: str, loss: torch.dtype) -> dict[str, float]:
-    """The largest relative difference that counts as equal."""
-    each = TOLERANCE[compute]
-    return {"loss": max(each, TOLERANCE.get(str(loss).removeprefix("torch."), each)), "gradients": each, "parameters": each}
+def tolerance(what: str, compute: str, dtype: torch.dtype) -> float:
+    """Return the largest relative difference that counts as equal, of a tensor of this dtype."""
+    least = TOLERANCE[compute]
+    return max(least, TOLERANCE.get(str(dtype).removeprefix("torch."), least)) if what in ("loss", "outputs") else least
 
 
 def compare(
-    reference: Mapping[str, Any], found: Mapping[str, Any], compute: str, exact: Mapping[str, Any] | None
+    reference: Mapping[str, Any], program: Mapping[str, Any], compute: str, exact: Mapping[str, Any] | None
 ) -> list[Difference]:
-    """Every tensor of two runs, side by side. `exact`: the same run of one process in float64, if there is one."""
-    raw = _relatives(reference, found)
+    """Compare every tensor of two runs. `exact`: the same run of one process in float64, if there is one."""
+    raw = _relatives(reference, program)
     rounding = {(d.what, d.name): d.relative for d in _relatives(exact, reference)} if exact is not None else {}
     usual = {what: median([size for (each, _), size in rounding.items() if each == what] or [0.0]) for what in GROUPS}
     out = []
     for each in raw:
         own = rounding.get((each.what, each.name), 0.0)
-        least = _tolerance(each, reference, compute)
+        tensor = reference["loss"] if each.what == "loss" else reference["outputs"].get(each.name, reference["loss"])
+        least = tolerance(each.what, compute, tensor.dtype)
         own = own if math.isfinite(own) else 0.0
         allowed = max(least, ROUNDING_FACTOR * max(own, usual[each.what]))
         out.append(Difference(each.what, each.name, each.relative, allowed, own))
     return out
 
 
-def _tolerance(difference: Difference, reference: Mapping[str, Any], compute: str) -> float:
-    each = TOLERANCE[compute]
-    if difference.what not in ("loss", "outputs"):
-        return each
-    tensor = reference["loss"] if difference.what == "loss" else reference["outputs"][difference.name]
-    return max(each, TOLERANCE.get(str(tensor.dtype).removeprefix("torch."), each))
-
-
-def _relatives(reference: Mapping[str, Any], found: Mapping[str, Any]) -> list[Difference]:
-    out = [Difference("loss", "loss", relative(reference["loss"], found["loss"]))]
+def _relatives(reference: Mapping[str, Any], program: Mapping[str, Any]) -> list[Difference]:
+    out = [Difference("loss", "loss", relative(reference["loss"], program["loss"]))]
     for name, tensor in reference["outputs"].items():
-        there = found["outputs"].get(name)
+        there = program["outputs"].get(name)
         if there is not None:
             out.append(Difference("outputs", name or "result", relative(tensor, there)))
     gradients = reference.get("gradients", {})
     largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
     for name, tensor in gradients.items():
-        there = found["gradients"].get(name)
+        there = program["gradients"].get(name)
         there = torch.zeros_like(tensor) if there is None else there  # a parameter that nothing reaches has none
         out.append(Difference("gradients", name, relative(tensor, there, largest)))
     for name, tensor in reference.get("state", {}).items():
         what = "parameters" if name in gradients else "buffers"
-        there = found["state"].get(name)
+        there = program["state"].get(name)
         if there is not None:
             beside = LEARNING_RATE * largest if what == "parameters" else _largest_beside(name, reference["state"])
             out.append(Difference(what, name, relative(tensor, there, beside)))
@@ -101,11 +94,11 @@ def _largest_beside(name: str, state: Mapping[str, Tensor]) -> float:
     return max((float(tensor.detach().abs().max()) for tensor in beside if not tensor.is_complex()), default=0.0)
 
 
-def relative(reference: Tensor, found: Tensor, largest: float = 0.0) -> float:
+def relative(reference: Tensor, program: Tensor, largest: float = 0.0) -> float:
     """The largest difference over the largest value of the reference."""
-    if reference.shape != found.shape:
+    if reference.shape != program.shape:
         return math.inf
-    a, b = reference.detach().double(), found.detach().double()
+    a, b = reference.detach().double(), program.detach().double()
     if not a.numel():
         return 0.0
     same = (a == b) | (a.isnan() & b.isnan())

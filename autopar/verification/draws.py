@@ -102,7 +102,8 @@ class GiveDraws(TorchDispatchMode):
 
 
 def is_random(func: Any) -> bool:
-    """Whether an operation of torch draws random numbers. Kernels of attention have the tag; on a CPU they have no dropout."""
+    """Return whether an operation of torch draws random numbers. Kernels of attention have the tag; on a CPU they have no
+    dropout."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and not _packet(func).startswith("_scaled_dot_product")
 
 
@@ -197,7 +198,7 @@ def _placed_draw(node: Node, draw: Draw) -> Tensor:
 
 
 def with_draws(
-    graph: Graph, candidate: Candidate, given: Mapping[tuple[int, str], Tensor]
+    graph: Graph, candidate: Candidate, draws: Mapping[tuple[int, str], Tensor]
 ) -> tuple[Graph, Candidate, dict[str, Tensor]]:
     """The graph and its candidate with inputs in place of random operations, and these inputs. PlanError where the plan has a
     draw that is no tensor of the batch."""
@@ -210,7 +211,7 @@ def with_draws(
         names = []
         for name, value in changed[call.block].values.items():
             own = f"{GIVEN}{number}_{name}"
-            inputs[own] = given[number, name]
+            inputs[own] = draws[number, name]
             further.append(replace(value, name=own))
             names.append(own)
         calls.append(replace(call, inputs=(*call.inputs, *names)))
@@ -234,12 +235,12 @@ class _Changed:
                 nodes.append(node)
                 continue
             where = tuple(map(_without_gradient, plans[node.name].results[0]))
-            made, value, node_plan = _with_input(node, plans.pop(node.name), where, block.values())
+            product, value, node_plan = _with_input(node, plans.pop(node.name), where, block.values())
             self.values[node.name] = value
             placed.append(_as_input(where, axes))
             conversions += _conversions(value.name, placed[-1], where)
-            if made is not None and node_plan is not None:
-                nodes.append(made)
+            if product is not None and node_plan is not None:
+                nodes.append(product)
                 plans[node.name] = node_plan
         there = {node.name for node in nodes}
         self.block = replace(block, inputs=(*block.inputs, *self.values.values()), nodes=tuple(nodes))
@@ -284,8 +285,8 @@ def _with_input(
         return None, result, None
     if node.op == DROPOUT:
         mask = replace(result, name=f"{node.name}_mask")
-        made = replace(node, op=MULTIPLY, args=(node.args[0], Ref(mask.name)), kwargs=())
-        return made, mask, replace(plan, operands=(plan.operands[0], where))
+        product = replace(node, op=MULTIPLY, args=(node.args[0], Ref(mask.name)), kwargs=())
+        return product, mask, replace(plan, operands=(plan.operands[0], where))
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     options = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     q, k, v, scale = (options.get(name) for name in ("query", "key", "value", "scale"))
@@ -294,5 +295,5 @@ def _with_input(
     args = (q, k, v, options.get("attn_mask"), _probability(node), options.get("is_causal", False), Ref(mask.name))
     kwargs = (("scale", scale), ("enable_gqa", options.get("enable_gqa", False)))
     weights = Value(f"{node.name}_weights", scores, result.dtype)
-    made = replace(node, op=ATTENTION_WITH_WEIGHTS, args=args, kwargs=kwargs, outputs=(*node.outputs, weights))
-    return made, mask, replace(plan, operands=(*plan.operands, where), results=(*plan.results, where))
+    product = replace(node, op=ATTENTION_WITH_WEIGHTS, args=args, kwargs=kwargs, outputs=(*node.outputs, weights))
+    return product, mask, replace(plan, operands=(*plan.operands, where), results=(*plan.results, where))

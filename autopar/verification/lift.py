@@ -22,10 +22,10 @@ class LiftCasts(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         lifted = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        given = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        operands = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         if not func._schema.is_mutable:  # constants of ``torch.FloatTensor``, which no dtype made
-            given = tree_map(_lifted, given)
-        return func(*given, **lifted)
+            operands = tree_map(_lifted, operands)
+        return func(*operands, **lifted)
 
 
 def _lifted(leaf: Any) -> Any:
@@ -34,7 +34,7 @@ def _lifted(leaf: Any) -> Any:
 
 @contextmanager
 def lifting() -> Iterator[None]:
-    """Runs a model with its casts lifted; new tensors are float64 where it does not say a dtype."""
+    """Run a model with its casts lifted; new tensors are float64 where it does not say a dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -45,7 +45,7 @@ def lifting() -> Iterator[None]:
 
 
 def has_casts(graph: Graph) -> bool:
-    """Whether something of the graph is float32."""
+    """Return whether something of the graph is float32."""
     return any(value.dtype == "float32" for block in graph.blocks for value in block.values().values())
 
 

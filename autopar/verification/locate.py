@@ -77,10 +77,10 @@ def _with_placements(plan: BlockPlan, nodes: Iterable[Node]) -> BlockPlan:
     return replace(plan, outputs=(*plan.outputs, *(results[name] for name in dict.fromkeys(node.name for node in nodes))))
 
 
-def first_output(watches: Sequence[Watch], reference: Mapping[str, Tensor], found: Mapping[str, Tensor], allowed: float) -> str:
+def first_output(watches: Sequence[Watch], reference: Mapping[str, Tensor], program: Mapping[str, Tensor], allowed: float) -> str:
     """The first module whose output departs by more than is allowed; empty where there is none."""
     for watch in watches:
-        there = found.get(watch.result)
+        there = program.get(watch.result)
         size = 0.0 if there is None else relative(reference[watch.module], there)
         if size > allowed:
             line = f" ({watch.source})" if watch.source else ""

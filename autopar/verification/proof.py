@@ -24,6 +24,7 @@ from autopar.ir.plan_file.plan_file import Plan
 from autopar.operations.control_flow import OPAQUE
 from autopar.planning import ExampleInputs, registry, split_inputs
 from autopar.program.build import program_text
+from autopar.runtime.plain.plain_model import preserved_modes
 from autopar.variants.planner import plan_variant
 from autopar.verification.apart import apart, in_dtype, moved_by_a_rounding
 from autopar.verification.differences import Difference, compare
@@ -137,13 +138,13 @@ def subject(
     def captured(dtype: str) -> Graph:
         return capture(model, args, kwargs, compute_dtype=dtype, outputs=outputs, batch_norm=batch_norm, batch_dim=batch_dim)
 
-    taken = compute
+    chosen = compute
     try:
         graph = planned if planned is not None else captured(compute)
     except CaptureError:
         if compute != "float64":
             raise
-        taken, graph = "float32", captured("float32")  # it casts to float32 itself, and meets its own parameters
+        chosen, graph = "float32", captured("float32")  # it casts to float32 itself, and meets its own parameters
     lift = compute == "float64" and has_casts(graph)
     graph = lift_casts(graph) if lift else graph
     dtype = getattr(torch, master)
@@ -152,21 +153,21 @@ def subject(
     tensors = {name: x.detach().to(dtype) if x.is_floating_point() else x for name, x in bound.tensors.items()}
 
     def recapture() -> Graph:
-        return lift_casts(captured(taken)) if lift else captured(taken)
+        return lift_casts(captured(chosen)) if lift else captured(chosen)
 
     return Subject(in_dtype(model, dtype), bound, tensors, dtype, graph, recapture, lift)
 
 
 def run_reference(subject: Subject) -> SingleRun:
     """The model on one process in the mode that it has, before anything is planned; its draws must be those of the program."""
-    made = subject.single(backward=True)
-    match_draws(subject.graph, made.draws)
-    subject.reference = made
-    return made
+    run = subject.single(backward=True)
+    match_draws(subject.graph, run.draws)
+    subject.reference = run
+    return run
 
 
 def prove(subject: Subject, plan: Plan, cluster: Cluster, say: Say, launch: Launch | None = None) -> Proof:
-    """Runs both sides in the mode that the model has, and in the other one; and compares. `launch` makes a job's runs on
+    """Run both sides in the mode that the model has, and in the other one; and compare. `launch` makes a job's runs on
     ranks (by default on spawned processes)."""
     launch = launch or spawned
     _check_batch(subject, plan)
@@ -189,16 +190,16 @@ def prove(subject: Subject, plan: Plan, cluster: Cluster, say: Say, launch: Laun
     except AutoparError as problem:
         left_out = str(problem)
     say(f"running the plan on {plan.candidate.devices} local processes")
-    runs, given = [], []
+    runs, counts = [], []
     for training, each, candidate, reference in programs:
         run, names = _run_of(subject, each, candidate, reference, backward=training or reference is first)
         runs.append(run)
-        given.append(names)
+        counts.append(names)
     results = launch(job_of(subject, runs), plan.candidate.devices)
     compute = _coarsest(plan.candidate.precision)
     modes = []
     exact_all = compute == "float32"
-    for (training, each, candidate, reference), found, count in zip(programs, results, given, strict=True):
+    for (training, each, candidate, reference), found, count in zip(programs, results, counts, strict=True):
         exact = _exact(subject, reference, training, training or reference is first) if compute == "float32" else None
         exact_all &= exact is not None
         differences = tuple(compare(reference.result, found, compute, exact))
@@ -235,15 +236,11 @@ def mode_name(training: bool) -> str:
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in this mode, and then each module as it was; one that is in it already stays as it is, frozen parts too."""
-    before = [(module, module.training) for module in model.modules()]
-    try:
+    """Put the model into this mode, and afterwards each module back; one that is in it already keeps its frozen parts."""
+    with preserved_modes(model):
         if model.training != training:
             model.train(training)
         yield
-    finally:
-        for module, mode in before:
-            module.training = mode
 
 
 def _exact(subject: Subject, reference: SingleRun, training: bool, backward: bool) -> Mapping[str, Any] | None:
@@ -269,14 +266,14 @@ def first_departure(
     """The first module in order of execution whose output departs, else the first of the backward whose gradient does, and by how
     much. Runs a forward of both sides once more, with the outputs of modules as further results."""
     least = max((each.allowed for each in differences if each.what == "loss"), default=0.0)
-    made = subject.single(backward=False, given=reference.draws, record_modules=True)
+    single = subject.single(backward=False, given=reference.draws, record_modules=True)
     try:
-        watched, plans, watches = with_module_outputs(graph, candidate, {path: x.shape for path, x in made.modules.items()})
+        watched, plans, watches = with_module_outputs(graph, candidate, {path: x.shape for path, x in single.modules.items()})
         run, _ = _run_of(subject, watched, plans, reference, backward=False)
-        found = launch(job_of(subject, [run]), candidate.devices)[0]["outputs"]
+        outputs = launch(job_of(subject, [run]), candidate.devices)[0]["outputs"]
     except AutoparError as problem:
-        return f"{first_gradient(differences, list(made.modules))} (outputs of modules could not be compared: {problem})"
-    return first_output(watches, made.modules, found, least) or first_gradient(differences, list(made.modules))
+        return f"{first_gradient(differences, list(single.modules))} (outputs of modules could not be compared: {problem})"
+    return first_output(watches, single.modules, outputs, least) or first_gradient(differences, list(single.modules))
 
 
 def _run_of(
@@ -284,11 +281,11 @@ def _run_of(
 ) -> tuple[dict[str, Any], int]:
     """Return what ranks get of one mode, and how many draws are given."""
     batch = {value.name: subject.tensors[value.name].to(getattr(torch, value.dtype)) for value in graph.inputs}
-    graph, candidate, given = with_draws(graph, candidate, match_draws(graph, reference.draws))
+    graph, candidate, inputs = with_draws(graph, candidate, match_draws(graph, reference.draws))
     dtypes = {value.name: getattr(torch, value.dtype) for value in graph.inputs}
-    batch |= {name: tensor.to(dtypes[name]) for name, tensor in given.items()}
+    batch |= {name: tensor.to(dtypes[name]) for name, tensor in inputs.items()}
     text = program_text(graph, candidate)
-    return {"program": text, "batch": batch, "given": list(given), "training": True, "backward": backward}, len(given)
+    return {"program": text, "batch": batch, "given": list(inputs), "training": True, "backward": backward}, len(inputs)
 
 
 def job_of(subject: Subject, runs: Sequence[Mapping[str, Any]]) -> Job:

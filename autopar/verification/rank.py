@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def work(rank: int, size: int, folder: str) -> None:
-    """Reads `folder`/job.pt, makes its runs, and on rank 0 writes `folder`/result.pt."""
+    """Read `folder`/job.pt, make its runs, and on rank 0 writes `folder`/result.pt."""
     from autopar.runtime.device.mesh import shut_down
 
     torch.set_num_threads(1)
@@ -62,9 +62,9 @@ def _run(job: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
     mesh.opaque_modules = job.get("opaque_modules", {})
     parallel = Parallel(program_class(mesh), state).train(run["training"])
     with nullcontext() if run["backward"] else torch.no_grad():
-        found = parallel(NamedBatch(run["batch"]))
-    outputs = {} if isinstance(found, Tensor) else {path: found.__dict__[path] for path in program_class.outputs}
-    loss = (found if isinstance(found, Tensor) else found.loss) if program_class.has_loss else weighted_sum(outputs.values())
+        result = parallel(NamedBatch(run["batch"]))
+    outputs = {} if isinstance(result, Tensor) else {path: result.__dict__[path] for path in program_class.outputs}
+    loss = (result if isinstance(result, Tensor) else result.loss) if program_class.has_loss else weighted_sum(outputs.values())
     out = {"loss": loss.detach(), "outputs": {path: tensor.detach() for path, tensor in outputs.items() if tensor is not None}}
     if not run["backward"]:
         return out
@@ -80,9 +80,9 @@ def _run(job: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
 def weighted_sum(outputs: Any) -> Tensor:
     """A loss for a model that returns none: its outputs, weighted at random but the same on both sides (a plain sum has no
     gradient where the outputs are normalised)."""
-    found: Sequence[Tensor] = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+    tensors: Sequence[Tensor] = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.is_floating_point()]
     total = torch.zeros((), dtype=torch.float64)
-    for number, tensor in enumerate(found):
+    for number, tensor in enumerate(tensors):
         weights = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64) + 0.5
         part = (tensor * weights.to(tensor.dtype)).sum() / max(tensor.numel(), 1)
         total = part if number == 0 else total + part

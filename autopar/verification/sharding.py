@@ -14,7 +14,7 @@ from autopar.rules.registry import Registry
 
 
 def shards_nothing(candidate: Candidate) -> bool:
-    """Whether every rank computes the whole model on whole tensors."""
+    """Return whether every rank computes the whole model on whole tensors."""
     sizes = candidate.mesh.sizes
     split = any(
         isinstance(place, Shard) and size > 1
@@ -32,7 +32,7 @@ def _placements(block: BlockPlan) -> Iterator[Placements]:
 
 
 def _has_state(candidate: Candidate) -> bool:
-    """Whether ZeRO shards state over the data axis."""
+    """Return whether ZeRO shards state over the data axis."""
     return any(block.zero and block.parameters for block in candidate.blocks)
 
 

@@ -62,7 +62,7 @@ def run_single(
         stack.enter_context(torch.set_grad_enabled(backward))
         with recorder, seen or ExitStack():
             try:
-                found = model(**bound.arguments(tensors))
+                output = model(**bound.arguments(tensors))
             except RuntimeError as error:
                 dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()}))
                 line = " ".join(str(error).split())[:200]
@@ -70,11 +70,11 @@ def run_single(
                     f"{type(model).__name__} itself fails on one process with these inputs ({dtypes}): {line}; "
                     "mend the model or its example inputs, or verify it in another --dtype"
                 ) from None
-        taken = take_apart(found, tuple(asked), module=model)
-        loss = taken.loss if loss_path(taken.form) is not None else weighted_sum(taken.outputs.values())
+        parts = take_apart(output, tuple(asked), module=model)
+        loss = parts.loss if loss_path(parts.form) is not None else weighted_sum(parts.outputs.values())
         result: dict[str, Any] = {
             "loss": loss.detach(),
-            "outputs": {path: tensor.detach() for path, tensor in taken.outputs.items()},
+            "outputs": {path: tensor.detach() for path, tensor in parts.outputs.items()},
         }
         if backward:
             result |= _step(model, loss)
@@ -116,7 +116,7 @@ class _ModuleOutputs:
             handle.remove()
 
     def outputs(self) -> dict[str, Tensor]:
-        return {path: found[0] for path, found in self._outputs.items() if path and len(found) == 1 and found[0].numel()}
+        return {path: tensors[0] for path, tensors in self._outputs.items() if path and len(tensors) == 1 and tensors[0].numel()}
 
 
 class WriteOutLoops(TorchFunctionMode):
@@ -133,8 +133,8 @@ class WriteOutLoops(TorchFunctionMode):
 
 
 def _map(body: Callable[..., Any], over: Sequence[Tensor], further: Sequence[Any]) -> Any:
-    made = [body(*parts, *further) for parts in zip(*over, strict=True)]
-    return tree_map(lambda *each: torch.stack(each), *made)
+    results = [body(*parts, *further) for parts in zip(*over, strict=True)]
+    return tree_map(lambda *each: torch.stack(each), *results)
 
 
 def _scan(
@@ -144,8 +144,8 @@ def _scan(
     now, given_out, form = list(carried), list[list[Any]](), None
     for parts in zip(*over, strict=True):
         found, form = tree_flatten(body(*now, *parts, *additional_inputs))
-        now, made = found[: len(now)], found[len(now) :]
-        given_out.append(made)
+        now, stacked = found[: len(now)], found[len(now) :]
+        given_out.append(stacked)
     assert form is not None  # torch refuses a scan of no steps
     return tree_unflatten([*now, *map(torch.stack, zip(*given_out, strict=True))], form)
 
@@ -157,10 +157,10 @@ def _cond(predicate: Any, true: Callable[..., Any], false: Callable[..., Any], o
 def _while_loop(
     condition: Callable[..., Any], body: Callable[..., Any], carried: Sequence[Any], additional_inputs: Sequence[Any] = ()
 ) -> Any:
-    found: Any = tuple(carried)
-    while condition(*tree_leaves(found), *additional_inputs):
-        found = body(*tree_leaves(found), *additional_inputs)
-    return found
+    values: Any = tuple(carried)
+    while condition(*tree_leaves(values), *additional_inputs):
+        values = body(*tree_leaves(values), *additional_inputs)
+    return values
 
 
 _WRITTEN_OUT: Mapping[str, Callable[..., Any]] = {"map_impl": _map, "scan": _scan, "cond": _cond, "while_loop": _while_loop}

@@ -15,13 +15,13 @@ import yaml
 import autopar
 from autopar.capture.models import load_model
 from autopar.cli import main
-from autopar.cli.commands.verify import tolerances
 from autopar.cli.console import size
 from autopar.ir.plan import Pipeline
 from autopar.ir.plan_file.document import ClusterInfo
 from autopar.ir.plan_file.plan_file import assemble_plan
 from autopar.planning import registry
 from autopar.schedules.placement import chunks_of_stages
+from autopar.verification.differences import tolerance
 from autopar.verification.sharding import sharding_force, untested
 
 Run = Callable[..., tuple[int, str, str]]
@@ -212,9 +212,10 @@ def test_verify_passes(run: Run) -> None:
 
 def test_a_loss_is_compared_within_its_own_dtype() -> None:
     """GPT-2 in float64 still makes a float32 loss, whose parts add up in another order."""
-    assert tolerances("float64", torch.float64) == {"loss": 1e-9, "gradients": 1e-9, "parameters": 1e-9}
-    assert tolerances("float64", torch.float32) == {"loss": 1e-5, "gradients": 1e-9, "parameters": 1e-9}
-    assert tolerances("bfloat16", torch.float32)["loss"] == 5e-2
+    for dtype, loss in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
+        assert tolerance("loss", "float64", dtype) == loss
+        assert {tolerance(what, "float64", dtype) for what in ("gradients", "parameters")} == {1e-9}
+    assert tolerance("loss", "bfloat16", torch.float32) == 5e-2
 
 
 def test_verify_of_a_plan(run: Run, tmp_path: Path) -> None:

@@ -13,11 +13,9 @@ from autopar.cli.console import Console
 from autopar.errors import AutoparError, ClusterError, PlanMismatch
 from autopar.ir.describe import describe, precision_text
 from autopar.ir.plan_file.plan_file import Plan, load_plan
-from autopar.verification.differences import GROUPS, Difference, tolerances
+from autopar.verification.differences import GROUPS, Difference
 from autopar.verification.proof import ModeProof, Proof, Subject, mode_name, prove, run_reference, subject
 from autopar.verification.sharding import untested
-
-__all__ = ["run", "tolerances"]
 
 _LABELS = {"parameters": "parameters after one step", "buffers": "buffers after one step"}
 

@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from ..device.groups import control_group
 from ..errors import CheckpointProblem
-from ..plain.plain_model import PlainModel
-from ..state.materialize import State
 from .folders import check_step
-from .held import as_optimizers, held_by_parallel, held_by_plain
+from .held import HeldState, Optimizers, as_optimizers, held_by_plain
 from .loading import LoadedCheckpoint, load
 from .rounds import Rounds
 from .saving import HostCopies, PendingSave, collect, write
 
 
-class ParallelModel(Protocol):
-    """The part of `parallel.Parallel` that this file needs. `checkpoints`: what it keeps between two saves."""
-
-    state: State
-    plain: PlainModel | None
-    checkpoints: Checkpoints
-    plan: Any
-    calls: Any
-
-    def reseed(self, seed: int) -> None: ...
-
-
 class Checkpoints:
-    """The save that goes on, the memory that it writes from, and the groups of all ranks, which are made at first use. `last`:
-    the checkpoint that was saved or loaded last, from which this training goes on."""
+    """The checkpoints of a parallel model: the save that goes on, the memory that it writes from, and the groups of all ranks,
+    which are made at first use. `last`: the one that was saved or loaded last, from which this training goes on."""
 
     pending: PendingSave | None = None
     last: Path | None = None
@@ -59,74 +44,64 @@ class Checkpoints:
         return Rounds(self.writing, describe)
 
     def wait(self) -> None:
-        """Until the last save is finished. CheckpointProblem where it failed."""
+        """Wait until the last save is finished. CheckpointProblem where it failed."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.wait()
             self.last = pending.path
 
+    def save(
+        self,
+        held: HeldState,
+        folder: str | os.PathLike[str],
+        optimizer: Optimizers,
+        describe: Callable[[int], str],
+        *,
+        step: int,
+        extra: Mapping[str, Any] | None,
+        keep: int | None,
+        asynchronous: bool,
+    ) -> PendingSave:
+        """Save the state of the model. All ranks call it together."""
+        check_step(step, keep)
+        self.wait()
+        rounds, path = self.rounds(describe), Path(folder).absolute()
+        collected = collect(held, rounds, path, as_optimizers(optimizer), step=step, extra=extra, before=self.last)
+        if not asynchronous:
+            done = PendingSave(lambda: write(collected, rounds, step=step, axes=held.axes, keep=keep), False)
+            self.last = done.path
+            return done
+        later, own = collected._replace(tensors=self.copies.of(collected.tensors)), self.writing_rounds(describe)
+        work = lambda: write(later, own, step=step, axes=held.axes, keep=keep)  # noqa: E731
+        self.pending = PendingSave(work, True, speaks=own.rank == 0)
+        return self.pending
 
-def _plan_words(parallel: ParallelModel) -> str:
-    """The plan in words, and what tells two apart that have the same ones."""
-    words = parallel.plan.describe() if parallel.plan is not None else "an exported program"
-    return f"{words} (program {parallel.calls.program_digest[:8]})"
-
-
-def save_parallel(
-    parallel: ParallelModel,
-    folder: str | os.PathLike[str],
-    optimizer: Optimizer | Sequence[Optimizer] | None,
-    *,
-    step: int,
-    extra: Mapping[str, Any] | None,
-    keep: int | None,
-    asynchronous: bool,
-) -> PendingSave:
-    """Saves a parallel model. All ranks call it together."""
-    check_step(step, keep)
-    checkpoints, describe = parallel.checkpoints, parallel.state.mesh.describe
-    checkpoints.wait()
-    held = held_by_parallel(parallel.state, parallel.plain, parallel.reseed, _plan_words(parallel))
-    rounds = checkpoints.rounds(describe)
-    collected = collect(
-        held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step, extra=extra, before=checkpoints.last
-    )
-    if not asynchronous:
-        done = PendingSave(lambda: write(collected, rounds, step=step, axes=held.axes, keep=keep), False)
-        checkpoints.last = done.path
-        return done
-    later, own = collected._replace(tensors=checkpoints.copies.of(collected.tensors)), checkpoints.writing_rounds(describe)
-    work = lambda: write(later, own, step=step, axes=held.axes, keep=keep)  # noqa: E731
-    checkpoints.pending = PendingSave(work, True, speaks=own.rank == 0)
-    return checkpoints.pending
-
-
-def load_parallel(
-    parallel: ParallelModel,
-    folder: str | os.PathLike[str],
-    optimizer: Optimizer | Sequence[Optimizer] | None,
-    *,
-    step: int | None,
-) -> LoadedCheckpoint | None:
-    """Loads into a parallel model. All ranks call it together."""
-    if step is not None:
-        check_step(step, None)
-    parallel.checkpoints.wait()
-    held = held_by_parallel(parallel.state, parallel.plain, parallel.reseed, _plan_words(parallel))
-    rounds = parallel.checkpoints.rounds(parallel.state.mesh.describe)
-    loaded = load(held, rounds, Path(folder).absolute(), as_optimizers(optimizer), step=step)
-    parallel.checkpoints.last = loaded.path if loaded is not None else None
-    return loaded
+    def load(
+        self,
+        held: HeldState,
+        folder: str | os.PathLike[str],
+        optimizer: Optimizers,
+        describe: Callable[[int], str],
+        *,
+        step: int | None,
+    ) -> LoadedCheckpoint | None:
+        """Load into the model. All ranks call it together."""
+        if step is not None:
+            check_step(step, None)
+        self.wait()
+        loaded = load(held, self.rounds(describe), Path(folder).absolute(), as_optimizers(optimizer), step=step)
+        self.last = loaded.path if loaded is not None else None
+        return loaded
 
 
 def load_checkpoint(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    optimizer: Optimizers = None,
     *,
     step: int | None = None,
 ) -> LoadedCheckpoint | None:
-    """Loads what ``parallel.save`` wrote, under any plan, into the plain model and its optimizer on one process: weights,
+    """Load what ``parallel.save`` wrote, under any plan, into the plain model and its optimizer on one process: weights,
     optimizer state, and the generators of torch, Python and numpy.
 
     `folder` is that of all checkpoints, of which the newest whole one is taken, or the one of `step`; or that of one checkpoint.

@@ -22,8 +22,9 @@ from .manifest import MANIFEST, MOST_ANCESTORS, Manifest
 
 
 class Branch(NamedTuple):
-    """`number` counts the checkpoints of a folder in the order in which they were written, from 1 (0: by an older autopar, when
-    steps were the order); `ancestors` are the numbers of those that the training came by, the latest first."""
+    """The place of a checkpoint among those of its folder. `number` counts the checkpoints of a folder in the order in which they
+    were written, from 1 (0: by an older autopar, when steps were the order); `ancestors` are the numbers of those that the
+    training came by, the latest first."""
 
     number: int = 0
     ancestors: tuple[int, ...] = ()
@@ -90,13 +91,13 @@ def candidates(folder: Path, step: int | None = None) -> list[Path]:
     came by, then others, each newest first. `folder` may be a checkpoint itself."""
     if (folder / MANIFEST).is_file():
         return [folder]
-    found: dict[Path, tuple[int, bool]] = {}
+    steps: dict[Path, tuple[int, bool]] = {}
     with contextlib.suppress(FileNotFoundError):
         for path in folder.iterdir():
             match = _NAME.fullmatch(path.name)
             if match and path.is_dir() and step in (None, int(match[1])):
-                found[path] = (int(match[1]), match[2] is None)
-    return newest_first(found)
+                steps[path] = (int(match[1]), match[2] is None)
+    return newest_first(steps)
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -113,7 +114,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def finish(aside: Path, step: int) -> Path:
-    """Gives the written folder its name, by which it is found from now on; one of that name is replaced."""
+    """Give the written folder its name, by which it is found from now on; one of that name is replaced."""
     target = aside.parent / folder_name(step)
     old = target.with_name(f"{target.name}.old")
     sync(aside)
@@ -127,7 +128,7 @@ def finish(aside: Path, step: int) -> Path:
 
 
 def keep_newest(folder: Path, keep: int, newest: Path) -> list[Path]:
-    """Removes all but `keep` checkpoints: `newest`, and of the whole ones what stands first in `candidates`. Returns those that a
+    """Remove all but `keep` checkpoints: `newest`, and of the whole ones what stands first in `candidates`. Returns those that a
     training had left which went back to an earlier one: nobody would expect that they are gone."""
     line = (read_branch(newest) or Branch()).ancestors
     others = sorted((path for path in candidates(folder) if path != newest), key=lambda path: read_branch(path) is None)
@@ -140,7 +141,7 @@ def keep_newest(folder: Path, keep: int, newest: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint: first its name, so that half of one is never found."""
+    """Remove a checkpoint: first its name, so that half of one is never found."""
     if not path.exists():
         return
     aside = path.with_name(f"{path.name.removesuffix('.old')}.tmp")
@@ -151,7 +152,7 @@ def remove(path: Path) -> None:
 
 
 def discard(aside: Path) -> None:
-    """Removes a folder that will not be finished."""
+    """Remove a folder that will not be finished."""
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -166,7 +167,7 @@ def sync(folder: Path) -> None:
 
 
 def check_step(step: object, keep: object) -> None:
-    """CheckpointProblem for what are no numbers of steps and of checkpoints."""
+    """Raise a CheckpointProblem for what are no numbers of steps and of checkpoints."""
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
         raise CheckpointProblem(f"step={str(step)[:40]} is no number of steps: pass step=0 or more")
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):

@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..device.mesh import MeshHandle
 from ..errors import StateError
 from ..plain.plain_model import PlainModel
 from ..state.materialize import State
+from ..state.optimizer_state import names_by_group
 
 
 @dataclass
@@ -58,13 +57,6 @@ def held_by_parallel(state: State, plain: PlainModel | None, reseed: Callable[[i
         if plain is not None:
             plain.load_unused({key: tensors[name] for key, name in plain.names.items() if name in tensors} | dict(extra))
 
-    def on_all_stages(value: Any) -> list[Any]:
-        out: list[Any] = [value]
-        if mesh.pp.size > 1:
-            out = [None] * mesh.pp.size
-            dist.all_gather_object(out, value, group=mesh.group(mesh.pp.name))
-        return out
-
     return HeldState(
         parameters=state.parameters,
         buffers={name: b for name, b in state.buffers.items() if specs[name].persistent and (saved is None or name in saved)},
@@ -73,7 +65,7 @@ def held_by_parallel(state: State, plain: PlainModel | None, reseed: Callable[[i
         device=mesh.device,
         load_others=load_others,
         writes=lambda name: name not in state.index.holders or state.index.holders[name][0] == mesh.pp.coordinate,
-        on_all_stages=on_all_stages,
+        on_all_stages=state.on_all_stages,
         mesh=mesh,
         axes={**mesh.pipeline_axes, **mesh.launched_axes},
         reseed=reseed,
@@ -86,8 +78,8 @@ def held_by_plain(model: nn.Module) -> HeldState:
     persistent = {id(each) for each in model.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)}
     parameters = dict(model.named_parameters())
     buffers = {name: each for name, each in model.named_buffers() if id(each) in persistent}
-    known = {id(each) for each in (*parameters.values(), *buffers.values())}
-    extra = {key: value for key, value in model.state_dict(keep_vars=True).items() if id(value) not in known}
+    own = {id(each) for each in (*parameters.values(), *buffers.values())}
+    extra = {key: value for key, value in model.state_dict(keep_vars=True).items() if id(value) not in own}
 
     def load_others(tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         if extra:
@@ -97,31 +89,22 @@ def held_by_plain(model: nn.Module) -> HeldState:
     return HeldState(parameters, buffers, {}, extra, device, load_others)
 
 
-def as_optimizers(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """One optimizer, several, or none."""
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+
+def as_optimizers(optimizer: Optimizers) -> list[Optimizer]:
+    """Return one optimizer, several, or none as a list."""
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
-def names_by_group(held: HeldState, optimizer: Optimizer) -> list[list[str]]:
-    """The names of this rank's parameters in each group. StateError where the optimizer has one of another model, or state that
-    belongs to none."""
-    names = {id(parameter): name for name, parameter in held.parameters.items()}
-    groups: list[list[str]] = []
-    known: set[int] = set()
-    for group in optimizer.param_groups:
-        if any(id(parameter) not in names and parameter.numel() for parameter in group["params"]):
-            raise StateError("the optimizer has a parameter that is not of this model: make it from the parallel model's")
-        known |= {id(parameter) for parameter in group["params"]}
-        groups.append([names[id(parameter)] for parameter in group["params"] if id(parameter) in names])
-    odd = next((key for key in optimizer.state if id(key) not in known), None)
+def grouped_names(held: HeldState, optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of this rank's parameters in each group. StateError where the optimizer has one of another model, or state
+    that belongs to none."""
+    members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    odd = next((key for key in optimizer.state if id(key) not in members), None)
     if odd is not None:
         what = f"under {odd!r}" if isinstance(odd, str) else "of a tensor that is in no group"
         raise StateError(f"{type(optimizer).__name__} has state {what}, which belongs to no parameter: save it through extra=")
-    return groups
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; of another tensor itself."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return names_by_group(held.parameters, optimizer)

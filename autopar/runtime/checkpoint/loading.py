@@ -13,14 +13,15 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.optim import Optimizer
 
+from ..compat.dtensor import local_of
 from ..errors import CheckpointProblem, DamagedCheckpoint, one_line
 from . import folders, objects
-from .held import HeldState, names_by_group
+from .held import HeldState, grouped_names
 from .manifest import MANIFEST, OBJECTS, Manifest
 from .optimizer_state import check_groups, set_state, state_from_manifest
 from .random_state import RandomState, set_generators
-from .rounds import Failed, Rounds, attempt
-from .tensor_file import OpenTensors, check_file
+from .rounds import Rounds
+from .tensor_file import check_file, mapped_tensor
 
 LOGGER = logging.getLogger("autopar")
 
@@ -44,19 +45,22 @@ class Verified(NamedTuple):
 def load(
     held: HeldState, rounds: Rounds, folder: Path, optimizers: Sequence[Optimizer], *, step: int | None
 ) -> LoadedCheckpoint | None:
-    """Into the model and the optimizers, in place; None where the folder has no checkpoint. All ranks call it together.
+    """Load into the model and the optimizers, in place; None where the folder has no checkpoint. All ranks call it together.
     CheckpointProblem on all of them where none is whole, or where it is of another model or another optimizer."""
-    paths = rounds.broadcast(attempt(lambda: folders.candidates(folder, step)) if rounds.rank == 0 else None)
-    if isinstance(paths, Failed):
-        raise CheckpointProblem(f"cannot read the folder {folder}: {paths.text}")
+    try:
+        paths = rounds.on_first(lambda: folders.candidates(folder, step))
+    except CheckpointProblem as problem:
+        raise CheckpointProblem(f"cannot read the folder {folder}: {problem}") from None
     first = ""
     for path in paths:
-        verified = _verified(rounds, path)
-        if not isinstance(verified, Failed):
-            if first and rounds.rank == 0:
-                LOGGER.warning("%s: loading %s, which is whole; remove the damaged one", first, path)
-            return _take(held, rounds, verified, optimizers)
-        first = first or verified.text
+        try:
+            verified = _verified(rounds, path)
+        except CheckpointProblem as problem:
+            first = first or str(problem)
+            continue
+        if first and rounds.rank == 0:
+            LOGGER.warning("%s: loading %s, which is whole; remove the damaged one", first, path)
+        return _take(held, rounds, verified, optimizers)
     if first:
         raise CheckpointProblem(
             f"{first}, and {folder} has no other checkpoint that is whole: name another folder, or remove it to begin anew"
@@ -68,34 +72,23 @@ def load(
     return None
 
 
-def _verified(rounds: Rounds, path: Path) -> Verified | Failed:
-    """The checkpoint, where every file is the one that was written; each rank checks some of them."""
-
-    def read(name: str) -> bytes:
-        try:
-            return (path / name).read_bytes()
-        except OSError as error:
-            raise DamagedCheckpoint(f"cannot read {path / name}: {error.strerror}") from None
-
-    content = rounds.broadcast(attempt(lambda: read(MANIFEST)) if rounds.rank == 0 else None)
-    if isinstance(content, Failed):
-        return content
-    manifest = attempt(lambda: Manifest.from_bytes(content, path / MANIFEST))
-    if isinstance(manifest, Failed):  # on all ranks
-        return manifest
-
-    def check() -> None:
+def _verified(rounds: Rounds, path: Path) -> Verified:
+    """Return the checkpoint, whose files each rank checks some of. CheckpointProblem on all ranks where one is not as it was
+    written."""
+    content = rounds.on_first(lambda: _content(path / MANIFEST))
+    manifest = Manifest.from_bytes(content, path / MANIFEST)
+    with rounds.together():
         for name in sorted(manifest.files)[rounds.rank :: rounds.size]:
             check_file(path / name, manifest.files[name])
+    content = rounds.on_first(lambda: _content(path / OBJECTS))
+    return Verified(path, manifest, _objects(content, path / OBJECTS))
 
-    failed = rounds.first_failure(rounds.gather_all(attempt(check)))
-    if failed is not None:
-        return failed
-    content = rounds.broadcast(attempt(lambda: read(OBJECTS)) if rounds.rank == 0 else None)
-    if isinstance(content, Failed):
-        return content
-    found = attempt(lambda: _objects(content, path / OBJECTS))
-    return found if isinstance(found, Failed) else Verified(path, manifest, found)
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(f"cannot read {path}: {error.strerror}") from None
 
 
 def _objects(content: bytes, where: Path) -> Mapping[str, Any]:
@@ -107,38 +100,34 @@ def _objects(content: bytes, where: Path) -> Mapping[str, Any]:
 
 
 def _take(held: HeldState, rounds: Rounds, verified: Verified, optimizers: Sequence[Optimizer]) -> LoadedCheckpoint:
-    """Reads what this rank has."""
-    path, manifest, found = verified
-    names: Any = attempt(lambda: [names_by_group(held, each) for each in optimizers])
-    rounds.raise_together(names)
+    """Read what this rank has."""
+    path, manifest, plain = verified
+    with rounds.together():
+        names = [grouped_names(held, each) for each in optimizers]
     stages = [held.on_all_stages(each) for each in names]
-    saved: list[Any] = found["optimizers"]
-
-    def make() -> tuple[list[dict[torch.Tensor, dict[str, Any]]], dict[str, torch.Tensor]]:
+    saved: list[Any] = plain["optimizers"]
+    states: list[dict[torch.Tensor, dict[str, Any]]] = []
+    with rounds.together():
         if len(optimizers) > len(saved):
             raise CheckpointProblem(f"{path} has the state of {len(saved)} optimizers: save it with optimizer=, or load without")
         tensors = _checked_model(held, manifest, path)
-        states = []
         for index, optimizer in enumerate(optimizers):
             check_groups(stages[index], held.mesh is None, optimizer, saved[index], index)
             state, parts = state_from_manifest(held, optimizer, saved[index], index, manifest)
             states.append(state)
             tensors |= parts
-        return states, tensors
-
-    made: Any = attempt(make)
-    rounds.raise_together(made)
-    states, tensors = made
-    rounds.raise_together(attempt(lambda: _read(tensors, manifest, path)))
-    held.load_others({name: tensors[f"model.{name}"] for name in held.others if f"model.{name}" in tensors}, found["model_extra"])
+    with rounds.together():
+        _read(tensors, manifest, path)
+    held.load_others({name: tensors[f"model.{name}"] for name in held.others if f"model.{name}" in tensors}, plain["model_extra"])
     for optimizer, state, described in zip(optimizers, states, saved, strict=False):
         set_state(optimizer, state, described)
         if described["class"] != type(optimizer).__name__ and rounds.rank == 0:
             LOGGER.warning("%s has the state of %s, and is loaded into %s", path, described["class"], type(optimizer).__name__)
-    rounds.raise_together(attempt(lambda: _set_random_state(held, rounds, found["random"])))
+    with rounds.together():
+        _set_random_state(held, rounds, plain["random"])
     if rounds.rank == 0:
-        _compare_plans(found.get("plan"), held.plan, manifest.processes == rounds.size, path)
-    return LoadedCheckpoint(manifest.step, found["extra"], path)
+        _compare_plans(plain.get("plan"), held.plan, manifest.processes == rounds.size, path)
+    return LoadedCheckpoint(manifest.step, plain["extra"], path)
 
 
 def _compare_plans(saved: object, own: str, same_world: bool, path: Path) -> None:
@@ -166,17 +155,17 @@ def _checked_model(held: HeldState, manifest: Manifest, path: Path) -> dict[str,
 
 
 def _read(tensors: Mapping[str, torch.Tensor], manifest: Manifest, path: Path) -> None:
-    """Fills the tensors of this rank, in place."""
+    """Fill the tensors of this rank, in place."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     wanted = Manifest.metadata(manifest._replace(tensors={name: manifest.tensors[name] for name in tensors}))
     planner.set_up_planner(dict(tensors), wanted, False)
     places = {(name, c.offsets): c for name in tensors for c in manifest.tensors[name].chunks}
-    files, left = OpenTensors(path), {name: _elements(tensor) for name, tensor in tensors.items()}
+    left = {name: local_of(tensor).numel() for name, tensor in tensors.items()}
     with torch.no_grad():
         for item in planner.create_local_plan().items:
             name = item.storage_index.fqn
             chunk = places[name, tuple(item.storage_index.offset or ())]
-            part = files.read(chunk.file, chunk.start, manifest.tensors[name].torch_dtype, chunk.sizes)
+            part = mapped_tensor(path / chunk.file, chunk.start, manifest.tensors[name].torch_dtype, chunk.sizes)
             for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 part = part.narrow(dim, start, size)
             planner.resolve_tensor(item).copy_(part)
@@ -186,20 +175,16 @@ def _read(tensors: Mapping[str, torch.Tensor], manifest: Manifest, path: Path) -
         raise DamagedCheckpoint(f"{path} has parts of {missing} that do not cover it")
 
 
-def _elements(tensor: torch.Tensor) -> int:
-    return int(tensor.to_local().numel() if hasattr(tensor, "to_local") else tensor.numel())
-
-
-def _set_random_state(held: HeldState, rounds: Rounds, found: Mapping[str, Any]) -> None:
-    random = RandomState.from_dict(found)
+def _set_random_state(held: HeldState, rounds: Rounds, saved: Mapping[str, Any]) -> None:
+    random = RandomState.from_dict(saved)
     if random.moved(rounds.size) and rounds.rank == 0:
         LOGGER.warning(
             "%d processes saved different random states, and this run has %d: each goes on with that of its rank, new ones with "
             "one of their own",
             len(random.of_rank), rounds.size,
         )  # fmt: skip
-    mine, different = random.generators_of(rounds.rank)
-    set_generators(mine, held.device, different)
+    state, different = random.generators_of(rounds.rank)
+    set_generators(state, held.device, different)
     if held.mesh is not None:
         if random.seed is not None:
             held.reseed(random.seed)

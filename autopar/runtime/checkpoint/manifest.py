@@ -45,8 +45,8 @@ class StoredTensor(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
 
 class Manifest(NamedTuple):
@@ -112,21 +112,21 @@ def _read(content: bytes, where: object) -> Manifest:
         tensors = {name: _tensor(each, names) for name, each in _mapping(value["tensors"]).items()}
         branch = _number(value.get("number", 0)), _numbers(value.get("ancestors", []))
         words = _number(value["step"]), _number(value["processes"]), axes, str(value["torch"])[:100]
-        found = Manifest(*words, files, tensors, *branch)
-        _check(found)
+        manifest = Manifest(*words, files, tensors, *branch)
+        _check(manifest)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         refuse(f"is damaged ({type(error).__name__}: {str(error)[:200]})")
-    return found
+    return manifest
 
 
 def _tensor(value: Any, names: list[str]) -> StoredTensor:
     dtype, shape, chunks = value
     if not isinstance(dtype, str) or dtype not in DTYPES or not isinstance(chunks, list):
         raise ValueError(f"no dtype {str(dtype)[:20]!r}")
-    found = tuple(
+    parts = tuple(
         Chunk(_numbers(offsets), _numbers(sizes), names[_number(file)], _number(start)) for offsets, sizes, file, start in chunks
     )
-    return StoredTensor(dtype, _numbers(shape), found)
+    return StoredTensor(dtype, _numbers(shape), parts)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -148,7 +148,7 @@ def _number(value: Any) -> int:
 
 
 def _check(manifest: Manifest) -> None:
-    """ValueError where files, tensors and parts do not fit together."""
+    """Raise a ValueError where files, tensors and parts do not fit together."""
     if OBJECTS not in manifest.files:
         raise ValueError(f"no file {OBJECTS}")
     for name, entry in manifest.files.items():

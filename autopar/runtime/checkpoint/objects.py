@@ -31,7 +31,7 @@ def from_bytes(content: bytes, where: object) -> Any:
 
 
 def check_plain(values: Mapping[str, Any], name: str) -> None:
-    """CheckpointProblem for an entry of `values` that would not be read back; `name` stands for `values`."""
+    """Raise a CheckpointProblem for an entry of `values` that would not be read back; `name` stands for `values`."""
     for key, value in values.items():
         try:
             torch.load(io.BytesIO(to_bytes(value)), weights_only=True)
@@ -43,5 +43,5 @@ def check_plain(values: Mapping[str, Any], name: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    found = _KIND.search(str(error))
-    return f"it has a {found[1].rstrip('.')}" if found else str(error).strip().partition("\n")[0][:200]
+    kind = _KIND.search(str(error))
+    return f"it has a {kind[1].rstrip('.')}" if kind else str(error).strip().partition("\n")[0][:200]

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..compat.dtensor import gathered, local_of, placed_like, replicated
 from ..errors import CheckpointProblem, DamagedCheckpoint, StateError
-from .held import HeldState, local_tensor, names_by_group
+from .held import HeldState, grouped_names
 from .manifest import Manifest
 
 LIKE, WHOLE, CPU, DEVICE, VALUE = "like", "whole", "cpu", "device", "value"
@@ -29,15 +30,14 @@ def tensor_name(index: int, name: str, key: str) -> str:
 
 def describe(held: HeldState, optimizer: Optimizer, index: int) -> tuple[Described, dict[str, torch.Tensor]]:
     """Return the state of this rank: plain values, and the tensors. StateError for state that cannot be sharded."""
-    groups = names_by_group(held, optimizer)
+    groups = grouped_names(held, optimizer)
     tensors: dict[str, torch.Tensor] = {}
     kept: dict[str, dict[str, Any]] = {}
     for name, parameter in held.parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             how = kept.setdefault(name, {})[key] = _how(parameter, name, key, value)
             if isinstance(value, torch.Tensor):
-                whole = isinstance(value, DTensor) and how == WHOLE
-                tensors[tensor_name(index, name, key)] = value.full_tensor() if whole else value.detach()  # type: ignore[attr-defined]
+                tensors[tensor_name(index, name, key)] = gathered(value) if how == WHOLE else value.detach()
     options = [{key: _on_cpu(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     described = {
         "class": type(optimizer).__name__,
@@ -66,9 +66,7 @@ def _how(parameter: torch.Tensor, name: str, key: str, value: Any) -> Any:
 
 
 def _on_cpu(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    return gathered(value).cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 def merged(stages: Sequence[Described]) -> Described:
@@ -88,8 +86,8 @@ def merged(stages: Sequence[Described]) -> Described:
 def check_groups(
     stages: Sequence[Sequence[Sequence[str]]], whole: bool, optimizer: Optimizer, saved: Described, index: int
 ) -> None:
-    """StateError where the groups of the optimizer are other ones than the saved ones. `stages`: the names by group of each
-    stage. `whole`: of a plain model, whose optimizer may have parameters that the program does not read."""
+    """Raise a StateError where the groups of the optimizer are other ones than the saved ones. `stages`: the names by group of
+    each stage. `whole`: of a plain model, whose optimizer may have parameters that the program does not read."""
     which = f"optimizer {index}" if index else "the optimizer"
     if len(saved["groups"]) != len(optimizer.param_groups):
         raise StateError(
@@ -97,8 +95,8 @@ def check_groups(
             "the same groups"
         )
     for number, group in enumerate(saved["groups"]):
-        mine = {name for stage in stages for name in stage[number]}
-        other = set(group["names"]) - mine if whole else set(group["names"]) ^ mine
+        own = {name for stage in stages for name in stage[number]}
+        other = set(group["names"]) - own if whole else set(group["names"]) ^ own
         if other:
             raise StateError(
                 f"group {number} of {which} has other parameters than that of the checkpoint ({min(other)}): give it the same "
@@ -136,7 +134,7 @@ def state_from_manifest(
 
 
 def _on_device(group: Mapping[str, Any]) -> bool:
-    """Whether the optimizer counts its steps on the device."""
+    """Return whether the optimizer counts its steps on the device."""
     return bool(group.get("capturable") or group.get("fused"))
 
 
@@ -145,19 +143,13 @@ def _empty(parameter: torch.Tensor, how: str, shape: tuple[int, ...], dtype: tor
         return torch.empty(shape, dtype=dtype, device="cpu" if how == CPU else device)
     if not isinstance(parameter, DTensor):
         return torch.empty(shape, dtype=dtype, device=parameter.device)
-    mesh = parameter.device_mesh
     if how == WHOLE:
-        return DTensor.from_local(
-            torch.empty(shape, dtype=dtype, device=device), mesh, [Replicate()] * mesh.ndim, run_check=False
-        )
-    local = torch.empty(local_tensor(parameter).shape, dtype=dtype, device=device)
-    return DTensor.from_local(
-        local, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+        return replicated(torch.empty(shape, dtype=dtype, device=device), parameter.device_mesh)
+    return placed_like(torch.empty(local_of(parameter).shape, dtype=dtype, device=device), parameter)
 
 
 def set_state(optimizer: Optimizer, state: Mapping[torch.Tensor, dict[str, Any]], saved: Described) -> None:
-    """Gives the optimizer the state, and its groups the saved options, in place: schedulers hold them."""
+    """Give the optimizer the state, and its groups the saved options, in place: schedulers hold them."""
     optimizer.state.clear()
     optimizer.state.update(state)
     for group, kept in zip(optimizer.param_groups, saved["groups"], strict=True):

@@ -20,33 +20,33 @@ Generators = dict[str, Any]
 def generators(device: torch.device) -> Generators:
     """Return the generators of this process: torch's of the CPU and of the device, Python's, and numpy's where it is imported."""
     version, numbers, left = random.getstate()
-    found: Generators = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(numbers), left]}
+    states: Generators = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(numbers), left]}
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
+        states["cuda"] = torch.cuda.get_rng_state(device)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *more = numpy.random.get_state()
-        found["numpy"] = [str(kind), torch.tensor(keys.tolist()), *map(float, more)]
-    return found
+        states["numpy"] = [str(kind), torch.tensor(keys.tolist()), *map(float, more)]
+    return states
 
 
-def set_generators(found: Mapping[str, Any], device: torch.device, different: int = 0) -> None:
+def set_generators(states: Mapping[str, Any], device: torch.device, different: int = 0) -> None:
     """The inverse. `different`: other than 0, torch's and Python's begin at a state of their own that is derived from it."""
     try:
-        torch.set_rng_state(found["torch"])
-        version, numbers, left = found["python"]
+        torch.set_rng_state(states["torch"])
+        version, numbers, left = states["python"]
         random.setstate((version, tuple(numbers.tolist()), left))
-        if device.type == "cuda" and "cuda" in found:
-            torch.cuda.set_rng_state(found["cuda"], device)
+        if device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], device)
         numpy: Any = sys.modules.get("numpy")
-        if numpy is not None and "numpy" in found:
-            kind, keys, place, has_gauss, gauss = found["numpy"]
+        if numpy is not None and "numpy" in states:
+            kind, keys, place, has_gauss, gauss = states["numpy"]
             state = (kind, numpy.asarray(keys.tolist(), dtype="uint32"), int(place), int(has_gauss), gauss)
             numpy.random.set_state(state)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointProblem(f"the random state of the checkpoint does not fit ({error}): save it with this torch") from None
     if different:
-        number = int.from_bytes(hashlib.sha256(bytes(found["torch"].tolist())).digest()[:6], "big") + different
+        number = int.from_bytes(hashlib.sha256(bytes(states["torch"].tolist())).digest()[:6], "big") + different
         torch.manual_seed(number)
         random.seed(number)
 
@@ -72,8 +72,8 @@ class RandomState:
         digests = [_digest(state) for state, _ in every]
         distinct = list(dict.fromkeys(digests))
         counts: dict[int, int] = {}
-        for _, mine in every:
-            for key, count in mine.items():
+        for _, own in every:
+            for key, count in own.items():
                 counts[key] = max(count, counts.get(key, 0))
         states = [every[digests.index(digest)][0] for digest in distinct]
         return RandomState(states, [distinct.index(digest) for digest in digests], seed, counts, axes)
@@ -97,7 +97,7 @@ class RandomState:
         return self.states[0], rank
 
     def moved(self, size: int) -> bool:
-        """Whether ranks had different states, and there are other ranks now."""
+        """Return whether ranks had different states, and there are other ranks now."""
         return len(self.states) > 1 and size != len(self.of_rank)
 
     def restart_streams(self, axes: Mapping[str, int]) -> None:

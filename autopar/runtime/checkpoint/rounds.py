@@ -3,12 +3,14 @@ all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from ..comm.beats import is_communication_error
+from ..comm.agreement import gather
+from ..comm.peer_watch import is_communication_error
 from ..errors import CheckpointProblem, DamagedCheckpoint, RuntimeProblem, one_line
 
 _Value = TypeVar("_Value")
@@ -22,18 +24,36 @@ class Failed(NamedTuple):
     damaged: bool = False
 
 
+def failure_of(error: Exception) -> Failed:
+    """Return an error as one that all ranks can raise. The loss of another rank is raised here."""
+    if isinstance(error, RuntimeProblem):
+        return Failed(str(error), isinstance(error, DamagedCheckpoint))
+    if isinstance(error, OSError):
+        return Failed(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+    if is_communication_error(error):
+        raise error
+    return Failed(one_line(f"{type(error).__name__}: {error}")[:500])  # unraised it would leave the other ranks waiting
+
+
 def attempt(work: Callable[[], _Value]) -> _Value | Failed:
-    """Return the result of `work`, or its failure. The loss of another rank is raised."""
+    """Return the result of `work`, or its failure."""
     try:
         return work()
-    except RuntimeProblem as error:
-        return Failed(str(error), isinstance(error, DamagedCheckpoint))
-    except OSError as error:
-        return Failed(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
-    except Exception as error:  # it would leave the other ranks waiting
-        if is_communication_error(error):
-            raise
-        return Failed(one_line(f"{type(error).__name__}: {error}")[:500])
+    except Exception as error:
+        return failure_of(error)
+
+
+@contextmanager
+def noted_failure(failures: list[Failed]) -> Iterator[None]:
+    """Go on after an error inside, which is added to the list."""
+    try:
+        yield
+    except Exception as error:
+        failures.append(failure_of(error))
+
+
+def _raise(failed: Failed) -> NoReturn:
+    raise DamagedCheckpoint(failed.text) if failed.damaged else CheckpointProblem(failed.text)
 
 
 class Rounds:
@@ -54,11 +74,7 @@ class Rounds:
 
     def gather_all(self, value: Any) -> list[Any]:
         """The values of all ranks."""
-        if self.size == 1:
-            return [value]
-        out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value, group=self.group)
-        return out
+        return [value] if self.size == 1 else gather(value, self.group)
 
     def scatter(self, values: Sequence[Any]) -> Any:
         """Return the value of this rank, of those that rank 0 has."""
@@ -69,12 +85,25 @@ class Rounds:
         return out[0]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value."""
+        """Return rank 0's value."""
         if self.size == 1:
             return value
         out = [value]
         dist.broadcast_object_list(out, src=0, group=self.group)
         return out[0]
+
+    def on_first(self, work: Callable[[], _Value]) -> _Value:
+        """Return rank 0's result of `work`. CheckpointProblem on all ranks where it fails."""
+        value: _Value | Failed = self.broadcast(attempt(work) if self.rank == 0 else None)
+        return _raise(value) if isinstance(value, Failed) else value
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise on all ranks, as a CheckpointProblem, what goes wrong on one of them inside."""
+        failures: list[Failed] = []
+        with noted_failure(failures):
+            yield
+        self.raise_first(failures)
 
     def first_failure(self, values: Iterable[Any]) -> Failed | None:
         """Return the first failure of the values of all ranks, with its rank; a damaged file names itself."""
@@ -83,8 +112,8 @@ class Rounds:
                 return value if value.damaged or self.size == 1 else Failed(f"{self.describe(rank)}: {value.text}")
         return None
 
-    def raise_together(self, value: Any) -> None:
-        """CheckpointProblem on all ranks where the value of one of them is `Failed`."""
-        failed = self.first_failure(self.gather_all(value if isinstance(value, Failed) else None))
+    def raise_first(self, failures: Sequence[Failed]) -> None:
+        """Raise a CheckpointProblem on all ranks where one of them has failures."""
+        failed = self.first_failure(self.gather_all(failures[0] if failures else None))
         if failed is not None:
-            raise DamagedCheckpoint(failed.text) if failed.damaged else CheckpointProblem(failed.text)
+            _raise(failed)

@@ -46,7 +46,7 @@ class HostCopies:
         self.kept: list[torch.Tensor] = []
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of all, which hold until the next call."""
+        """Copy of all, which hold until the next call."""
         if [_kind(each) for each in self.kept] != [_kind(each) for each in tensors]:
             self.kept = []  # freed before the others are made
             self.kept = [torch.empty(each.shape, dtype=each.dtype) for each in tensors]
@@ -111,7 +111,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is being written any more."""
+        """Return whether nothing is being written any more."""
         return self.thread is None or not self.thread.is_alive()
 
     def wait(self) -> Path:
@@ -137,23 +137,23 @@ def collect(
 ) -> Collected:
     """The first half of a save, which reads the state and writes nothing but an empty folder. `before`: the checkpoint
     that was saved or loaded last. All ranks call it together; CheckpointProblem on all of them."""
-    described: Any = attempt(lambda: [describe(held, each, index) for index, each in enumerate(optimizers)])
-    rounds.raise_together(described)
+    with rounds.together():
+        described = [describe(held, each, index) for index, each in enumerate(optimizers)]
     every = [merged(held.on_all_stages(each)) for each, _ in described]
     tensors = {name: each for name, each in held.model_tensors().items() if held.writes(name.removeprefix("model."))}
-    for index, (kept, found) in enumerate(described):
+    for index, (kept, state_tensors) in enumerate(described):
         for name in kept["state"]:
             if held.writes(name):
-                tensors |= {key: each for key, each in found.items() if key.startswith(f"optimizer{index}.{name}.")}
+                tensors |= {key: each for key, each in state_tensors.items() if key.startswith(f"optimizer{index}.{name}.")}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, is_coordinator=rounds.rank == 0)
-    mine = generators(held.device), seed_stream.counts()
-    told = rounds.gather((step, attempt(lambda: _local_plan(planner)), mine))
+    own = generators(held.device), seed_stream.counts()
+    reports = rounds.gather((step, attempt(lambda: _local_plan(planner)), own))
     first: Any = None
     if rounds.rank == 0:
-        random = RandomState.of_all([each for _, _, each in told], held.seed, held.axes).to_dict()
+        random = RandomState.of_all([each for _, _, each in reports], held.seed, held.axes).to_dict()
         kept = {"extra": extra, "model_extra": dict(held.extra), "optimizers": every, "random": random, "plan": held.plan}
-        first = attempt(lambda: _prepare(rounds, planner, told, folder, step, kept))
+        first = attempt(lambda: _prepare(rounds, planner, reports, folder, step, kept))
     shares = [first] * rounds.size if isinstance(first, Failed) else [(first[0], plan) for plan in first[1]] if first else []
     share = rounds.scatter(shares)
     if isinstance(share, Failed):
@@ -178,16 +178,16 @@ def _wanted(item: WriteItem) -> bool:
 
 
 def _prepare(
-    rounds: Rounds, planner: DefaultSavePlanner, told: Sequence[Any], folder: Path, step: int, plain: Mapping[str, Any]
+    rounds: Rounds, planner: DefaultSavePlanner, reports: Sequence[Any], folder: Path, step: int, plain: Mapping[str, Any]
 ) -> tuple[Path, list[SavePlan], Metadata, bytes]:
     """Prepare on rank 0: the folder, the plan of each rank, and the objects."""
-    failed = rounds.first_failure(plan for _, plan, _ in told)
+    failed = rounds.first_failure(plan for _, plan, _ in reports)
     if failed is not None:
         raise CheckpointProblem(failed.text)
-    other = next((rank for rank, (number, *_) in enumerate(told) if number != step), None)
+    other = next((rank for rank, (number, *_) in enumerate(reports) if number != step), None)
     if other is not None:
         raise CheckpointProblem(
-            f"{rounds.describe(other)} saves step {told[other][0]}, and rank 0 step {step}: save the same step on all ranks"
+            f"{rounds.describe(other)} saves step {reports[other][0]}, and rank 0 step {step}: save the same step on all ranks"
         )
     objects.check_plain({"extra": plain["extra"]} if not isinstance(plain["extra"], dict) else plain["extra"], "extra")
     objects.check_plain(plain["model_extra"], "the model's extra state")
@@ -195,7 +195,7 @@ def _prepare(
         for group in each["groups"]:
             objects.check_plain(group["options"], f"a group of {each['class']}")
     content = objects.to_bytes(plain)
-    plans, metadata = planner.create_global_plan([plan for _, plan, _ in told])
+    plans, metadata = planner.create_global_plan([plan for _, plan, _ in reports])
     return folders.begin(folder, step), plans, metadata, content
 
 
@@ -207,12 +207,12 @@ def write(collected: Collected, rounds: Rounds, *, step: int, axes: Mapping[str,
     written = attempt(lambda: write_tensors(collected.aside / name, list(zip(names, collected.tensors, strict=True))))
     if not isinstance(written, Failed):
         written = (*written, [item.index for item in collected.items])  # type: ignore[assignment]
-    told = rounds.gather(written)
+    reports = rounds.gather(written)
     outcome: Path | Failed | None = None
     if rounds.rank == 0:
-        outcome = rounds.first_failure(told)
+        outcome = rounds.first_failure(reports)
         if outcome is None:
-            outcome = attempt(lambda: _finish(collected, told, step, axes, keep))
+            outcome = attempt(lambda: _finish(collected, reports, step, axes, keep))
         if isinstance(outcome, Failed):
             folders.discard(collected.aside)
     outcome = rounds.broadcast(outcome)
@@ -225,11 +225,11 @@ def write(collected: Collected, rounds: Rounds, *, step: int, axes: Mapping[str,
     return outcome
 
 
-def _finish(collected: Collected, told: Sequence[Any], step: int, axes: Mapping[str, int], keep: int | None) -> Path:
+def _finish(collected: Collected, reports: Sequence[Any], step: int, axes: Mapping[str, int], keep: int | None) -> Path:
     """Finish on rank 0: the objects, the manifest, the name."""
     files: dict[str, FileEntry] = {}
     places: dict[tuple[str, torch.Size], tuple[str, int]] = {}
-    for rank, (entry, starts, indices) in enumerate(told):
+    for rank, (entry, starts, indices) in enumerate(reports):
         name = f"rank_{rank:05d}.safetensors"
         path = collected.aside / name
         if not path.is_file() or path.stat().st_size != entry.size:
@@ -245,7 +245,7 @@ def _finish(collected: Collected, told: Sequence[Any], step: int, axes: Mapping[
         tensors[name] = StoredTensor(dtype_name(each.properties.dtype), tuple(each.size), chunks)
     folder = collected.aside.parent
     branch = next_branch(folders.candidates(folder), collected.before, folder)
-    manifest = Manifest(step, len(told), dict(axes), str(torch.__version__), files, tensors, *branch)
+    manifest = Manifest(step, len(reports), dict(axes), str(torch.__version__), files, tensors, *branch)
     write_bytes(collected.aside / MANIFEST, manifest.to_bytes())
     path = folders.finish(collected.aside, step)
     if keep is not None:

@@ -1,4 +1,5 @@
-"""Files of tensors in the format of safetensors: a header in JSON, then the bytes of all tensors. Nothing is unpickled."""
+"""Files of tensors in the format of safetensors: the length of a header in 8 bytes, the header in JSON (dtype, shape and place of
+each tensor), then the bytes of all tensors without gaps. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -41,59 +42,72 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[FileEntry, list[int]]:
-    """Writes and syncs a file of named tensors; where each begins in it, in the order that they were given. OSError where it
-    cannot be written."""
-    order = sorted(range(len(tensors)), key=lambda index: -tensors[index][1].element_size())  # which keeps all of them aligned
-    header: dict[str, object] = {}
-    starts = [0] * len(tensors)
-    end = 0
-    for index in order:
-        name, tensor = tensors[index]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        starts[index] = begin
-        header[name] = {"dtype": DTYPES[dtype_name(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+def header_bytes(
+    tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[int]]:
+    """Return the header of a file, whose tensors follow in this order, and where each of them begins."""
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    starts, end = [], 0
+    for name, dtype, shape in tensors:
+        starts.append(end)
+        end += prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype_name(dtype)], "shape": list(shape), "data_offsets": [starts[-1], end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with _Hashed(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for index in order:
-            file.write_tensor(tensors[index][1])
-    return file.entry, [start + 8 + len(text) for start in starts]
+    return len(text).to_bytes(8, "little") + text, [start + 8 + len(text) for start in starts]
+
+
+def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[FileEntry, list[int]]:
+    """Write and sync a file of named tensors; return where each begins in it, in the order that they were passed. OSError where
+    it cannot be written."""
+    order = sorted(range(len(tensors)), key=lambda index: -tensors[index][1].element_size())  # which keeps all of them aligned
+    ordered = [tensors[index] for index in order]
+    header, starts = header_bytes([(name, tensor.dtype, tensor.shape) for name, tensor in ordered])
+    with FileWriter(path) as file:
+        file.write(header)
+        for _, tensor in ordered:
+            file.write_tensor(tensor)
+    by_index = dict(zip(order, starts, strict=True))
+    return file.entry, [by_index[index] for index in range(len(tensors))]
 
 
 def write_bytes(path: Path, content: bytes) -> FileEntry:
-    """Writes and syncs a file."""
-    with _Hashed(path) as file:
+    """Write and sync a file."""
+    with FileWriter(path) as file:
         file.write(content)
     return file.entry
 
 
-class _Hashed:
-    """A file that is written once, synced when it is closed, and hashed meanwhile."""
+class FileWriter:
+    """A new file that is written from begin to end, `hashed` meanwhile, and synced when it is closed."""
 
-    def __init__(self, path: Path) -> None:
-        self.file, self.hash, self.size = path.open("xb"), hashlib.sha256(), 0
+    def __init__(self, path: Path, *, hashed: bool = True) -> None:
+        self.file, self.hash, self.size = path.open("xb"), hashlib.sha256() if hashed else None, 0
 
-    def __enter__(self) -> _Hashed:
+    def __enter__(self) -> FileWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Sync the file. OSError where not all of it can be kept."""
         with self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
 
     @property
     def entry(self) -> FileEntry:
-        return FileEntry(self.size, self.hash.hexdigest())
+        return FileEntry(self.size, self.hash.hexdigest() if self.hash is not None else "")
 
     def write(self, content: bytes | memoryview) -> None:
         self.file.write(content)
-        self.hash.update(content)
         self.size += len(content)
+        if self.hash is not None:
+            self.hash.update(content)
 
     def write_tensor(self, tensor: torch.Tensor) -> None:
-        """The bytes of a tensor in the order of its elements; copied to the host only while it is written."""
+        """Write the bytes of a tensor in the order of its elements; it is copied to the host only while it is written."""
         data = tensor.detach().to("cpu").contiguous()
         count = data.numel() * data.element_size()
         if not count:
@@ -104,47 +118,36 @@ class _Hashed:
 
 
 def check_file(path: Path, entry: FileEntry) -> None:
-    """DamagedCheckpoint where a file is not the one that was written."""
+    """Raise a DamagedCheckpoint where a file is not the one that was written."""
     try:
         size = path.stat().st_size
         if size != entry.size:
             raise DamagedCheckpoint(f"{path} has {size} bytes, and {entry.size} were written")
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         with path.open("rb") as file:
             while part := file.read(_STEP_BYTES):
-                found.update(part)
+                digest.update(part)
     except OSError as error:
         raise DamagedCheckpoint(f"cannot read {path}: {error.strerror}") from None
-    if found.hexdigest() != entry.digest:
+    if digest.hexdigest() != entry.digest:
         raise DamagedCheckpoint(f"{path} has another checksum than the one that was written")
 
 
-def mapped_part(path: Path, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor over a private map of its own bytes of a file, from `start` on: memory is taken, and the file read, only where it
-    is looked at, and address space until the tensor is dropped. OSError or ValueError where the file does not have them."""
+def mapped_tensor(path: Path, start: int, dtype: torch.dtype, shape: Sequence[int], remedy: str = "") -> torch.Tensor:
+    """Return a tensor over a private map of its own bytes of a file, from `start` on: memory is taken, and the file read, only
+    where it is looked at, and address space until the tensor is dropped. DamagedCheckpoint where the file does not have them."""
     count = prod(shape) * dtype.itemsize
     if not count:
         return torch.empty(tuple(shape), dtype=dtype)
     page = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size < start + count:
-            raise ValueError("it is shorter than it was")
-        found = mmap.mmap(file.fileno(), start - page + count, access=mmap.ACCESS_COPY, offset=page)
-    content = torch.frombuffer(found, dtype=torch.uint8, count=count, offset=start - page)
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < start + count:
+                raise ValueError("it is shorter than it was")
+            memory = mmap.mmap(file.fileno(), start - page + count, access=mmap.ACCESS_COPY, offset=page)
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"cannot read {path}: {error}{remedy}") from None
+    content = torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=start - page)
     if start % dtype.itemsize:  # files of other writers need not be aligned
         content = content.clone()
     return content.view(dtype).view(tuple(shape))
-
-
-class OpenTensors:
-    """The tensor files of a checkpoint, of which a part is mapped into memory while it is read."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def read(self, name: str, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor over the bytes of the file at `start`. DamagedCheckpoint where it cannot be read."""
-        try:
-            return mapped_part(self.folder / name, start, dtype, shape)
-        except (OSError, ValueError) as error:
-            raise DamagedCheckpoint(f"cannot read {self.folder / name}: {error}") from None

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import linecache
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..device.groups import several_ranks
 from ..device.mesh import MeshHandle
-from ..errors import BatchError, MismatchProblem, RuntimeProblem, StateError
+from ..errors import MismatchProblem, RuntimeProblem, StateError
 
 
 class Stated(NamedTuple):
@@ -27,8 +28,8 @@ class Stated(NamedTuple):
 
 
 def require_agreement(stated: Mapping[str, Stated], describe: Callable[[int], str]) -> None:
-    """MismatchProblem on all ranks if one has another value than most have. Only ranks that state a thing are compared in it. All
-    ranks must call."""
+    """Raise a MismatchProblem on all ranks if one has another value than most have. Only ranks that state a thing are compared in
+    it. All ranks must call."""
     everywhere: list[Mapping[str, Stated]] = gather(dict(stated))
     for name in dict.fromkeys(name for each in everywhere for name in each):
         values = {rank: each[name].value for rank, each in enumerate(everywhere) if name in each}
@@ -41,8 +42,8 @@ def require_agreement(stated: Mapping[str, Stated], describe: Callable[[int], st
 
 
 def require_equal_models(model: nn.Module, describe: Callable[[int], str]) -> None:
-    """MismatchProblem on all ranks if the parameters or buffers of one rank's model have other names, shapes or dtypes. All ranks
-    must call."""
+    """Raise a MismatchProblem on all ranks if the parameters or buffers of one rank's model have other names, shapes or dtypes.
+    All ranks must call."""
     lines = _state_lines(model)
     digests = gather(_digest(lines))
     usual = Counter(digests).most_common(1)[0][0]
@@ -59,11 +60,21 @@ def require_equal_models(model: nn.Module, describe: Callable[[int], str]) -> No
     )
 
 
-def gather(value: Any) -> list[Any]:
-    """The value of each rank."""
-    out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the value of each rank (of a group), which all must call."""
+    if not several_ranks():
+        return [value]
+    out: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(out, value, group)
     return out
+
+
+def equal_on_ranks(numbers: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
+    """Return for each of these integers whether all ranks of the groups (of a mesh) have the same, which all must call."""
+    bounds = torch.stack([numbers, -numbers])
+    for group in groups:
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
+    return bounds[0] == -bounds[1]
 
 
 def stated_versions() -> dict[str, Stated]:
@@ -98,41 +109,27 @@ def program_digest(program: nn.Module) -> str:
     return _digest("".join(linecache.getlines(path)) or type(program).__qualname__)[:12]
 
 
-def agree_on_batch(bind: Callable[[], dict[str, torch.Tensor]], describe: Callable[[int], str]) -> dict[str, torch.Tensor]:
-    """Return the result of `bind`. A batch that it refuses on one rank is refused on all."""
-    refused: BatchError | None = None
-    inputs: dict[str, torch.Tensor] = {}
-    try:
-        inputs = bind()
-    except BatchError as error:
-        refused = error
-    said: Sequence[str] = gather(str(refused or ""))
-    if refused is not None:
-        raise refused
-    rank = next((rank for rank, text in enumerate(said) if text), None)
-    if rank is not None:
-        raise BatchError(f"{describe(rank)} was given another batch than this rank: {said[rank]}")
-    return inputs
-
-
 @contextlib.contextmanager
-def refused_together(asked: bool, describe: Callable[[int], str]) -> Iterator[None]:
-    """Refuse on all ranks what one rank refuses inside, where it is `asked` of all (a collective)."""
+def refused_together(
+    describe: Callable[[int], str], *, asked: bool = True, problem: type[RuntimeProblem] = StateError, words: str = ""
+) -> Iterator[None]:
+    """Refuse on all ranks what one rank refuses inside, where it is `asked` of all (a collective). The others raise `problem`,
+    whose message has `words` between the name of that rank and what it says."""
     refused: RuntimeProblem | None = None
     try:
         yield
     except RuntimeProblem as error:
         refused = error
-    said: Sequence[str] = gather(str(refused or "")) if asked else ()
+    texts: Sequence[str] = gather(str(refused or "")) if asked else ()
     if refused is not None:
         raise refused
-    for rank, text in enumerate(said):
+    for rank, text in enumerate(texts):
         if text:
-            raise StateError(f"{describe(rank)}: {text}")
+            raise problem(f"{describe(rank)}{words}: {text}")
 
 
 def _state_lines(model: nn.Module) -> dict[str, str]:
-    """Each parameter and buffer in words."""
+    """Return each parameter and buffer in words."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return {

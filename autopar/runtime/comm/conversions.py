@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import Replicate, Shard
 
 from ..compat.autograd import alias
 
@@ -67,7 +68,8 @@ _TABLE = {
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def parse_conversion(text: str) -> tuple[AxisOperation, AxisOperation]:
-    """``"S(1) -> R"`` as its forward operation and the dual of it. ValueError for a text that is not a conversion."""
+    """Return a text such as ``"S(1) -> R"`` as its forward operation and the dual of it. ValueError for a text that is not a
+    conversion."""
     return _parse(text)
 
 
@@ -95,10 +97,23 @@ def _placement(text: str) -> tuple[str, int, int, str]:
         return letter, 0, 1, "sum"
     if letter == "P" and inner in ("sum", "max", "min"):
         return letter, 0, 1, inner
-    if letter == "S" and text[1:2] == "(" and text[-1:] == ")":
-        dim, _, parts = inner.partition(",")
-        return letter, int(dim), int(parts or 1), "sum"
+    if text[-1:] == ")" and (shard := shard_of(text)) is not None:
+        return letter, *shard, "sum"
     raise ValueError(f"{text!r} is not a placement; write S(dim), S(dim,parts), R, I, P, P(max) or P(min)")
+
+
+def shard_of(text: str) -> tuple[int, int] | None:
+    """Return the dimension and the parts of ``S(dim)`` or ``S(dim,parts)``; None for any other placement."""
+    if not text.startswith("S("):
+        return None
+    dim, _, parts = text[2:-1].partition(",")
+    return int(dim), int(parts or 1)
+
+
+def dtensor_placement(text: str) -> Shard | Replicate:
+    """Return DTensor's placement for a shard of one part, or for anything that is equal on all ranks."""
+    shard = shard_of(text)
+    return Replicate() if shard is None else Shard(shard[0])
 
 
 def result_shape(operation: AxisOperation, shape: Sequence[int], size: int) -> list[int]:
@@ -114,7 +129,7 @@ def result_shape(operation: AxisOperation, shape: Sequence[int], size: int) -> l
 
 
 def split_shards(x: torch.Tensor, dim: int, parts: int, size: int) -> torch.Tensor:
-    """``[size, *local shape]``: what each rank of the axis would hold of `x` under S(dim, parts), not yet contiguous."""
+    """Return ``[size, *local shape]``: what each rank of the axis would hold of `x` under S(dim, parts), not yet contiguous."""
     dim %= x.dim()
     shape = x.shape
     minor = shape[dim] // (parts * size)

@@ -4,19 +4,23 @@ A conversion is written as text, ``"S(1) -> R"``; `conversions` says what it doe
 ``S(dim,parts)`` counts the parts of the local tensor. `start` and `wait` split one conversion in two: the program computes
 between them, while the collective is in flight. In the backward `wait` starts the dual collective, and `start` waits for it. All
 of it traces: torch.compile sees functional collectives and no graph breaks.
+
+Conversions of several tensors are one flat collective for each kind, reduction and dtype (*coalesced*). Tensors are laid out as
+``[rows, k]`` with one row for each receiving rank (or one row in all), and concatenated along the second dimension.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from ..compat.autograd import alias, apply
+from ..compat.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait_tensor
 from ..device.axis import AxisHandle
-from .coalesced import finish_collectives, launch_collectives, needs_gather
-from .conversions import apply_locally, parse_conversion, result_shape
+from .conversions import AxisOperation, apply_locally, join_shards, parse_conversion, result_shape, split_shards
 from .uneven import convert_uneven
 
 
@@ -27,19 +31,19 @@ class _Convert(torch.autograd.Function):
     def forward(ctx: Any, texts: tuple[str, ...], size: int, coordinate: int, group: str, *xs: torch.Tensor) -> Any:
         ctx.texts, ctx.size, ctx.coordinate, ctx.group = texts, size, coordinate, group
         operations = [parse_conversion(text)[0] for text in texts]
-        return tuple(finish_collectives(operations, xs, launch_collectives(operations, xs, size, group), size, coordinate))
+        return tuple(_finish(operations, xs, _launch(operations, xs, size, group), size, coordinate))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         operations = [parse_conversion(text)[1] for text in ctx.texts]
-        results = finish_collectives(
-            operations, grads, launch_collectives(operations, grads, ctx.size, ctx.group), ctx.size, ctx.coordinate
+        results = _finish(
+            operations, grads, _launch(operations, grads, ctx.size, ctx.group), ctx.size, ctx.coordinate
         )
         return (None, None, None, None, *results)
 
 
 def convert(x: torch.Tensor, axis: AxisHandle, text: str) -> torch.Tensor:
-    """`x` in another placement on `axis`; on an axis of one rank, `x` itself."""
+    """Return `x` in another placement on `axis`; on an axis of one rank, `x` itself."""
     if axis.size == 1:
         return x
     if x.is_complex():  # collectives take pairs of real numbers
@@ -80,7 +84,7 @@ class _Start(torch.autograd.Function):
         forward, ctx.dual = parse_conversion(text)
         ctx.size, ctx.coordinate, ctx.shape = size, coordinate, result_shape(forward, x.shape, size)
         raw = (
-            launch_collectives([forward], [x], size, group)[0]
+            _launch([forward], [x], size, group)[0]
             if forward.communicates
             else apply_locally(forward, x, size, coordinate)
         )
@@ -92,7 +96,7 @@ class _Start(torch.autograd.Function):
         if not ctx.dual.communicates:
             return None, None, None, None, carrier
         like = carrier.new_zeros(()).expand(ctx.shape)
-        return None, None, None, None, finish_collectives([ctx.dual], [like], [carrier.view(-1)], ctx.size, ctx.coordinate)[0]
+        return None, None, None, None, _finish([ctx.dual], [like], [carrier.view(-1)], ctx.size, ctx.coordinate)[0]
 
 
 class _Wait(torch.autograd.Function):
@@ -102,22 +106,22 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, text: str, size: int, coordinate: int, group: str, token: torch.Tensor, raw: torch.Tensor) -> Any:
         forward, ctx.dual = parse_conversion(text)
         ctx.size, ctx.coordinate, ctx.group, ctx.shape = size, coordinate, group, token.shape
-        return finish_collectives([forward], [token], [raw], size, coordinate)[0] if forward.communicates else alias(raw)
+        return _finish([forward], [token], [raw], size, coordinate)[0] if forward.communicates else alias(raw)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if ctx.dual.communicates:
-            carrier = launch_collectives([ctx.dual], [grad], ctx.size, ctx.group)[0].view(ctx.shape)
+            carrier = _launch([ctx.dual], [grad], ctx.size, ctx.group)[0].view(ctx.shape)
         else:
             carrier = apply_locally(ctx.dual, grad, ctx.size, ctx.coordinate)
         return None, None, None, None, carrier, None
 
 
 def start(x: torch.Tensor, axis: AxisHandle, text: str) -> PendingConversion:
-    """Starts a conversion; `wait` returns its result."""
+    """Start a conversion; `wait` returns its result."""
     if axis.size == 1:
         return PendingConversion(x, None, axis, text)
-    if axis.shares or x.is_complex() or needs_gather(parse_conversion(text)[0], x):
+    if axis.shares or x.is_complex() or _needs_gather(parse_conversion(text)[0], x):
         return PendingConversion(convert(x, axis, text), None, axis, text)
     token, raw = apply(_Start, text, axis.size, axis.coordinate, axis.group_name, x)
     return PendingConversion(token, raw, axis, text)
@@ -129,3 +133,97 @@ def wait(pending: PendingConversion) -> torch.Tensor:
     if raw is None:
         return token
     return apply(_Wait, text, axis.size, axis.coordinate, axis.group_name, token, raw)  # type: ignore[no-any-return]
+
+
+# -- coalesced collectives
+
+
+def _needs_gather(operation: AxisOperation, x: torch.Tensor) -> bool:
+    """An all-to-all within one dimension (between different `parts`) is done by an all-gather and a slice."""
+    return operation.kind == "all_to_all" and operation.dim % x.dim() == operation.to % x.dim()
+
+
+def _rows(operation: AxisOperation, x: torch.Tensor, size: int) -> torch.Tensor:
+    """The layout that the collective reads, ``[rows, k]``."""
+    if operation.kind == "reduce_scatter":
+        return split_shards(x, operation.dim, operation.parts, size).reshape(size, -1)
+    if operation.kind == "all_to_all" and not _needs_gather(operation, x):
+        return split_shards(x, operation.to, operation.to_parts, size).reshape(size, -1)
+    return x.reshape(1, -1)
+
+
+def _shape(operation: AxisOperation, x: torch.Tensor, size: int) -> list[int]:
+    """The shape of one received row."""
+    shape = list(x.shape)
+    if operation.kind == "reduce_scatter":
+        shape[operation.dim] //= size
+    if operation.kind == "all_to_all" and not _needs_gather(operation, x):
+        shape[operation.to] //= size
+    return shape
+
+
+def _communicate(kind: str, op: str, flat: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    if kind == "all_reduce":
+        return all_reduce(flat, op, group)
+    if kind == "reduce_scatter":
+        return reduce_scatter(flat, op, size, group)
+    if kind == "all_to_all":
+        return all_to_all(flat, size, group)
+    return all_gather(flat, size, group)
+
+
+def _kind(operation: AxisOperation, x: torch.Tensor) -> str:
+    return "gather" if _needs_gather(operation, x) else operation.kind
+
+
+def _coalesced(operations: Sequence[AxisOperation], xs: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Indices of the communicating tensors that share a collective: same kind, reduction and dtype."""
+    groups: dict[tuple[str, str, torch.dtype], list[int]] = {}
+    for index, (operation, x) in enumerate(zip(operations, xs, strict=True)):
+        if operation.communicates:
+            groups.setdefault((_kind(operation, x), operation.op, x.dtype), []).append(index)
+    return list(groups.values())
+
+
+def _launch(
+    operations: Sequence[AxisOperation], xs: Sequence[torch.Tensor], size: int, group: str
+) -> list[torch.Tensor]:
+    """Launch one collective for each group of tensors that can share one; return their outputs, still in flight."""
+    raws = []
+    for indices in _coalesced(operations, xs):
+        rows = [_rows(operations[i], xs[i], size) for i in indices]
+        flat = (rows[0] if len(rows) == 1 else torch.cat(rows, 1)).contiguous()
+        first = operations[indices[0]]
+        raws.append(_communicate(_kind(first, xs[indices[0]]), first.op, flat.view(-1), size, group))
+    return raws
+
+
+def _finish(
+    operations: Sequence[AxisOperation], xs: Sequence[torch.Tensor], raws: Sequence[torch.Tensor], size: int, coordinate: int
+) -> list[torch.Tensor]:
+    """The results in the order of `xs`, whose values are read only where an operation needs no communication."""
+    out: list[torch.Tensor | None] = [None] * len(xs)
+    for index, (operation, x) in enumerate(zip(operations, xs, strict=True)):
+        if not operation.communicates:
+            out[index] = apply_locally(operation, x, size, coordinate)
+    for indices, raw in zip(_coalesced(operations, xs), raws, strict=True):
+        rows = size if _kind(operations[indices[0]], xs[indices[0]]) in ("gather", "all_to_all") else 1
+        received = wait_tensor(raw).view(rows, -1)
+        offset = 0
+        for i in indices:
+            shape = _shape(operations[i], xs[i], size)
+            width = prod(shape)
+            # contiguous: the backward of torch's batch norm on CPUs reads the memory of a weight as if it were without gaps
+            part = received if len(indices) == 1 else received.narrow(1, offset, width).contiguous()
+            offset += width
+            out[i] = _assemble(operations[i], xs[i], part.reshape(rows, *shape), size, coordinate)
+    return [x for x in out if x is not None]
+
+
+def _assemble(operation: AxisOperation, x: torch.Tensor, stacked: torch.Tensor, size: int, coordinate: int) -> torch.Tensor:
+    if operation.kind in ("all_reduce", "reduce_scatter"):
+        return stacked.squeeze(0)
+    whole = join_shards(stacked, operation.dim, operation.parts)
+    if _needs_gather(operation, x):
+        return apply_locally(AxisOperation("slice", operation.to, operation.to_parts), whole, size, coordinate)
+    return whole

@@ -36,7 +36,7 @@ def end_within(seconds: float) -> None:
 
 
 def end_now(message: str, status: int) -> None:
-    """Says the message and ends the process, without joining, handlers and destructors; within a second also where what it
+    """Say the message and end the process, without joining, handlers and destructors; within a second also where what it
     prints is not read."""
     end_within(1.0)
     print(message, file=sys.stderr, flush=True)
@@ -51,7 +51,7 @@ def uncaught() -> None:
 
 
 def is_late() -> bool:
-    """Whether the main thread has ended with an exception, and other threads hold the process for too long."""
+    """Return whether the main thread has ended with an exception, and other threads hold the process for too long."""
     global _uncaught_by
     if time.monotonic() <= _uncaught_by:
         return False

@@ -26,12 +26,12 @@ import torch.distributed as dist
 
 from ..compat.autograd import at_end_of_backward, in_backward
 from ..compat.collectives import own_store
+from ..device.groups import several_ranks
 from ..device.mesh import STARTED, join_process_group
 from ..device.rendezvous import JOIN_SECONDS, Meeting
 from ..errors import PeerProblem, RuntimeProblem
-from .beats import is_communication_error, own_cause
 from .ending import NEVER, lengthen_patience, uncaught
-from .peer_watch import BEAT_SECONDS, PATIENCE_SECONDS, PeerWatch
+from .peer_watch import BEAT_SECONDS, PATIENCE_SECONDS, PeerWatch, is_communication_error, own_cause
 
 
 class Heartbeat(PeerWatch):
@@ -54,7 +54,7 @@ class Heartbeat(PeerWatch):
         self.finalizer = weakref.finalize(owner, self.close)
 
     def close(self) -> None:
-        """Tells the others that this rank ends, and stops the threads."""
+        """Tell the others that this rank ends, and stop the threads."""
         if os.getpid() != self.process:  # a fork, which has neither the threads nor the connection
             return
         self.stopping.set()
@@ -158,8 +158,8 @@ class Heartbeat(PeerWatch):
         """The failure in words. They stay with the error, which may leave the section before it ends the process."""
         text = str(error).strip().partition("\n")[0]
         message = f"{self.describe(self.rank)} on {self.host} failed {self.where}: {type(error).__name__}: {text}"
-        found: str = error.__dict__.setdefault("autopar_failure", message)
-        return found
+        failure: str = error.__dict__.setdefault("autopar_failure", message)
+        return failure
 
     def _raise_problem(self, cause: Exception | None) -> None:
         if self.problem is not None:
@@ -167,7 +167,7 @@ class Heartbeat(PeerWatch):
             raise PeerProblem(self.problem) from cause
 
     def _await_culprit(self) -> None:
-        """Waits until the failed rank is known."""
+        """Wait until the failed rank is known."""
         self.suspicious = True
         with contextlib.suppress(RuntimeError):
             self.store.set(f"{self.prefix}/suspicion", str(self.rank))
@@ -182,10 +182,10 @@ _ALL: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def glancing(section: str) -> Iterator[None]:
-    """`Heartbeat.glancing` of each model that does nothing now, in the main thread: of a tensor that may be any model's."""
-    mine = threading.current_thread() is threading.main_thread() and not in_backward()
+    """Enter `Heartbeat.glancing` of each model that does nothing now, in the main thread: of a tensor that may be any model's."""
+    alone = threading.current_thread() is threading.main_thread() and not in_backward()
     with contextlib.ExitStack() as stack:
-        for each in list(_ALL) if mine else ():
+        for each in list(_ALL) if alone else ():
             if each.doing is None and each.process == os.getpid():
                 stack.enter_context(each.glancing(section))
         yield
@@ -210,8 +210,8 @@ def report_uncaught(
 
 
 def _interrupted() -> str:
-    """One line for Ctrl-C, which every rank gets: their tracebacks together are a page. A second Ctrl-C, or the launcher's, does
-    not interrupt what is done at the end. Empty where no heartbeat runs."""
+    """Return one line for Ctrl-C, which every rank gets: their tracebacks together are a page. A second Ctrl-C, or the
+    launcher's, does not interrupt what is done at the end. Empty where no heartbeat runs."""
     heartbeat = next((each for each in list(_ALL) if each.process == os.getpid()), None)
     if heartbeat is None:
         return ""
@@ -232,8 +232,8 @@ def report_failed_backward(error: Exception) -> PeerProblem | None:
 
 
 def start_heartbeat(describe: Callable[[int], str], patience_seconds: float = PATIENCE_SECONDS) -> Heartbeat | None:
-    """Starts the heartbeat of this process. None where there are no other ranks. All ranks must call."""
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    """Start the heartbeat of this process. None where there are no other ranks. All ranks must call."""
+    if not several_ranks():
         return None
     heartbeat = Heartbeat(own_store(), dist.get_rank(), dist.get_world_size(), describe, patience_seconds)
     heartbeat.start()
@@ -241,7 +241,7 @@ def start_heartbeat(describe: Callable[[int], str], patience_seconds: float = PA
 
 
 def watched(heartbeat: Heartbeat | None, doing: str) -> contextlib.AbstractContextManager[None]:
-    """`Heartbeat.watching`, where there is a heartbeat."""
+    """Return `Heartbeat.watching`, where there is a heartbeat; else a context that does nothing."""
     return contextlib.nullcontext() if heartbeat is None else heartbeat.watching(lambda: doing)
 
 
@@ -253,7 +253,7 @@ def join(
     patience_seconds: float = PATIENCE_SECONDS,
     join_seconds: float = JOIN_SECONDS,
 ) -> Heartbeat | None:
-    """Joins the process group unless this process has; the heartbeat, None where there are no other ranks. LaunchProblem where
+    """Join the process group unless this process has; the heartbeat, None where there are no other ranks. LaunchProblem where
     another number of processes was launched, or one does not come within `join_seconds`; PeerProblem where one fails."""
     started: list[Heartbeat] = []
 

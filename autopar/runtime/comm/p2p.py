@@ -35,8 +35,13 @@ class PendingSend:
     tensors: list[torch.Tensor]
 
     def completed(self) -> bool:
-        """Whether all are complete, as far as is known without waiting."""
+        """Return whether all are complete, as far as is known without waiting."""
         return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        """Wait until the peer has them (gloo tells completion only to those who wait)."""
+        for work in self.works:
+            work.wait()
 
 
 @dataclass
@@ -53,7 +58,7 @@ class PointToPoint:
 
     @classmethod
     def connect(cls, mesh: MeshHandle, chunk_stages: Sequence[int], *, overlapping: bool = False) -> PointToPoint:
-        """Connects the stages of consecutive model chunks. All ranks must call. `overlapping`: messages are in flight between two
+        """Connect the stages of consecutive model chunks. All ranks must call. `overlapping`: messages are in flight between two
         calls, where another model may send its own."""
         pairs = {pair for pair in zip(chunk_stages, chunk_stages[1:], strict=False) if pair[0] != pair[1]}
         pairs |= {(after, before) for before, after in pairs}
@@ -74,7 +79,7 @@ class PointToPoint:
         return p2p
 
     def _warm_up(self) -> None:
-        """Makes NCCL's communicators before the first step. NCCL makes one when both ends first use it, and the first end waits
+        """Make NCCL's communicators before the first step. NCCL makes one when both ends first use it, and the first end waits
         for the other: within a step that may deadlock."""
         token, here = torch.zeros(1, device=self.mesh.device), self.mesh.pp.coordinate
         for source, target in sorted(self.groups):
@@ -85,7 +90,7 @@ class PointToPoint:
         self.wait_all_sent()
 
     def send(self, tensors: Iterable[torch.Tensor], stage: int, tag: int, key: object) -> None:
-        """Posts sends. Tensors must not be written to afterwards; they live until they are sent, or until `wait_sent` of their
+        """Post sends. Tensors must not be written to afterwards; they live until they are sent, or until `wait_sent` of their
         key."""
         self.pending_sends = [sent for sent in self.pending_sends if not sent.completed()]
         group, target = self.groups[self.mesh.pp.coordinate, stage], self.mesh.rank_in_stage(stage)
@@ -94,23 +99,21 @@ class PointToPoint:
         self.pending_sends.append(PendingSend(key, works, ready))
 
     def receive(self, tensors: list[torch.Tensor], stage: int, tag: int) -> PendingReceive:
-        """Posts receives into `tensors`."""
+        """Post receives into `tensors`."""
         group, source = self.groups[stage, self.mesh.pp.coordinate], self.mesh.rank_in_stage(stage)
         return PendingReceive(tensors, [_posted(dist.irecv(t, source, group, tag + index)) for index, t in enumerate(tensors)])
 
     def wait_sent(self, key: object) -> None:
-        """Completes the sends under `key`, which the peer has received (gloo tells completion only to those who wait)."""
+        """Complete the sends under `key`, which the peer has received."""
         for sent in self.pending_sends:
             if sent.key == key:
-                for work in sent.works:
-                    work.wait()
+                sent.wait()
         self.pending_sends = [sent for sent in self.pending_sends if sent.key != key]
 
     def wait_all_sent(self) -> None:
-        """Waits for all sends."""
+        """Wait for all sends."""
         for sent in self.pending_sends:
-            for work in sent.works:
-                work.wait()
+            sent.wait()
         self.pending_sends = []
 
 

@@ -3,15 +3,20 @@ one, which never touches the store, ends this process where its main thread hang
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ..errors import PeerProblem
-from .beats import ALIVE, CALL, ENDED, ENDED_INSIDE, LONGEST_PATH, Beat, KeyValueStore, Seen, why_crossed
 from .ending import NEVER, end_now, is_late
 
 PATIENCE_SECONDS = 30.0
@@ -21,12 +26,100 @@ WATCHED_RANKS = 8
 ADVICE = "see its own output, and start all ranks again"
 
 
+COMMUNICATION_ERRORS = ("gloo", "NCCL", "pair closure", "Connection closed", "Connection reset", "Broken pipe")
+"""Words in the errors that a failed peer causes."""
+
+
+class Beat(NamedTuple):
+    """The record that a rank writes to the store: `number` counts its beats, `entries` the watched sections that it entered,
+    `backwards` the backwards that it began, `transitions` both. `calls` counts the calls of the model that all ranks have agreed
+    on, `path` names the sections since then, and `section` the one that it is in."""
+
+    number: int
+    entries: int
+    state: str
+    host: str
+    where: str
+    backwards: int = 0
+    transitions: int = 0
+    calls: int = 0
+    section: str = ""
+    path: tuple[str, ...] = ()
+
+    def encoded(self) -> str:
+        return json.dumps(self)
+
+    @staticmethod
+    def parse(text: bytes) -> Beat:
+        *fields, path = json.loads(text)
+        return Beat(*fields)._replace(path=tuple(path))
+
+
+ALIVE, ENDED, ENDED_INSIDE = "alive", "ended", "ended inside"
+"""States of a beat. The last two are of a process that ended as Python ends: after its work, or within a watched section."""
+
+
+@dataclass
+class Seen:
+    """The last beat of a rank, when it was new, and since when the rank has neither entered a section nor begun a backward."""
+
+    beat: Beat
+    since: float
+    unmoved_since: float
+
+    def next(self, beat: Beat, now: float) -> Seen:
+        """Return the state with a newer beat."""
+        return Seen(beat, now, now if beat.transitions != self.beat.transitions else self.unmoved_since)
+
+
+LONGEST_PATH = 32
+"""Sections since the last call that are written to the store; longer paths are not compared."""
+CALL = ("the check of parameters", "choosing the program of this call")
+"""The sections with which a call of the model begins."""
+
+
+def why_crossed(first: Beat, second: Beat, describe: Callable[[Beat], str]) -> str:
+    """Return why two ranks that both wait wait for each other: since the last call, they went through other sections. Empty where
+    they did not, or may only be apart in time."""
+    both = first.path, second.path
+    pairs = list(zip(*both, strict=False))
+    if not (first.section and second.section) or first.section == second.section or first.calls != second.calls:
+        return ""
+    if max(map(len, both)) > LONGEST_PATH or all(one == other for one, other in pairs):
+        return ""
+    odd, other = (first, second) if second.section in CALL else (second, first)
+    remedy = f"{odd.section} needs every rank"
+    if other.section not in CALL:
+        remedy += f", and so does {other.section}"
+    return f"{describe(odd)} is {odd.where}, and {describe(other)} {other.where}: {remedy}; take it out of `if rank == 0:`"
+
+
+# -- the errors that a failed peer causes
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Return whether the error comes from a collective whose peer is gone."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in COMMUNICATION_ERRORS)
+    )
+
+
+def own_cause(error: BaseException, rank: int) -> BaseException | None:
+    """Return the failure of this rank; None where the error only tells what failed on others, as torch.distributed.checkpoint
+    does."""
+    if not isinstance(error, CheckpointException):
+        return error
+    failures = {number: cause for number, (cause, _) in error.failures.items()}
+    return failures.get(rank)
+
+
 class PeerWatch:
-    """The threads of one rank, and what they found. `describe` names a rank in messages."""
+    """The threads of one rank, and what they know. `store`: one of torch.distributed, over a connection of its own. `describe`
+    names a rank in messages."""
 
     def __init__(
         self,
-        store: KeyValueStore,
+        store: Any,
         rank: int,
         size: int,
         describe: Callable[[int], str],
@@ -118,8 +211,8 @@ class PeerWatch:
         now = time.monotonic()
         for rank in self.watched_ranks:
             key = f"{self.prefix}/beat/{rank}"
-            known = self.seen.get(rank)
-            if known is None and not self.store.check([key]):
+            last = self.seen.get(rank)
+            if last is None and not self.store.check([key]):
                 if self.suspicious and self.doing is not None and now - self.entered > self.silence_seconds:
                     self._set_problem(
                         self._report(
@@ -128,14 +221,14 @@ class PeerWatch:
                     )
                 continue  # it may still be importing, or building its model
             beat = Beat.parse(self.store.get(key))
-            if known is None or known.beat.number != beat.number:
-                self.seen[rank] = known = Seen(beat, now, now) if known is None else known.next(beat, now)
-            if message := self._why_lost(rank, known, now):
+            if last is None or last.beat.number != beat.number:
+                self.seen[rank] = last = Seen(beat, now, now) if last is None else last.next(beat, now)
+            if message := self._why_lost(rank, last, now):
                 self._set_problem(self._report("failure", message))
                 return
 
     def _read_failures(self) -> bool:
-        """Takes over a failure that was reported: of a process that ends, or in this rank's current or last section."""
+        """Take over a failure that was reported: of a process that ends, or in this rank's current or last section."""
         for entry in (None, self.entries, self.entries - 1):
             key = f"{self.prefix}/failure" + ("" if entry is None else f"/{entry}")
             if entry != self.failed_entry and self.store.check([key]):
@@ -144,7 +237,7 @@ class PeerWatch:
         return False
 
     def _why_lost(self, rank: int, seen: Seen, now: float) -> str:
-        """Why a rank is given up; empty where it is not."""
+        """Return why a rank is given up; empty where it is not."""
         beat = seen.beat
         name = f"{self.describe(rank)} on {beat.host}"
         if beat.state == ALIVE:
@@ -160,8 +253,9 @@ class PeerWatch:
         return f"{name} ended its process {beat.where}, others wait for it {self.where}: {ADVICE}"
 
     def _why_apart(self, rank: int, seen: Seen, now: float) -> str:
-        """Why a rank that lives and this one wait for each other; empty where they do not. All ranks go through the same sections
-        and backwards in the same order: one that is further in sections and behind in backwards has left a backward out."""
+        """Return why a rank that lives and this one wait for each other; empty where they do not. All ranks go through the same
+        sections and backwards in the same order: one that is further in sections and behind in backwards has left a backward
+        out."""
         beat, silence, own = seen.beat, self.silence_seconds, self._beat(0, ALIVE)
         if self.doing is None or now - self.entered <= silence or now - seen.unmoved_since <= silence:
             return ""

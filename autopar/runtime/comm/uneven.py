@@ -28,7 +28,7 @@ class _ConvertUneven(torch.autograd.Function):
 
 
 def convert_uneven(x: torch.Tensor, axis: AxisHandle, text: str) -> torch.Tensor:
-    """`x` in another placement on an axis with `shares`."""
+    """Return `x` in another placement on an axis with `shares`."""
     return apply(_ConvertUneven, text, axis, x)  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)``; torch's own is untyped."""
+    """Return ``function.apply(*args)``; torch's own is untyped."""
     return function.apply(*args)
 
 
@@ -30,7 +30,7 @@ def alias(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def autograd_in_kernel() -> Iterator[None]:
-    """Enables autograd inside the kernel of a custom operator, where dispatch leaves it out. Seen on 2.13.0."""
+    """Enable autograd inside the kernel of a custom operator, where dispatch leaves it out. Seen on 2.13.0."""
     left_out = torch._C._dispatch_tls_local_exclude_set()
     for name in ("AutogradOther", "AutogradFunctionality", "ADInplaceOrView"):
         left_out = left_out.remove(getattr(torch._C.DispatchKey, name))
@@ -40,12 +40,12 @@ def autograd_in_kernel() -> Iterator[None]:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Runs `callback` when the backward that is running now ends. Seen on 2.13.0 (FSDP2 and DDP use the same)."""
+    """Run `callback` when the backward that is running now ends. Seen on 2.13.0 (FSDP2 and DDP use the same)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def in_backward() -> bool:
-    """Whether this thread runs inside a backward. Seen on 2.13.0."""
+    """Return whether this thread runs inside a backward. Seen on 2.13.0."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -62,12 +62,13 @@ def graph_of(results: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def has_data(x: torch.Tensor) -> bool:
-    """Whether the tensor has values: fake tensors (dry run) and meta tensors have only shapes. Seen on 2.13.0."""
+    """Return whether the tensor has values: fake tensors (dry run) and meta tensors have only shapes. Seen on 2.13.0."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def sole_holder(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor has this one's storage. Seen on 2.13.0: one count is the tensor's, one is `untyped_storage()`'s."""
+    """Return whether no other tensor has this one's storage. Seen on 2.13.0: one count is the tensor's, one is
+    `untyped_storage()`'s."""
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
 
 

@@ -12,38 +12,39 @@ import torch.distributed as dist
 
 
 def all_reduce(flat: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    """`op` is sum, max or min."""
+    """Reduce ``[k] -> [k]`` over the ranks; `op` is sum, max or min."""
     result: torch.Tensor = torch.ops._c10d_functional.all_reduce(flat, op, group)
     return result
 
 
 def all_gather(flat: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """``[k] -> [size * k]``."""
+    """Gather ``[k] -> [size * k]``."""
     result: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor(flat, size, group)
     return result
 
 
 def reduce_scatter(flat: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
-    """``[size * k] -> [k]``."""
+    """Reduce ``[size * k] -> [k]``, a part for each rank."""
     result: torch.Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(flat, op, size, group)
     return result
 
 
 def all_to_all(flat: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """``[size * k] -> [size * k]``, k elements to each rank."""
+    """Exchange ``[size * k] -> [size * k]``, k elements to each rank."""
     splits = [flat.shape[0] // size] * size
     result: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(flat, splits, splits, group)
     return result
 
 
 def all_to_all_rows(rows: torch.Tensor, receive: list[int], send: list[int], group: str) -> torch.Tensor:
-    """``[sum(send), ...] -> [sum(receive), ...]``: so many rows to and from each rank, or none. Seen on 2.13.0, on gloo too."""
+    """Exchange ``[sum(send), ...] -> [sum(receive), ...]``: so many rows to and from each rank, or none. Seen on 2.13.0, on gloo
+    too."""
     result: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(rows, receive, send, group)
     return result
 
 
 def wait_tensor(raw: torch.Tensor) -> torch.Tensor:
-    """Waits for a functional collective; the tensor."""
+    """Wait for a functional collective; the tensor."""
     result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(raw)
     return result
 

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -23,24 +24,29 @@ def usual_operation(op: Any, args: Any, kwargs: Any) -> Any:
     handlers = operations_of_shards()
     own = handlers.pop(op, None)
     try:
-        with torch._C.DisableTorchFunctionSubclass():  # it was asked before: a `Gradient` takes what it does not know for a sum
-            return op(*args, **kwargs)
+        return without_overrides(op, *args, **kwargs)  # asked before: a `Gradient` takes what it does not know for a sum
     finally:
         if own is not None:
             handlers[op] = own
 
 
+def without_overrides(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch without the ``__torch_function__`` of subclasses. Seen on 2.13.0."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
 def random_operations() -> list[Any]:
     """Torch's operations that draw random numbers, by their tag, but for those that only kernels call (of attention, recurrences
     on a device). Seen on 2.13.0; takes 0.1 s, since ``dir(torch.ops.aten)`` has only those that were used."""
-    found = []
+    operations = []
     for full in torch._C._dispatch_get_all_op_names():
         name, _, overload = full.removeprefix("aten::").partition(".")
         if full.startswith("aten::") and (not name.startswith("_") or name in _RANDOM_KERNELS):
             op = getattr(getattr(torch.ops.aten, name), overload or "default", None)
             if op is not None and torch.Tag.nondeterministic_seeded in op.tags:
-                found.append(op)
-    return sorted(found, key=str)
+                operations.append(op)
+    return sorted(operations, key=str)
 
 
 _RANDOM_KERNELS = frozenset(("_standard_gamma", "_sample_dirichlet", "_fused_dropout"))
@@ -49,15 +55,15 @@ _RANDOM_KERNELS = frozenset(("_standard_gamma", "_sample_dirichlet", "_fused_dro
 
 def in_place_operations() -> list[Any]:
     """Torch's operations on one tensor that write into it, by their names and schemas. Seen on 2.13.0."""
-    found = []
+    operations = []
     for full in torch._C._dispatch_get_all_op_names():
         name, _, overload = full.removeprefix("aten::").partition(".")
         if full.startswith("aten::") and name.endswith("_") and not name.startswith("_"):
             op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
             first = op._schema.arguments[0] if op is not None and op._schema.arguments else None
             if first is not None and first.alias_info is not None and first.alias_info.is_write and str(first.type) == "Tensor":
-                found.append(op)
-    return sorted(found, key=str)
+                operations.append(op)
+    return sorted(operations, key=str)
 
 
 def collective_operations() -> list[Any]:
@@ -72,7 +78,7 @@ def strided_shard(dim: int, parts: int) -> Any:
 
 
 def is_strided(placement: Any) -> bool:
-    """Whether `placement` came from `strided_shard`."""
+    """Return whether `placement` came from `strided_shard`."""
     return isinstance(placement, _StridedShard)
 
 
@@ -82,10 +88,35 @@ def over_local(kind: type[Any], value: DTensor, local: torch.Tensor | None = Non
     return torch.Tensor._dtensor__new__(kind, value._local_tensor if local is None else local, value._spec, requires_grad=False)
 
 
-def local_of(value: DTensor) -> torch.Tensor:
-    """This rank's part, without a node of autograd. Seen on 2.13.0."""
-    local: torch.Tensor = value._local_tensor
-    return local
+def local_of(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or any other tensor itself, without a node of autograd. Seen on 2.13.0."""
+    return value._local_tensor if isinstance(value, DTensor) else value.detach()
+
+
+def replace_local(value: torch.Tensor, local: torch.Tensor) -> None:
+    """Put other memory under this rank's part of a DTensor, or under any other tensor, whoever holds it. Seen on 2.13.0."""
+    if isinstance(value, DTensor):
+        value._local_tensor = local
+    else:
+        value.data = local
+
+
+def replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a tensor that all ranks of a mesh have alike as a DTensor."""
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def placed_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Return the tensor of the shape and placements of `like` whose part on this rank is `local`."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def gathered(value: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor as a whole, or any other tensor itself, without a node of autograd."""
+    detached = value.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def own_part(like: DTensor, whole: torch.Tensor) -> torch.Tensor:
@@ -99,7 +130,7 @@ def own_part(like: DTensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def whole(value: DTensor) -> DTensor:
-    """`value` with its partial placements reduced."""
+    """Return `value` with its partial placements reduced."""
     if not any(placement.is_partial() for placement in value.placements):
         return value
     return value.redistribute(placements=[Replicate() if each.is_partial() else each for each in value.placements])

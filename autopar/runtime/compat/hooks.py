@@ -1,18 +1,24 @@
-"""Hooks that torch 2.13.0 does not offer: each replaces a function of torch for as long as its context lasts."""
+"""Hooks that torch 2.13.0 does not offer: each replaces a function of torch for as long as its context lasts. And torch's own of
+all optimizers, for as long as an object lives."""
 
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from .dtensor import boxes, operations_of_shards, usual_operation, whole
+
+_Owner = TypeVar("_Owner")
 
 
 @contextmanager
@@ -29,6 +35,33 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
                 setattr(owner, name, before)
             else:
                 delattr(owner, name)
+
+
+StepHook = Callable[[_Owner, Optimizer, Any, Any], None]
+"""Takes the owner, the optimizer, and the arguments of its step."""
+
+
+def around_optimizer_steps(
+    owner: _Owner, *, before: StepHook[_Owner] | None = None, after: StepHook[_Owner] | None = None
+) -> list[RemovableHandle]:
+    """Call these with each step of any optimizer of this process, as long as `owner` lives, which the hooks do not hold."""
+    alive = weakref.ref(owner)
+
+    def calling(function: StepHook[_Owner]) -> Callable[[Optimizer, Any, Any], None]:
+        def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (own := alive()) is not None:
+                function(own, optimizer, args, kwargs)
+
+        return hook
+
+    handles = []
+    if before is not None:
+        handles.append(register_optimizer_step_pre_hook(calling(before)))
+    if after is not None:
+        handles.append(register_optimizer_step_post_hook(calling(after)))
+    for handle in handles:
+        weakref.finalize(owner, handle.remove)
+    return handles
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def clear_forward_order(root: Any) -> None:
-    """Clears the order of forwards by which FSDP2 prefetches in the backward. It does so itself only after a last backward
+    """Clear the order of forwards by which FSDP2 prefetches in the backward. It does so itself only after a last backward
     (``set_is_last_backward``). Before the first forward there is none. Seen on 2.13.0."""
     order: list[Any] = getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", [])
     for group in order:
@@ -19,7 +19,7 @@ def clear_forward_order(root: Any) -> None:
 
 
 def reduce_gradients(module: Any) -> None:
-    """Runs FSDP2's post-backward reduction of a module's gradients at once. Seen on 2.13.0 (2.11 has one group a module).
+    """Run FSDP2's post-backward reduction of a module's gradients at once. Seen on 2.13.0 (2.11 has one group a module).
 
     FSDP2 refuses a reduction where only some gradients were accumulated before in the reduction's dtype; here all are made so.
     """
@@ -37,7 +37,7 @@ def _param_groups(state: Any) -> list[Any]:
 
 
 def train_more(root: nn.Module) -> None:
-    """Tells FSDP2's modules in `root` that further parameters of theirs train, whose dtypes they took down at the first forward.
+    """Tell FSDP2's modules in `root` that further parameters of theirs train, whose dtypes they took down at the first forward.
     Seen on 2.13.0."""
     for module in root.modules():
         for group in _param_groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
@@ -45,18 +45,18 @@ def train_more(root: nn.Module) -> None:
 
 
 def finish_backward(root: Any) -> None:
-    """Runs FSDP2's end of a backward of `root`: reduces the gradients of each module that were not reduced yet, then waits as
+    """Run FSDP2's end of a backward of `root`: reduces the gradients of each module that were not reduced yet, then wait as
     ``set_is_last_backward`` says. Seen on 2.13.0."""
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile was applied to the model or a part of it. Seen on 2.13.0: a wrapper, or ``module.compile()``, which
-    sets an attribute of the module."""
+    """Return whether torch.compile was applied to the model or a part of it. Seen on 2.13.0: a wrapper, or ``module.compile()``,
+    which sets an attribute of the module."""
     wrapper = torch._dynamo.OptimizedModule
     return any(isinstance(module, wrapper) or module._compiled_call_impl is not None for module in model.modules())
 
 
 def profiling() -> bool:
-    """Whether a profiler runs in this thread; takes 40 ns. Seen on 2.13.0."""
+    """Return whether a profiler runs in this thread; takes 40 ns. Seen on 2.13.0."""
     return bool(torch._C._autograd._profiler_enabled())

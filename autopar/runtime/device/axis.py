@@ -9,8 +9,8 @@ import torch
 
 @dataclass(frozen=True)
 class AxisHandle:
-    """`coordinate` is this rank's place on the axis; `group_name` is empty where the axis has one rank. `shares`: the examples of
-    each rank, where the axis shards the batch unevenly."""
+    """A mesh axis as this rank sees it. `coordinate` is its place on the axis; `group_name` is empty where the axis has one rank.
+    `shares`: the examples of each rank, where the axis shards the batch unevenly."""
 
     name: str
     size: int = 1
@@ -19,7 +19,7 @@ class AxisHandle:
     shares: tuple[int, ...] = ()
 
     def divides(self, extent: int) -> bool:
-        """Whether the axis can shard a dimension of this size."""
+        """Return whether the axis can shard a dimension of this size."""
         return extent % (sum(self.shares) or self.size) == 0
 
     def part(self, x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -21,6 +21,11 @@ _SHARED: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDi
 have to know whether one is there."""
 
 
+def several_ranks() -> bool:
+    """Return whether this process runs with others, neither alone nor in a dry run."""
+    return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+
+
 def shared_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     """The mesh of the axes over all ranks. All ranks must call."""
     names, counts = tuple(sizes), tuple(sizes.values())
@@ -43,8 +48,8 @@ def control_group() -> dist.ProcessGroup:
 
 
 def _shared(key: Hashable, make: Callable[[], _Value]) -> _Value:
-    made = _SHARED.setdefault(dist.group.WORLD, {})
-    if key not in made:
-        made[key] = make()
-    value: _Value = made[key]
+    shared = _SHARED.setdefault(dist.group.WORLD, {})
+    if key not in shared:
+        shared[key] = make()
+    value: _Value = shared[key]
     return value

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -74,7 +74,7 @@ class MeshHandle:
         return whole, whole[tuple(axes)] if self.pipeline_axes else whole
 
     def group_state(self, group_size: int) -> None:
-        """Shards one copy of the state over `group_size` neighbours on the data axis, and replicates it between such groups
+        """Shard one copy of the state over `group_size` neighbours on the data axis, and replicate it between such groups
         (HSDP); 0 shards over the whole axis.
 
         State is placed on `state_mesh`, whose axes are `state_axes`; `shard_axis` is the axis that one copy is sharded over.
@@ -159,7 +159,7 @@ class MeshHandle:
         return other
 
     def reseed(self, seed: int) -> None:
-        """Restarts all random streams from `seed`; each stage has streams of its own."""
+        """Restart all random streams from `seed`; each stage has streams of its own."""
         self.base_seed = seed
         self.seed = seed + self.pp.coordinate * 1_000_003 + self.seed_offset
         seed_stream.restart()
@@ -171,24 +171,11 @@ def _handle(name: str, size: int, mesh: DeviceMesh) -> AxisHandle:
     return AxisHandle(name, size, mesh.get_local_rank(name), group_name(mesh, name))
 
 
-class Unfinished(Protocol):
-    """Work of other threads, which all ranks do together. `wait`: until it has ended; it raises what went wrong."""
+UNFINISHED: set[Any] = set()
+"""The checkpoints that `shut_down` waits for (`wait`): being written, or could not be written and nobody was told."""
 
-    def wait(self) -> object: ...
-
-
-UNFINISHED: set[Unfinished] = set()
-"""What `shut_down` waits for: checkpoints that are being written, or could not be written and nobody was told."""
-
-
-class Started(Protocol):
-    """Threads that watch the other ranks. `close`: until they have ended."""
-
-    def close(self) -> None: ...
-
-
-STARTED: WeakSet[Started] = WeakSet()
-"""What `shut_down` ends: heartbeats, which would take ranks that end one after the other for dead."""
+STARTED: WeakSet[Any] = WeakSet()
+"""The heartbeats that `shut_down` ends (`close`): they would take ranks that end one after the other for dead."""
 
 _SETTLING_SECONDS = 0.1
 
@@ -219,7 +206,7 @@ def join_process_group(
     join_seconds: float = JOIN_SECONDS,
     connecting: Callable[[Meeting], AbstractContextManager[Any]] = nullcontext,
 ) -> torch.device:
-    """Joins the process group and returns this rank's device. LaunchProblem where another number of processes was launched, or
+    """Join the process group and return this rank's device. LaunchProblem where another number of processes was launched, or
     one has not come after `join_seconds`. `connecting` is a context around the work that needs those that came."""
     words = " x ".join(f"{name}={count}" for name, count in axes.items())
     launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

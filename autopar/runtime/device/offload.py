@@ -16,7 +16,7 @@ class HostMemory:
         self.last_offloaded: weakref.ref[OffloadedTensor] | None = None
 
     def copy_to_host(self, x: torch.Tensor) -> torch.Tensor:
-        """Starts a copy to (pinned) host memory and returns it."""
+        """Start a copy to (pinned) host memory and return it."""
         if self.stream is None:
             return x.to("cpu", copy=True)
         on_host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
@@ -27,7 +27,7 @@ class HostMemory:
         return on_host
 
     def copy_to_device(self, on_host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Starts a copy to the device; returns it, and the event that it is complete at."""
+        """Start a copy to the device; return it, and the event that it is complete at."""
         if self.stream is None:
             return on_host.to(device, copy=True), None
         with torch.cuda.stream(self.stream):
@@ -41,39 +41,53 @@ def storage_span(x: torch.Tensor) -> tuple[int, int]:
     return int(x.storage_offset()), int(x.storage_offset() + last + 1)
 
 
-class OffloadedTensor:
-    """The part of a storage that a tensor spans, offloaded once, when autograd first saves a view of it. It is copied back
-    when the backward first needs it, or needs the tensor that was offloaded right after it: the backward needs them in reverse
-    order."""
+class SavedSpan:
+    """The part of a storage that a tensor spans, saved elsewhere than on this device from when autograd first saves a view of it
+    (`store`) until the backward first needs one (`result`, the part as one flat tensor)."""
 
-    def __init__(self, x: torch.Tensor, host: HostMemory) -> None:
-        self.host_memory, self.device, self.dtype = host, x.device, x.dtype
+    def __init__(self, x: torch.Tensor) -> None:
+        self.device, self.dtype = x.device, x.dtype
         self.start, self.end = storage_span(x)
         self.on_device: torch.Tensor | None = x.detach().as_strided((self.end - self.start,), (1,), self.start)
-        self.on_host: torch.Tensor | None = None
-        self.copied: torch.cuda.Event | None = None
-        self.previous: weakref.ref[OffloadedTensor] | None = None
 
     def covers(self, x: torch.Tensor) -> bool:
         start, end = storage_span(x)
         return self.dtype == x.dtype and self.start <= start and end <= self.end
 
     def store(self) -> None:
-        """Starts the copy to host memory, if it has not started."""
+        raise NotImplementedError
+
+    def result(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class OffloadedTensor(SavedSpan):
+    """A span in host memory. It is copied back when the backward first needs it, or needs the tensor that was offloaded right
+    after it: the backward needs them in reverse order."""
+
+    def __init__(self, x: torch.Tensor, host: HostMemory) -> None:
+        super().__init__(x)
+        self.host_memory = host
+        self.on_host: torch.Tensor | None = None
+        self.copied: torch.cuda.Event | None = None
+        self.previous: weakref.ref[OffloadedTensor] | None = None
+
+    def store(self) -> None:
+        """Start the copy to host memory, if it has not started."""
         if self.on_host is None and self.on_device is not None:
             self.on_host, self.on_device = self.host_memory.copy_to_host(self.on_device), None
             self.previous, self.host_memory.last_offloaded = self.host_memory.last_offloaded, weakref.ref(self)
 
     def prefetch(self) -> torch.Tensor:
-        """Starts the copy back to the device, if it has not started."""
+        """Start the copy back to the device, if it has not started."""
         if self.on_device is None:
             assert self.on_host is not None
             self.on_device, self.copied = self.host_memory.copy_to_device(self.on_host, self.device)
             self.on_host = None
         return self.on_device
 
-    def result(self, _: int) -> torch.Tensor:
-        """The part as one flat tensor on the device; prefetches the tensor that was offloaded before."""
+    def result(self) -> torch.Tensor:
+        """Return the part on the device, and prefetch the tensor that was offloaded before."""
         x = self.prefetch()
         if self.copied is not None:
             stream = torch.cuda.current_stream(self.device)

@@ -30,7 +30,7 @@ class Meeting(NamedTuple):
 
 
 def meet(join_seconds: float = JOIN_SECONDS) -> Meeting:
-    """Waits until all processes that were launched are there. LaunchProblem on all that are, where one is missing after
+    """Wait until all processes that were launched are there. LaunchProblem on all that are, where one is missing after
     `join_seconds`; the message names it."""
     lacking = next((name for name in _VARIABLES if not os.environ.get(name)), None)
     if lacking is not None:
@@ -74,17 +74,17 @@ def _answers(address: str, port: int) -> bool:
 
 
 def _await_all(store: Any, rank: int, size: int, until: float, join_seconds: float) -> str:
-    """Waits for all ranks; the name of the meeting, which is new. The store may be that of torchrun, which outlives a restart,
+    """Wait for all ranks; the name of the meeting, which is new. The store may be that of torchrun, which outlives a restart,
     and have words of processes that have died: rank 0 proposes a meeting of those whose words it finds, which begins once all
     of them have agreed and rank 0 has seen that. Whoever comes later replaces the words of a process of its rank, and rank 0
     proposes again."""
-    prefix, mine = f"autopar/joining/{size}", uuid4().hex
-    store.set(f"{prefix}/{rank}", f"{mine} {socket.gethostname()}")
+    prefix, own = f"autopar/joining/{size}", uuid4().hex
+    store.set(f"{prefix}/{rank}", f"{own} {socket.gethostname()}")
     store.add(f"{prefix}/arrivals", 1)
     seen, proposal, agreed = 0, "", ""
     while True:
-        if store.check([f"{prefix}/missing/{mine}"]):
-            raise LaunchProblem(store.get(f"{prefix}/missing/{mine}").decode())
+        if store.check([f"{prefix}/missing/{own}"]):
+            raise LaunchProblem(store.get(f"{prefix}/missing/{own}").decode())
         if rank == 0 and (came := store.add(f"{prefix}/arrivals", 0)) != seen:
             seen, words = came, _arrivals(store, prefix, size)
             if len(words) == size:
@@ -93,7 +93,7 @@ def _await_all(store: Any, rank: int, size: int, until: float, join_seconds: flo
         if store.check([f"{prefix}/proposal"]):
             proposal = store.get(f"{prefix}/proposal").decode()
         name, *invited = proposal.split() or [""]
-        if name != agreed and len(invited) == size and invited[rank] == mine:
+        if name != agreed and len(invited) == size and invited[rank] == own:
             agreed = name
             store.set(f"{prefix}/{name}/{rank}", "agreed")
             store.add(f"{prefix}/{name}/agreed", 1)
@@ -128,11 +128,11 @@ def _missing(store: Any, prefix: str, size: int, invitation: str, join_seconds: 
         f"output, and start all ranks again (join_seconds= waits longer)"
     )
     first = words[min(hosts, default=min(words))][0]
-    said: str = store.compare_set(f"{prefix}/missing/{first}", "", text).decode() or text
+    message: str = store.compare_set(f"{prefix}/missing/{first}", "", text).decode() or text
     for word, _ in words.values():
-        store.set(f"{prefix}/missing/{word}", said)
+        store.set(f"{prefix}/missing/{word}", message)
     time.sleep(10 * _POLL_SECONDS)  # the others read it before the store ends with the process that holds it
-    return said
+    return message
 
 
 def _first_line(error: BaseException) -> str:

@@ -51,13 +51,13 @@ class SeedStreams:
 
     def __call__(self, key: int) -> SeedStream:
         """The stream of a shard."""
-        found = self.streams.get(key)
-        if found is None:
-            found = self.streams[key] = SeedStream(key, self.first_counts.get(key, self.other_count))
-        return found
+        stream = self.streams.get(key)
+        if stream is None:
+            stream = self.streams[key] = SeedStream(key, self.first_counts.get(key, self.other_count))
+        return stream
 
     def restart(self, first_counts: Mapping[int, int] | None = None, other_count: int = 0) -> None:
-        """Begins all streams anew."""
+        """Begin all streams anew."""
         self.streams, self.first_counts, self.other_count = {}, dict(first_counts or {}), other_count
 
     def counts(self) -> dict[int, int]:
@@ -164,8 +164,8 @@ def attention_dropout(
     dropout_p: float,
     **options: Any,
 ) -> torch.Tensor:
-    """``scaled_dot_product_attention`` with the dropout mask of this shard's stream. The kernels draw from torch's own generator,
-    so it is seeded from the stream for the call and restored after it. Arguments are those of torch's function."""
+    """Return ``scaled_dot_product_attention`` with the dropout mask of this shard's stream. The kernels draw from torch's own
+    generator, so it is seeded from the stream for the call and restored after it. Arguments are those of torch's function."""
     if not training:
         return F.scaled_dot_product_attention(q, k, v, **options)
     with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []):

@@ -23,28 +23,28 @@ Region = tuple[tuple[str, ...], tuple[Any, ...], tuple[str, ...]]
 def cond(predicate: Tensor, operands: Sequence[Tensor], true: Region, false: Region, results: Sequence[int] | None = None) -> Any:
     """The results of one branch (those of number `results`): a tensor, or several. Gradients of what the branch did not read are
     zeros. Without data (a dry run) the first branch."""
-    found = run(true if _decides(predicate, True) else false, operands)
-    return _wanted(reach_all(found, operands), results)
+    values = run(true if _decides(predicate, True) else false, operands)
+    return _wanted(reach_all(values, operands), results)
 
 
 def while_loop(
     carried: Sequence[Tensor], further: Sequence[Tensor], condition: Region, body: Region, results: Sequence[int] | None = None
 ) -> Any:
-    """`carried` (those of number `results`) after the last pass: a tensor, or several. Without data one pass."""
-    found = list(carried)
+    """Return `carried` (those of number `results`) after the last pass: a tensor, or several. Without data one pass."""
+    values = list(carried)
     passes = 0
-    while _decides(run(condition, (*found, *further))[0], passes == 0):
-        found = run(body, (*found, *further))
+    while _decides(run(condition, (*values, *further))[0], passes == 0):
+        values = run(body, (*values, *further))
         passes += 1
-    return _wanted(reach_all(found, (*carried, *further)), results)
+    return _wanted(reach_all(values, (*carried, *further)), results)
 
 
 def _decides(predicate: Tensor, otherwise: bool) -> bool:
     return bool(predicate) if has_data(predicate) else otherwise
 
 
-def _wanted(found: list[Tensor], results: Sequence[int] | None) -> Any:
-    wanted = found if results is None else [found[number] for number in results]
+def _wanted(values: list[Tensor], results: Sequence[int] | None) -> Any:
+    wanted = values if results is None else [values[number] for number in results]
     return wanted[0] if len(wanted) == 1 else wanted
 
 
@@ -53,18 +53,18 @@ def run(region: Region, operands: Sequence[Tensor]) -> list[Tensor]:
     names, statements, results = region
     values: dict[str, Tensor] = dict(zip(names, operands, strict=True))
     device = operands[0].device if operands else torch.device("cpu")
-    for made, op, args, kwargs in statements:
+    for targets, op, args, kwargs in statements:
         if op in ("ap.cond", "ap.while_loop"):
             first, second = (_filled(arg, values) for arg in args[:2])
-            found = (cond if op == "ap.cond" else while_loop)(first, second, *args[2:])
+            result = (cond if op == "ap.cond" else while_loop)(first, second, *args[2:])
         else:
             call, makes = _operation(op)
-            given = {key: _filled(arg, values) for key, arg in kwargs}
+            options = {key: _filled(arg, values) for key, arg in kwargs}
             if makes:
-                given["device"] = device
-            found = call(*_filled(args, values), **given)
-        several = found if isinstance(found, (tuple, list)) else (found,)
-        values.update(zip(made, several, strict=True))
+                options["device"] = device
+            result = call(*_filled(args, values), **options)
+        several = result if isinstance(result, (tuple, list)) else (result,)
+        values.update(zip(targets, several, strict=True))
     return [values[name] for name in results]
 
 
@@ -80,7 +80,7 @@ def _operation(op: str) -> tuple[Any, bool]:
     words = op.split(".")
     if words[0] != "aten" or len(words) not in (2, 3):
         raise RuntimeProblem(f"{op} cannot run inside of torch.cond or while_loop: move it outside of the branch")
-    found: Any = getattr(getattr(torch.ops.aten, words[1]), words[2] if len(words) == 3 else "default")
-    arguments = found._schema.arguments
+    operation: Any = getattr(getattr(torch.ops.aten, words[1]), words[2] if len(words) == 3 else "default")
+    arguments = operation._schema.arguments
     makes = any(each.name == "device" for each in arguments) and not any("Tensor" in str(each.type) for each in arguments)
-    return found, makes
+    return operation, makes

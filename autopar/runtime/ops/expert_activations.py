@@ -60,15 +60,15 @@ def gate_of(activation: str) -> Gate:
 
 
 def _parsed(activation: str) -> tuple[str, str, tuple[float, ...]]:
-    found = _TEXT.fullmatch(activation.replace(" ", ""))
-    name, kind, inner = found.groups(default="") if found is not None else ("", "", "")
+    match = _TEXT.fullmatch(activation.replace(" ", ""))
+    name, kind, inner = match.groups(default="") if match is not None else ("", "", "")
     try:
         numbers = tuple(map(float, inner.split(","))) if inner else ()
     except ValueError:
         name = ""
     wanted = 2 if name == "swiglu" else 1 if kind else 0
-    known = name in FUNCTIONS or (name, kind) == ("swiglu", "clamped")
-    if not known or len(numbers) != wanted:
+    exists = name in FUNCTIONS or (name, kind) == ("swiglu", "clamped")
+    if not exists or len(numbers) != wanted:
         raise ValueError(
             f"unknown activation {activation!r}; known are {', '.join(FUNCTIONS)}, with gates also swiglu_clamped(a,l), "
             "and any of them as silu_clamped(l), silu_capped(l)"
@@ -101,7 +101,7 @@ class ExpertActivation:
         return ExpertActivation(activation, gated[0], "transposed" in words)
 
     def __call__(self, wide: torch.Tensor) -> torch.Tensor:
-        """``[n, 2 F] -> [n, F]``, or ``[n, F] -> [n, F]``."""
+        """Apply the activation ``[n, 2 F] -> [n, F]``, or ``[n, F] -> [n, F]``."""
         if self.gated == "plain":
             return FUNCTIONS[self.activation](wide)
         gate, up = wide.chunk(2, -1) if self.gated == "halves" else (wide[..., ::2], wide[..., 1::2])

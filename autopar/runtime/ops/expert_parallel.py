@@ -132,7 +132,7 @@ def moe_experts_start(
     activation: str = "silu",
     layout: str = "halves",
 ) -> DispatchedTokens | torch.Tensor:
-    """Sends this rank's tokens to their experts; `moe_experts_wait` returns the result."""
+    """Send this rank's tokens to their experts; `moe_experts_wait` returns the result."""
     if axis.size == 1:
         alone: torch.Tensor = moe_experts(x, experts, weights, *matrices, activation=activation, layout=layout)
         return alone
@@ -184,7 +184,7 @@ def moe_experts_wait(sent: DispatchedTokens | torch.Tensor) -> torch.Tensor:
 def moe_experts_dispatched(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor | None, **options: Any
 ) -> torch.Tensor:
-    """`experts.moe_experts` of this rank's tokens, with the options of `moe_experts_start`.
+    """Return `experts.moe_experts` of this rank's tokens, with the options of `moe_experts_start`.
 
     A dry run has no data that tells how many copies go where: equally many go to each rank.
     """

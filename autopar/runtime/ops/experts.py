@@ -42,7 +42,7 @@ class SortedCopies(NamedTuple):
 
 
 def sort_copies(ids: torch.Tensor, experts: int, expected: int | None = None) -> SortedCopies:
-    """Sorts ids ``[n]`` from 0 to `experts`; the last means dropped. Without data `expected` copies stay (None: all)."""
+    """Sort ids ``[n]`` from 0 to `experts`; the last means dropped. Without data `expected` copies stay (None: all)."""
     values, order = ids.sort(stable=True)
     ends = torch.searchsorted(values, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True)
     count = ids.shape[0] if expected is None else expected
@@ -96,46 +96,46 @@ class _Experts(torch.autograd.Function):
         rows = grad.index_select(0, tokens)
         back = grouped_product(rows, _into(down, inside).transpose(1, 2), bounds)
         scale = weights.index_select(0, copies).unsqueeze(1)
-        found: dict[str, torch.Tensor] = {}
+        gradients: dict[str, torch.Tensor] = {}
         if to_weights:
             gained = (inner * back).sum(1, dtype=weights.dtype)
             if down_bias is not None:
                 gained += (rows * down_bias.index_select(0, experts)).sum(1, dtype=weights.dtype)
-            found["weights"] = torch.zeros_like(weights).index_copy_(0, copies, gained)
+            gradients["weights"] = torch.zeros_like(weights).index_copy_(0, copies, gained)
         rows.mul_(scale)
         back.mul_(scale)
         if to_down:
             left, right = (inner, rows) if inside.transposed else (rows, inner)
-            found["down"] = grouped_outer(left, right, bounds)
+            gradients["down"] = grouped_outer(left, right, bounds)
         if down_bias is not None and to_down_bias:
-            found["down_bias"] = grouped_sum(rows, experts, down.shape[0])
+            gradients["down_bias"] = grouped_sum(rows, experts, down.shape[0])
         left = right = rows = inner = grad  # frees what is not needed any more
         wide_grad = pull(back)
         back = grad
         if up_bias is not None and to_up_bias:
-            found["up_bias"] = grouped_sum(wide_grad, experts, up.shape[0])
+            gradients["up_bias"] = grouped_sum(wide_grad, experts, up.shape[0])
         if to_up:
             rows = x.index_select(0, tokens)
             left, right = (rows, wide_grad) if inside.transposed else (wide_grad, rows)
-            found["up"] = grouped_outer(left, right, bounds)
+            gradients["up"] = grouped_outer(left, right, bounds)
         if to_x:
             left = right = grad
             rows = grouped_product(wide_grad, _into(up, inside).transpose(1, 2), bounds)
             wide_grad = grad
-            found["x"] = sum_copies(rows, copies, x.shape[0], ctx.k)
+            gradients["x"] = sum_copies(rows, copies, x.shape[0], ctx.k)
         names = ("x", "weights", "up", "down", "up_bias", "down_bias")
-        return None, None, None, *(found.get(name) for name in names)
+        return None, None, None, *(gradients.get(name) for name in names)
 
 
 def _into(matrices: torch.Tensor, inside: ExpertActivation) -> torch.Tensor:
-    """``[E, in, out]``."""
+    """Return matrices as ``[E, in, out]``."""
     return matrices if inside.transposed else matrices.transpose(1, 2)
 
 
 def compute_experts(
     inside: ExpertActivation, x: torch.Tensor, order: SortedCopies, weights: torch.Tensor, k: int, matrices: ExpertWeights
 ) -> torch.Tensor:
-    """``[T, H]``: the weighted sum of the copies of each token. `weights` are ``[T * k]``."""
+    """Return ``[T, H]``, the weighted sum of the copies of each token. `weights` are ``[T * k]``."""
     return apply(_Experts, inside, k, order, x, weights, *matrices)  # type: ignore[no-any-return]
 
 
@@ -175,14 +175,14 @@ def moe_experts_gradients(
     """Return the gradients for the kernel of an operator: the gradients of all `operands` (x, weights, up, down, biases) that are
     given."""
     with autograd_in_kernel():
-        given = [None if each is None else each.detach().requires_grad_() for each in operands]
-        made = moe_experts(given[0], experts, *given[1:], activation=activation, layout=layout)
-        return list(torch.autograd.grad(made, [each for each in given if each is not None], grad))
+        leaves = [None if each is None else each.detach().requires_grad_() for each in operands]
+        result = moe_experts(leaves[0], experts, *leaves[1:], activation=activation, layout=layout)
+        return list(torch.autograd.grad(result, [each for each in leaves if each is not None], grad))
 
 
 def expert_capacity(experts: torch.Tensor, number: int, factor: float) -> torch.Tensor:
-    """`experts` ``[..., T, K]`` where each expert takes at most ``ceil(factor * T * K / number)`` copies of each group of T
-    tokens.
+    """Return `experts` ``[..., T, K]`` where each expert takes at most ``ceil(factor * T * K / number)`` copies of each group of
+    T tokens.
 
     The first copies in the order of tokens (and of the K choices of a token) stay, the others become `number`: dropped. Each of
     the leading dimensions is a group of its own, a sequence say (as in GShard, arXiv:2006.16668, section 2.2); without leading
@@ -205,7 +205,7 @@ _CUDA = (torch.bfloat16,)
 
 
 def grouped_product(rows: torch.Tensor, matrices: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
-    """``[n, a] x [E, a, b] -> [n, b]``."""
+    """Multiply the rows of each group: ``[n, a] x [E, a, b] -> [n, b]``."""
     count, width = rows.shape[0], matrices.shape[2]
     if count == 0 or not has_data(rows):
         return rows.new_empty(count, width)
@@ -219,7 +219,7 @@ def grouped_product(rows: torch.Tensor, matrices: torch.Tensor, bounds: Sequence
 
 
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
-    """``[n, a], [n, b] -> [E, a, b]``: ``left^T right`` over the rows of each matrix."""
+    """Return ``[n, a], [n, b] -> [E, a, b]``, ``left^T right`` over the rows of each matrix."""
     shape = (len(bounds), left.shape[1], right.shape[1])
     if left.shape[0] == 0:
         return left.new_zeros(shape)
@@ -234,7 +234,7 @@ def grouped_outer(left: torch.Tensor, right: torch.Tensor, bounds: Sequence[int]
 
 
 def grouped_sum(rows: torch.Tensor, matrix_of_row: torch.Tensor, count: int) -> torch.Tensor:
-    """``[n, a] -> [E, a]``: the sum of each matrix's rows, always in the same order."""
+    """Return ``[n, a] -> [E, a]``, the sum of each matrix's rows, always in the same order."""
     every = torch.arange(count, device=rows.device).unsqueeze(1)
     return (every == matrix_of_row).to(rows.dtype) @ rows
 
@@ -248,7 +248,7 @@ def _offsets(bounds: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def _one_kernel(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether torch's grouped product takes both: seen on 2.13.0; needs compute capability 8 or more, and aligned rows."""
+    """Return whether torch's grouped product takes both: seen on 2.13.0; needs compute capability 8 or more, and aligned rows."""
     if left.dtype != right.dtype or left.device != right.device or not hasattr(F, "grouped_mm"):
         return False
     if left.is_cuda and (left.dtype not in _CUDA or torch.cuda.get_device_capability(left.device)[0] < 8):

@@ -30,7 +30,7 @@ def float8_problem(device_type: str) -> str:
 
 
 def linear_float8_dynamic(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``F.linear`` whose product, and those of its gradients, are in float8: ``x [..., k]``, ``weight [n, k]``."""
+    """Return ``F.linear`` whose product, and those of its gradients, are in float8: ``x [..., k]``, ``weight [n, k]``."""
     function, products, config = _torchao()
     out: torch.Tensor = function.apply(x, weight.t(), products, config)
     return out if bias is None else out + bias.to(out.dtype)

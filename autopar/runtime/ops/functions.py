@@ -27,14 +27,14 @@ def _full_precision(x: torch.Tensor) -> torch.Tensor:
 
 
 def linear_kn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x[..., k] @ weight[k, n] + bias[n]``: GPT-2's Conv1D."""
+    """Return ``x[..., k] @ weight[k, n] + bias[n]``: GPT-2's Conv1D."""
     if bias is None:
         return torch.matmul(x, weight)
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
 
 
 def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:
-    """``torch.histc``; its kernels take integers on some devices only."""
+    """Return ``torch.histc``; its kernels take integers on some devices only."""
     if x.is_floating_point() or x.is_cuda:
         return torch.histc(x, bins, low, high)
     return torch.histc(x.double(), bins, low, high).to(x.dtype)
@@ -50,8 +50,8 @@ def ctc_losses(
 ) -> torch.Tensor:
     """Return the loss of each example ``[B]``: ``log_probs [T, B, C]``, ``targets [B, U]`` padded at their ends, lengths
     ``[B]``."""
-    given = (_full_precision(log_probs), targets.contiguous(), input_lengths, target_lengths)
-    return F.ctc_loss(*given, blank, reduction="none", zero_infinity=zero_infinity)
+    operands = (_full_precision(log_probs), targets.contiguous(), input_lengths, target_lengths)
+    return F.ctc_loss(*operands, blank, reduction="none", zero_infinity=zero_infinity)
 
 
 def count_valid(target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
@@ -80,10 +80,10 @@ def embedding_sharded(ids: torch.Tensor, weight: torch.Tensor, axis: AxisHandle,
     if axis.size == 1:
         return F.embedding(local, weight, padding_idx)
     elsewhere = (local < 0) | (local >= rows)
-    found = F.embedding(local.masked_fill(elsewhere, 0), weight)
+    vectors = F.embedding(local.masked_fill(elsewhere, 0), weight)
     if padding_idx is not None:
-        found = torch.where((ids == padding_idx).unsqueeze(-1), found.detach(), found)
-    return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        vectors = torch.where((ids == padding_idx).unsqueeze(-1), vectors.detach(), vectors)
+    return vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
@@ -130,7 +130,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 def cross_entropy_sharded(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float, axis: AxisHandle
 ) -> torch.Tensor:
-    """`cross_entropy_sum` of ``logits[..., V / n]`` that are sharded by classes: equal on all ranks of the axis.
+    """Return `cross_entropy_sum` of ``logits[..., V / n]`` that are sharded by classes: equal on all ranks of the axis.
 
     The result is Invariant: its gradient is expected equal on all ranks, and each rank's logits get their exact gradient. Two
     all-reduces of one and three numbers a token (Megatron-LM, arXiv:1909.08053, section 3).

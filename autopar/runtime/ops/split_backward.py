@@ -26,7 +26,7 @@ COMPILED = "CompiledFunctionBackward"
 
 
 class _PendingWeightGrad(NamedTuple):
-    """``transposed``: the weight is ``[k, n]``."""
+    """The weight gradient of one linear layer in one micro-batch. `transposed`: the weight is ``[k, n]``."""
 
     x: torch.Tensor
     gradient: torch.Tensor
@@ -59,7 +59,7 @@ class WeightGradQueue:
         return SplitBackward(self, type(block).__name__, block)
 
     def compute(self, micro_batch: int, done: Callable[[object], None]) -> None:
-        """Computes and delivers the weight gradients of a micro-batch in the order of the backward; calls `done` with each
+        """Compute and deliver the weight gradients of a micro-batch in the order of the backward; call `done` with each
         block."""
         for layers, entries in self.pending.pop(micro_batch, {}).items():
             while entries:
@@ -75,12 +75,12 @@ class SplitBackward:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``F.linear``."""
+        """Return ``F.linear``."""
         return self._run(F.linear, x, weight, bias, False)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def linear_kn(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`functions.linear_kn`: the weight is ``[k, n]``."""
+        """Return `functions.linear_kn`: the weight is ``[k, n]``."""
         return self._run(linear_kn, x, weight, bias, True)
 
     def _run(
@@ -96,11 +96,11 @@ class SplitBackward:
         edges = [get_gradient_edge(each) if each.requires_grad else None for each in both]
         leaves = [each.detach() for each in both]
         leaves[0].requires_grad_()  # so that the result has a graph even if `x` has none
-        made: torch.Tensor = apply(_Linear, plain, self, edges, transposed, x, *leaves)
-        return made
+        result: torch.Tensor = apply(_Linear, plain, self, edges, transposed, x, *leaves)
+        return result
 
     def _warn_unsplit(self, queue: WeightGradQueue) -> None:
-        """Warns that the backward is not split: compiled code made the weight, and the backward of that runs once."""
+        """Warn that the backward is not split: compiled code made the weight, and the backward of that runs once."""
         if self.name not in queue.unsplit:
             queue.unsplit.add(self.name)
             warnings.warn(

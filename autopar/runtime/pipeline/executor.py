@@ -95,23 +95,23 @@ class StepState:
         return [key for table in tables for key in table]
 
     def run_action(self, action: RankAction) -> None:
-        """Runs one action."""
+        """Run one action."""
         chunk, kind, micro_batch = action
-        reductions = self.executor.reductions
+        reductions = self.executor.reductions.chunks[chunk]
         if kind == "F":
             self._forward(self.executor.chunks[chunk], micro_batch)
         elif kind in ("B", "I"):
-            reductions.before_backward(chunk, kind, action == self.executor.last_backward[chunk])
+            reductions.before_backward(kind, action == self.executor.last_backward[chunk])
             self._backward(self.executor.chunks[chunk], micro_batch)
-            reductions.after_backward(chunk)
+            reductions.after_backward()
         elif kind == "W":
-            reductions.backward_weights(chunk, micro_batch, action == self.executor.last_backward[chunk])
+            reductions.backward_weights(micro_batch, action == self.executor.last_backward[chunk])
         elif kind == "UNSHARD":
-            reductions.unshard(chunk)
+            reductions.unshard()
         elif kind == "RESHARD":
-            reductions.reshard(chunk)
+            reductions.reshard()
         elif kind == "REDUCE_GRAD":
-            reductions.reduce(chunk)
+            reductions.reduce()
         else:
             self._communicate(action)
 
@@ -135,9 +135,9 @@ class StepState:
                 buffers, chunk_stages[chunk - 1], self._tag(chunk - 1, micro_batch, False)
             )
         elif kind == "SEND_B":
-            given = self.input_gradients.pop(key)
+            gradients = self.input_gradients.pop(key)
             wanted = [each for each in self._boundary_before(chunk) if each.gradient]
-            full = [self._zeros(each, micro_batch) if x is None else x for each, x in zip(wanted, given, strict=True)]
+            full = [self._zeros(each, micro_batch) if x is None else x for each, x in zip(wanted, gradients, strict=True)]
             self.p2p.send(full, chunk_stages[chunk - 1], self._tag(chunk - 1, micro_batch, True), None)
         else:
             wanted = [each for each in self.program.boundaries[chunk] if each.gradient]
@@ -168,23 +168,23 @@ class StepState:
             slots = iter(gradients)
             pairs = zip(received, before, strict=True)
             received = [received_tensor(x, next(slots)) if each.gradient else x.detach() for x, each in pairs]
-        given = {each.name: x for each, x in zip(before, received, strict=True)}
+        values = {each.name: x for each, x in zip(before, received, strict=True)}
         part = self.micro_batches[micro_batch]
-        taken = {name: part[name] if name in part else self.totals[name] for name in chunk.batch_inputs}
+        inputs = {name: part[name] if name in part else self.totals[name] for name in chunk.batch_inputs}
         chunk.weight_grads.micro_batch = micro_batch if key in self.executor.split_backwards else None
-        made = chunk(**given, **taken)
+        outputs = chunk(**values, **inputs)
         if position + 1 == len(self.program.chunks):
-            made, others = split_result(made)
+            outputs, others = split_result(outputs)
             if others:
                 self.executor.outputs[micro_batch] = others
-            self.losses.append(made.detach())
-            results = [made]
+            self.losses.append(outputs.detach())
+            results = [outputs]
             if self.training and self.executor.loss_scale is not None:
-                self.gradients[key] = [self.executor.loss_scale.gradient(made)]
-            edges = [_edge(made)] if self.training else []
+                self.gradients[key] = [self.executor.loss_scale.gradient(outputs)]
+            edges = [_edge(outputs)] if self.training else []
         else:
             after = self.program.boundaries[position]
-            results = [made] if isinstance(made, torch.Tensor) else list(made)
+            results = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
             self._check_shapes(position, micro_batch, results)
             edges = [_edge(x) for x, each in zip(results, after, strict=True) if each.gradient] if self.training else []
             sent = [x.detach() for x in results]
@@ -196,20 +196,20 @@ class StepState:
             self.saved[key] = _SavedForBackward(gradients, edges)
 
     def _check_shapes(self, position: int, micro_batch: int, results: list[torch.Tensor]) -> None:
-        """RuntimeProblem where results do not have the planned shapes, for which receives are posted."""
+        """Raise a RuntimeProblem where results do not have the planned shapes, for which receives are posted."""
         after, examples = self.program.boundaries[position], self._micro_batch_size(micro_batch)
         planned = [(tuple(each.shape(examples)), getattr(torch, each.dtype)) for each in after]
         if [(tuple(x.shape), x.dtype) for x in results] != planned:
-            made = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in results)
-            raise RuntimeProblem(f"chunk {position} makes {made} where {', '.join(map(str, planned))} is planned: plan again")
+            shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in results)
+            raise RuntimeProblem(f"chunk {position} makes {shapes} where {', '.join(map(str, planned))} is planned: plan again")
 
     def _backward(self, chunk: ModelChunk, micro_batch: int) -> None:
         position = chunk.position
         key = position, micro_batch
         saved = self.saved.pop(key)
-        given = self._result_gradients(key, len(saved.results))
+        gradients = self._result_gradients(key, len(saved.results))
         chunk.weight_grads.micro_batch = micro_batch if key in self.executor.split_backwards else None
-        pairs = [(edge, x) for edge, x in zip(saved.results, given, strict=True) if edge is not None]
+        pairs = [(edge, x) for edge, x in zip(saved.results, gradients, strict=True) if edge is not None]
         if position + 1 < len(self.program.chunks):
             pairs = [(edge, x) for edge, x in pairs if x is not None]
         if pairs:
@@ -226,9 +226,9 @@ class StepState:
             return self.gradients.pop(key)
         if key not in self.receiving_gradients:
             return [None] * count
-        given: Values = list(self.receiving_gradients.pop(key).wait())
+        gradients: Values = list(self.receiving_gradients.pop(key).wait())
         self.p2p.wait_sent(key)
-        return given
+        return gradients
 
 
 def _edge(x: torch.Tensor) -> GradientEdge | None:
@@ -258,7 +258,7 @@ class _Received(torch.autograd.Function):
 
 
 def received_tensor(x: torch.Tensor, gradient: InputGradient) -> torch.Tensor:
-    """`x` as the start of a graph, whose gradient goes to `gradient`."""
+    """Return `x` as the start of a graph, whose gradient goes to `gradient`."""
     start = torch.empty(0, device=x.device, requires_grad=True)  # what makes the result require one
     result: torch.Tensor = apply(_Received, gradient, x.detach(), start)
     return result

@@ -21,45 +21,22 @@ class GradientReductions:
     """Reduces the gradients of each model chunk over the data axis. With ZeRO-0 and ZeRO-1 the gradients of all micro-batches
     accumulate and are reduced after the chunk's last backward; with ZeRO-2 and ZeRO-3 those of each micro-batch are reduced."""
 
-    def __init__(self, program: PipelineProgram, state: State) -> None:
+    def __init__(self, program: PipelineProgram, state: State, kind: type[ChunkReductions] | None = None) -> None:
         self.program, self.state = program, state
         pairs = zip(program.own_chunks, state.chunk_buckets, strict=False)
-        self.chunks = {chunk.position: _ChunkReductions(chunk, buckets) for chunk, buckets in pairs}
+        self.chunks = {chunk.position: (kind or ChunkReductions)(chunk, buckets) for chunk, buckets in pairs}
         self.tied = _tied(program, state)
 
     def begin_step(self) -> None:
         """Prepare a step."""
         self.state.sync_copies()
-        self.state.buckets.accumulating = True
+        for buckets in (self.state.buckets, *self.state.chunk_buckets):
+            buckets.accumulating = True
         for chunk in self.chunks.values():
             chunk.begin_step()
 
-    def before_backward(self, chunk: int, kind: str, last: bool) -> None:
-        """Prepare the backward of a micro-batch; `last`: the chunk's last."""
-        self.chunks[chunk].before_backward(kind, last)
-
-    def after_backward(self, chunk: int) -> None:
-        """Finish the backward of a micro-batch."""
-        self.chunks[chunk].after_backward()
-
-    def backward_weights(self, chunk: int, micro_batch: int, last: bool) -> None:
-        """Runs the second half of a split backward: the weight gradients."""
-        self.chunks[chunk].backward_weights(micro_batch, last)
-
-    def unshard(self, chunk: int) -> None:
-        """Starts the all-gather of the weights."""
-        self.chunks[chunk].unshard()
-
-    def reshard(self, chunk: int) -> None:
-        """Frees gathered weights."""
-        self.chunks[chunk].reshard()
-
-    def reduce(self, chunk: int) -> None:
-        """Starts the reductions over the data axis that are left."""
-        self.chunks[chunk].reduce()
-
     def finish(self) -> None:
-        """Waits for all reductions, and sums the gradients of tied parameters."""
+        """Wait for all reductions, and sum the gradients of tied parameters."""
         for chunk in self.chunks.values():
             chunk.reduce()
         for chunk in self.chunks.values():
@@ -70,7 +47,7 @@ class GradientReductions:
         self.reduce_tied()
 
     def reduce_tied(self) -> None:
-        """Sums the gradients of parameters that several stages have."""
+        """Sum the gradients of parameters that several stages have."""
         training = [(parameter, group) for parameter, group in self.tied if parameter.requires_grad]
         works = [dist.all_reduce(_gradient(parameter), group=group, async_op=True) for parameter, group in training]
         for work in works:
@@ -78,7 +55,7 @@ class GradientReductions:
             work.wait()
 
 
-class _ChunkReductions:
+class ChunkReductions:
     """The FSDP2 modules of a model chunk, and its gradient buckets."""
 
     def __init__(self, chunk: ModelChunk, buckets: GradientBuckets) -> None:
@@ -92,12 +69,12 @@ class _ChunkReductions:
         set_backward_prefetch(self.sharded, self.zero)
 
     def begin_step(self) -> None:
-        self.reduced, self.buckets.accumulating = False, True
+        self.reduced = False
         if isinstance(self.chunk, FSDPModule):
             clear_forward_order(self.chunk)
 
     def _configure(self, reduce_from: int, last: bool) -> None:
-        """Tells FSDP2 what to do after a backward: reduce from a ZeRO stage on, and free gathered weights."""
+        """Tell FSDP2 what to do after a backward: reduce from a ZeRO stage on, and free gathered weights."""
         for module in self.sharded:
             zero = self.zero[module]
             module.set_requires_gradient_sync(zero >= reduce_from, recurse=False)
@@ -106,12 +83,14 @@ class _ChunkReductions:
             self.chunk.set_is_last_backward(last)
 
     def before_backward(self, kind: str, last: bool) -> None:
+        """Prepare the backward of a micro-batch; `last`: the chunk's last."""
         self.buckets.accumulating = not last
         self.whole_beside_split = kind == "B" and self.mixed_precision and bool(self.chunk.weight_grads.pending)
         self._configure(4 if kind == "I" or self.whole_beside_split else 0 if last else 2, last)
         self.reduced = last
 
     def backward_weights(self, micro_batch: int, last: bool) -> None:
+        """Run the second half of a split backward: the weight gradients."""
         # A parameter that several products use gets a gradient from each: the sums start in `reduce`.
         self.buckets.accumulating = True
         self._configure(0 if last else 2, last)
@@ -120,7 +99,7 @@ class _ChunkReductions:
         self.reduced = last
 
     def after_backward(self) -> None:
-        """Reduces the gradients of a whole backward that ran while weight gradients of split backwards were pending."""
+        """Reduce the gradients of a whole backward that ran while weight gradients of split backwards were pending."""
         if self.whole_beside_split:
             self._configure(2, False)
             self._reduce_all()
@@ -136,15 +115,18 @@ class _ChunkReductions:
             reduce_gradients(block)
 
     def unshard(self) -> None:
+        """Start the all-gather of the weights."""
         for module in self.sharded:
             if self.zero[module] < 3 and self.had_step:
                 module.unshard(async_op=True)
 
     def reshard(self) -> None:
+        """Free gathered weights."""
         for module in self.sharded:
             module.reshard()
 
     def reduce(self) -> None:
+        """Start the reductions over the data axis that are left."""
         self.had_step = True
         if not self.reduced and isinstance(self.chunk, FSDPModule):
             self._configure(0, True)

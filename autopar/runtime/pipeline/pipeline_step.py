@@ -1,16 +1,31 @@
-"""One training step of a program in pipeline stages: runs the schedule, and gives all ranks the same loss."""
+"""The steps of a program in pipeline stages: `PipelineStep` runs the schedule of one batch, and gives all ranks the same loss;
+the steps of `PipeDreamStep` overlap, with two weight versions (PipeDream-2BW, arXiv 2006.09503).
+
+There a call runs one window of the schedule: the forwards of its batch, together with the remaining backwards of the batch
+before. It returns the loss of the batch *before*, whose backward hands out that batch's gradients; they belong to the weights
+before the last update. `flush` finishes the last batch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from ..comm.p2p import PendingSend
+from ..compat.autograd import storage_key
+from ..compat.dtensor import local_of
+from ..errors import RuntimeProblem
 from ..state.materialize import State
 from ..step.micro_batches import Batch, StepResult, batch_totals, run_with_deferred_gradients, split_micro_batches, sum_losses
 from ..step.outputs import join_micro_batches
-from .executor import Executor
-from .gradient_reductions import GradientReductions
-from .stage_modules import PipelineProgram
+from .executor import Executor, StepState
+from .gradient_reductions import ChunkReductions, GradientReductions
+from .stage_modules import BACKWARD, COMPUTE, PipelineProgram, RankAction
 
 
 class PipelineStep:
@@ -40,12 +55,241 @@ class PipelineStep:
         others, self.executor.outputs = self.executor.outputs, {}
         return loss, join_micro_batches(self.program, [others[number] for number in sorted(others)]) if others else ()
 
-    def _loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """The sum over all micro-batches, on every rank; half-precision losses in float32, as without a pipeline."""
-        mesh, dtype = self.program.mesh, getattr(torch, self.program.loss_dtype)
-        dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    def _loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        loss, work = _start_loss(self.program, losses)
+        if work is not None:
+            work.wait()
+        return loss
+
+
+@torch.no_grad()
+def _start_loss(program: PipelineProgram, losses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dist.Work | None]:
+    """Return the sum over all micro-batches, which is on its way from the last stage to every rank; half-precision losses in
+    float32, as without a pipeline."""
+    mesh, dtype = program.mesh, getattr(torch, program.loss_dtype)
+    dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    loss = sum_losses(losses).to(dtype) if losses else torch.zeros((), dtype=dtype, device=mesh.device)
+    if mesh.pp.size == 1:
+        return loss, None
+    source, group = mesh.rank_in_stage(program.chunk_stages[-1]), mesh.group(mesh.pp.name)
+    return loss, dist.broadcast(loss, source, group, async_op=True)
+
+
+# -- two weight versions
+
+
+class _SavedWeight(NamedTuple):
+    """A view of a parameter that autograd saved in a forward of a window."""
+
+    parameter: int
+    window: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class WeightVersions:
+    """The weights of two batches. `newest`: the parameters themselves; `old`: copies of the weights that computed the batch
+    before, for its remaining backwards. A saved weight is packed as its index and view, and looked up when the backward unpacks
+    it."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], wanted: bool) -> None:
+        self.newest = [_flat(each) for each in parameters]
+        self.old = [torch.empty_like(each) for each in self.newest] if wanted else []
+        self.indices = {storage_key(each): index for index, each in enumerate(self.newest)}
+        self.window = 0
+
+    def saving(self) -> saved_tensors_hooks:
+        """Saved-tensor hooks around a forward."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def end_window(self) -> None:
+        """End the window before the optimizer changes the newest weights."""
         with torch.no_grad():
-            loss = sum_losses(losses).to(dtype) if losses else torch.zeros((), dtype=dtype, device=mesh.device)
-            if mesh.pp.size > 1:
-                dist.broadcast(loss, mesh.rank_in_stage(self.program.chunk_stages[-1]), mesh.group(mesh.pp.name))
-            return loss
+            for old, newest in zip(self.old, self.newest, strict=False):
+                old.copy_(newest)
+        self.window += 1
+
+    def _pack(self, x: torch.Tensor) -> torch.Tensor | _SavedWeight:
+        index = self.indices.get(storage_key(x))
+        if index is None:
+            return x
+        return _SavedWeight(index, self.window, tuple(x.shape), x.stride(), int(x.storage_offset()))
+
+    def _unpack(self, saved: torch.Tensor | _SavedWeight) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        source = self.newest if saved.window == self.window else self.old
+        return source[saved.parameter].as_strided(saved.shape, saved.stride, saved.offset)
+
+
+def _flat(parameter: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a parameter as a flat tensor."""
+    data = local_of(parameter)
+    return data.as_strided((data.untyped_storage().nbytes() // data.element_size(),), (1,), 0)
+
+
+class _NoReductions(ChunkReductions):
+    """The gradients of a model chunk accumulate without reductions, which `PipeDreamStep` starts itself."""
+
+    def before_backward(self, kind: str, last: bool) -> None:
+        pass
+
+    def reduce(self) -> None:
+        pass
+
+
+class PipeDreamStep:
+    """Runs the windows of this rank's stage. For replicated state (ZeRO-0) only."""
+
+    def __init__(self, program: PipelineProgram, state: State) -> None:
+        self.program, self.state = program, state
+        self.reductions = GradientReductions(program, state, _NoReductions)
+        self.executor = Executor(program, self.reductions)
+        self.count, self.windows_run = program.micro_batches, 0
+        self.carried_over = _carried_over(program.actions)
+        self.versions = WeightVersions(list(state.parameters.values()), bool(self.carried_over))
+        self.step = StepState(self.executor, [{} for _ in range(2 * self.count)], {})
+        self.losses: list[torch.Tensor] = []
+        self.partial_gradients: dict[nn.Parameter, torch.Tensor] = {}
+        self.finished_gradients: dict[nn.Parameter, torch.Tensor] = {}
+        self.sent: list[PendingSend] = []
+        self.work: dist.Work | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.state.parameters.values() if parameter.requires_grad]
+
+    def run(self, inputs: Batch) -> StepResult:
+        """Run one window, and return the loss of the batch before (zero in the first window). Without gradients, the loss of this
+        batch."""
+        parts = split_micro_batches(self.program, inputs)
+        totals = batch_totals(self.program, parts)
+        if not torch.is_grad_enabled():
+            return self._evaluate(parts, totals), ()
+        loss = run_with_deferred_gradients(self.state, lambda: self._window(parts, totals))
+        return loss if loss.requires_grad else loss.requires_grad_(), ()
+
+    def flush(self) -> torch.Tensor:
+        """The loss of the last batch, whose backward hands out its gradients. RuntimeProblem if there is none."""
+        if not self.windows_run:
+            raise RuntimeProblem("there is no batch to end: call the model before flush()")
+        loss = run_with_deferred_gradients(self.state, self._flush)
+        return loss if loss.requires_grad else loss.requires_grad_()
+
+    def _evaluate(self, parts: Sequence[Batch], totals: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Forwards only; sends in flight between two windows are left alone."""
+        sent, self.executor.p2p.pending_sends = self.executor.p2p.pending_sends, []
+        losses = self.executor.run(parts, dict(totals))
+        self.executor.p2p.pending_sends = sent
+        return self._loss(losses)
+
+    def _window(self, parts: Sequence[Batch], totals: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        self._begin_window()
+        first = (self.windows_run % 2) * self.count
+        self.step.micro_batches = [
+            *self.step.micro_batches[:first],
+            *parts,
+            *self.step.micro_batches[first + self.count :],
+        ]
+        self.step.totals = dict(totals)
+        loss = self._loss(self.losses, wait=False)
+        left = len(self.carried_over)
+        if self.windows_run and not left:
+            self._reduce_finished()
+        for place, action in enumerate(self.program.actions):
+            earlier = place in self.carried_over
+            if not (earlier and not self.windows_run):
+                self._run_action(action, earlier)
+            left -= earlier
+            if earlier and self.windows_run and not left:
+                self._reduce_finished()
+        self.losses, self.step.losses = self.step.losses, []
+        self._end_window()
+        self._release_sends()
+        self.versions.end_window()
+        self.windows_run += 1
+        return self._received(loss)
+
+    def _flush(self) -> torch.Tensor:
+        self._begin_window()
+        for place in sorted(self.carried_over):
+            self._run_action(self.program.actions[place], True)
+        self._reduce_finished()
+        self._release_sends()
+        self._release_sends()
+        loss = self._loss(self.losses, wait=False)
+        self._end_window()
+        self.losses, self.windows_run = [], 0
+        return self._received(loss)
+
+    def _run_action(self, action: RankAction, earlier: bool) -> None:
+        if action.kind in COMPUTE:
+            self.executor.trace.append(str(action))
+        half = (self.windows_run - earlier) % 2 * self.count
+        shifted = RankAction(action.chunk, action.kind, action.micro_batch + half)
+        if action.kind == "F":
+            with self.versions.saving():
+                self.step.run_action(shifted)
+        else:
+            self.step.run_action(shifted)
+
+    # -- gradients
+
+    def _begin_window(self) -> None:
+        """Restore the gradients that the last window already computed of the batch before."""
+        self.executor.trace = []
+        self.reductions.begin_step()
+        for parameter, gradient in self.partial_gradients.items():
+            parameter.grad = gradient
+        self.partial_gradients, self.finished_gradients = {}, {}
+
+    def _reduce_finished(self) -> None:
+        """The batch before is complete: starts its reductions over the data axis."""
+        if self.program.mesh.dp.size > 1:
+            for buckets in (self.state.buckets, *self.state.chunk_buckets):
+                buckets.start_all()
+            return
+        self.finished_gradients = {p: p.grad for p in self.parameters if p.grad is not None}
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _end_window(self) -> None:
+        """Leave the gradients of the batch before with the parameters, and set those of this batch aside."""
+        if self.program.mesh.dp.size > 1:
+            for buckets in (self.state.buckets, *self.state.chunk_buckets):
+                buckets.finish_started()
+        else:
+            self.partial_gradients = {p: p.grad for p in self.parameters if p.grad is not None}
+            for parameter in self.parameters:
+                parameter.grad = self.finished_gradients.get(parameter)
+        if self.windows_run:
+            self.reductions.reduce_tied()
+
+    def _release_sends(self) -> None:
+        """Complete the sends of the window before; the peers have received them, or will without this stage's next window."""
+        p2p = self.executor.p2p
+        for each in self.sent:
+            each.wait()
+        self.sent, p2p.pending_sends = p2p.pending_sends, []
+
+    # -- losses
+
+    def _loss(self, losses: Sequence[torch.Tensor], wait: bool = True) -> torch.Tensor:
+        """Return the sum over all micro-batches; without `wait` it may still be on its way from the last stage."""
+        loss, self.work = _start_loss(self.program, losses)
+        return self._received(loss) if wait else loss
+
+    def _received(self, loss: torch.Tensor) -> torch.Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return loss
+
+
+def _carried_over(actions: Sequence[RankAction]) -> frozenset[int]:
+    """Indices of actions that stand before the forward of their micro-batch: they belong to the batch before."""
+    forwards = {(each.chunk, each.micro_batch): place for place, each in enumerate(actions) if each.kind == "F"}
+    back = (*BACKWARD, "SEND_B", "RECV_B")
+    return frozenset(
+        place for place, each in enumerate(actions) if each.kind in back and place < forwards[each.chunk, each.micro_batch]
+    )

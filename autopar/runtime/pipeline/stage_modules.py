@@ -86,7 +86,7 @@ class PipelineProgram(Program):
         every = [parse_actions(line) for line in self.schedule]
         self.chunk_stages = _chunk_stages(every, len(self.chunks))
         self.actions: tuple[RankAction, ...] = every[mesh.pp.coordinate]
-        chunks = tuple(made(mesh) for made in self.chunks)
+        chunks = tuple(kind(mesh) for kind in self.chunks)
         for position, chunk in enumerate(chunks):
             chunk.position, chunk.precision, chunk.reduce_dtype = position, self.precision, self.reduce_dtype
             if self.chunk_stages[position] == mesh.pp.coordinate:
@@ -119,10 +119,10 @@ class PipelineProgram(Program):
 
 def _chunk_stages(ranks: list[tuple[RankAction, ...]], chunks: int) -> tuple[int, ...]:
     """The stage of each model chunk."""
-    found = {action.chunk: rank for rank, actions in enumerate(ranks) for action in actions if action.kind == "F"}
-    if sorted(found) != list(range(chunks)):
-        raise RuntimeProblem(f"the schedule runs chunks {sorted(found)}, the program has {chunks}")
-    return tuple(found[chunk] for chunk in range(chunks))
+    stages = {action.chunk: rank for rank, actions in enumerate(ranks) for action in actions if action.kind == "F"}
+    if sorted(stages) != list(range(chunks)):
+        raise RuntimeProblem(f"the schedule runs chunks {sorted(stages)}, the program has {chunks}")
+    return tuple(stages[chunk] for chunk in range(chunks))
 
 
 COMPUTE = ("F", "B", "I", "W")
@@ -149,8 +149,8 @@ def parse_actions(text: str) -> tuple[RankAction, ...]:
 
 
 def _action(word: str) -> RankAction:
-    found = _ACTION.fullmatch(word)
-    if found is None:
+    match = _ACTION.fullmatch(word)
+    if match is None:
         raise RuntimeProblem(f"{word!r} is not an action of a schedule; write for example 0F3, 1RECV_F3 or 0REDUCE_GRAD")
-    chunk, kind, number, other, zero = found.groups()
+    chunk, kind, number, other, zero = match.groups()
     return RankAction(int(chunk), kind, int(number)) if kind else RankAction(int(other), zero, -1)

@@ -44,7 +44,7 @@ class Assignments:
                 node.__dict__["assignments"] = self
 
     def check_tree(self) -> None:
-        """StateError where a parameter, buffer or module was replaced, added or deleted past ``setattr``."""
+        """Raise a StateError where a parameter, buffer or module was replaced, added or deleted past ``setattr``."""
         now = [get(name) for get, name in self._getters]
         if all(map(is_, now, self._seen)) and list(map(len, self._entries)) == self._sizes:
             return
@@ -53,7 +53,7 @@ class Assignments:
         raise self._refused(odd or next(added))
 
     def assign(self, node: nn.Module, name: str, value: Any) -> None:
-        """``node.name = value``."""
+        """Do ``node.name = value``."""
         where = _join(self.paths.get(id(node), ""), name)
         further = node.__dict__.get("further_tensors", {})
         held = next((each[name] for each in (*_members(node), further) if name in each), None)
@@ -63,7 +63,7 @@ class Assignments:
         trained = spec is not None and not spec.buffer  # also a parameter of another stage
         if trained or isinstance(held, nn.Module) or isinstance(value, (nn.Parameter, nn.Module)) or name == "forward":
             raise self._refused(where)
-        if held is not None or self._is_unused(where):
+        if held is not None or (self.plain is not None and where in self.plain.unused):
             self._fill(where, value)
         else:
             self._set_attribute(node, where, name, value)
@@ -80,9 +80,6 @@ class Assignments:
 
     def _first_name(self, where: str) -> str:
         return where if self.plain is None else self.plain.names.get(where, where)
-
-    def _is_unused(self, where: str) -> bool:
-        return self.plain is not None and where in self.plain.unused
 
     def _fill(self, where: str, value: Any) -> None:
         """The values of a buffer. On other stages of a pipeline it is nowhere, or nobody reads it."""
@@ -109,29 +106,27 @@ class Assignments:
                 )
             node.__dict__[name] = value
             return
-        known = inspect.getattr_static(type(model), name, None)
-        if isinstance(known, property):
-            if known.fset is None:
+        attribute = inspect.getattr_static(type(model), name, None)
+        if isinstance(attribute, property):
+            if attribute.fset is None:
                 raise AttributeError(f"{where} is a property without a setter")
-            known.fset(node, value)
+            attribute.fset(node, value)
             return
-        if isinstance(value, DTensor) and any(name == each for _, each in self._reads()):
+        reads = self.plain.frozen.reads.attributes if self.plain is not None else frozenset()
+        if isinstance(value, DTensor) and any(name == each for _, each in reads):
             raise StateError(f"{where} is read by the forward, and a DTensor was assigned: assign value.full_tensor()")
         model.__dict__[name] = value
         if name.startswith("_") or isinstance(value, torch.Tensor):  # which are not read from there
             node.__dict__[name] = value
 
-    def _reads(self) -> frozenset[tuple[str, str]]:
-        return self.plain.frozen.reads.attributes if self.plain is not None else frozenset()
-
     def delete(self, node: nn.Module, name: str) -> None:
-        """``del node.name``."""
+        """Do ``del node.name``."""
         where = _join(self.paths.get(id(node), ""), name)
         if any(name in each for each in (*_members(node), node.__dict__.get("further_tensors", {}))):
             raise self._refused(where)
         model = node.__dict__.get("without_data") if isinstance(node, Container) else getattr(self.plain, "skeleton", None)
-        found = [each.__dict__.pop(name, None) for each in (node, model) if each is not None and name in each.__dict__]
-        if not found:
+        values = [each.__dict__.pop(name, None) for each in (node, model) if each is not None and name in each.__dict__]
+        if not values:
             raise AttributeError(f"there is no {where}")
 
 

@@ -34,7 +34,8 @@ _METHODS = ("__init__", "__call__", "forward", "backward")
 
 
 class Code(NamedTuple):
-    """`names`: what is to be compared before each call. `outside`: lines that read the environment or the clock."""
+    """The reads of the code of a forward. `names`: what is to be compared before each call. `outside`: lines that read the
+    environment or the clock."""
 
     names: tuple[NamedValue, ...]
     outside: tuple[str, ...]
@@ -97,7 +98,7 @@ class _Walk:
             self.add(getattr(value, "__wrapped__", None))
 
     def run(self) -> None:
-        """Follows all names."""
+        """Follow all names."""
         while self._open:
             function = self._open.pop()
             own = not _is_library(function.__code__.co_filename)
@@ -171,7 +172,7 @@ def _is_own(kind: type) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a value is what scripts keep settings in."""
+    """Return whether a value is what scripts keep settings in."""
     if isinstance(value, LEAVES) or type(value) in (list, tuple, dict, set, frozenset, SimpleNamespace, Namespace):
         return True
     if isinstance(value, (type, torch.Tensor, nn.Module)):

@@ -109,7 +109,7 @@ class FrozenReads:
         return self._changed
 
     def is_written(self, module: nn.Module, name: str) -> bool:
-        """Whether the forward sets this attribute, which a program does not."""
+        """Return whether the forward sets this attribute, which a program does not."""
         return (class_name(module), name) in self.reads.writes
 
     def _attributes(self) -> Iterator[NamedValue]:
@@ -120,7 +120,7 @@ class FrozenReads:
                 yield NamedValue(f"{owner.__qualname__}.{name}", vars(owner), name)
 
     def _look(self) -> None:
-        """Takes down all values; objects that several modules have, once."""
+        """Take down all values; objects that several modules have, once."""
         self._getters = [(at.get, name) for _, at, name in self._values]
         self._seen: list[Any] = [get(name, _MISSING) for get, name in self._getters]
         self._contents: list[tuple[str, Any, Fields, list[tuple[str, Any]]]] = []
@@ -160,12 +160,12 @@ def read_attributes(modules: Iterable[tuple[str, nn.Module]], reads: Reads) -> I
 def leaves(place: str, value: Any, fields: Fields = MappingProxyType({})) -> Iterator[tuple[str, Any]]:
     """The plain values in an object, by place, and what stands for its tensors; of a very large one its identity. Of the classes
     in `fields` only these fields."""
-    found = []
+    values = []
     for each in _inside(place, value, 0, fields):
-        found.append(each)
-        if len(found) > MOST_LEAVES:
+        values.append(each)
+        if len(values) > MOST_LEAVES:
             return iter([(place, id(value))])
-    return iter(found)
+    return iter(values)
 
 
 def _inside(place: str, value: Any, depth: int, fields: Fields) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat.dtensor import without_overrides
 from ..errors import RuntimeProblem, StateError
 from ..module import ParameterSpec
 from ..state.materialize import State
@@ -24,7 +25,7 @@ class TreeNode(nn.Module):
     """A module of the tree of a parallel model. Once the tree is whole, `assignments` decides on what is set in it."""
 
     def keeps(self, name: str) -> bool:
-        """Whether an attribute is this object's own, and not the model's."""
+        """Return whether an attribute is this object's own, and not the model's."""
         return name == "training"
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -49,9 +50,6 @@ class TreeNode(nn.Module):
         self._add(name)
         super().add_module(name, module)
 
-    def register_module(self, name: str, module: nn.Module | None) -> None:
-        self.add_module(name, module)
-
     def _add(self, name: str) -> None:
         assignments = self.__dict__.get("assignments")
         if assignments is not None:
@@ -63,7 +61,7 @@ class Container(TreeNode):
     ``isinstance`` it is of the class that it stands for."""
 
     def stands_for(self, module: nn.Module) -> None:
-        """Says which module of the plain model it is; `module` is without data."""
+        """Say which module of the plain model it is; `module` is without data."""
         self.__dict__["kind"], self.__dict__["without_data"] = type(module), module
 
     def __getattr__(self, name: str) -> Any:
@@ -197,8 +195,7 @@ class OnAnotherStage(torch.Tensor):
         if word == "get":  # of a property
             word = getattr(getattr(func, "__self__", None), "__name__", word)
         if word in _KNOWN:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return without_overrides(func, *args, **(kwargs or {}))
         me = next((each for each in args if isinstance(each, OnAnotherStage)), None)
         raise StateError(me.message if me is not None else f"{word} of a parameter of another stage")
 

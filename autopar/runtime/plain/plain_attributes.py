@@ -30,7 +30,7 @@ class PlainAttributes:
         self._before: dict[str, tuple[weakref.ref[nn.Module], str, Any]] = {}
 
     def check_unchanged(self, frozen: FrozenReads) -> None:
-        """RuntimeProblem where one is another now, and not the same on the parallel model."""
+        """Raise a RuntimeProblem where one is another now, and not the same on the parallel model."""
         if place := self._changed(frozen):
             raise RuntimeProblem(
                 f"{place} of the plain model was changed after autopar.parallelize, which the parallel model does not see: set "
@@ -58,7 +58,7 @@ class PlainAttributes:
         return ""
 
     def _take(self, frozen: FrozenReads) -> None:
-        """Takes down the values of attributes that are read for the first time."""
+        """Take down the values of attributes that are read for the first time."""
         self._reads, self._fields = frozen.reads, frozen.reads.fields_by_class()
         modules = [(path, module) for path, each in self._modules if (module := each()) is not None]
         contents: dict[int, _Content] = {}
@@ -74,8 +74,8 @@ class _Content(list[tuple[str, Any]]):
     """The plain values in an object, which is not kept. None of code and tensors, which would be."""
 
     def __init__(self, value: Any, fields: Fields) -> None:
-        found = leaves("", value, fields) if value is not _MISSING else ()
-        super().__init__((where, each if isinstance(each, LEAVES) else type(each).__qualname__) for where, each in found)
+        values = leaves("", value, fields) if value is not _MISSING else ()
+        super().__init__((where, each if isinstance(each, LEAVES) else type(each).__qualname__) for where, each in values)
 
 
 def _content(value: Any, fields: Fields) -> _Content:
@@ -94,24 +94,24 @@ def attribute_of(frozen: FrozenReads, parallel: nn.Module, name: str) -> Any:
         value = skeleton.__dict__[name]
         if not isinstance(value, torch.Tensor):
             return value
-    found = inspect.getattr_static(type(skeleton), name, None)
+    attribute = inspect.getattr_static(type(skeleton), name, None)
     owner = next((each for each in type(skeleton).__mro__ if name in each.__dict__), type(None))
     if owner.__module__.split(".")[0] not in _LIBRARIES:
-        if isinstance(found, FunctionType):
-            return partial(_called, found, skeleton, parallel)
-        if isinstance(found, (staticmethod, classmethod)):
+        if isinstance(attribute, FunctionType):
+            return partial(_called, attribute, skeleton, parallel)
+        if isinstance(attribute, (staticmethod, classmethod)):
             return getattr(type(skeleton), name)
-        if isinstance(found, property) and found.fget is not None:
-            return found.fget(parallel)
-        if found is not None and not callable(found):
-            return found
+        if isinstance(attribute, property) and attribute.fget is not None:
+            return attribute.fget(parallel)
+        if attribute is not None and not callable(attribute):
+            return attribute
     raise AttributeProblem(
         f"{type(skeleton).__name__}.{name} is not there on the parallel model: load parallel.full_state() into a plain model"
     )
 
 
 def check_attribute(frozen: FrozenReads, model: nn.Module, name: str) -> None:
-    """AttributeProblem for an attribute that the forward sets, whose value the parallel model does not have."""
+    """Raise an AttributeProblem for an attribute that the forward sets, whose value the parallel model does not have."""
     if frozen.is_written(model, name):
         raise AttributeProblem(
             f"{type(model).__name__}.{name} is set by the forward, which a parallel program does not do: return it from the "
@@ -123,12 +123,12 @@ def _called(method: FunctionType, skeleton: nn.Module, parallel: nn.Module, *arg
     """A method of the model's class. What counts (parameters, FLOPs) is asked of the model without data, which has all of the
     parameters under every plan; what does more than return numbers or text runs on the parallel model."""
     if all(_is_plain(each) for each in (*args, *kwargs.values())):
-        said, found, before = io.StringIO(), None, [(module, dict(vars(module))) for module in skeleton.modules()]
-        with contextlib.suppress(Exception), contextlib.redirect_stdout(said), torch.no_grad():
-            found = method(skeleton, *args, **kwargs)
-        if found is not None and _is_plain(found):
-            print(said.getvalue(), end="")
-            return found
+        output, result, before = io.StringIO(), None, [(module, dict(vars(module))) for module in skeleton.modules()]
+        with contextlib.suppress(Exception), contextlib.redirect_stdout(output), torch.no_grad():
+            result = method(skeleton, *args, **kwargs)
+        if result is not None and _is_plain(result):
+            print(output.getvalue(), end="")
+            return result
         for module, attributes in before:  # what it has set is set once more by the parallel model
             vars(module).clear()
             vars(module).update(attributes)

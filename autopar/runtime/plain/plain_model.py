@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 
-from ..errors import StateError
+from ..compat.hooks import around_optimizer_steps
+from ..errors import RuntimeProblem, StateError
 from ..state.gradient import hooked
+from ..state.weight_source import named_tensors
 from .frozen_reads import FrozenReads
 from .plain_attributes import PlainAttributes
-from .plain_tensors import PlainTensors
 
 
 class PlainModel:
-    """`frozen`: what programs read of the `skeleton`, a copy on the meta device. `updated`: buffers that the forward writes into.
-    `names`: each key of its state dict with the first name of that tensor. `unused`: tensors of the state that the program does
-    not read. `extra`: entries of the state dict that are no parameters or buffers.
+    """The plain model of a parallel one. `frozen`: what programs read of the `skeleton`, a copy on the meta device. `updated`:
+    buffers that the forward writes into. `names`: each key of its state dict with the first name of that tensor. `unused`:
+    tensors of the state that the program does not read. `extra`: entries of the state dict that are no parameters or buffers.
     `right_in`: whether the program computes what the model does in training (True) or evaluation (False)."""
 
     def __init__(
@@ -27,16 +33,8 @@ class PlainModel:
     ) -> None:
         self.frozen, self.skeleton, self.right_in = frozen, frozen.model, right_in
         self.training = self.skeleton.training
-        first: dict[int, str] = {}
-        for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-            first.setdefault(id(tensor), name)
-        self.names: dict[str, str] = {}
-        self.extra: dict[str, Any] = {}
-        for key, value in model.state_dict(keep_vars=True).items():
-            if isinstance(value, torch.Tensor) and id(value) in first:
-                self.names[key] = first[id(value)]
-            else:
-                self.extra[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        self.names, extra = first_names(model)
+        self.extra = {key: each.detach().clone() if isinstance(each, torch.Tensor) else each for key, each in extra.items()}
         self.unused: dict[str, torch.Tensor] = {}
         self.parameter_names = [name for name, _ in model.named_parameters()]
         self._tensors, self._attributes = PlainTensors(model, updated), PlainAttributes(model)
@@ -49,13 +47,13 @@ class PlainModel:
         return out
 
     def check_unchanged(self, equal: Callable[[str, torch.Tensor], bool]) -> None:
-        """RuntimeProblem where the plain model has changed since, which the parallel model does not see, unless its tensors are
-        `equal` to those of the parallel model."""
+        """Raise a RuntimeProblem where the plain model has changed since, which the parallel model does not see, unless its
+        tensors are `equal` to those of the parallel model."""
         self._attributes.check_unchanged(self.frozen)
         self._tensors.check_unchanged(equal)
 
     def complete(self, held: Mapping[str, object], source: Callable[[str], torch.Tensor]) -> None:
-        """Fetches the tensors of the state that the program does not have (every rank calls it)."""
+        """Fetch the tensors of the state that the program does not have (every rank calls it)."""
         wanted = [name for name in dict.fromkeys(self.names.values()) if name not in held]
         self.unused = {name: source(name).detach().clone() for name in wanted}
 
@@ -74,7 +72,7 @@ class PlainModel:
         return out
 
     def load_unused(self, state: Mapping[str, Any]) -> None:
-        """Takes over what the program does not have."""
+        """Take over what the program does not have."""
         for key, name in self.names.items():
             if name in self.unused and key in state:
                 self.unused[name] = state[key].detach().clone()
@@ -82,8 +80,30 @@ class PlainModel:
 
     def unfit_keys(self, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Missing and unexpected keys of a state dict."""
-        known = [*self.names, *self.extra]
-        return [key for key in known if key not in state], [key for key in state if key not in known]
+        expected = [*self.names, *self.extra]
+        return [key for key in expected if key not in state], [key for key in state if key not in expected]
+
+
+def first_names(model: nn.Module) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return each key of the model's state dict with the first name of that parameter or buffer, and the entries that are
+    neither."""
+    first: dict[int, str] = {}
+    for name, tensor in named_tensors(model).items():
+        first.setdefault(id(tensor), name)
+    saved = model.state_dict(keep_vars=True)
+    names = {key: first[id(value)] for key, value in saved.items() if id(value) in first}
+    return names, {key: value for key, value in saved.items() if key not in names}
+
+
+@contextmanager
+def preserved_modes(model: nn.Module) -> Iterator[None]:
+    """Give each module of the model its own mode again afterwards."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
 
 
 def hooked_modules(model: nn.Module) -> list[str]:
@@ -107,3 +127,112 @@ def check_parameters(parameters: Mapping[str, nn.Parameter], may_train: Callable
             )
         if hooked(parameter):
             raise StateError(f"{name} has a gradient hook, which would never run: change .grad after the backward instead")
+
+
+# -- its tensors
+
+
+_WINDOW_BYTES = 256
+
+
+class PlainTensors:
+    """The tensors of the plain `model` as they are now: its optimizers and later changes would train nothing. Only weak
+    references to them are kept, so that the plain model can be freed, and samples of their values, which edits of ``.data``
+    change and no version counts. `updated`: buffers that the forward writes into, which may change."""
+
+    def __init__(self, model: nn.Module, updated: Collection[str] = ()) -> None:
+        changing = {id(each) for module in model.modules() if isinstance(module, _NormBase) for each in module.buffers(False)}
+        buffers = [(name, each) for name, each in model.named_buffers() if id(each) not in changing and name not in updated]
+        every = (*model.named_parameters(), *buffers)
+        self._tensors = {name: (weakref.ref(each), each.requires_grad, _version(each)) for name, each in every}
+        self._samples = {name: ValueSample(each) for name, each in every}
+        self._kinds = {name: (each.device, each.dtype) for name, each in every}
+        self._ids = {id(p): (name, weakref.ref(p)) for name, p in model.named_parameters()}
+        around_optimizer_steps(self, before=PlainTensors._before_step, after=PlainTensors._after_step)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _closure(args, kwargs) is None:
+            self.check_optimizer(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _closure(args, kwargs) is not None:  # only now it has run the model
+            self.check_optimizer(optimizer)
+        self.after_step(optimizer)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise a RuntimeProblem where the optimizer has parameters of the plain model and no gradient for any of them: a script
+        that trains the plain model too has."""
+        name = ""
+        every: list[torch.Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
+        for parameter in every:
+            own, reference = self._ids.get(id(parameter), ("", None))
+            if reference is None or reference() is not parameter:
+                continue
+            if parameter.grad is not None:
+                return
+            name = name or own
+        if name:
+            raise RuntimeProblem(
+                f"this {type(optimizer).__name__} has the parameters of the plain model ({name} ...), and would train nothing: "
+                "move the line that makes it below autopar.parallelize, and give it parallel.parameters()"
+            )
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Note that a script which trains the plain model too has changed it."""
+        for group in optimizer.param_groups:
+            for name in (self._ids[id(each)][0] for each in group["params"] if id(each) in self._ids and each.grad is not None):
+                reference, before, _ = self._tensors[name]
+                if (tensor := reference()) is not None:
+                    self._tensors[name], self._samples[name] = (reference, before, _version(tensor)), ValueSample(tensor)
+
+    def check_unchanged(self, equal: Callable[[str, torch.Tensor], bool]) -> None:
+        """Raise a RuntimeProblem where `requires_grad` or the values of the plain model's tensors have changed since, unless they
+        are `equal` to those of the parallel model (loaded from its full state)."""
+        for name, (reference, before, version) in self._tensors.items():
+            now = reference()
+            if now is None:
+                continue
+            sample = self._samples[name]
+            if (new := _version(now)) != version or sample.now() != sample.first:
+                moved = self._kinds[name] != (now.device, now.dtype)
+                if not moved and not equal(name, now.detach()):
+                    raise RuntimeProblem(
+                        f"{name} of the plain model was changed after autopar.parallelize, which the parallel model does not "
+                        "see: change it before, or call parallel.load_full_state(model.state_dict()); for other values "
+                        "take a copy (copy.deepcopy) of the model"
+                    )
+                self._tensors[name], self._kinds[name] = (reference, before, new), (now.device, now.dtype)
+                self._samples[name] = ValueSample(now)
+            if now.requires_grad != before:
+                raise RuntimeProblem(
+                    f"{name}.requires_grad of the plain model was changed after autopar.parallelize, which the parallel model "
+                    "does not see: change it before, or freeze the parallel model's parameter of that name"
+                )
+
+
+class ValueSample:
+    """A few hundred bytes of a tensor in host memory, from begin, middle and end. `first`: the bytes when it was made; empty for
+    other tensors."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        count = tensor.numel() * tensor.element_size()
+        readable = type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" and tensor.is_contiguous() and count
+        size = min(count, _WINDOW_BYTES)
+        offsets = sorted({0, (count - size) // 2, count - size}) if readable else ()
+        window: Any = ctypes.c_char * size
+        self._windows = [window.from_address(tensor.data_ptr() + offset) for offset in offsets]
+        self.first = self.now()
+
+    def now(self) -> list[bytes]:
+        """The bytes as they are. Only while the tensor is there, at the same address."""
+        return [each.raw for each in self._windows]
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return numbers of which one is another after a change of the tensor's values."""
+    return 0 if tensor.is_inference() else tensor._version, 0 if tensor.is_meta else tensor.data_ptr()
+
+
+def _closure(args: Any, kwargs: Any) -> Any:
+    """Return the closure of an optimizer's step."""
+    return kwargs.get("closure", next(iter(args[1:]), None))

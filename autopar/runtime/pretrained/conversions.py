@@ -6,13 +6,11 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 
-from .header import StoredWeight
-from .stacked import StackedWeight, Weight, stacked
+from .stacked import StoredWeight, Weight, stacked
 
 
 class Operations(NamedTuple):
@@ -25,30 +23,30 @@ class Operations(NamedTuple):
 def transforms_of(model: object, *, saving: bool = False) -> list[Any]:
     """Return what transformers does with weights of this model when it loads them, or undoes when it saves them, in loading's
     order; none of other models and of earlier versions. They are made anew, for one use."""
-    known = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if known is None or not isinstance(model, known):
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if kind is None or not isinstance(model, kind):
         return []
     try:
         module = importlib.import_module("transformers.conversion_mapping")
-        found: Any = module.get_model_conversion_mapping(model, add_legacy=not saving)
+        transforms: Any = module.get_model_conversion_mapping(model, add_legacy=not saving)
     except (ImportError, AttributeError, TypeError):  # a version that does not say it, or otherwise
         return []
     if saving:  # as transformers, which does not know whether an earlier file had a prefix
-        found = [each for each in found if type(each).__name__ != "PrefixChange"]
-    return list(found)
+        transforms = [each for each in transforms if type(each).__name__ != "PrefixChange"]
+    return list(transforms)
 
 
 def operations_of(converter: Any) -> Operations | None:
-    """None where it does something else."""
-    found = [(type(each).__name__, vars(each)) for each in converter.operations]
-    names = [name for name, _ in found]
+    """Return the operations of a conversion; None where it does something else."""
+    operations = [(type(each).__name__, vars(each)) for each in converter.operations]
+    names = [name for name, _ in operations]
     if names not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"]):
         return None
-    if len(converter.target_patterns) != 1 or any(set(said) - {"dim", "num_shards_attribute"} for _, said in found):
+    if len(converter.target_patterns) != 1 or any(set(options) - {"dim", "num_shards_attribute"} for _, options in operations):
         return None
-    if any(said.get("num_shards_attribute") is not None for _, said in found):
+    if any(options.get("num_shards_attribute") is not None for _, options in operations):
         return None
-    dims = {name: said["dim"] for name, said in found}
+    dims = {name: options["dim"] for name, options in operations}
     stack, sources = dims.get("MergeModulelist"), len(converter.source_patterns)
     if (stack is not None and stack < 0) or ("Concatenate" not in dims and sources != 1):
         return None
@@ -76,12 +74,12 @@ def converted(
         else:
             lists.setdefault((new, number), {}).setdefault(pattern, []).append(name)
     for (new, number), by_pattern in lists.items():
-        made, wanted = None, operations_of(converters[number])
+        stack, wanted = None, operations_of(converters[number])
         sources: list[str] = converters[number].source_patterns
         if wanted is not None and new not in out and new not in weights and all(each in by_pattern for each in sources):
-            made = stacked([[weights[name] for name in by_pattern[each]] for each in sources], *wanted)
-        if made is not None:
-            out[new] = made
+            stack = stacked([[weights[name] for name in by_pattern[each]] for each in sources], *wanted)
+        if stack is not None:
+            out[new] = stack
         else:
             out |= {name: weights[name] for names in by_pattern.values() for name in names}
     return out
@@ -103,7 +101,7 @@ def _matched(name: str, converters: Sequence[Any]) -> tuple[str, int, str | None
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Numbers in their order: that in which transformers stacks."""
+    """Return a key that sorts numbers in their order: that in which transformers stacks."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
@@ -120,8 +118,8 @@ class HubTensor(NamedTuple):
 
 
 def hub_tensors(model: object, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[HubTensor]] | None:
-    """The tensors of files by the name of the model's, from its shapes. None where a conversion is not one of these, or where
-    loading what would be written does not give the model's: then all names stay."""
+    """Return the tensors of files by the name of the model's, from its shapes: those from which loading makes the model's. None
+    where a conversion is not one of these, or where loading makes something else of them: then all names stay."""
     transforms = transforms_of(model, saving=True)
     try:
         backward = [each.reverse_transform() for each in reversed(transforms)]
@@ -130,67 +128,38 @@ def hub_tensors(model: object, shapes: Mapping[str, Sequence[int]]) -> dict[str,
     renamings = [each for each in backward if not hasattr(each, "operations")]
     converters = [each for each in backward if hasattr(each, "operations")]
     forward = [each for each in reversed(transforms) if hasattr(each, "operations")]
-    out: dict[str, list[HubTensor]] = {}
+    weights: dict[str, StoredWeight] = {}  # `start` is the number of each
     for name, shape in shapes.items():
         new, number, pattern = _matched(name, converters)
-        if pattern is None:
-            bare = tuple(shape)
-            out[name] = [HubTensor(_renamed(name, renamings), bare, (0,) * len(bare), bare)]
-            continue
-        wanted = operations_of(forward[number])
-        parts = None if wanted is None else _parts(new, converters[number].target_patterns, tuple(shape), wanted)
-        if parts is None:
-            return None
-        out[name] = [part._replace(name=_renamed(part.name, renamings)) for part in parts]
-    return out if _comes_back(transforms_of(model), shapes, out) else None
+        sources = [(name, tuple(shape))]
+        if pattern is not None:
+            wanted = operations_of(forward[number])
+            sources = _sources(new, converters[number].target_patterns, shape, wanted) if wanted is not None else []
+        for source, extents in sources:
+            weights[_renamed(source, renamings)] = StoredWeight("", torch.float32, extents, len(weights))
+    loaded, names = converted(transforms_of(model), weights, lambda name: name in shapes), list(weights)
+    if loaded.keys() != shapes.keys() or any(loaded[name].shape != tuple(shape) for name, shape in shapes.items()):
+        return None
+    return {
+        name: [HubTensor(names[each.weight.start], each.weight.shape, each.start, each.size) for each in loaded[name].tiles]
+        for name in shapes
+    }
 
 
-def _parts(name: str, patterns: Sequence[str], shape: tuple[int, ...], wanted: Operations) -> list[HubTensor] | None:
-    """Return the parts of a stacked tensor. `name`: with the first of the patterns in it, whose ``*`` is a number."""
-    before, found, after = name.partition(patterns[0])
+def _sources(
+    name: str, patterns: Sequence[str], shape: Sequence[int], wanted: Operations
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Return name and shape of the weights that a stacked tensor is made of; none where its shape does not divide. `name`: with
+    the first of the patterns in it, whose ``*`` is a number."""
+    before, place, after = name.partition(patterns[0])
     joined = None if wanted.concatenate is None else wanted.concatenate % len(shape)
-    if not found or (joined is not None and shape[joined] % len(patterns)) or joined == wanted.stack:
-        return None
+    if not place or (joined is not None and shape[joined] % len(patterns)) or joined == wanted.stack:
+        return []
     if wanted.stack is not None and (wanted.stack >= len(shape) or any("*" not in each for each in patterns)):
-        return None
-    size = list(shape)
+        return []
+    size, count = list(shape), 1
     if joined is not None:
         size[joined] //= len(patterns)
-    numbers = 1
     if wanted.stack is not None:
-        numbers, size[wanted.stack] = shape[wanted.stack], 1
-    out = []
-    for number in range(numbers):
-        for which, pattern in enumerate(patterns):
-            start = [0] * len(shape)
-            if wanted.stack is not None:
-                start[wanted.stack] = number
-            if joined is not None:
-                start[joined] = which * size[joined]
-            own = tuple(n for dim, n in enumerate(size) if dim != wanted.stack)
-            out.append(HubTensor(before + pattern.replace("*", str(number)) + after, own, tuple(start), tuple(size)))
-    return out
-
-
-def _comes_back(transforms: Sequence[Any], shapes: Mapping[str, Sequence[int]], parts: Mapping[str, list[HubTensor]]) -> bool:
-    """Whether loading these names gives each box of each tensor its place."""
-    numbers, weights = count(), {}
-    expected: dict[str, set[tuple[Any, ...]]] = {}
-    for name, each in parts.items():
-        for part in each:
-            number = next(numbers)
-            if part.name in weights:
-                return False
-            weights[part.name] = StoredWeight("", torch.float32, part.shape, number)
-            expected.setdefault(name, set()).add((number, part.start, part.size))
-    found = converted(transforms, weights, lambda name: name in shapes)
-    if found.keys() != shapes.keys():
-        return False
-    for name, weight in found.items():
-        if isinstance(weight, StackedWeight):
-            got = {(tile.weight.start, tile.start, tile.size) for tile in weight.tiles}
-        else:
-            got = {(weight.start, (0,) * len(weight.shape), weight.shape)}
-        if got != expected[name] or weight.shape != tuple(shapes[name]):
-            return False
-    return True
+        count = size.pop(wanted.stack)
+    return [(before + each.replace("*", str(number)) + after, tuple(size)) for number in range(count) for each in patterns]

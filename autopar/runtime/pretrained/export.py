@@ -14,15 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..checkpoint.held import local_tensor
-from ..checkpoint.rounds import Failed, Rounds, attempt
-from ..checkpoint.tensor_file import dtype_name
+from ..checkpoint.rounds import Failed, Rounds, noted_failure
+from ..checkpoint.tensor_file import FileWriter, dtype_name, header_bytes
 from ..errors import CheckpointProblem
 from ..plain.plain_model import PlainModel
-from ..state.layout import gather_full, shard_specs
-from ..state.materialize import State
+from ..state.layout import shard_specs
+from ..state.materialize import Slice, State
 from .conversions import hub_tensors
-from .header import WeightFileWriter, header_bytes
 from .layout import ExportedTensor, Part, aside, byte_count, discard, divide, file_names, finish
 from .load import saved_names
 
@@ -41,44 +39,49 @@ def save_pretrained(
     max_shard_size: int | str,
     dtype: torch.dtype | None,
 ) -> Path:
-    """Its folder. All ranks call it together; CheckpointProblem on all of them where one cannot write."""
+    """Write the weights, and return their folder. All ranks call it together; CheckpointProblem on all of them where one cannot
+    write."""
     folder, most = Path(path).absolute(), byte_count(max_shard_size)
     tensors, names = _Tensors(state, plain, dtype), saved_names(state, plain)
     listed, hub_names = _as_on_the_hub(plain, tensors.listed(names), names, rounds.rank)
     files = divide(listed, most)
     by_name = dict(zip(file_names(len(files)), files, strict=True))
     metadata = {"format": "pt"} | {hub_names.get(a, a): hub_names.get(b, b) for a, b in names.items() if a != b}
-    rounds.raise_together(attempt(lambda: folder.mkdir(parents=True, exist_ok=True)))
-    mine: list[tuple[str, WeightFileWriter]] = []
-    failed: Failed | None = None
+    with rounds.together():
+        folder.mkdir(parents=True, exist_ok=True)
+    writers: dict[str, FileWriter] = {}
+    failures: list[Failed] = []  # on this rank: all go on gathering until the end
     for number, (name, file) in enumerate(by_name.items()):
         writer = number % rounds.size
-        made: Any = None
-        if writer == rounds.rank and failed is None:
-            inside = {each.name for each in file}
-            aliases = {key: said for key, said in metadata.items() if key == "format" or said in inside}
-            header = header_bytes([each[:3] for each in file], aliases)
-            made = attempt(lambda n=name, h=header: WeightFileWriter(folder / aside(n), h))  # type: ignore[misc]
-            failed = made if isinstance(made, Failed) else None
+        if writer == rounds.rank and not failures:
+            with noted_failure(failures):
+                inside = {each.name for each in file}
+                aliases = {key: name_there for key, name_there in metadata.items() if key == "format" or name_there in inside}
+                writers[name] = _opened(folder / aside(name), header_bytes([each[:3] for each in file], aliases)[0])
         for each in file:
             full = tensors.written(each, writer, rounds.rank)
-            if writer == rounds.rank and failed is None and full is not None:
-                written = attempt(lambda m=made, f=full: m.write(f))  # type: ignore[misc]
-                failed = written if isinstance(written, Failed) else None
+            if full is not None and name in writers and not failures:
+                with noted_failure(failures):
+                    writers[name].write_tensor(full)
             del full
-        if isinstance(made, WeightFileWriter):
-            mine.append((name, made))
-    for _, each_made in mine:
-        closed = attempt(each_made.close)
-        failed = failed or (closed if isinstance(closed, Failed) else None)
-    problem = rounds.first_failure(rounds.gather_all(failed))
-    if problem is None:
-        outcome = attempt(lambda: _finish(folder, by_name, plain)) if rounds.rank == 0 else None
-        problem = rounds.broadcast(outcome)
-    if isinstance(problem, Failed):
-        discard(folder, [name for name, _ in mine])
-        raise CheckpointProblem(f"cannot write weights to {folder}: {problem.text}: make room, or name another folder")
+    for file_writer in writers.values():
+        with noted_failure(failures):
+            file_writer.close()
+    try:
+        rounds.raise_first(failures)
+        rounds.on_first(lambda: _finish(folder, by_name, plain))
+    except CheckpointProblem as problem:
+        discard(folder, list(writers))
+        raise CheckpointProblem(f"cannot write weights to {folder}: {problem}: make room, or name another folder") from None
     return folder
+
+
+def _opened(path: Path, header: bytes) -> FileWriter:
+    """Return a new file that begins with the header."""
+    path.unlink(missing_ok=True)  # what a run left that was killed
+    file = FileWriter(path, hashed=False)
+    file.write(header)
+    return file
 
 
 def _as_on_the_hub(
@@ -89,18 +92,18 @@ def _as_on_the_hub(
     if plain is None:
         return tensors, {}
     by_name = {each.name: each for each in tensors}
-    found = hub_tensors(plain.skeleton, {each.name: each.shape for each in tensors})
-    if found is None:
+    parts_of = hub_tensors(plain.skeleton, {each.name: each.shape for each in tensors})
+    if parts_of is None:
         if rank == 0:
             LOGGER.warning("weights are written under the names of %s, not the Hub's", type(plain.skeleton).__name__)
         return tensors, {}
     out = []
-    for name, parts in found.items():
+    for name, parts in parts_of.items():
         whole = by_name[name]
         for each in parts:
             out.append(ExportedTensor(each.name, whole.dtype, each.shape, Part(whole, each.start, each.size)))
     tied = hub_tensors(plain.skeleton, {key: by_name[name].shape for key, name in names.items() if name in by_name}) or {}
-    return out, {key: each[0].name for key, each in {**tied, **found}.items() if len(each) == 1}
+    return out, {key: each[0].name for key, each in {**tied, **parts_of}.items() if len(each) == 1}
 
 
 def _finish(folder: Path, files: Mapping[str, list[ExportedTensor]], plain: PlainModel | None) -> None:
@@ -122,7 +125,7 @@ def _finish(folder: Path, files: Mapping[str, list[ExportedTensor]], plain: Plai
 
 
 def _save_configurations(folder: Path, plain: PlainModel, dtype: torch.dtype | None) -> None:
-    """``config.json`` and ``generation_config.json``, as the configurations of a model of transformers write themselves."""
+    """Write ``config.json`` and ``generation_config.json``, as the configurations of a model of transformers write themselves."""
     for attribute in ("config", "generation_config"):
         config: Any = copy.deepcopy(plain.skeleton.__dict__.get(attribute))
         if not callable(getattr(config, "save_pretrained", None)):
@@ -187,53 +190,28 @@ class _Tensors:
             return self.others[tensor.name].to(tensor.dtype) if writer == rank else None
         dim = self._free_dim(tensor) if tensor.size > SLICE_BYTES else None
         if dim is None:
-            full = self._gathered(tensor, writer, None, 0, 0)
+            full = self._gathered(tensor, writer)
             return full if writer == rank else None
         step = max(1, SLICE_BYTES * tensor.shape[dim] // tensor.size)
         out = torch.empty(tensor.shape, dtype=tensor.dtype) if writer == rank else None
         for start in range(0, tensor.shape[dim], step):
-            count = min(step, tensor.shape[dim] - start)
-            part = self._gathered(tensor, writer, dim, start, count)
+            place = Slice(dim, start, min(step, tensor.shape[dim] - start))
+            part = self._gathered(tensor, writer, place)
             if out is not None and part is not None:
-                out.narrow(dim, start, count).copy_(part)
+                out.narrow(*place).copy_(part)
         return out
 
     def _free_dim(self, tensor: ExportedTensor) -> int | None:
-        """The first dimension that nothing shards, on any stage."""
+        """Return the first dimension that nothing shards, on any stage."""
         state, spec = self.state, self.state.index.specs[tensor.name]
-        taken = {each.dim for each in shard_specs(spec.shape, spec.placements, state.mesh)}
-        if not spec.buffer:
-            taken.add(-1 if (zero := self._zero_dim(tensor.name)) is None else zero)
-        return next((dim for dim in range(len(spec.shape)) if dim not in taken and spec.shape[dim] > 1), None)
+        sharded: set[int | None] = {each.dim for each in shard_specs(spec.shape, spec.placements, state.mesh)}
+        sharded.add(state.zero_dims.get(tensor.name))  # a buffer has none
+        return next((dim for dim in range(len(spec.shape)) if dim not in sharded and spec.shape[dim] > 1), None)
 
-    def _zero_dim(self, name: str) -> int | None:
-        """The dimension that ZeRO shards, told by the stage that has the parameter."""
-        mesh, holder = self.state.mesh, self.state.index.holders[name][0]
-        if mesh.pp.size == 1:
-            return self.state.zero_dims[name]
-        known = self.state.zero_dims[name] if mesh.pp.coordinate == holder else None
-        said = torch.tensor(-1 if known is None else known, device=mesh.device)
-        dist.broadcast(said, mesh.rank_in_stage(holder), mesh.group(mesh.pp.name))
-        return None if int(said) < 0 else int(said)
-
-    def _gathered(self, tensor: ExportedTensor, writer: int, dim: int | None, start: int, count: int) -> torch.Tensor | None:
-        """The tensor, or a slice of a dimension that nothing shards, on all ranks of its stage and on the one that writes it."""
-        state, mesh, spec = self.state, self.state.mesh, self.state.index.specs[tensor.name]
-        pp, holder = mesh.pp, state.index.holders[tensor.name][0]
-        shape = list(spec.shape)
-        if dim is not None:
-            shape[dim] = count
-        full: torch.Tensor | None = None
-        if pp.coordinate == holder:
-            held = state.buffers[tensor.name] if spec.buffer else local_tensor(state.parameters[tensor.name])
-            held = held if dim is None else held.narrow(dim, start, count)
-            held = held.detach().to(tensor.dtype).contiguous()
-            full = held if spec.buffer else gather_full(
-                held, shape, spec.placements, mesh, state.zero_dims[tensor.name]
-            )  # fmt: skip
-        if pp.size == 1 or writer not in dist.get_process_group_ranks(mesh.group(pp.name)):
-            return full
-        if full is None:
-            full = torch.empty(shape, dtype=tensor.dtype, device=mesh.device)
-        dist.broadcast(full, mesh.rank_in_stage(holder), mesh.group(pp.name))
-        return full
+    def _gathered(self, tensor: ExportedTensor, writer: int, part: Slice | None = None) -> torch.Tensor | None:
+        """Return the tensor, or a slice of it, on all ranks of its stage and on the one that writes it."""
+        state, pp = self.state, self.state.mesh.pp
+        if pp.size > 1 and writer in dist.get_process_group_ranks(state.mesh.group(pp.name)):
+            return state.broadcast_full(tensor.name, dtype=tensor.dtype, part=part)
+        here = pp.coordinate == state.index.holders[tensor.name][0]
+        return state.full(tensor.name, dtype=tensor.dtype, part=part) if here else None

@@ -31,7 +31,7 @@ class ExportedTensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The bytes that it takes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -45,8 +45,8 @@ class Part(NamedTuple):
 
 def byte_count(size: int | str) -> int:
     """Bytes of ``5GB``, ``200MiB`` or a number. CheckpointProblem for anything else."""
-    found = re.fullmatch(r"([0-9]{1,12})(?:\s*([KMGT]i?B))?", str(size), re.IGNORECASE)
-    count = int(found[1]) * _UNITS.get((found[2] or "").upper(), 1) if found and not isinstance(size, bool) else 0
+    match = re.fullmatch(r"([0-9]{1,12})(?:\s*([KMGT]i?B))?", str(size), re.IGNORECASE)
+    count = int(match[1]) * _UNITS.get((match[2] or "").upper(), 1) if match and not isinstance(size, bool) else 0
     if not count:
         raise CheckpointProblem(f'max_shard_size={str(size)[:40]} is no size: pass bytes, or text such as "5GB"')
     return count
@@ -88,11 +88,11 @@ def finish(folder: Path, files: Mapping[str, Sequence[ExportedTensor]]) -> None:
         sync(folder)
         for name in files:
             (folder / aside(name)).replace(folder / name)
-        said = {
+        index_text = {
             "metadata": {"total_size": sum(each.size for file in files.values() for each in file)},
             "weight_map": {each.name: name for name, file in files.items() for each in file},
         }
-        write_synced(folder / aside(INDEX), json.dumps(said, indent=2, sort_keys=True) + "\n")
+        write_synced(folder / aside(INDEX), json.dumps(index_text, indent=2, sort_keys=True) + "\n")
         sync(folder)
         (folder / aside(INDEX)).replace(index)
         (folder / SINGLE).unlink(missing_ok=True)
@@ -103,7 +103,7 @@ def finish(folder: Path, files: Mapping[str, Sequence[ExportedTensor]]) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """OSError where it cannot be kept."""
+    """Raise an OSError where it cannot be kept."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
@@ -111,7 +111,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def discard(folder: Path, names: Sequence[str]) -> None:
-    """Removes what lies aside."""
+    """Remove what lies aside."""
     for name in names:
         with contextlib.suppress(OSError):
             (folder / aside(name)).unlink(missing_ok=True)

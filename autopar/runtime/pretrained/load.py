@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ..checkpoint.held import local_tensor
-from ..checkpoint.rounds import Failed, Rounds, attempt
+from ..checkpoint.rounds import Rounds
+from ..compat.dtensor import local_of
+from ..device.groups import several_ranks
 from ..errors import CheckpointProblem
-from ..plain.plain_model import PlainModel
-from ..state.layout import model_shard, zero_shard
+from ..plain.plain_model import PlainModel, first_names
 from ..state.materialize import State
 from ..state.weight_source import fill_missing, named_tensors
 from .conversions import transforms_of
@@ -31,23 +31,24 @@ _OTHER = "name the folder of this model's weights, or "
 def load_pretrained(
     state: State, plain: PlainModel | None, rounds: Rounds, path: str | os.PathLike[str], *, strict: bool
 ) -> _IncompatibleKeys:
-    """Copies this rank's part of each weight. All ranks call it together; CheckpointProblem on all of them before anything is
+    """Copy this rank's part of each weight. All ranks call it together; CheckpointProblem on all of them before anything is
     changed. Without `strict` weights may be missing, unexpected, or rounded to a shorter type."""
-    transforms = transforms_of(plain.skeleton) if plain is not None else []
-    weights = open_weights(Path(path).absolute(), rounds, saved_names(state, plain), body_prefix(plain), transforms)
+    skeleton, names = plain.skeleton if plain is not None else None, saved_names(state, plain)
+    weights = open_weights(Path(path).absolute(), rounds, names, body_prefix(skeleton), transforms_of(skeleton))
     kinds = {name: (spec.shape, getattr(torch, spec.dtype)) for name, spec in state.index.specs.items()}
     others = plain.unused if plain is not None else {}
     kinds |= {name: (tuple(each.shape), each.dtype) for name, each in others.items()}
     for name, weight in weights.places.items():
-        if said := misfit(name, weight, *kinds[name], narrowing=not strict):
-            raise CheckpointProblem(said)
-    missing, unexpected = unfit(weights, saved_names(state, plain)), [name for name in weights.unexpected if name not in kinds]
+        if problem := misfit(name, weight, *kinds[name], narrowing=not strict):
+            raise CheckpointProblem(problem)
+    missing, unexpected = unfit(weights, names), [name for name in weights.unexpected if name not in kinds]
     if strict and (missing or unexpected):
         remedy = _OTHER + "pass strict=False to leave them as they are"
         raise CheckpointProblem(unfit_message(weights, missing, unexpected, remedy))
     if (missing or unexpected) and rounds.rank == 0:
         LOGGER.warning("%s", unfit_message(weights, missing, unexpected, "they stay as they are"))
-    rounds.raise_together(attempt(lambda: _fill(state, others, weights)))
+    with rounds.together():
+        _fill(state, others, weights)
     return _IncompatibleKeys(missing, unexpected)
 
 
@@ -55,24 +56,24 @@ def _fill(state: State, others: Mapping[str, torch.Tensor], weights: PretrainedW
     with torch.no_grad():
         for name, parameter in state.parameters.items():
             if name in weights:
-                shard = model_shard(weights[name], state.specs[name].placements, state.mesh)
-                local_tensor(parameter).copy_(zero_shard(shard, state.zero_dims[name], state.mesh))
+                local_of(parameter).copy_(state.local_part(name, weights[name]))
         for name, tensor in {**state.buffers, **others}.items():
             if name in weights:
                 tensor.copy_(weights[name])
 
 
 def saved_names(state: State, plain: PlainModel | None) -> dict[str, str]:
-    """Each key of the model's state dict with the first name of that tensor. An exported program knows first names only."""
+    """Return each key of the model's state dict with the first name of that tensor. An exported program knows first names
+    only."""
     if plain is not None:
         return plain.names
     return {name: name for name, spec in state.index.specs.items() if not spec.buffer or spec.persistent}
 
 
-def body_prefix(plain: PlainModel | None) -> str:
-    """Return the name of the body of a model of transformers."""
-    found = getattr(plain.skeleton, "base_model_prefix", "") if plain is not None else ""
-    return found if isinstance(found, str) else ""
+def body_prefix(model: nn.Module | None) -> str:
+    """Return the name of the body of a model of transformers; empty for any other."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return prefix if isinstance(prefix, str) else ""
 
 
 def unfit(weights: PretrainedWeights, names: Mapping[str, str]) -> list[str]:
@@ -81,7 +82,7 @@ def unfit(weights: PretrainedWeights, names: Mapping[str, str]) -> list[str]:
 
 
 def unfit_message(weights: PretrainedWeights, missing: list[str], unexpected: list[str], remedy: str) -> str:
-    """One line on names that do not fit."""
+    """Return one line on names that do not fit."""
     parts = []
     for names, what in ((missing, "has no"), (unexpected, "has, which the model has not,")):
         if names:
@@ -95,21 +96,14 @@ def pretrained_source(model: nn.Module, path: str | os.PathLike[str]) -> Mapping
     What no state dict has (buffers that are not persistent) comes from rank 0: its model's, or what their module computes where
     that is on the meta device. CheckpointProblem on all ranks where a weight is missing or of another shape or kind. Weights that
     the model has not, and those that are rounded to the model's dtype, are warned of, as `from_pretrained` does."""
-    alone = not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
-    rounds = Rounds(None if alone else dist.group.WORLD, lambda rank: f"rank {rank}")
+    rounds = Rounds(dist.group.WORLD if several_ranks() else None, lambda rank: f"rank {rank}")
     own = named_tensors(model)
-    first: dict[int, str] = {}
-    for name, tensor in own.items():
-        first.setdefault(id(tensor), name)
-    saved = {id(each) for each in model.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)}
-    names = {name: first[id(tensor)] for name, tensor in own.items() if id(tensor) in saved}
-    prefix = getattr(model, "base_model_prefix", "")
-    body = prefix if isinstance(prefix, str) else ""
-    weights = open_weights(Path(path).absolute(), rounds, names, body, transforms_of(model))
+    names, _ = first_names(model)
+    weights = open_weights(Path(path).absolute(), rounds, names, body_prefix(model), transforms_of(model))
     rounded = []
     for name, weight in weights.places.items():
-        if said := misfit(name, weight, own[name].shape, own[name].dtype, narrowing=True):
-            raise CheckpointProblem(said)
+        if problem := misfit(name, weight, own[name].shape, own[name].dtype, narrowing=True):
+            raise CheckpointProblem(problem)
         if misfit(name, weight, own[name].shape, own[name].dtype, narrowing=False):
             rounded.append(name)
     missing, unexpected = unfit(weights, names), [name for name in weights.unexpected if name not in own]
@@ -132,11 +126,9 @@ def pretrained_source(model: nn.Module, path: str | os.PathLike[str]) -> Mapping
         )  # fmt: skip
 
     def computed() -> dict[str, torch.Tensor]:
+        saved = {id(own[name]) for name in names.values()}
         tensors = {name: each for name, each in own.items() if id(each) not in saved}
         fill_missing(model, tensors)
         return {name: each.detach().to("cpu") for name, each in tensors.items()}
 
-    others = rounds.broadcast(attempt(computed) if rounds.rank == 0 else None)
-    if isinstance(others, Failed):
-        raise CheckpointProblem(others.text)
-    return ChainMap(others, weights)  # type: ignore[arg-type]
+    return ChainMap(rounds.on_first(computed), weights)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Weights of a model that are several weights of the files, stacked and concatenated: read in parts."""
+"""Weights of files, and weights of a model that are several of them, stacked and concatenated: read in parts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,27 @@ from typing import NamedTuple
 
 import torch
 
+from ..checkpoint.tensor_file import mapped_tensor
 from ..state.weight_source import LazyWeight
-from .header import StoredWeight, mapped
+
+
+class StoredWeight(NamedTuple):
+    """A tensor of a file; `start`: its first byte in the file."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        """The bytes that it takes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """The weight itself, as the only tile of a `StackedWeight`."""
+        return (Tile(self, (0,) * len(self.shape), self.shape),)
 
 
 class Tile(NamedTuple):
@@ -35,8 +54,8 @@ Weight = StoredWeight | StackedWeight
 
 
 def stacked(lists: Sequence[Sequence[StoredWeight]], stack: int | None, concatenate: int | None) -> StackedWeight | None:
-    """Each list stacked along a new dimension `stack` (None: not), and the results concatenated along `concatenate` (None: there
-    is one). None where dtypes, shapes or numbers do not fit."""
+    """Return each list stacked along a new dimension `stack` (None: not), and the results concatenated along `concatenate` (None:
+    there is one). None where dtypes, shapes or numbers do not fit."""
     first = lists[0][0]
     boxes: list[tuple[StoredWeight, int, list[int]]] = []
     for each in lists:
@@ -68,6 +87,11 @@ def stacked(lists: Sequence[Sequence[StoredWeight]], stack: int | None, concaten
     if joined is not None:
         shape[joined] = end
     return StackedWeight(first.file, first.dtype, tuple(shape), tuple(tiles))
+
+
+def mapped(path: Path, weight: StoredWeight) -> torch.Tensor:
+    """Return the tensor over a map of its own bytes of the file. DamagedCheckpoint where they cannot be read."""
+    return mapped_tensor(path, weight.start, weight.dtype, weight.shape, remedy=": download or export it anew")
 
 
 def opened(folder: Path, weight: Weight) -> torch.Tensor:

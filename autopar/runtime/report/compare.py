@@ -9,7 +9,7 @@ from ..step.out_of_memory import size_words
 
 
 def seconds_words(value: float | None) -> str:
-    """``12.3 ms``; ``-`` where there is none."""
+    """Return seconds in words, ``12.3 ms``; ``-`` where there is none."""
     if value is None:
         return "-"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -19,7 +19,7 @@ def seconds_words(value: float | None) -> str:
 
 
 def size_or_none(value: float | None) -> str:
-    """``1.5 MiB``; ``-`` where there is none."""
+    """Return a size in words, ``1.5 MiB``; ``-`` where there is none."""
     return "-" if value is None else size_words(value)
 
 
@@ -28,13 +28,13 @@ def ratio_words(measured: float | None, predicted: float | None) -> str:
     return f"{measured / predicted:.2f}" if measured is not None and predicted else "-"
 
 
-def as_text(found: dict[str, Any]) -> str:
+def as_text(comparison: dict[str, Any]) -> str:
     """Return the findings of `compare.comparison` as lines."""
-    lines = list(found["summary"])
-    for title, header, rows in found["tables"]:
+    lines = list(comparison["summary"])
+    for title, header, rows in comparison["tables"]:
         lines += ["", title, *_table(header, rows)]
-    if found["advice"]:
-        lines += ["", "What is off", *(f"- {each}" for each in found["advice"])]
+    if comparison["advice"]:
+        lines += ["", "What is off", *(f"- {each}" for each in comparison["advice"])]
     return "\n".join(lines)
 
 
@@ -73,26 +73,26 @@ Row = Mapping[str, Any]
 
 
 def comparison(measured: Row, predicted: Row | None) -> dict[str, Any]:
-    """`summary` (lines), `tables` (title, header, rows of text) and `advice` (lines)."""
-    told = predicted or {}
+    """Return `summary` (lines), `tables` (title, header, rows of text) and `advice` (lines)."""
+    other = predicted or {}
     return {
-        "summary": list(_summary(measured, told)),
-        "tables": tables(measured, told),
-        "advice": list(_advice(measured, told)) if told else [],
+        "summary": list(_summary(measured, other)),
+        "tables": tables(measured, other),
+        "advice": list(_advice(measured, other)) if other else [],
     }
 
 
-def tables(measured: Row, told: Row) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
+def tables(measured: Row, predicted: Row) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
     """Return the tables that have rows."""
     sides = ("measured", "predicted", "ratio")
     waits = ("times", "bytes", "waited for", "took at most", "predicted", "predicted times")
-    found = [
-        ("Parts of the step", ("stage", "part", *sides), list(_parts(measured, told))),
-        ("Blocks", ("stage", "block", "modules", "pass", *sides), list(_blocks(measured, told))),
-        ("Collectives", ("stage", "collective", "axis", *waits), list(_collectives(measured, told))),
-        ("Peak memory", ("stage", "kind", *sides), list(_memory(measured, told))),
+    candidates = [
+        ("Parts of the step", ("stage", "part", *sides), list(_parts(measured, predicted))),
+        ("Blocks", ("stage", "block", "modules", "pass", *sides), list(_blocks(measured, predicted))),
+        ("Collectives", ("stage", "collective", "axis", *waits), list(_collectives(measured, predicted))),
+        ("Peak memory", ("stage", "kind", *sides), list(_memory(measured, predicted))),
     ]
-    return [each for each in found if each[2]]
+    return [each for each in candidates if each[2]]
 
 
 def rates(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[str, float | None]:
@@ -106,40 +106,40 @@ def rates(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[str
 
 def scalars(measured: Mapping[str, Any], predicted: Mapping[str, Any] | None) -> dict[str, float]:
     """The figures of `comparison` by tag."""
-    found = {"step/seconds": measured["step_seconds"], "step/between_seconds": measured["between_seconds"]}
+    figures = {"step/seconds": measured["step_seconds"], "step/between_seconds": measured["between_seconds"]}
     for name, value in rates(measured, predicted or {}).items():
         if value is not None:
-            found["step/mfu" if name == "mfu" else f"step/{name}_per_second"] = value
+            figures["step/mfu" if name == "mfu" else f"step/{name}_per_second"] = value
     for prefix, table in (("", measured), ("predicted/", predicted or {})):
         if prefix and table:
-            found[f"{prefix}step/seconds"] = table["step_seconds"]
+            figures[f"{prefix}step/seconds"] = table["step_seconds"]
         for row in table.get("stages", ()):
-            found |= {f"{prefix}stage{row['stage']}/{part}": row[part] for part in PARTS}
+            figures |= {f"{prefix}stage{row['stage']}/{part}": row[part] for part in PARTS}
         for row in table.get("blocks", ()):
             where = f"{prefix}stage{row['stage']}/block/{row['block']}"
-            found |= {f"{where}/{key}": row[key] for key in ("forward_seconds", "backward_seconds")}
+            figures |= {f"{where}/{key}": row[key] for key in ("forward_seconds", "backward_seconds")}
         for row in table.get("collectives", ()):
             where = f"{prefix}stage{row['stage']}/collective/{row['kind']}/{row['axis']}"
-            found |= {f"{where}/{key}": row[key] for key in ("seconds", "wait_seconds", "bytes") if key in row}
+            figures |= {f"{where}/{key}": row[key] for key in ("seconds", "wait_seconds", "bytes") if key in row}
         for row in table.get("memory", ()):
-            found |= {f"{prefix}stage{row['stage']}/memory/{kind}": row[kind] for kind in row if kind != "stage"}
-    return found
+            figures |= {f"{prefix}stage{row['stage']}/memory/{kind}": row[kind] for kind in row if kind != "stage"}
+    return figures
 
 
 def _summary(measured: Row, predicted: Row) -> Iterator[str]:
     """The step; examples, tokens and utilization a second."""
-    step, told = measured["step_seconds"], predicted.get("step_seconds")
-    of = f"; predicted {seconds_words(told)}, measured over predicted {ratio_words(step, told)}" if told else ""
+    step, forecast = measured["step_seconds"], predicted.get("step_seconds")
+    of = f"; predicted {seconds_words(forecast)}, measured over predicted {ratio_words(step, forecast)}" if forecast else ""
     yield (
         f"step {seconds_words(step)} (mean of {measured['steps']} on {measured['ranks']} ranks, "
         f"least {seconds_words(measured['least_step_seconds'])}){of}"
     )
-    found = rates(measured, predicted)
-    words = [f"{found['examples']:.4g} examples a second"]
-    words += [f"{found['tokens']:.4g} tokens a second"] if found["tokens"] is not None else []
-    if found["mfu"] is not None:
+    figures = rates(measured, predicted)
+    words = [f"{figures['examples']:.4g} examples a second"]
+    words += [f"{figures['tokens']:.4g} tokens a second"] if figures["tokens"] is not None else []
+    if figures["mfu"] is not None:
         expected = predicted.get("mfu")
-        words.append(f"MFU {100 * found['mfu']:.3g} %" + (f" (predicted {100 * expected:.3g} %)" if expected else ""))
+        words.append(f"MFU {100 * figures['mfu']:.3g} %" + (f" (predicted {100 * expected:.3g} %)" if expected else ""))
     yield ", ".join(words) + f"; between steps {seconds_words(measured['between_seconds'])}"
 
 
@@ -148,9 +148,9 @@ def _by(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], Row]:
 
 
 def _parts(measured: Row, predicted: Row) -> Iterator[list[str]]:
-    told = _by(predicted.get("stages", ()), "stage")
+    by_stage = _by(predicted.get("stages", ()), "stage")
     for row in measured["stages"]:
-        other = told.get((row["stage"],), {})
+        other = by_stage.get((row["stage"],), {})
         for key, name in PARTS.items():
             if row[key] or other.get(key):
                 yield _line([row["stage"], name], row[key], other.get(key))
@@ -182,17 +182,17 @@ def _blocks(measured: Row, predicted: Row) -> Iterator[list[str]]:
 
 
 def _collectives(measured: Row, predicted: Row) -> Iterator[list[str]]:
-    told = _by(predicted.get("collectives", ()), "stage", "kind", "axis")
+    by_key = _by(predicted.get("collectives", ()), "stage", "kind", "axis")
     seen = set()
     for row in measured["collectives"]:
         key = row["stage"], row["kind"], row["axis"]
         seen.add(key)
-        other = told.get(key, {})
+        other = by_key.get(key, {})
         yield [
             *map(str, key), f"{row['times']:g}", size_or_none(row["bytes"]), seconds_words(row["wait_seconds"]),
             seconds_words(row["seconds"]), seconds_words(other.get("seconds")), f"{other['times']:g}" if other else "-",
         ]  # fmt: skip
-    for key, other in told.items():
+    for key, other in by_key.items():
         if key not in seen:
             yield [*map(str, key), "-", "-", "-", "-", seconds_words(other["seconds"]), f"{other['times']:g}"]
 
@@ -207,21 +207,21 @@ MEMORY_KINDS = {
 
 
 def _memory(measured: Row, predicted: Row) -> Iterator[list[str]]:
-    told = _by(predicted.get("memory", ()), "stage")
+    by_stage = _by(predicted.get("memory", ()), "stage")
     for row in measured["memory"]:
-        other = told.get((row["stage"],), {})
+        other = by_stage.get((row["stage"],), {})
         for kind, name in MEMORY_KINDS.items():
-            found = size_or_none(row[kind]), size_or_none(other.get(kind)), ratio_words(row[kind], other.get(kind))
-            yield [str(row["stage"]), name, *found]
+            words = size_or_none(row[kind]), size_or_none(other.get(kind)), ratio_words(row[kind], other.get(kind))
+            yield [str(row["stage"]), name, *words]
 
 
 def _advice(measured: Row, predicted: Row) -> Iterator[str]:
     """The largest differences first; then what makes the figures doubtful."""
     step = measured["step_seconds"]
-    told = _by(predicted["stages"], "stage")
-    found: list[tuple[float, str]] = []
+    by_stage = _by(predicted["stages"], "stage")
+    lines: list[tuple[float, str]] = []
     for row in measured["stages"]:
-        other = told.get((row["stage"],))
+        other = by_stage.get((row["stage"],))
         if other is None:
             continue
         of = f" on stage {row['stage']}" if len(measured["stages"]) > 1 else ""
@@ -230,8 +230,8 @@ def _advice(measured: Row, predicted: Row) -> Iterator[str]:
             if abs(difference) < SMALLEST_SHARE * step or OFF[0] <= row[key] / max(other[key], 1e-12) <= OFF[1]:
                 continue
             words = f"{name}{of}: {seconds_words(row[key])}, predicted {seconds_words(other[key])}"
-            found.append((abs(difference), f"{words}: {_constant(key, row, other)}"))
-    yield from (line for _, line in sorted(found, key=lambda each: -each[0]))
+            lines.append((abs(difference), f"{words}: {_constant(key, row, other)}"))
+    yield from (line for _, line in sorted(lines, key=lambda each: -each[0]))
     for row in measured["memory"]:
         other_memory = _by(predicted.get("memory", ()), "stage").get((row["stage"],))
         if other_memory and not 0.9 <= row["peak_bytes"] / other_memory["peak_bytes"] <= 1.1:
@@ -243,7 +243,7 @@ def _advice(measured: Row, predicted: Row) -> Iterator[str]:
             f"compute took {busy:.2f} times the processor time of its thread: the cores are shared with other programs or ranks, "
             "and a calibration made on an idle machine does not hold"
         )
-    if not found:
+    if not lines:
         yield "every part of the step is as predicted, or too small to matter"
 
 

@@ -49,7 +49,7 @@ class Measurement:
         self.stop()
 
     def stop(self) -> None:
-        """Ends the measurement with the steps that are done."""
+        """End the measurement with the steps that are done."""
         self._finish()
         self.meter.remove()
 
@@ -62,9 +62,8 @@ class Measurement:
     def report(self) -> StepReport:
         """Return the measurements of all ranks (all must call). RuntimeProblem where one has measured no step yet."""
         parallel, mesh = self.parallel, self.parallel.program.mesh
-        mine = self._of_this_rank()
-        several = dist.get_world_size() > 1 and dist.get_backend() != "fake"
-        everywhere = gather(mine) if several else [mine]
+        own = self._of_this_rank()
+        everywhere = gather(own)
         if any(not each["steps"] for each in everywhere):
             raise RuntimeProblem(
                 "no step is measured yet: call parallel.measure(steps=3), train for four steps (forward, backward, "
@@ -72,16 +71,16 @@ class Measurement:
             )
         if self.meter.finished:
             self.meter.remove()
-        found = combine(everywhere, mesh.pipeline_axes | mesh.launched_axes, str(mesh.device.type))
+        measured = combine(everywhere, mesh.pipeline_axes | mesh.launched_axes, str(mesh.device.type))
         predicted = parallel.predicted_step() if parallel.predicted_step is not None else None
-        return StepReport(found, predicted, dist.get_rank() if several else 0)
+        return StepReport(measured, predicted, dist.get_rank() if len(everywhere) > 1 else 0)
 
     # -- called by the meter
 
     def _owns(self, optimizer: Optimizer) -> bool:
         own = {id(parameter) for parameter in self.parallel.state.parameters.values()}
-        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return any(id(parameter) in own for parameter in given) or all(not each.numel() for each in given)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return any(id(parameter) in own for parameter in parameters) or all(not each.numel() for each in parameters)
 
     def _begun(self, arguments: Any) -> None:
         self.examples += _examples(arguments)
@@ -142,33 +141,16 @@ class Measurement:
         }
 
 
-class Measurements:
-    """The measurement of a parallel model that was begun last."""
-
-    last: Measurement | None = None
-
-    def start(self, parallel: Any, steps: int) -> Measurement:
-        """Begin another one, in place of the last."""
-        if self.last is not None:
-            self.last.stop()
-        self.last = Measurement(parallel, steps)
-        return self.last
-
-    def report(self, parallel: Any) -> StepReport:
-        """Return the report of the last one, or of one that begins now."""
-        return (self.last or self.start(parallel, 3)).report()
-
-
 def _axes(mesh: MeshHandle) -> dict[str, str]:
     """Names of process groups -> mesh axes; the parts of the data axis (HSDP) count as it."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     if dist.group.WORLD is not None:
-        found[str(dist.group.WORLD.group_name)] = "all"
+        names[str(dist.group.WORLD.group_name)] = "all"
     for name in (*mesh.state_axes, *mesh.axes):
-        found[str(mesh.group(name).group_name)] = name if name in mesh.axes else DATA_AXIS
+        names[str(mesh.group(name).group_name)] = name if name in mesh.axes else DATA_AXIS
     if mesh.pp.size > 1:
-        found[str(mesh.group(mesh.pp.name).group_name)] = mesh.pp.name
-    return found
+        names[str(mesh.group(mesh.pp.name).group_name)] = mesh.pp.name
+    return names
 
 
 def _examples(arguments: Any) -> int:
@@ -181,8 +163,8 @@ def _examples(arguments: Any) -> int:
 def _tensors(arguments: Any) -> list[torch.Tensor]:
     """Return the tensors of a call; a `LocalBatch` or `NamedBatch` is a dict that pytrees do not know."""
     args, _ = arguments
-    given = dict(args[0]) if len(args) == 1 and isinstance(args[0], dict) else arguments
-    return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+    tree = dict(args[0]) if len(args) == 1 and isinstance(args[0], dict) else arguments
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
 
 
 def _sizes(tensors: Iterable[torch.Tensor]) -> int:

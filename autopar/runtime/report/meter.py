@@ -7,17 +7,17 @@ begins; recomputation is part of it. Blocks that torch.compile compiled have the
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..compat.autograd import at_end_of_backward, in_backward
+from ..compat.hooks import around_optimizer_steps
 from ..module import BlockModule
 from .observe import Launched, Observer, observing
 
@@ -36,7 +36,7 @@ class Clock:
         self.last = (time.perf_counter(), time.thread_time())
 
     def mark(self, charge: Charge) -> None:
-        """Charges what has passed since the last mark."""
+        """Charge what has passed since the last mark."""
         now = (time.perf_counter(), time.thread_time())
         charge(now[0] - self.last[0], now[1] - self.last[1])
         self.last = now
@@ -100,7 +100,7 @@ class StepTimes:
         self.examples = 0
 
     def charge(self, label: Label, clock: float, processor: float) -> None:
-        """Adds to a label."""
+        """Add to a label."""
         entry = self.seconds.setdefault(label, [0.0, 0.0])
         entry[0] += clock
         entry[1] += processor
@@ -139,9 +139,8 @@ class Meter(Observer):
             name = block_class(block)
             keep(block.register_forward_pre_hook(partial(self._block_begins, name), prepend=True).remove)
             keep(block.register_forward_hook(partial(self._block_ends, name), always_call=True).remove)
-        me = weakref.ref(self)
-        keep(register_optimizer_step_pre_hook(lambda o, *_: _note_optimizer(me, o, True)).remove)
-        keep(register_optimizer_step_post_hook(lambda o, *_: _note_optimizer(me, o, False)).remove)
+        for handle in around_optimizer_steps(self, before=Meter._step_begins, after=Meter._step_ends):
+            keep(handle.remove)
         self.observed.enter_context(observing(self))
 
     def finish(self) -> None:
@@ -151,7 +150,7 @@ class Meter(Observer):
         self.observed.close()
 
     def remove(self) -> None:
-        """Takes all hooks out."""
+        """Take all hooks out."""
         self.finish()
         self.installed.close()
         self.stack = []
@@ -173,12 +172,12 @@ class Meter(Observer):
     def _outside(self, step: StepTimes, clock: float, _: float) -> None:
         step.between_seconds += clock
 
-    def optimizer(self, begins: bool) -> None:
-        """Note the begin and end of the step of this model's optimizer, which ends the step."""
-        if self.step is None:
-            return
-        if begins:
+    def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.step is not None and self.owns(optimizer):
             self._push(OPTIMIZER)
+
+    def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.step is None or not self.owns(optimizer):
             return
         self._pop(OPTIMIZER)
         self._mark(OTHER)
@@ -247,13 +246,13 @@ class Meter(Observer):
         self.stack.append(label)
 
     def _pop(self, label: Label) -> None:
-        """Ends a label, and what an error left inside of it."""
+        """End a label, and what an error left inside of it."""
         if label not in self.stack:
             return
         while self.stack:
-            found = self.stack.pop()
-            self._mark(found)
-            if found == label:
+            top = self.stack.pop()
+            self._mark(top)
+            if top == label:
                 return
 
     def _mark(self, label: Label) -> None:
@@ -265,9 +264,3 @@ def block_class(block: BlockModule) -> str:
     """The name of the block's class, without what FSDP2 puts before it."""
     kind = type(block)
     return kind.__bases__[-1].__name__ if kind.__name__.startswith("FSDP") and len(kind.__bases__) > 1 else kind.__name__
-
-
-def _note_optimizer(meter: Callable[[], Meter | None], optimizer: Optimizer, begins: bool) -> None:
-    found = meter()
-    if found is not None and found.owns(optimizer):
-        found.optimizer(begins)

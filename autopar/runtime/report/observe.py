@@ -38,7 +38,7 @@ _GROUP_METHODS = {
 }
 """What ``torch.distributed`` calls on a process group (FSDP2, gradient buckets, pipeline), by what it is."""
 
-_FUNCTIONAL = {
+FUNCTIONAL = {
     "all_reduce": "all-reduce",
     "all_gather_into_tensor": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
@@ -75,7 +75,7 @@ def _bytes(arguments: Any) -> int:
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Tells `observer` of the collectives that this thread (and backwards for it) launches inside."""
+    """Tell `observer` of the collectives that this thread (and backwards for it) launches inside."""
     owner = threading.get_ident()
     flying: dict[int, tuple[Any, Launched | None, float]] = {}
 
@@ -122,9 +122,10 @@ def observing(observer: Observer) -> Iterator[None]:
         return run
 
     operations = torch.ops._c10d_functional
+    methods = {name: kind for name, kind in _GROUP_METHODS.items() if hasattr(ProcessGroup, name)}
     patches: list[Any] = [
-        *(patch.object(ProcessGroup, n, on_group(k, getattr(ProcessGroup, n))) for n, k in _group_methods()),
-        *(patch.object(operations, n, _Operation(functional, getattr(operations, n), k)) for n, k in _FUNCTIONAL.items()),
+        *(patch.object(ProcessGroup, n, on_group(k, getattr(ProcessGroup, n))) for n, k in methods.items()),
+        *(patch.object(operations, n, _Operation(functional, getattr(operations, n), k)) for n, k in FUNCTIONAL.items()),
         patch.object(operations, "wait_tensor", _Operation(lambda _, wait: waiter(wait), operations.wait_tensor, "")),
         patch.object(Work, "wait", waiter(Work.wait)),
     ]
@@ -150,10 +151,6 @@ class _Operation:
         return getattr(self.original, name)
 
 
-def _group_methods() -> list[tuple[str, str]]:
-    return [(name, kind) for name, kind in _GROUP_METHODS.items() if hasattr(ProcessGroup, name)]
-
-
 class PeakWatch:
     """The most bytes of tensors between `start` and `stop`, beyond those that were live at the start. On a CPU by the events of
     torch's memory profiler; on a GPU by its allocator."""
@@ -164,7 +161,7 @@ class PeakWatch:
         self.before = 0
 
     def start(self) -> bool:
-        """False where it cannot watch, since another profiler runs."""
+        """Begin to watch; return False where it cannot, since another profiler runs."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self.before = torch.cuda.memory_allocated(self.device)

@@ -44,7 +44,7 @@ class StepReport:
         return scalars(self.measured, self.predicted)
 
     def to_tensorboard(self, writer: Any, step: int) -> None:
-        """``writer.add_scalar(tag, value, step)`` for each of `scalars`, on rank 0: of a `SummaryWriter`, or what has its
+        """Call ``writer.add_scalar(tag, value, step)`` for each of `scalars`, on rank 0: of a `SummaryWriter`, or what has its
         method."""
         for tag, value in self.scalars().items() if self.rank == 0 else ():
             writer.add_scalar(f"autopar/{tag}", value, step)
@@ -55,7 +55,7 @@ class StepReport:
             (logger or LOGGER).log(level, "%s", line)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the measured step as JSON, on rank 0, for `autopar compare plan.json measured.json`."""
+        """Write the measured step as JSON, on rank 0, for `autopar compare plan.json measured.json`."""
         if self.rank:
             return
         target = Path(path)
@@ -68,8 +68,8 @@ class StepReport:
 
 
 def combine(ranks: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], device: str) -> dict[str, Any]:
-    """One document of what each rank measured: means over the steps and over the ranks of a stage, the most of any rank where
-    that decides."""
+    """Return one document of what each rank measured: means over the steps and over the ranks of a stage, the most of any rank
+    where that decides."""
     count = min(len(each["steps"]) for each in ranks)
     ends = [max(_seconds(each["steps"][step]) for each in ranks) for step in range(count)]
     stages = sorted({each["stage"] for each in ranks})
@@ -109,8 +109,8 @@ def _wait_seconds(step: Mapping[str, Any], axes: str) -> float:
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found) if found else 0.0
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else 0.0
 
 
 _COMPUTE = ("forward", "backward", "other")
@@ -138,7 +138,7 @@ def _stage(stage: int, ranks: Sequence[Mapping[str, Any]], count: int) -> dict[s
 
 def _blocks(stage: int, ranks: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
     steps = [step for each in ranks for step in each["steps"][:count]]
-    found = []
+    rows = []
     for name, (modules, prefix) in ranks[0]["blocks"].items():
         if not any(name in step["calls"] for step in steps):
             continue
@@ -146,22 +146,23 @@ def _blocks(stage: int, ranks: Sequence[Mapping[str, Any]], count: int) -> list[
         row["calls"] = steps[0]["calls"].get(name, 0)
         for kind in ("forward", "backward"):
             row[f"{kind}_seconds"] = _mean(step["seconds"].get(f"{kind} {name}", (0.0,))[0] for step in steps)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _collectives(stage: int, ranks: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-    """`seconds`: from the launch until the wait ended, of the rank that came last (the least), which waits for nobody."""
+    """Return the rows of collectives. `seconds`: from the launch until the wait ended, of the rank that came last (the least),
+    which waits for nobody."""
     names = dict.fromkeys(name for each in ranks for step in each["steps"][:count] for name in step["sent"])
-    found = []
+    rows = []
     for name in names:
         kind, _, axis = name.rpartition(" ")
         sent = [[step["sent"].get(name, (0, 0, 0.0)) for step in each["steps"][:count]] for each in ranks]
         waits = [_mean(step["seconds"].get(f"wait {name}", (0.0,))[0] for step in each["steps"][:count]) for each in ranks]
         row = {"stage": stage, "kind": kind, "axis": axis, "times": sent[0][0][0], "bytes": sent[0][0][1]}
         row["seconds"] = min(_mean(step[2] for step in each) for each in sent)
-        found.append(row | {"wait_seconds": _mean(waits), "most_wait_seconds": max(waits)})
-    return found
+        rows.append(row | {"wait_seconds": _mean(waits), "most_wait_seconds": max(waits)})
+    return rows
 
 
 def _memory(stage: int, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ share. Without a pipeline, ZeRO-3 prefetches in FSDP2's own order, that of the f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,23 +14,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from ..compat.modules import clear_forward_order
-from ..module import BlockModule, ParameterSpec, Program, RootModule
-
-
-class ShardedEntry(Protocol):
-    """The part of `parameter_table.ParameterEntry` that this file needs."""
-
-    name: str
-    spec: ParameterSpec
-    zero_dim: int | None
-    blocks: list[BlockModule]
-    stored: nn.Parameter | None
+from ..module import BlockModule, Program, RootModule
+from .parameter_table import ParameterEntry
 
 
 def _wrap(
     module: nn.Module, params: Mapping[str, nn.Parameter], dims: Mapping[str, int], ignored: set[nn.Parameter], **options: Any
 ) -> dict[str, nn.Parameter]:
-    """Makes one FSDP2 group of the attributes `params`; returns the sharded parameters by attribute.
+    """Make one FSDP2 group of the attributes `params`; return the sharded parameters by attribute.
 
     The graph carries the exact scale of the loss, so gradients are summed: divide factor 1, and plain sums (gloo has no other).
     """
@@ -43,7 +34,7 @@ def _wrap(
 
 
 def _policy(root: RootModule) -> MixedPrecisionPolicy:
-    """Gathers in the compute dtype, reduces in the reduce dtype, by default the master's."""
+    """Gather in the compute dtype, reduce in the reduce dtype, by default the master's."""
     compute, master = root.precision
     if compute == master and not root.reduce_dtype:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -61,8 +52,8 @@ def set_backward_prefetch(sharded: Sequence[FSDPModule], zero: Mapping[Any, int]
         previous = module if isinstance(module, BlockModule) else previous
 
 
-def shard_block(root: RootModule, block: BlockModule, entries: Mapping[str, ShardedEntry]) -> None:
-    """Shards the own parameters of a block of `root` over the data axis. ZeRO-3 frees gathered weights after the forward."""
+def shard_block(root: RootModule, block: BlockModule, entries: Mapping[str, ParameterEntry]) -> None:
+    """Shard the own parameters of a block of `root` over the data axis. ZeRO-3 frees gathered weights after the forward."""
     if not entries:
         return
     attributes = {
@@ -84,7 +75,7 @@ def shard_block(root: RootModule, block: BlockModule, entries: Mapping[str, Shar
 
 
 def prepare_backward(program: Program, last: bool) -> None:
-    """Tells FSDP2 what to do in the backward of a micro-batch.
+    """Tell FSDP2 what to do in the backward of a micro-batch.
 
     ZeRO-1 accumulates unsharded gradients until the last one. ZeRO-1 and 2 leave weights gathered until then, and so does the
     first block of all, which the next forward needs first.
@@ -105,14 +96,14 @@ def prepare_backward(program: Program, last: bool) -> None:
 
 
 def reshard_all(program: Program) -> None:
-    """Frees all gathered weights: after a forward without a backward, an optimizer step would not update them."""
+    """Free all gathered weights: after a forward without a backward, an optimizer step would not update them."""
     for module in program.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def hoist_shared(program: RootModule, entries: Mapping[str, ShardedEntry]) -> None:
-    """Moves shared parameters from their blocks to the root, whose forward sets them as attributes of the blocks."""
+def hoist_shared(program: RootModule, entries: Mapping[str, ParameterEntry]) -> None:
+    """Move shared parameters from their blocks to the root, whose forward sets them as attributes of the blocks."""
     shared: list[tuple[str, BlockModule, str]] = []
     for index, (name, entry) in enumerate(entries.items()):
         program.register_parameter(f"shared_{index}", entry.stored)
@@ -124,8 +115,8 @@ def hoist_shared(program: RootModule, entries: Mapping[str, ShardedEntry]) -> No
     program.shared_parameters = tuple(shared)
 
 
-def shard_root(program: RootModule, entries: Mapping[str, ShardedEntry]) -> None:
-    """Makes the program, or a model chunk, FSDP2's root, with the shared parameters as its group: gathered for the whole step."""
+def shard_root(program: RootModule, entries: Mapping[str, ParameterEntry]) -> None:
+    """Make the program, or a model chunk, FSDP2's root, with the shared parameters as its group: gathered for the whole step."""
     attributes = {f"shared_{index}": entry for index, entry in enumerate(entries.values())}
     own = {attribute: program._parameters[attribute] for attribute in attributes}
     params = {attribute: parameter for attribute, parameter in own.items() if parameter is not None}
@@ -148,7 +139,7 @@ def shard_root(program: RootModule, entries: Mapping[str, ShardedEntry]) -> None
 
 
 def _set_shared(program: nn.Module, _: Any) -> None:
-    """Sets shared parameters on the blocks. Runs after FSDP2's own hook, which puts the gathered parameters in place."""
+    """Set shared parameters on the blocks. Runs after FSDP2's own hook, which puts the gathered parameters in place."""
     assert isinstance(program, RootModule)
     for own, block, attribute in program.shared_parameters:
         block.__dict__[attribute] = getattr(program, own)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..comm.heartbeat import Heartbeat, watched
-from ..compat.dtensor import local_of, over_local, whole
+from ..compat.dtensor import local_of, over_local, whole, without_overrides
 from ..device.mesh import MeshHandle
 from ..errors import RuntimeProblem
 
@@ -75,7 +75,7 @@ class StageGradients:
 
 
 class Gradient(DTensor):
-    """`stage`: of a pipeline."""
+    """A gradient whose reductions are those of the whole tensor. `stage`: that of a pipeline which has it."""
 
     stage: StageGradients | None
     parameter_name: str
@@ -84,7 +84,7 @@ class Gradient(DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         word = getattr(func, "__name__", "").strip("_")
-        me = next((each for each in _tensors(args) if isinstance(each, Gradient)), None)
+        me = next((each for each in flat(args) if isinstance(each, Gradient)), None)
         if me is None:
             return result
         if me.stage is not None and word in _JOINS:
@@ -108,14 +108,13 @@ class StageNorms(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         word = getattr(func, "__name__", "").strip("_")
-        mine = [each for each in (*_tensors(args), *_tensors(kwargs.values())) if isinstance(each, StageNorms)]
-        stage, names = mine[0].stage, tuple(name for each in mine for name in each.parameter_names)
-        row = next((each for each in mine if each.dim()), None) if word not in ("get", "dim") else None
+        norms = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, StageNorms)]
+        stage, names = norms[0].stage, tuple(name for each in norms for name in each.parameter_names)
+        row = next((each for each in norms if each.dim()), None) if word not in ("get", "dim") else None
         if row is not None and word in _NORMS:
             order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))
             return stage.total_norm(row.as_subclass(torch.Tensor), names, 2.0 if order in (None, "fro") else float(order))
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+        result = without_overrides(func, *args, **kwargs)
         if type(result) not in (torch.Tensor, StageNorms):
             return result
         if word in _JOINS and all(isinstance(each, StageNorms) for each in args[0]):
@@ -132,7 +131,7 @@ class StageNorms(torch.Tensor):
 
 
 def as_gradient(value: DTensor, stage: StageGradients | None, name: str) -> Gradient:
-    """`value` over the same data."""
+    """Return a `Gradient` over the data of `value`."""
     if isinstance(value, Gradient):
         return value
     out: Gradient = over_local(Gradient, value)
@@ -150,7 +149,7 @@ def local_gradient(canonical: nn.Parameter, local: torch.Tensor) -> Gradient:
 
 
 def gradient_of(canonical: nn.Parameter, value: DTensor) -> Gradient:
-    """`value` as the gradient of a canonical parameter, see `own`."""
+    """Return `value` as the gradient of a canonical parameter, see `own`."""
     return as_gradient(value, *place_of(canonical))
 
 
@@ -181,7 +180,7 @@ def stand_in(device: torch.device, stage: StageGradients | None) -> nn.Parameter
 
 
 def hooked(parameter: torch.Tensor) -> bool:
-    """Whether the user has registered a hook of its gradient. Those of torch's own tools (`MemTracker`) do not count."""
+    """Return whether the user has registered a hook of its gradient. Those of torch's own tools (`MemTracker`) do not count."""
     hooks = (
         *(parameter._backward_hooks or {}).values(),
         *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values(),
@@ -208,7 +207,8 @@ def _norms(values: torch.Tensor, stage: StageGradients, names: tuple[str, ...]) 
     return out
 
 
-def _tensors(values: Any) -> Iterator[Any]:
+def flat(values: Any) -> Iterator[Any]:
+    """Yield arguments, and the members of those that are lists."""
     for each in values:
         if isinstance(each, (list, tuple)):
             yield from each
@@ -221,12 +221,6 @@ def _combined(word: str) -> RuntimeProblem:
         f"{word} combines the gradients of several parameters, of which a stage of a pipeline has only its own: plan without a "
         'pipeline (force="pp=1"), or for their norm call parallel.clip_grad_norm_(max_norm)'
     )
-
-
-def _sharded_axes(gradient: DTensor) -> tuple[bool, ...]:
-    """Return for each mesh axis whether ranks hold different shards (otherwise each holds the full tensor, which is counted
-    once)."""
-    return tuple(not isinstance(placement, Replicate) for placement in gradient.placements)
 
 
 def total_norm(gradients: Iterable[DTensor], mesh: MeshHandle, norm_type: float) -> torch.Tensor:
@@ -246,7 +240,8 @@ def _stage_norm(gradients: Iterable[DTensor], mesh: MeshHandle, norm_type: float
     """The stage's largest absolute element, or the sum of powers."""
     groups: dict[tuple[bool, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
-        groups.setdefault(_sharded_axes(gradient), []).append(gradient.to_local())
+        sharded_axes = tuple(not isinstance(placement, Replicate) for placement in gradient.placements)
+        groups.setdefault(sharded_axes, []).append(gradient.to_local())  # of copies on the other axes one counts
     if not groups:
         return torch.zeros((), device=mesh.device)
     top = math.isinf(norm_type)
@@ -268,7 +263,7 @@ def _stage_norm(gradients: Iterable[DTensor], mesh: MeshHandle, norm_type: float
 def clip_gradients(
     gradients: list[DTensor], counted: list[DTensor], mesh: MeshHandle, max_norm: float, norm_type: float
 ) -> torch.Tensor:
-    """Scales all gradients so that their norm is at most `max_norm`; returns the norm before. `counted`: those that no other
+    """Scale all gradients so that their norm is at most `max_norm`; return the norm before. `counted`: those that no other
     stage counts."""
     norm = total_norm(counted, mesh, norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -17,7 +17,7 @@ from .gradient import gradient_of, local_gradient
 
 
 def accumulate_gradient(canonical: nn.Parameter, local: torch.Tensor) -> None:
-    """Adds a local gradient to ``canonical.grad``; takes the tensor itself if there is none yet. A parameter that was frozen
+    """Add a local gradient to ``canonical.grad``; take the tensor itself if there is none yet. A parameter that was frozen
     since gets none."""
     if not canonical.requires_grad:
         return
@@ -33,7 +33,7 @@ def accumulate_gradient(canonical: nn.Parameter, local: torch.Tensor) -> None:
 
 
 def redirect_gradients(parameter: nn.Parameter, canonical: nn.Parameter) -> None:
-    """Moves the gradient from an FSDP2 parameter to its canonical one. FSDP2 itself calls these hooks after its reduction."""
+    """Move the gradient from an FSDP2 parameter to its canonical one. FSDP2 itself calls these hooks after its reduction."""
 
     def move(sharded: torch.Tensor) -> None:
         gradient, sharded.grad = sharded.grad, None
@@ -59,15 +59,15 @@ class GradientBucket:
     work: dist.Work | None = None
 
     def start(self, group: dist.ProcessGroup | None) -> None:
-        """Starts the all-reduce over `group`."""
+        """Start the all-reduce over `group`."""
         members = [parameter for parameter in self.members if parameter in self.ready]
         self.flat = self._flatten([self.ready[parameter].reshape(-1) for parameter in members])
         self.ready = {parameter: parameter for parameter in members}
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
     def _flatten(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """One flat tensor. On CPUs that of the step before is reused if nobody holds its gradients any more: page faults of a new
-        one cost as much as the copy."""
+        """Return one flat tensor. On CPUs that of the step before is reused if nobody holds its gradients any more: page faults
+        of a new one cost as much as the copy."""
         first, dtype = gradients[0], self.dtype or gradients[0].dtype
         if len(gradients) == 1:
             return first.to(dtype)
@@ -92,7 +92,7 @@ class GradientBucket:
         self.spare_flat = flat if self.reuse_flat and flat.device.type == "cpu" and len(self.members) > 1 else None
 
     def clear(self) -> None:
-        """Drops what a failed backward left."""
+        """Drop what a failed backward left."""
         self.ready, self.flat, self.work = {}, None, None
 
 
@@ -128,7 +128,7 @@ class GradientBuckets:
                 self.add({p: c for p, c in members.items() if p.dtype == dtype and p.requires_grad})
 
     def add(self, members: dict[nn.Parameter, nn.Parameter]) -> None:
-        """One more bucket, of replicated parameters of one dtype that train."""
+        """Add one more bucket, of replicated parameters of one dtype that train."""
         if not members:
             return
         bucket = GradientBucket(members, self.dtype)
@@ -162,7 +162,7 @@ class GradientBuckets:
             self.started.append(bucket)
 
     def start_all(self) -> None:
-        """Starts all reductions that are not started, also of incomplete buckets: of parameters that this backward did not reach
+        """Start all reductions that are not started, also of incomplete buckets: of parameters that this backward did not reach
         (on all ranks alike), and that only an earlier micro-batch reached."""
         for bucket in self.buckets:
             if bucket.flat is None:
@@ -177,7 +177,7 @@ class GradientBuckets:
         self.finish_started()
 
     def finish_started(self) -> None:
-        """Waits for the reductions that are started, and hands out the sums."""
+        """Wait for the reductions that are started, and hand out the sums."""
         for bucket in self.started:
             bucket.finish()
         self.started, self.queued = [], False

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..compat.dtensor import local_of, replace_local
+from ..compat.hooks import around_optimizer_steps
 from ..device.offload import HostMemory
 from ..errors import RuntimeProblem
 
@@ -29,7 +29,7 @@ PART_BYTES = 2**28
 
 
 def offload_optimizer(optimizer: Optimizer, device: torch.device, part_bytes: int | None = None, to: str = "cpu") -> None:
-    """Replaces the optimizer's step. RuntimeProblem where it is not one of parameter by parameter, or is offloaded already."""
+    """Replace the optimizer's step. RuntimeProblem where it is not one of parameter by parameter, or is offloaded already."""
     kind = type(optimizer)
     check_offload_device(to)
     if isinstance(getattr(optimizer.step, "__self__", None), Optimizer) is False or "step" in optimizer.__dict__:
@@ -45,7 +45,7 @@ OFFLOADED = "_autopar_offloaded"
 
 
 def check_offload_device(to: str) -> None:
-    """RuntimeProblem for another place than host memory."""
+    """Raise a RuntimeProblem for another place than host memory."""
     if to != "cpu":
         raise RuntimeProblem(
             f'no optimizer is offloaded to {str(to)[:40]}: pass device="cpu" (host memory), or take more devices'
@@ -65,30 +65,29 @@ def offloaded_step(optimizer: Optimizer, host: HostMemory, device: torch.device,
 
 
 class OffloadedStep:
-    """The step of one optimizer. `run` is its update."""
+    """The step of one optimizer by parts, in the place of its own (`step`), or in a hook before it (`update`)."""
 
     def __init__(self, inner: Callable[..., Any], host: HostMemory, device: torch.device, part_bytes: int) -> None:
         self.inner, self.host, self.device, self.part_bytes = inner, host, device, part_bytes
-        self.step = self._step()
 
-    def _step(self) -> Callable[..., Any]:
-        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self.run(optimizer)
-            return loss
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Return the loss of the closure, after the update."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._run(optimizer)
+        return loss
 
-        return step
+    def update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Replaced:
+        """Return arguments with which the optimizer's own step does nothing more."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        loss = self.step(optimizer, closure)
+        return (_without_parameters(optimizer),), {} if closure is None else {"closure": lambda: loss}
 
-    def _check(self, optimizer: Optimizer) -> None:
-        """RuntimeProblem for state that belongs to no parameter, which parts of a step would share."""
-        if odd := next((key for key in optimizer.state if not isinstance(key, torch.Tensor)), None):
+    def _run(self, optimizer: Optimizer) -> None:
+        if odd := next((key for key in optimizer.state if not isinstance(key, torch.Tensor)), None):  # all parts would share it
             raise RuntimeProblem(f"{type(optimizer).__name__} has state under {odd!r}, of no parameter: do not offload it")
-
-    def run(self, optimizer: Optimizer) -> None:
-        self._check(optimizer)
         groups = optimizer.param_groups
         parts = list(self._parts(groups))
         options: list[dict[str, Any] | None] = [None] * len(groups)
@@ -120,7 +119,7 @@ class OffloadedStep:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                count = _local(parameter).numel() * parameter.element_size()
+                count = local_of(parameter).numel() * parameter.element_size()
                 if part and size + count > self.part_bytes:
                     yield index, part
                     part, size = [], 0
@@ -130,10 +129,10 @@ class OffloadedStep:
                 yield index, part
 
     def _fetch(self, optimizer: Optimizer, params: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor, Any]]:
-        """Starts the copies of a part's state to the device."""
+        """Start the copies of a part's state to the device."""
         out = []
         for _, value in _state(optimizer, params):
-            local = _local(value)
+            local = local_of(value)
             if local.device.type == "cpu":
                 out.append((value, *self.host.copy_to_device(local, self.device)))
         return out
@@ -145,11 +144,11 @@ class OffloadedStep:
                 stream = torch.cuda.current_stream(self.device)
                 stream.wait_event(copied)
                 on_device.record_stream(stream)
-            _replace(value, on_device)
+            replace_local(value, on_device)
 
     def _offload(self, optimizer: Optimizer, params: list[torch.Tensor]) -> None:
         for _, value in _state(optimizer, params):
-            _replace(value, self.host.copy_to_host(_local(value)))
+            replace_local(value, self.host.copy_to_host(local_of(value)))
 
 
 def _state(optimizer: Optimizer, params: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -160,23 +159,11 @@ def _state(optimizer: Optimizer, params: list[torch.Tensor]) -> Iterator[tuple[s
                 yield key, value
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.data
-
-
-def _replace(value: torch.Tensor, local: torch.Tensor) -> None:
-    """Puts other memory under a state tensor, whoever holds it."""
-    if isinstance(value, DTensor):
-        value._local_tensor = local
-    else:
-        value.data = local
-
-
 Replaced = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def check_planned_offload(where: str) -> None:
-    """RuntimeProblem for a plan that keeps optimizer state on NVMe."""
+    """Raise a RuntimeProblem for a plan that keeps optimizer state on NVMe."""
     if where not in ("", "cpu"):
         raise RuntimeProblem(
             f"the plan keeps the optimizer's state on {where[:40]}, which is priced only: plan with offload_optimizer=cpu, "
@@ -190,8 +177,7 @@ def offload_as_planned(
     """Optimizers of `parameters` are offloaded at their first step, for as long as `owner` lives."""
     if where:
         planned = _PlannedOffload(parameters, device, host)
-        handle = register_optimizer_step_pre_hook(planned.before_step)
-        weakref.finalize(owner, handle.remove)
+        around_optimizer_steps(owner, before=lambda _, optimizer, *step: planned.before_step(optimizer))
 
 
 class _PlannedOffload:
@@ -200,31 +186,14 @@ class _PlannedOffload:
         self.device, self.host = device, host
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """The hook of all optimizers."""
         if optimizer in self.optimizers:
             return
         self.optimizers.add(optimizer)
-        mine = any(id(each) in self.parameters for group in optimizer.param_groups for each in group["params"])
-        if mine and OFFLOADED not in optimizer.__dict__:
-            step = offloaded_step(optimizer, self.host, self.device)
-            optimizer.register_step_pre_hook(_update_hook(step))
-
-
-def _update_hook(step: OffloadedStep) -> Callable[[Optimizer, Any, Any], Replaced]:
-    """The hook of one offloaded optimizer: the update, in place of the step's own."""
-
-    def update(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Replaced:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        step.run(optimizer)
-        given = {} if closure is None else {"closure": lambda: loss}
-        return (_without_parameters(optimizer),), given
-
-    return update
+        own = any(id(each) in self.parameters for group in optimizer.param_groups for each in group["params"])
+        if own and OFFLOADED not in optimizer.__dict__:
+            optimizer.register_step_pre_hook(offloaded_step(optimizer, self.host, self.device).update)
 
 
 def _without_parameters(optimizer: Optimizer) -> Optimizer:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from ..comm.conversions import local_shard
+from ..comm.conversions import local_shard, shard_of
 from ..comm.convert import convert
 from ..compat.dtensor import strided_shard
 from ..device.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, MeshHandle
@@ -28,25 +28,18 @@ def shard_specs(shape: Sequence[int], placements: Mapping[str, str], mesh: MeshH
     """The shardings on model axes in mesh order. StateError where a dimension does not divide."""
     out: list[ShardSpec] = []
     extents = list(shape)
-    wanted = {axis.name: _shard(placements.get(axis.name, "I"), len(shape)) for axis in mesh.model_axes if axis.size > 1}
-    for axis in mesh.model_axes:
-        shard = wanted.get(axis.name)
-        if shard is None:
-            continue
-        dim, parts = shard
-        whole = prod(mesh.axis(name).size for name, other in wanted.items() if other and other[0] == dim and other[1] < parts)
+    wanted = {
+        axis: (shard[0] % len(shape), shard[1])
+        for axis in mesh.model_axes
+        if axis.size > 1 and (shard := shard_of(placements.get(axis.name, "I"))) is not None
+    }
+    for axis, (dim, parts) in wanted.items():
+        whole = prod(other.size for other, (its_dim, its_parts) in wanted.items() if its_dim == dim and its_parts < parts)
         if parts % whole or extents[dim] % (parts // whole * axis.size):
             raise StateError(f"shape {tuple(shape)} does not divide for {placements[axis.name]} on {axis.name}={axis.size}")
         extents[dim] //= axis.size
         out.append(ShardSpec(axis.name, dim, parts // whole))
     return tuple(out)
-
-
-def _shard(text: str, ndim: int) -> tuple[int, int] | None:
-    if not text.startswith("S("):
-        return None
-    dim, _, parts = text[2:-1].partition(",")
-    return int(dim) % ndim, int(parts or 1)
 
 
 def local_shape(shape: Sequence[int], placements: Mapping[str, str], mesh: MeshHandle) -> tuple[int, ...]:
@@ -114,8 +107,8 @@ def zero_dim(shape: Sequence[int], placements: Mapping[str, str], mesh: MeshHand
 def dtensor_placements(
     shape: Sequence[int], placements: Mapping[str, str], mesh: MeshHandle, sharded_dim: int | None
 ) -> tuple[Any, ...]:
-    """One DTensor placement for each axis of the state's mesh. ZeRO's sharding, of `sharded_dim`, is applied last but written
-    first, since the data axis is outermost."""
+    """Return one DTensor placement for each axis of the state's mesh. ZeRO's sharding, of `sharded_dim`, is applied last but
+    written first, since the data axis is outermost."""
     model = {spec.axis: spec for spec in shard_specs(shape, placements, mesh)}
     out: list[Any] = []
     for name in mesh.state_axes:

@@ -36,7 +36,7 @@ class _Loan(NamedTuple):
 
 
 def run_inside(owner: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls `function` in place of the owner's forward, between the owner's hooks."""
+    """Call `function` in place of the owner's forward, between the owner's hooks."""
     before = owner.__dict__.get("forward")
     owner.__dict__["forward"] = function
     try:
@@ -49,7 +49,7 @@ def run_inside(owner: nn.Module, function: Callable[..., Any], *args: Any, **kwa
 
 
 def lend_state(program: Program, owner: Program, state: State) -> None:
-    """Fills `program`, whose blocks are on meta, with the weights of `owner`, for good. StateError where it stores a parameter
+    """Fill `program`, whose blocks are on meta, with the weights of `owner`, for good. StateError where it stores a parameter
     in another way or on another stage."""
     program.__dict__["state_program"] = owner
     holders = {root.position: (root, table) for root, table in zip(state.roots, state.tables, strict=True)}
@@ -93,12 +93,12 @@ def _replicated(name: str, state: State) -> ParameterEntry:
 
 
 def _check(name: str, spec: ParameterSpec, entry: ParameterEntry) -> None:
-    mine, stored = (
+    own, stored = (
         (spec.shape, dict(spec.placements), spec.dtype),
         (entry.spec.shape, dict(entry.spec.placements), entry.spec.dtype),
     )
-    if mine != stored:
-        raise StateError(f"it stores {name} as {mine}, the first program as {stored}")
+    if own != stored:
+        raise StateError(f"it stores {name} as {own}, the first program as {stored}")
 
 
 def _loan(spec: ParameterSpec, entry: ParameterEntry, holder: RootModule) -> _Loan:
@@ -135,7 +135,8 @@ def _share_weight_gradients(root: RootModule, holder: RootModule) -> None:
 
 
 class UnfrozenParameters:
-    """`names`: those of all stages, as all ranks agreed on them last."""
+    """The parameters that train now and were frozen when the plan was made. `names`: those of all stages, as all ranks agreed on
+    them last."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -145,28 +146,28 @@ class UnfrozenParameters:
         self._hooked: set[str] = set()
 
     def changed(self) -> bool:
-        """Whether `requires_grad` of one of this rank's parameters has changed since the ranks agreed."""
+        """Return whether `requires_grad` of one of this rank's parameters has changed since the ranks agreed."""
         return self._required() != self._own
 
     def agree(self, several: bool, describe: Callable[[int], str]) -> None:
-        """Takes over what changed; MismatchProblem where ranks have the same parameter frozen and not. With `several` ranks all
+        """Take over what changed; MismatchProblem where ranks have the same parameter frozen and not. With `several` ranks all
         must call."""
-        mine = self._required()
-        every = set(mine)
+        own = self._required()
+        every = set(own)
         if several:
             remedy = "call requires_grad_ alike on every rank"
-            said = {f"{n}.requires_grad": Stated(str(p.requires_grad), remedy) for n, p in self._frozen.items()}
-            require_agreement(said, describe)
-            every = {name for names in gather(mine) for name in names}
+            stated = {f"{n}.requires_grad": Stated(str(p.requires_grad), remedy) for n, p in self._frozen.items()}
+            require_agreement(stated, describe)
+            every = {name for names in gather(own) for name in names}
         for name, parameter in self._frozen.items():
             for table in self.state.tables:
                 stored = table[name].stored if name in table else None
                 if stored is not None and stored.requires_grad != parameter.requires_grad:
                     stored.requires_grad_(parameter.requires_grad)
-        self._train([name for name in mine if name not in self._hooked])
-        for root in self.state.roots if set(mine) - set(self._own) else ():
+        self._train([name for name in own if name not in self._hooked])
+        for root in self.state.roots if set(own) - set(self._own) else ():
             train_more(root)
-        self.names, self._own = tuple(sorted(every)), mine
+        self.names, self._own = tuple(sorted(every)), own
         if self.state.stage is not None:
             self.state.stage.every_stage_trains = self.state.index.every_stage_trains(self.state.mesh.pp.size, every)
 

@@ -12,19 +12,18 @@ then brings is divided by it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from ..comm.heartbeat import watched
+from .gradient import place_of
 
 USUAL = 2.0**15
 """In the first step; a `GradScaler` starts with twice as much."""
 
 
 class LossScale:
-    """`used`: the factor of the step that runs, equal on all ranks."""
+    """The factor of the loss. `used`: the one of the step that runs, equal on all ranks."""
 
     def __init__(self, compute: str) -> None:
         self.half = compute == "float16"
@@ -52,7 +51,7 @@ def agree_on_overflow(optimizer: torch.optim.Optimizer, flags: dict[torch.device
     """Make all ranks skip the same steps of an optimizer that has parameters of a parallel model. `flags`: by device, whether
     gradients are not finite (1) or are (0); empty where there are none. `none`: a 0."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    place: Any = next((each for p in parameters if (each := getattr(p, "autopar_place", None)) is not None), None)
+    place = next((each for each in map(place_of, parameters) if each != (None, "")), None)
     elsewhere = place is None and any(p.numel() for p in parameters)
     if elsewhere or not dist.is_initialized() or dist.get_world_size() == 1:
         return

@@ -11,12 +11,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..comm.agreement import gather, refused_together
+from ..compat.dtensor import local_of
 from ..device.mesh import MeshHandle
 from ..errors import StateError
 from ..module import ParameterSpec, Program, RootModule
@@ -29,6 +32,14 @@ from .parameter_table import ParameterEntry, ParameterIndex, Table, by_block, pa
 from .weight_source import LazyWeight, OrderedSource, WeightSource, full_weight
 
 
+class Slice(NamedTuple):
+    """The `length` elements from `start` on along a dimension."""
+
+    dim: int
+    start: int
+    length: int
+
+
 @dataclass(frozen=True)
 class State:
     """The canonical parameters and buffers of a program by original name.
@@ -36,7 +47,8 @@ class State:
     `buckets`: the gradient buckets of the program; in a pipeline those of parameters that several model chunks of this rank
     share, while
     `chunk_buckets` are those of each chunk. `copies`: a sharded parameter that two chunks of this rank use is stored twice, as
-    (first, second); the second gets the first's values before each step. `zero_dims`: the dimension that ZeRO shards, by name.
+    (first, second); the second gets the first's values before each step. `zero_dims`: the dimension that ZeRO shards, of the
+    parameters of all stages.
     `roots`: the FSDP2 roots of this rank, and `tables` the parameters of each.
     """
 
@@ -54,39 +66,55 @@ class State:
     stage: StageGradients | None = None
     loss_scale: LossScale = field(default_factory=lambda: LossScale(""))
 
-    def full(self, name: str, value: torch.Tensor | None = None) -> torch.Tensor:
-        """The full tensor of a parameter, or of `value` that is placed like it (its gradient, an optimizer state), on every rank
-        of the stage that has it; correct for every layout.
+    def full(
+        self, name: str, value: torch.Tensor | None = None, dtype: torch.dtype | None = None, part: Slice | None = None
+    ) -> torch.Tensor:
+        """Return the full tensor of a parameter or buffer, or of `value` that is placed like it (its gradient, an optimizer
+        state), on every rank of the stage that has it; correct for every layout. With `part` a slice of a dimension that nothing
+        shards.
 
         DTensor's own `full_tensor` fails on 2.13.0 where three mesh axes shard one tensor, or two shard a strided dimension.
         """
-        if name in self.buffers:
-            return self.buffers[name].clone(memory_format=torch.contiguous_format)  # in the layout that other ranks receive into
-        spec, local = self.specs[name], _local(self.parameters[name] if value is None else value)
-        return gather_full(local, spec.shape, spec.placements, self.mesh, self.zero_dims[name])
+        spec, shape = self.specs[name], list(self.specs[name].shape)
+        local = local_of(self.buffers[name] if spec.buffer else self.parameters[name] if value is None else value)
+        if part is not None:
+            local, shape[part.dim] = local.narrow(*part), part.length
+        local = local.to(dtype or local.dtype)
+        if spec.buffer:
+            return local.clone(memory_format=torch.contiguous_format)  # in the layout that other ranks receive into
+        return gather_full(local, shape, spec.placements, self.mesh, self.zero_dims[name])
 
-    def broadcast_full(self, name: str, value: torch.Tensor | None = None) -> torch.Tensor:
-        """`full` on the ranks of all stages; stages without the parameter pass no value."""
+    def broadcast_full(
+        self, name: str, value: torch.Tensor | None = None, dtype: torch.dtype | None = None, part: Slice | None = None
+    ) -> torch.Tensor:
+        """Return `full` on the ranks of all stages; stages without the parameter pass no value."""
         pp, holder = self.mesh.pp, self.index.holders[name][0]
         if pp.coordinate == holder:
-            full = self.full(name, value)
+            full = self.full(name, value, dtype, part)
         else:
-            spec = self.index.specs[name]
-            full = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.mesh.device)
+            spec, shape = self.index.specs[name], list(self.index.specs[name].shape)
+            if part is not None:
+                shape[part.dim] = part.length
+            full = torch.empty(shape, dtype=dtype or getattr(torch, spec.dtype), device=self.mesh.device)
         if pp.size > 1:
             dist.broadcast(full, self.mesh.rank_in_stage(holder), self.mesh.group(pp.name))
         return full
 
+    def on_all_stages(self, value: Any) -> list[Any]:
+        """Return the value of each stage (all ranks must call)."""
+        pp = self.mesh.pp
+        return gather(value, self.mesh.group(pp.name)) if pp.size > 1 else [value]
+
     def names_on_any_stage(self, held: Collection[str]) -> list[str]:
         """The parameters that are in `held` on any stage, in the model's order."""
         names = [name for name, spec in self.index.specs.items() if not spec.buffer]
-        found = torch.tensor([name in held for name in names], dtype=torch.int32, device=self.mesh.device)
+        flags = torch.tensor([name in held for name in names], dtype=torch.int32, device=self.mesh.device)
         if self.mesh.pp.size > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX, self.mesh.group(self.mesh.pp.name))
-        return [name for name, flag in zip(names, found.tolist(), strict=True) if flag]
+            dist.all_reduce(flags, dist.ReduceOp.MAX, self.mesh.group(self.mesh.pp.name))
+        return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
 
     def load_full(self, source: WeightSource, names: Collection[str] | None = None) -> None:
-        """Copies full tensors into the local shards, in place: all, or those of `names` (the same on every rank)."""
+        """Copy full tensors into the local shards, in place: all, or those of `names` (the same on every rank)."""
         if self.mesh.pp.size > 1:
             order = [name for name in self.index.loading_order() if names is None or name in names]
             source = OrderedSource(source, order, self.specs)
@@ -98,18 +126,18 @@ class State:
                 if name in self.buffers:
                     held.copy_(full)
                 else:
-                    _local(held).copy_(self.local_part(name, full))
+                    local_of(held).copy_(self.local_part(name, full))
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a full tensor that is placed like the parameter."""
         return zero_shard(model_shard(full, self.specs[name].placements, self.mesh), self.zero_dims[name], self.mesh)
 
     def holds(self, name: str, full: torch.Tensor) -> bool:
-        """Whether this rank's part of a tensor is that of `full`; so are those of tensors that are on other stages."""
+        """Return whether this rank's part of a tensor is that of `full`; so are those of tensors that are on other stages."""
         if name in self.buffers:
             own, value = self.buffers[name], full
         elif name in self.parameters:
-            own, value = _local(self.parameters[name]), self.local_part(name, full)
+            own, value = local_of(self.parameters[name]), self.local_part(name, full)
         else:
             return True
         return torch.equal(own, value.to(own.device, own.dtype))
@@ -118,32 +146,20 @@ class State:
         """Give second copies the values of the first, before a step."""
         with torch.no_grad():
             for first, second in self.copies:
-                _local(second).copy_(_local(first))
+                local_of(second).copy_(local_of(first))
 
 
 @contextlib.contextmanager
 def _refused_together(mesh: MeshHandle, source: WeightSource) -> Iterator[None]:
-    """A state that one stage refuses is refused by all."""
-    problem: StateError | None = None
-    try:
-        yield
-    except StateError as error:
-        problem = error
-    if isinstance(source, OrderedSource):
-        source.finish()
-        if dist.get_backend() != "fake":
-            refused = torch.tensor(0 if problem is None else 1 + mesh.pp.coordinate, device=mesh.device)
-            dist.all_reduce(refused, dist.ReduceOp.MAX, mesh.group(mesh.pp.name))
-            if problem is None and int(refused):
-                problem = StateError(f"stage {int(refused) - 1} refuses the state: see the error of its ranks")
-    if problem is not None:
-        raise problem
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    assert isinstance(parameter, DTensor)
-    with torch.no_grad():
-        return parameter.to_local()
+    """Refuse on all stages a state that one stage refuses, after all have asked for the same weights."""
+    finish = source.finish if isinstance(source, OrderedSource) else lambda: None
+    with refused_together(mesh.describe, asked=isinstance(source, OrderedSource)):
+        try:
+            yield
+        except StateError:
+            finish()
+            raise
+        finish()
 
 
 def _checked_weight(source: WeightSource, name: str, spec: ParameterSpec) -> torch.Tensor:
@@ -173,14 +189,15 @@ def _fill_buffers(roots: Iterable[RootModule], source: WeightSource) -> tuple[di
 
 
 def materialize(program: Program, source: WeightSource) -> State:
-    """Fills this rank's part of `program` block by block from full tensors, and shards each block's state before the next is
+    """Fill this rank's part of `program` block by block from full tensors, and shard each block's state before the next is
     filled."""
     mesh, index = program.mesh, parameter_index(program.roots())
     if mesh.pp.size > 1:
         source = OrderedSource(
             source, index.loading_order(), (n for n, ranks in index.holders.items() if mesh.pp.coordinate in ranks)
         )
-    roots, own_tables = program.roots()[mesh.pp.coordinate], parameter_tables(program.roots(), mesh)[mesh.pp.coordinate]
+    tables = parameter_tables(program.roots(), mesh)
+    roots, own_tables = program.roots()[mesh.pp.coordinate], tables[mesh.pp.coordinate]
     builder = _StateBuilder(mesh, source)
     with _refused_together(mesh, source):
         buffers, specs = _fill_buffers(roots, source)
@@ -204,7 +221,7 @@ def materialize(program: Program, source: WeightSource) -> State:
         parameters=parameters,
         buffers=buffers,
         specs=specs | {name: entry.spec for name, entry in entries.items()},
-        zero_dims={name: entry.zero_dim for name, entry in entries.items()},
+        zero_dims={name: entry.zero_dim for stage in tables for table in stage for name, entry in table.items()},
         buckets=common,
         index=index,
         chunk_buckets=chunk_buckets,
@@ -223,7 +240,7 @@ def _stage_gradients(mesh: MeshHandle, index: ParameterIndex) -> StageGradients 
 
 
 def _as_stored(shard: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether FSDP2 can copy its part from this tensor, so that of a mapped file no more than that part is read."""
+    """Return whether FSDP2 can copy its part from this tensor, so that of a mapped file no more than that part is read."""
     return shard.dtype == dtype and shard.device == device and shard.is_contiguous() and not shard.is_inference()
 
 
@@ -238,10 +255,10 @@ class _StateBuilder:
     others: list[ParameterEntry] = field(default_factory=list)
 
     def fill(self, entry: ParameterEntry) -> None:
-        """Puts this rank's shard over the model axes into the blocks of a root that use it. All roots share one tensor of a
+        """Put this rank's shard over the model axes into the blocks of a root that use it. All roots share one tensor of a
         replicated parameter."""
-        known = self.first.get(entry.name)
-        if known is None:
+        before = self.first.get(entry.name)
+        if before is None:
             shard = model_shard(_checked_weight(self.source, entry.name, entry.spec), entry.spec.placements, self.mesh)
             dtype: torch.dtype = getattr(torch, entry.spec.dtype)
             if isinstance(shard, LazyWeight) and entry.zero_dim is not None:
@@ -253,10 +270,10 @@ class _StateBuilder:
             entry.stored = nn.Parameter(shard, requires_grad=entry.spec.trainable)
             self.first[entry.name] = entry
         else:
-            assert known.stored is not None
-            entry.stored = known.stored
+            assert before.stored is not None
+            entry.stored = before.stored
             if entry.zero_dim is not None:
-                entry.stored = nn.Parameter(known.stored.detach().clone(), requires_grad=entry.spec.trainable)
+                entry.stored = nn.Parameter(before.stored.detach().clone(), requires_grad=entry.spec.trainable)
                 self.others.append(entry)
         for block in entry.blocks:
             for spec in block.specs:
@@ -264,7 +281,7 @@ class _StateBuilder:
                     block.register_parameter(spec.attribute, entry.stored)
 
     def shard(self, root: RootModule, table: Table) -> None:
-        """Fills the remaining parameters of a root and shards its state."""
+        """Fill the remaining parameters of a root and shard its state."""
         rooted = {entry.name: entry for entry in shared_entries(table) if entry.zero_dim is not None}
         hoist_shared(root, rooted)
         for block, entries in by_block(root, table).items():
@@ -284,7 +301,7 @@ class _StateBuilder:
 def _canonical(entry: ParameterEntry, mesh: MeshHandle) -> nn.Parameter:
     """The DTensor of the original shape over what the program stores; gradients of FSDP2 parameters are redirected to it."""
     assert entry.stored is not None
-    local = _local(entry.stored) if isinstance(entry.stored, DTensor) else entry.stored.detach()
+    local = local_of(entry.stored)
     placements = dtensor_placements(entry.spec.shape, entry.spec.placements, mesh, entry.zero_dim)
     shape = torch.Size(entry.spec.shape)
     stride = torch.empty(shape, device="meta").stride()

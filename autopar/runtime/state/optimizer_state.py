@@ -3,19 +3,17 @@ and back into an optimizer over a parallel model of any plan."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..compat.dtensor import placed_like, replicated
 from ..errors import StateError
-from .layout import model_shard, zero_shard
 from .materialize import State
 
 
@@ -37,45 +35,45 @@ class _Described(NamedTuple):
 
 
 def full_optimizer_state(state: State, optimizer: Optimizer, order: Sequence[str]) -> dict[str, Any]:
-    """`order` are the names of the plain model's parameters. An optimizer of all parameters in one group gets
-    all of them, any other one those that it has. All ranks call it."""
-    mine = _names_by_group(state, optimizer)
+    """Return the state dict of the plain model's optimizer; `order` are the names of the plain model's parameters. An optimizer
+    of all parameters in one group gets all of them, any other one those that it has. All ranks call it."""
+    own_groups = names_by_group(state.parameters, optimizer)
     by_name = _by_name(state, optimizer)
     described = _Described(
-        mine,
+        own_groups,
         [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
         {name: {key: _described(name, value) for key, value in values.items()} for name, values in by_name.items()},
-        {name for group in mine for name in group} >= state.parameters.keys(),
+        {name for group in own_groups for name in group} >= state.parameters.keys(),
     )
-    stages = _on_all_stages(state, described)
+    stages = state.on_all_stages(described)
     if len({len(each.groups) for each in stages}) > 1:
         raise StateError("the optimizers of the stages have different numbers of groups: give all of them the same groups")
-    every = [sorted({n for each in stages for n in each.groups[index]}, key=order.index) for index in range(len(mine))]
+    every = [sorted({n for each in stages for n in each.groups[index]}, key=order.index) for index in range(len(own_groups))]
     if len(every) == 1 and all(each.covers_all for each in stages):
         every = [list(order)]
     numbers = {name: number for number, name in enumerate(name for group in every for name in group)}
-    found: dict[int, dict[str, Any]] = {}
+    entries: dict[int, dict[str, Any]] = {}
     for name in order:
         holder = next((stage for stage, each in enumerate(stages) if each.state.get(name)), None)
         if holder is not None:
-            found[numbers[name]] = {
+            entries[numbers[name]] = {
                 key: _full(state, name, value, holder, by_name.get(name, {}).get(key))
                 for key, value in stages[holder].state[name].items()
             }
     groups = [
         options | {"params": [numbers[name] for name in group]} for options, group in zip(stages[0].options, every, strict=True)
     ]
-    return {"state": found, "param_groups": groups}
+    return {"state": entries, "param_groups": groups}
 
 
 def load_full_optimizer_state(state: State, optimizer: Optimizer, saved: Mapping[str, Any], order: Sequence[str]) -> None:
     """The inverse, in place: of what `full_optimizer_state` gave under any plan, or of the plain model's optimizer with the same
     groups. Every rank has `saved`."""
-    mine = _names_by_group(state, optimizer)
+    own_groups = names_by_group(state.parameters, optimizer)
     groups = saved["param_groups"]
-    if len(groups) != len(mine):
-        raise StateError(f"the saved optimizer has {len(groups)} groups, this one has {len(mine)}: give it the same groups")
-    stages = _on_all_stages(state, mine)
+    if len(groups) != len(own_groups):
+        raise StateError(f"the saved optimizer has {len(groups)} groups, this one has {len(own_groups)}: give it the same groups")
+    stages = state.on_all_stages(own_groups)
     numbers: dict[str, int] = {}
     for index, group in enumerate(groups):
         has = sorted({name for each in stages for name in each[index]}, key=order.index)
@@ -98,49 +96,37 @@ def load_full_optimizer_state(state: State, optimizer: Optimizer, saved: Mapping
         own.update({key: value for key, value in group.items() if key != "params"})
 
 
-def refuse_full_states(state: State) -> None:
-    """Refuse the step of an optimizer of `state` that was given full tensors, as long as `state` lives."""
-    me = weakref.ref(state)
-
-    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        found = me()
-        if found is None:
-            return
-        parameter = next((p for p in optimizer.state if isinstance(p, DTensor) and p.dim()), None)
-        values = optimizer.state[parameter].values() if parameter is not None else ()
-        if parameter is None or all(isinstance(each, DTensor) or not _like(each, parameter) for each in values):
-            return
-        if id(parameter) in {id(each) for each in found.parameters.values()}:
-            raise StateError(
-                f"this {type(optimizer).__name__} was given the state of a plain model's optimizer: load it with "
-                "parallel.load_full_optimizer_state(optimizer, state)"
-            )
-
-    handle = register_optimizer_step_pre_hook(look)
-    weakref.finalize(state, handle.remove)
+def refuse_full_states(state: State, optimizer: Optimizer, *_: Any) -> None:
+    """Refuse the step of an optimizer of `state` that was given full tensors."""
+    parameter = next((p for p in optimizer.state if isinstance(p, DTensor) and p.dim()), None)
+    values = optimizer.state[parameter].values() if parameter is not None else ()
+    tensors = [each for each in values if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)]
+    if parameter is None or all(each.shape != parameter.shape for each in tensors):
+        return
+    if id(parameter) in {id(each) for each in state.parameters.values()}:
+        raise StateError(
+            f"this {type(optimizer).__name__} was given the state of a plain model's optimizer: load it with "
+            "parallel.load_full_optimizer_state(optimizer, state)"
+        )
 
 
-def _like(value: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
-
-
-def _names_by_group(state: State, optimizer: Optimizer) -> list[list[str]]:
-    """StateError where the optimizer has a parameter of another model. The one without elements of a stage without parameters
-    has no name."""
-    names = {id(parameter): name for name, parameter in state.parameters.items()}
+def names_by_group(parameters: Mapping[str, torch.Tensor], optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of this rank's parameters in each group. StateError where the optimizer has one of another model. The one
+    without elements of a stage without parameters has no name."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
     groups = []
     for group in optimizer.param_groups:
         if any(id(parameter) not in names and parameter.numel() for parameter in group["params"]):
             raise StateError(
-                "the optimizer has a parameter that is not of this parallel model: make it from parallel.parameters()"
+                "the optimizer has a parameter that is not of this model: make it from the parallel model's parameters()"
             )
         groups.append([names[id(parameter)] for parameter in group["params"] if id(parameter) in names])
     return groups
 
 
 def _by_name(state: State, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    found = {name: optimizer.state.get(parameter) for name, parameter in state.parameters.items()}
-    return {name: values for name, values in found.items() if values}
+    states = {name: optimizer.state.get(parameter) for name, parameter in state.parameters.items()}
+    return {name: values for name, values in states.items() if values}
 
 
 def _described(name: str, value: Any) -> Any:
@@ -154,24 +140,14 @@ def _described(name: str, value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _on_all_stages(state: State, value: Any) -> list[Any]:
-    """The value of each stage."""
-    pp = state.mesh.pp
-    if pp.size == 1:
-        return [value]
-    out: list[Any] = [None] * pp.size
-    dist.all_gather_object(out, value, group=state.mesh.group(pp.name))
-    return out
-
-
-def _full(state: State, name: str, value: Any, holder: int, mine: Any) -> Any:
+def _full(state: State, name: str, value: Any, holder: int, own: Any) -> Any:
     """The full tensor on all ranks."""
     if not isinstance(value, _Tensor):
         return value.clone() if isinstance(value, torch.Tensor) else value
     pp = state.mesh.pp
     if pp.coordinate == holder:
         same = value.shape == tuple(state.parameters[name].shape)
-        full = state.full(name, mine) if same else mine.full_tensor().contiguous()
+        full = state.full(name, own) if same else own.full_tensor().contiguous()
     else:
         full = torch.empty(value.shape, dtype=value.dtype, device=state.mesh.device)
     if pp.size > 1:
@@ -187,10 +163,6 @@ def _sharded(state: State, name: str, parameter: nn.Parameter, value: Any) -> An
         return value.clone()
     assert isinstance(parameter, DTensor)
     if value.shape != parameter.shape:  # the means of rows or columns
-        return DTensor.from_local(
-            value.clone(), parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
-        )
-    local = zero_shard(model_shard(value, state.specs[name].placements, state.mesh), state.zero_dims[name], state.mesh)
-    local = local.to(state.mesh.device, copy=True, memory_format=torch.contiguous_format)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=parameter.stride())
+        return replicated(value.clone(), parameter.device_mesh)
+    local = state.local_part(name, value).to(state.mesh.device, copy=True, memory_format=torch.contiguous_format)
+    return placed_like(local, parameter)

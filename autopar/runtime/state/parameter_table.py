@@ -104,7 +104,8 @@ class ParameterIndex:
     """Parameters that several blocks use, on one stage or on several."""
 
     def every_stage_trains(self, stages: int, unfrozen: Collection[str] = ()) -> bool:
-        """Whether every stage has a parameter that trains; `unfrozen`: of those that were frozen when the plan was made."""
+        """Return whether every stage has a parameter that trains; `unfrozen`: of those that were frozen when the plan was
+        made."""
         trained = [name for name, spec in self.specs.items() if not spec.buffer and (spec.trainable or name in unfrozen)]
         return len({stage for name in trained for stage in self.holders[name]}) == stages
 

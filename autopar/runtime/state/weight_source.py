@@ -54,7 +54,7 @@ class OrderedSource:
             self.held[name] = full
 
     def finish(self) -> None:
-        """Asks for the remaining names, as other ranks do."""
+        """Ask for the remaining names, as other ranks do."""
         for name in self.names:
             self._next(name)
 
@@ -99,9 +99,9 @@ class LazyWeight(torch.Tensor):
         cls, read: Callable[[Sequence[torch.Tensor]], torch.Tensor], positions: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> Self:
         shape = [extent for each in positions for extent in each.shape]
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
-        made.read, made.positions = read, tuple(positions)
-        return made  # type: ignore[no-any-return]
+        weight: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        weight.read, weight.positions = read, tuple(positions)
+        return weight  # type: ignore[no-any-return]
 
     def whole(self) -> torch.Tensor:
         """Read what is left."""
@@ -138,28 +138,29 @@ def _left(func: Any, positions: tuple[torch.Tensor, ...], args: tuple[Any, ...])
 
 
 def _reshaped(positions: tuple[torch.Tensor, ...], shape: list[int]) -> list[torch.Tensor] | None:
-    """None where a dimension of the new shape would be made of several of the full tensor."""
+    """Return the positions in a new shape; None where a dimension of the new shape would be made of several of the full
+    tensor."""
     out: list[torch.Tensor] = []
     for number, each in enumerate(positions):
-        taken, count = [], 1
+        extents, count = [], 1
         while shape and (count < each.numel() or number == len(positions) - 1):
-            taken.append(shape.pop(0))
-            count *= taken[-1]
+            extents.append(shape.pop(0))
+            count *= extents[-1]
         if count != each.numel():
             return None
-        out.append(each.reshape(taken))
+        out.append(each.reshape(extents))
     return out
 
 
 def named_state(model: nn.Module, state: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
     """All parameters and buffers of a model by name, under every name that a tied one has; those in `state` from there."""
-    own, given = named_tensors(model), dict(state or {})
-    by_tensor = {id(own[name]): tensor for name, tensor in given.items() if name in own}
-    return {name: by_tensor.get(id(tensor), tensor) for name, tensor in own.items()} | given
+    own, passed = named_tensors(model), dict(state or {})
+    by_tensor = {id(own[name]): tensor for name, tensor in passed.items() if name in own}
+    return {name: by_tensor.get(id(tensor), tensor) for name, tensor in own.items()} | passed
 
 
 def fill_missing(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Puts values in place of buffers on the meta device that are in no checkpoint, where their module can compute them: its
+    """Put values in place of buffers on the meta device that are in no checkpoint, where their module can compute them: its
     `reset_parameters()`, or the model's `_init_weights` (Hugging Face). StateError where a tensor is left without."""
     missing = [name for name, tensor in tensors.items() if tensor.is_meta]
     buffers = dict(model.named_buffers(remove_duplicate=False)) if missing else {}
@@ -167,13 +168,13 @@ def fill_missing(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     for name in missing:
         if name in saved or name not in buffers:
             raise StateError(f"{name} is on the meta device and has no values: pass state={{name: tensor}} or build it on cpu")
-        found = _computed(model, name)
-        if found is None:
+        value = _computed(model, name)
+        if value is None:
             raise StateError(
                 f"{name} is on the meta device, and no checkpoint has it (persistent=False): pass it in state=, give its module "
                 "a reset_parameters() that computes it, or build the model on cpu"
             )
-        tensors[name] = found
+        tensors[name] = value
 
 
 def _computed(model: nn.Module, name: str) -> torch.Tensor | None:
@@ -188,9 +189,9 @@ def _computed(model: nn.Module, name: str) -> torch.Tensor | None:
         _spoil(buffer)
         with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception), torch.no_grad():
             initialise(module)
-        found: torch.Tensor = getattr(module, leaf)
-        if not found.is_meta and found.shape == buffer.shape and not _spoiled(found):
-            return found.detach().clone()
+        value: torch.Tensor = getattr(module, leaf)
+        if not value.is_meta and value.shape == buffer.shape and not _spoiled(value):
+            return value.detach().clone()
     return None
 
 
@@ -200,7 +201,7 @@ def _spoil(buffer: torch.Tensor) -> None:
 
 
 def _spoiled(buffer: torch.Tensor) -> bool:
-    """Whether a part of it still has what `_spoil` wrote."""
+    """Return whether a part of it still has what `_spoil` wrote."""
     if buffer.is_floating_point():
         return bool(buffer.isnan().any())
     return buffer.dtype == torch.bool or bool((buffer == torch.iinfo(buffer.dtype).min).any())

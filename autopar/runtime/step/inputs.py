@@ -8,43 +8,44 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path
 
+from ..comm.conversions import dtensor_placement, shard_of
 from ..comm.convert import convert
 from ..compat.autograd import apply
 from ..device.mesh import DATA_AXIS, MeshHandle
 from ..errors import BatchError
 from ..module import Program
-from .outputs import refuse_second_order
+from .outputs import FirstOrder
 
 REPLAN = "plan again with other example inputs"
 
 
 def bind_arguments(program: Program, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The inputs by name. BatchError, which names the argument, if the call differs from the one that was planned."""
-    given = _arguments(program, args, keywords)
-    wanted = {name: name for name in program.input_placements} | {name: path for path, name in _renamed(program)}
+    values = _arguments(program, args, keywords)
+    wanted = {name: name for name in program.input_placements} | {name: path for path, name in program.arguments.items()}
     constants = {**program.constants, **program.defaults}
     paths = set(wanted.values())
-    missing = [path for path in (*wanted.values(), *program.constants) if path not in given]
-    unknown = sorted(given.keys() - paths - constants.keys())
+    missing = [path for path in (*wanted.values(), *program.constants) if path not in values]
+    unknown = sorted(values.keys() - paths - constants.keys())
     if unknown or missing:
         problem = f"misses {', '.join(missing)}" if missing else f"has unplanned {', '.join(unknown)}"
         raise BatchError(f"the batch {problem}; this plan takes {', '.join((*wanted.values(), *program.constants))} ({REPLAN})")
     for path, text in constants.items():
-        found = given.get(path)
-        if path in given and text and constant_text(found) != text:
-            shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else constant_text(found)
+        value = values.get(path)
+        if path in values and text and constant_text(value) != text:
+            shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else constant_text(value)
             raise BatchError(f"argument {path} is {shown}, the plan is for {text}: pass that, or {REPLAN}")
     return _checked(
         program,
         {
-            name: _batch_first(program, name, path, _tensor(program, path, given[path], name in program.differentiable_inputs))
+            name: _batch_first(program, name, path, _tensor(program, path, values[path], name in program.differentiable_inputs))
             for name, path in wanted.items()
         },
         wanted,
@@ -93,11 +94,10 @@ def _local_input(program: Program, name: str, tensor: torch.Tensor) -> torch.Ten
         return _with_gradient(program, name, tensor)
     if isinstance(tensor, DTensor):
         return local_shard(program.mesh, name, tensor, program.input_placements[name])
-    text = program.input_placements[name].get(DATA_AXIS, "R")
-    dp = program.mesh.dp
-    if not text.startswith("S") or dp.size == 1:
+    shard, dp = shard_of(program.input_placements[name].get(DATA_AXIS, "R")), program.mesh.dp
+    if shard is None or dp.size == 1:
         return tensor
-    dim = int(text[2:-1])
+    dim, _ = shard
     if tensor.dim() <= dim or not dp.divides(tensor.shape[dim]):
         raise BatchError(
             f"input {name} of shape {tuple(tensor.shape)} does not divide over {dp.size} data-parallel ranks; "
@@ -111,24 +111,14 @@ def _with_gradient(program: Program, name: str, tensor: torch.Tensor) -> torch.T
     mesh = program.mesh
     for axis in mesh.axes:
         text = program.input_placements[name].get(axis, "R")
-        if text.startswith("S") and not mesh.axis(axis).divides(tensor.shape[int(text[2:-1])]):
+        shard = shard_of(text)
+        if shard is not None and not mesh.axis(axis).divides(tensor.shape[shard[0]]):
             raise BatchError(
                 f"input {name} of shape {tuple(tensor.shape)} does not divide over {axis}={mesh.axis(axis).size}; "
                 f"pass a batch whose size is a multiple of {mesh.axis(axis).size}"
             )
         tensor = convert(tensor, mesh.axis(axis), f"I -> {text}")
-    return apply(_FirstOrderInput, tensor)  # type: ignore[no-any-return]
-
-
-class _FirstOrderInput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        refuse_second_order(grad)
-        return grad
+    return apply(FirstOrder, tensor)  # type: ignore[no-any-return]
 
 
 # -- the call
@@ -146,16 +136,13 @@ def arguments_by_name(program: Program, args: tuple[Any, ...], keywords: Mapping
     return {**placed, **keywords}
 
 
-def _renamed(program: Program) -> Iterable[tuple[str, str]]:
-    return program.arguments.items()
-
-
 def _arguments(program: Program, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Every leaf of the arguments by its path. An argument that is None but was captured as a tensor counts as left out."""
+    """Return every leaf of the arguments by its path. An argument that is None but was captured as a tensor counts as left
+    out."""
     leaves, _ = tree_flatten_with_path(arguments_by_name(program, args, keywords))
-    given = {".".join(map(path_word, keys)): leaf for keys, leaf in leaves}
-    known = {**program.constants, **program.defaults}
-    return {path: leaf for path, leaf in given.items() if leaf is not None or path in known}
+    values = {".".join(map(path_word, keys)): leaf for keys, leaf in leaves}
+    constants = {**program.constants, **program.defaults}
+    return {path: leaf for path, leaf in values.items() if leaf is not None or path in constants}
 
 
 def path_word(key: Any) -> str:
@@ -182,9 +169,9 @@ def _tensor(program: Program, path: str, value: Any, flows: bool) -> torch.Tenso
 
 def _checked(program: Program, tensors: dict[str, torch.Tensor], paths: Mapping[str, str]) -> dict[str, torch.Tensor]:
     for name, wanted in program.input_dtypes.items():
-        found = str(tensors[name].dtype).removeprefix("torch.")
-        if found != wanted:
-            raise BatchError(f"input {paths[name]} is {found}, the plan is for {wanted}: cast it, or plan again")
+        dtype = str(tensors[name].dtype).removeprefix("torch.")
+        if dtype != wanted:
+            raise BatchError(f"input {paths[name]} is {dtype}, the plan is for {wanted}: cast it, or plan again")
     for name, planned in program.input_shapes.items():
         shape = tuple(tensors[name].shape)
         if len(shape) != len(planned) or any(want not in (None, size) for want, size in zip(planned, shape, strict=True)):
@@ -211,8 +198,8 @@ _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
 
 def constant_text(value: object) -> str:
-    """``repr`` of a plain value; else the type's name and a digest of what the object holds, so that an object that was changed
-    is another constant."""
+    """Return ``repr`` of a plain value; else the type's name and a digest of what the object holds, so that an object that was
+    changed is another constant."""
     if isinstance(value, torch.Tensor):
         return "a tensor"  # which is no constant
     if _is_plain(value):
@@ -263,7 +250,7 @@ def local_shard(mesh: MeshHandle, name: str, tensor: DTensor, places: Mapping[st
     """This rank's shard of an input that is a DTensor, as the program takes it. BatchError for one on another mesh."""
     if tensor.device_mesh != mesh.device_mesh:
         raise BatchError(f"input {name} is a DTensor on another mesh: pass {name}.full_tensor()")
-    wanted = [_placement(places.get(axis, "R")) if mesh.axis(axis).size > 1 else Replicate() for axis in mesh.axes]
+    wanted = [dtensor_placement(places.get(axis, "R")) if mesh.axis(axis).size > 1 else Replicate() for axis in mesh.axes]
     placed = tensor if list(tensor.placements) == wanted else tensor.redistribute(placements=wanted)
     return placed.to_local()
 
@@ -274,7 +261,3 @@ def plain_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if placed is not None:
         raise BatchError(f"input {placed} is a DTensor in a local batch: pass the global batch, without local_batch")
     return inputs
-
-
-def _placement(text: str) -> Replicate | Shard:
-    return Shard(int(text[2:-1].split(",")[0])) if text.startswith("S") else Replicate()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comm.conversions import shard_of
 from ..compat.autograd import apply
 from ..device.mesh import DATA_AXIS
 from ..errors import BatchError, RuntimeProblem
@@ -80,11 +81,11 @@ def run_with_deferred_gradients(state: State, train: Callable[[], torch.Tensor])
         parameter.grad = None
     try:
         loss = train()
-        made = [(parameter, parameter.grad) for parameter in parameters]
+        computed = [(parameter, parameter.grad) for parameter in parameters]
     finally:
         for parameter, gradient in saved:
             parameter.grad = gradient
-    reached = {parameter: gradient for parameter, gradient in made if gradient is not None}
+    reached = {parameter: gradient for parameter, gradient in computed if gradient is not None}
     if not reached:
         return loss
     result: torch.Tensor = apply(_Deliver, loss, list(reached.values()), state.loss_scale, *reached)
@@ -104,11 +105,11 @@ def split_micro_batches(program: Program, inputs: Batch) -> list[Batch]:
     count = program.micro_batches
     parts: list[Batch] = [{} for _ in range(count)]
     for name, tensor in inputs.items():
-        where = program.input_placements[name].get(DATA_AXIS, "R")
-        if not where.startswith("S"):
+        shard = shard_of(program.input_placements[name].get(DATA_AXIS, "R"))
+        if shard is None:
             slices: Sequence[torch.Tensor] = [tensor] * count
         else:
-            dim = int(where[2:-1])
+            dim, _ = shard
             if tensor.shape[dim] % count:
                 ranks = program.mesh.dp.size
                 raise BatchError(

@@ -12,14 +12,14 @@ import resource
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 from ..comm.heartbeat import Heartbeat
+from ..compat.dtensor import local_of
+from ..compat.hooks import around_optimizer_steps
 from ..errors import MemoryProblem
 from ..state.materialize import State
 
@@ -51,7 +51,7 @@ class Usage(NamedTuple):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a device or on the host."""
+    """Return whether an allocation failed, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
@@ -59,8 +59,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def asked_bytes(error: BaseException) -> int:
     """The size of the allocation that failed; 0 where the error does not say it."""
-    found = _ASKED.search(str(error))
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = _ASKED.search(str(error))
+    return int(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 def size_words(size_bytes: float) -> str:
@@ -81,14 +81,24 @@ class MemoryGuard:
         self.step = 0
         self.doing = ""
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        me = weakref.ref(self)
-        for register, begins in ((register_optimizer_step_pre_hook, True), (register_optimizer_step_post_hook, False)):
-            handle = register(partial(_optimizer_step, me, begins))
-            weakref.finalize(self, handle.remove)
+        around_optimizer_steps(self, before=MemoryGuard._step_begins, after=MemoryGuard._step_ends)
+
+    def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._owns(optimizer):
+            self.optimizers.add(optimizer)
+            self.doing = "optimizer.step"
+
+    def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._owns(optimizer):
+            self.doing = ""
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        own = {id(parameter) for parameter in self.state.parameters.values()} if self.state is not None else set()
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"][:1])
 
     @contextmanager
     def catching(self, doing: str) -> Iterator[None]:
-        """MemoryProblem where an allocation fails inside."""
+        """Raise a MemoryProblem where an allocation fails inside."""
         global _latest
         _latest = weakref.ref(self)
         self.doing = doing
@@ -108,11 +118,11 @@ class MemoryGuard:
             return None
         usage = Usage(self.kinds(), self.total(), asked_bytes(error))
         asked = f"{size_words(usage.asked)} more were asked for, " if usage.asked else ""
-        said = ""
+        prediction = ""
         if self.prediction is not None:
             with suppress(Exception):  # it may fail for want of memory itself
-                said = self.prediction(usage)
-        remedy = said or "plan for less memory (a higher ZeRO stage, more micro-batches, more devices)"
+                prediction = self.prediction(usage)
+        remedy = prediction or "plan for less memory (a higher ZeRO stage, more micro-batches, more devices)"
         place = ", ".join(word for word in (self.doing, self.detail()) if word)
         where = f"in step {self.step}{f', {place}' if place else ''}" if self.step else f"before the first step, {place}"
         return MemoryProblem(f"out of memory {where}: {asked}{usage}; {remedy}")
@@ -123,16 +133,16 @@ class MemoryGuard:
             return {}
         parameters = list(self.state.parameters.values())
         states = [each for optimizer in list(self.optimizers) for state in optimizer.state.values() for each in state.values()]
-        found = {
+        sizes = {
             "parameters": _bytes([*parameters, *self.state.buffers.values()]),
             "gradients": _bytes([parameter.grad for parameter in parameters]),
             "optimizer": _bytes(states),
         }
         if self.device.type == "cuda":
-            found["unused in the allocator"] = int(
+            sizes["unused in the allocator"] = int(
                 torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             )
-        return found
+        return sizes
 
     def total(self) -> int:
         """Bytes in use on the device, or by this process."""
@@ -144,9 +154,7 @@ class MemoryGuard:
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    locals_ = (each.to_local() if isinstance(each, DTensor) else each for each in tensors if isinstance(each, torch.Tensor))
-    with torch.no_grad():
-        return sum(each.numel() * each.element_size() for each in locals_)
+    return sum(local_of(each).nbytes for each in tensors if isinstance(each, torch.Tensor))
 
 
 class WatchedWork:
@@ -165,17 +173,6 @@ class WatchedWork:
 
 _latest: Callable[[], MemoryGuard | None] = lambda: None  # noqa: E731
 """The guard of the model that ran last."""
-
-
-def _optimizer_step(guard: Callable[[], MemoryGuard | None], begins: bool, optimizer: Optimizer, *_: Any) -> None:
-    """Note the begin and end of a step of any optimizer."""
-    found = guard()
-    if found is None or found.state is None:
-        return
-    own = {id(parameter) for parameter in found.state.parameters.values()}
-    if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"][:1]):
-        found.optimizers.add(optimizer)
-        found.doing = "optimizer.step" if begins else ""
 
 
 def latest_answer(error: BaseException) -> MemoryProblem | None:

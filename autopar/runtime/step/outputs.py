@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from ..comm.conversions import dtensor_placement, shard_of
 from ..comm.convert import convert
 from ..compat.autograd import apply
 from ..device.mesh import DATA_AXIS, MeshHandle
@@ -44,39 +45,31 @@ def join_micro_batches(program: Program, parts: Sequence[Sequence[torch.Tensor]]
 def _joined(where: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(parts) == 1 or where in ("R", "I"):
         return parts[-1]
-    if cut := _shard_of(where):
+    if cut := shard_of(where):
         dim, count = cut
         return torch.cat([part.unflatten(dim, (count, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
     stacked = torch.stack(list(parts))
     return stacked.amax(0) if "max" in where else stacked.amin(0) if "min" in where else stacked.sum(0)
 
 
-def _shard_of(text: str) -> tuple[int, int] | None:
-    """Dimension and parts of ``S(2,3)``; None for any other placement."""
-    if not text.startswith("S"):
-        return None
-    dim, _, count = text[2:-1].partition(",")
-    return int(dim), int(count or 1)
-
-
 def _model_axes_within(where: Mapping[str, str]) -> set[str]:
     """The model axes that shard the dimension that the data axis shards."""
-    data = _shard_of(where.get(DATA_AXIS, "R"))
-    return {name for name, text in where.items() if name != DATA_AXIS and data and (cut := _shard_of(text)) and cut[0] == data[0]}
+    data = shard_of(where.get(DATA_AXIS, "R"))
+    return {name for name, text in where.items() if name != DATA_AXIS and data and (cut := shard_of(text)) and cut[0] == data[0]}
 
 
 def _gathered(
     local: torch.Tensor, where: dict[str, str], axes: Collection[str], mesh: MeshHandle, target: str = "R"
 ) -> tuple[torch.Tensor, dict[str, str]]:
-    """`local` with these axes gathered to `target` (R or I), innermost first. Within what outer axes with fewer parts have
+    """Return `local` with these axes gathered to `target` (R or I), innermost first. Within what outer axes with fewer parts have
     sharded, there are fewer parts."""
     for name in reversed(list(mesh.axes)):
-        cut = _shard_of(where.get(name, "R"))
+        cut = shard_of(where.get(name, "R"))
         if name not in axes or cut is None:
             continue
         dim, count = cut
         for other, text in where.items():
-            outer = _shard_of(text)
+            outer = shard_of(text)
             if other != name and outer and outer[0] == dim and outer[1] < count:
                 count //= mesh.axis(other).size
         local, where[name] = convert(local.contiguous(), mesh.axis(name), f"S({dim},{max(1, count)}) -> {target}"), target
@@ -90,7 +83,7 @@ def returned_outputs(program: Program, values: Sequence[torch.Tensor]) -> dict[s
         local, where = (values[number] if values else None), _joined_placements(program, where)
         kind = program.output_kinds.get(path, "dtensor")
         if kind == "gradient" and local is not None:
-            out[path] = _with_gradient(path, local, where, program.mesh)
+            out[path] = _with_gradient(local, where, program.mesh)
         elif kind == "full":
             out[path] = _full(path, local, where, program)
         else:
@@ -98,14 +91,14 @@ def returned_outputs(program: Program, values: Sequence[torch.Tensor]) -> dict[s
     return out
 
 
-def _with_gradient(path: str, local: torch.Tensor, where: Mapping[str, str], mesh: MeshHandle) -> torch.Tensor:
+def _with_gradient(local: torch.Tensor, where: Mapping[str, str], mesh: MeshHandle) -> torch.Tensor:
     """The full tensor, Invariant on every axis: all ranks compute the same with it, and each takes its part of the gradient."""
     places = dict(where)
     for name in mesh.axes:
         if places.get(name, "R")[0] in "PR":
             local, places[name] = convert(local, mesh.axis(name), f"{places.get(name, 'R')} -> I"), "I"
     local, _ = _gathered(local, places, list(mesh.axes), mesh, "I")
-    return apply(_FirstOrder, path, local) if local.requires_grad else local
+    return apply(FirstOrder, local) if local.requires_grad else local
 
 
 def _full(path: str, local: torch.Tensor | None, where: Mapping[str, str], program: Program) -> torch.Tensor:
@@ -125,9 +118,9 @@ def _from_last_stage(local: torch.Tensor | None, program: Program) -> torch.Tens
     mesh, group = program.mesh, program.mesh.group(program.mesh.pp.name)
     stages: Sequence[int] = program.__dict__["chunk_stages"]
     source = mesh.rank_in_stage(stages[-1])
-    said: list[Any] = [None if local is None else (tuple(local.shape), local.dtype)]
-    dist.broadcast_object_list(said, source, group, device=mesh.device)
-    shape, dtype = said[0]
+    kinds: list[Any] = [None if local is None else (tuple(local.shape), local.dtype)]
+    dist.broadcast_object_list(kinds, source, group, device=mesh.device)
+    shape, dtype = kinds[0]
     whole = torch.empty(shape, dtype=dtype, device=mesh.device) if local is None else local
     dist.broadcast(whole, source, group)
     return whole
@@ -144,7 +137,7 @@ def _as_dtensor(path: str, local: torch.Tensor, where: Mapping[str, str], progra
     with torch.no_grad():
         local, where = _simple_placements(local.detach(), dict(where), mesh)
     local = local if program.forward_only else _only_the_loss(path, local)
-    places = [_placement(where.get(name, "R") if mesh.axis(name).size > 1 else "R") for name in mesh.axes]
+    places = [dtensor_placement(where.get(name, "R") if mesh.axis(name).size > 1 else "R") for name in mesh.axes]
     return DTensor.from_local(local, mesh.device_mesh, places, run_check=False)
 
 
@@ -156,16 +149,12 @@ def _simple_placements(local: torch.Tensor, where: dict[str, str], mesh: MeshHan
             local = convert(local, mesh.axis(name), f"{text} -> R")
         if text.startswith("P"):
             where[name] = "R"
-    cut = {name: found for name in mesh.axes if (found := _shard_of(where.get(name, "R")))}
+    cut = {name: shard for name in mesh.axes if (shard := shard_of(where.get(name, "R")))}
     odd = {name for name, (_, count) in cut.items() if count > 1 or mesh.axis(name).shares}
     strided = {cut[name][0] for name in odd}
     names = [name for name, (dim, _) in cut.items() if dim in strided]
     first = next((number for number, name in enumerate(names) if name in odd), len(names))
     return _gathered(local, where, names[first:], mesh)
-
-
-def _placement(text: str) -> Replicate | Shard | Partial:
-    return Shard(int(text[2:-1].split(",")[0])) if text.startswith("S") else Replicate()
 
 
 def _only_the_loss(path: str, value: torch.Tensor) -> torch.Tensor:
@@ -192,27 +181,21 @@ class _OnlyTheLoss(torch.autograd.Function):
         )
 
 
-class _FirstOrder(torch.autograd.Function):
-    """Its backward has no graph of its own: what asks for one (a gradient penalty) is refused."""
+class FirstOrder(torch.autograd.Function):
+    """A value whose gradient has no graph of its own: what asks for one (``create_graph=True``) is refused."""
 
     @staticmethod
-    def forward(ctx: Any, path: str, value: torch.Tensor) -> torch.Tensor:
-        ctx.path = path
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        refuse_second_order(grad)
-        return None, grad
-
-
-def refuse_second_order(grad: torch.Tensor) -> None:
-    """RuntimeProblem in a backward with ``create_graph=True``."""
-    if torch.is_grad_enabled():
-        raise RuntimeProblem(
-            "gradients of gradients (create_graph=True, a gradient penalty) are not computed by parallel programs, whose "
-            "collectives have first derivatives only: run the penalty on the plain model"
-        )
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeProblem(
+                "gradients of gradients (create_graph=True, a gradient penalty) are not computed by parallel programs, whose "
+                "collectives have first derivatives only: run the penalty on the plain model"
+            )
+        return grad
 
 
 # -- the user's class
@@ -240,7 +223,7 @@ def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any], pat
 
 
 def leaves_out(form: Form) -> bool:
-    """Whether a result of this form lacks tensors."""
+    """Return whether a result of this form lacks tensors."""
     if form is None or not isinstance(form, tuple) or form[0] in ("loss", "output", "constant"):
         return form is None
     parts = form[1] if form[0] in ("tuple", "list") else [each for _, each in form[-1]]
@@ -292,10 +275,10 @@ def plain_result(program: Program, loss: torch.Tensor, outputs: Mapping[str, Any
 
 def _class(name: str) -> type | None:
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) else None
+        value = getattr(value, part, None)
+    return value if isinstance(value, type) else None
 
 
 def _instance(cls: Any, fields: dict[str, Any]) -> Any:
@@ -305,7 +288,7 @@ def _instance(cls: Any, fields: dict[str, Any]) -> Any:
         return cls(**fields) if hasattr(cls, "__dataclass_fields__") else cls(fields)
     if issubclass(cls, tuple):
         return cls(*fields.values())
-    made = cls.__new__(cls)
+    instance = cls.__new__(cls)
     for key, value in fields.items():
-        object.__setattr__(made, key, value)
-    return made
+        object.__setattr__(instance, key, value)
+    return instance

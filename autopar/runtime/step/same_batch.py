@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ..device.groups import several_ranks
 from ..device.mesh import DATA_AXIS, MeshHandle
 from ..errors import BatchError
 
@@ -17,12 +18,13 @@ _MULTIPLIER = 0x5851F42D4C957F2D
 
 
 def is_checked(call: int, every: int) -> bool:
-    """Whether the batches of this call (from 0) are compared: the first ones, then one of `every`; none where that is 0."""
+    """Return whether the batches of this call (from 0) are compared: the first ones, then one of `every`; none where that is
+    0."""
     return bool(every) and (call < FIRST_CALLS or call % every == 0)
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """`checksum_on_device` as a number."""
+    """Return `checksum_on_device` as a number."""
     return int(checksum_on_device(tensor))
 
 
@@ -43,17 +45,18 @@ def checksum_on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor] | None, names: tuple[str, ...], local: bool) -> None:
-    """BatchError on every rank where ranks passed different batches. All ranks call it; one that refused its own batch passes
-    None. A `local` batch is this data rank's part, equal along the other axes only."""
-    backend = dist.get_backend()
-    if dist.get_world_size() == 1 or backend == "fake":
+    """Raise a BatchError on every rank where ranks passed different batches. All ranks call it; one that refused its own batch
+    passes None. A `local` batch is this data rank's part, equal along the other axes only."""
+    if not several_ranks():
         return
-    mine = [0, *(_checksum(inputs[name]) for name in names)] if inputs is not None else [1, *(0 for _ in names)]
-    row = torch.tensor(mine, dtype=torch.int64, device=mesh.device)
+    own = [1, *(0 for _ in names)]
+    if inputs is not None:  # of a DTensor ranks hold different shards
+        own = [0, *(0 if isinstance(inputs[name], DTensor) else checksum(inputs[name]) for name in names)]
+    row = torch.tensor(own, dtype=torch.int64, device=mesh.device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
-    found = [tuple(each.tolist()) for each in rows]
-    refused = next((rank for rank, each in enumerate(found) if each[0]), None)
+    checksums = [tuple(each.tolist()) for each in rows]
+    refused = next((rank for rank, each in enumerate(checksums) if each[0]), None)
     if inputs is None:
         return
     if refused is not None:
@@ -61,16 +64,11 @@ def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor] | None
             f"{mesh.describe(refused)} refused its batch: see its own error, and pass the global batch on every rank"
         )
     first: dict[int, int] = {}
-    for rank, each in enumerate(found):
+    for rank, each in enumerate(checksums):
         other = first.setdefault(mesh.data_coordinate(rank) if local else 0, rank)
-        different = next((name for name, a, b in zip(names, found[other][1:], each[1:], strict=True) if a != b), None)
+        different = next((name for name, a, b in zip(names, checksums[other][1:], each[1:], strict=True) if a != b), None)
         if different is not None:
             raise BatchError(_message(mesh, different, (other, rank), local))
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    """Return the checksum of a tensor; ranks hold different shards of a DTensor."""
-    return 0 if isinstance(tensor, DTensor) else checksum(tensor)
 
 
 def _message(mesh: MeshHandle, name: str, ranks: tuple[int, int], local: bool) -> str:

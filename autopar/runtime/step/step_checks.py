@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..comm.agreement import gather
 from ..compat.autograd import in_backward
+from ..compat.dtensor import local_of
+from ..device.groups import several_ranks
 from ..device.mesh import PIPELINE_AXIS
 from ..errors import NotFiniteProblem, ReplicaProblem
 from ..module import BlockModule, Program
@@ -56,15 +58,15 @@ def _copies(state: State) -> Iterator[tuple[str, _Copy]]:
 
 @torch.no_grad()
 def check_replicas(state: State, when: str) -> None:
-    """ReplicaProblem on all ranks where copies differ in any bit. One small all-reduce for each mesh axis, and one of a flag; all
-    ranks must call."""
+    """Raise a ReplicaProblem on all ranks where copies differ in any bit. One small all-reduce for each mesh axis, and one of a
+    flag; all ranks must call."""
     mesh, names = state.mesh, list(state.index.specs)
     held = dict(_copies(state))
     sums = torch.full((len(names),), _ABSENT, dtype=torch.int64, device=mesh.device)
     here = [number for number, name in enumerate(names) if name in held]
     if here:
-        found = torch.stack([checksum_on_device(held[names[number]].tensor) for number in here]) & (2**62 - 1)
-        sums[torch.tensor(here, device=mesh.device)] = found
+        own_sums = torch.stack([checksum_on_device(held[names[number]].tensor) for number in here]) & (2**62 - 1)
+        sums[torch.tensor(here, device=mesh.device)] = own_sums
     present = sums != _ABSENT
     both = torch.stack([sums, torch.where(present, -sums, sums)])
     differs = torch.zeros((), dtype=torch.int64, device=mesh.device)
@@ -82,13 +84,13 @@ def check_replicas(state: State, when: str) -> None:
 def _raise_difference(state: State, held: dict[str, _Copy], sums: dict[str, int], when: str) -> None:
     """Names the tensor and the ranks."""
     mesh = state.mesh
-    mine = {
+    own = {
         name: _Held(
             tuple(_coordinate(mesh, axis) for axis in (PIPELINE_AXIS, *mesh.state_axes) if axis not in copy.axes), sums[name]
         )
         for name, copy in held.items()
     }
-    every: list[dict[str, _Held]] = gather(mine)
+    every: list[dict[str, _Held]] = gather(own)
     unequal = [name for name in sums if (groups := _groups(every, name)) and any(len(set(each.values())) > 1 for each in groups)]
     name = unequal[0]
     values = next(each for each in _groups(every, name) if len(set(each.values())) > 1)
@@ -110,19 +112,19 @@ def _raise_difference(state: State, held: dict[str, _Copy], sums: dict[str, int]
 
 def _groups(every: list[dict[str, _Held]], name: str) -> list[dict[int, int]]:
     """The checksums by rank of the ranks that should hold the same, for each shard."""
-    found: dict[tuple[int, ...], dict[int, int]] = {}
+    by_shard: dict[tuple[int, ...], dict[int, int]] = {}
     for rank, table in enumerate(every):
         if name in table:
-            found.setdefault(table[name].shard, {})[rank] = table[name].checksum
-    return list(found.values())
+            by_shard.setdefault(table[name].shard, {})[rank] = table[name].checksum
+    return list(by_shard.values())
 
 
 def _difference(held: dict[str, _Copy], name: str, one: int, other: int) -> str:
     """Return the distance of two ranks' copies, in words; empty for large tensors, which are not sent."""
-    mine: Any = None
+    own: Any = None
     if dist.get_rank() in (one, other) and held[name].tensor.numel() <= _MOST_COMPARED:
-        mine = held[name].tensor.detach().cpu().contiguous()
-    every = gather(mine)
+        own = held[name].tensor.detach().cpu().contiguous()
+    every = gather(own)
     if every[one] is None or every[other] is None:
         return ""
     apart = (every[one].double() - every[other].double()).abs()
@@ -147,7 +149,7 @@ class StepChecks:
     def __init__(self, program: Program, state: State, every: int) -> None:
         self.program, self.state, self.every = program, state, every
         self.steps = 0
-        self.several = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+        self.several = several_ranks()
 
     def run(self, program: Program, compute: Callable[[], StepResult]) -> StepResult:
         """Return the result of `compute`, which runs `program`. ReplicaProblem before it, NotFiniteProblem after it, on all ranks
@@ -166,21 +168,21 @@ class StepChecks:
 
     @contextmanager
     def _watching_outputs(self, program: Program) -> Iterator[dict[Place, list[torch.Tensor]]]:
-        """Whether each block's outputs are finite, as tensors that nobody has waited for. What has no gradient (masks) may be
-        infinite."""
-        found: dict[Place, list[torch.Tensor]] = {}
+        """Yield by block whether its outputs are finite, as tensors that nobody has waited for. What has no gradient (masks) may
+        be infinite."""
+        finite: dict[Place, list[torch.Tensor]] = {}
 
         def look(place: Place, result: Any) -> None:
             for value in result if isinstance(result, tuple) else (result,):
                 if isinstance(value, torch.Tensor) and value.is_floating_point() and value.requires_grad:
-                    found.setdefault(place, []).append(torch.isfinite(value.detach()).all())
+                    finite.setdefault(place, []).append(torch.isfinite(value.detach()).all())
 
         handles = [
             block.register_forward_hook(lambda _, __, result, place=place: look(place, result))
             for place, block in _blocks(program)
         ]
         try:
-            yield found
+            yield finite
         finally:
             for handle in handles:
                 handle.remove()
@@ -193,20 +195,20 @@ class StepChecks:
             return
         names = {place: block.prefix or type(block).__name__ for place, block in _blocks(program)}
         first = next(((place, names[place]) for place in sorted(finite) if not all(map(bool, finite[place]))), None)
-        lost = next((name for name, each in self.state.parameters.items() if not _is_finite(each)), "")
-        said: list[Found] = gather((first, lost)) if self.several else [(first, lost)]
-        raise NotFiniteProblem(f"the loss of step {self.steps} is {float(loss):g}: {self._reason(said)}")
+        lost = next((name for name, each in self.state.parameters.items() if not torch.isfinite(local_of(each)).all()), "")
+        states: list[Found] = gather((first, lost))
+        raise NotFiniteProblem(f"the loss of step {self.steps} is {float(loss):g}: {self._reason(states)}")
 
-    def _reason(self, said: list[Found]) -> str:
+    def _reason(self, states: list[Found]) -> str:
         """Return the reason in words, from what each rank found."""
         describe = self.program.mesh.describe
-        rank = next((rank for rank, (_, lost) in enumerate(said) if lost), None)
+        rank = next((rank for rank, (_, lost) in enumerate(states) if lost), None)
         if rank is not None:
             return (
-                f"{said[rank][1]} was not finite before it (on {describe(rank)}): load the last checkpoint, and clip gradients "
+                f"{states[rank][1]} was not finite before it (on {describe(rank)}): load the last checkpoint, and clip gradients "
                 "or lower the learning rate"
             )
-        places = {rank: first for rank, (first, _) in enumerate(said) if first is not None}
+        places = {rank: first for rank, (first, _) in enumerate(states) if first is not None}
         if not places:
             return "the outputs of all blocks are finite: look at the loss and its targets"
         rank = min(places, key=lambda each: (places[each][0], each))
@@ -220,8 +222,3 @@ def _blocks(program: Program) -> Iterator[tuple[Place, BlockModule]]:
     for root in program.roots()[program.mesh.pp.coordinate]:
         for number, block in enumerate(root.blocks()):
             yield (root.position, number), block
-
-
-def _is_finite(parameter: torch.Tensor) -> bool:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return bool(torch.isfinite(local.detach()).all())

@@ -3,20 +3,20 @@ refuses: an ordinary tensor is the whole tensor, with one value on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ..compat.autograd import in_backward
-from ..compat.dtensor import operations_of_shards, usual_operation
+from ..compat.dtensor import gathered, operations_of_shards, replicated, usual_operation
 from ..compat.hooks import shard_operations
 from ..errors import StateError
-from ..state.gradient import Gradient, place_of
+from ..state.gradient import Gradient, flat, place_of
 from ..step.same_batch import checksum
 from .random_draws import ranks_agree
 
@@ -30,19 +30,19 @@ def mix_whole_tensors() -> AbstractContextManager[None]:
     names = [*_COMPARED, *_MIXED, *(f"{name}_" for name in _MIXED)]
     names += [f"_foreach_{name}{end}" for name in _OF_LISTS for end in ("", "_")]
     handlers = {torch.ops.aten._foreach_copy_.default: _mixed_by(_copy_all)}
-    known = operations_of_shards()
+    table = operations_of_shards()
     for name in names:
         packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             op = getattr(packet, overload)
-            if "out" not in overload and op not in known and op not in handlers:
+            if "out" not in overload and op not in table and op not in handlers:
                 handlers[op] = _mixed_by(usual_operation)
     return shard_operations(handlers)
 
 
 def _mixed_by(usual: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
     def run(op: Any, args: Any, kwargs: Any) -> Any:
-        if not any(_is_whole(each) for each in _flat(args)) or in_backward():
+        if not any(_is_whole(each) for each in flat(args)) or in_backward():
             return usual(op, args, kwargs)
         return _mixed(usual, op, args, kwargs)
 
@@ -55,28 +55,20 @@ def _copy_all(op: Any, args: Any, kwargs: Any) -> None:
         target.copy_(source, *args[2:], **kwargs)
 
 
-def _flat(values: Any) -> Iterator[Any]:
-    for each in values:
-        if isinstance(each, (list, tuple)):
-            yield from each
-        else:
-            yield each
-
-
 def _is_whole(value: Any) -> bool:
-    """Whether it is an ordinary tensor of more than one number (DTensor takes numbers itself)."""
+    """Return whether it is an ordinary tensor of more than one number (DTensor takes numbers itself)."""
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() > 0
 
 
 def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: Any) -> Any:
-    every = list(_flat(args))
+    every = list(flat(args))
     shards = [each for each in every if isinstance(each, DTensor)]
     plain = [each for each in every if _is_whole(each)]
     for each in shards:
         _check_pair(each, plain)
     targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
     if not isinstance(targets[0], DTensor) and op._schema.is_mutable:
-        return op(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        return op(*tree_map_only(DTensor, gathered, args), **tree_map_only(DTensor, gathered, kwargs))
     mesh = shards[0].device_mesh
     if op._schema.is_mutable and not ranks_agree(hash(tuple(map(checksum, plain))) >> 9, shards[0]):
         raise StateError(
@@ -85,20 +77,13 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
         )
 
     def placed(x: Any) -> Any:
-        return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False) if _is_whole(x) else x
+        return replicated(x, mesh) if _is_whole(x) else x
 
     return usual(op, tree_map(placed, args), tree_map(placed, kwargs))
 
 
-def _gathered(value: Any) -> Any:
-    if not isinstance(value, DTensor):
-        return value
-    detached: Any = value.detach()
-    return detached.full_tensor()
-
-
 def _check_pair(value: DTensor, plain: list[torch.Tensor]) -> None:
-    """StateError where scripts that pair parameters by their order pair wrong ones."""
+    """Raise a StateError where scripts that pair parameters by their order pair wrong ones."""
     stage, name = (value.stage, value.parameter_name) if isinstance(value, Gradient) else place_of(value)
     theirs = any(isinstance(each, nn.Parameter) for each in plain)
     if name and stage is not None and (theirs or any(each.shape == value.shape for each in plain)):

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from ..comm.agreement import equal_on_ranks
 from ..comm.heartbeat import glancing
 from ..compat.autograd import has_data
-from ..compat.dtensor import local_of, own_part, random_operations
+from ..compat.dtensor import gathered, local_of, own_part, random_operations, replicated
 from ..compat.hooks import replaced, shard_operations
 from ..device.rng import named_key, seed_stream
 from ..errors import RuntimeProblem
@@ -55,7 +56,7 @@ def draw_whole_tensors() -> ExitStack:
 
 
 def _draw(op: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a random operation on whole tensors, and takes this rank's part of what it gives and of what it writes."""
+    """Run a random operation on whole tensors, and take this rank's part of what it gives and of what it writes."""
     values = [*args, *kwargs.values()]
     shards = [each for each in values if isinstance(each, DTensor)]
     if not has_data(local_of(shards[0])):
@@ -96,9 +97,7 @@ def _whole(op: Any, value: DTensor, overwritten: bool) -> torch.Tensor:
     reads = "dropout" in name or "rrelu" in name
     if (overwritten and not reads) or name.endswith("_like"):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=local_of(value).device)
-    detached: Any = value.detach()
-    full: torch.Tensor = detached.full_tensor()
-    return full.clone() if overwritten else full
+    return gathered(value).clone() if overwritten else gathered(value)
 
 
 def _sharded_like(result: torch.Tensor, shards: list[DTensor]) -> DTensor:
@@ -106,7 +105,7 @@ def _sharded_like(result: torch.Tensor, shards: list[DTensor]) -> DTensor:
     like = next((each for each in shards if each.shape == result.shape), None)
     mesh = shards[0].device_mesh
     if like is None or any(placement.is_partial() for placement in like.placements):
-        return DTensor.from_local(result, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return replicated(result, mesh)
     return DTensor.from_local(
         own_part(like, result), mesh, like.placements, run_check=False, shape=result.shape, stride=result.stride()
     )
@@ -114,7 +113,7 @@ def _sharded_like(result: torch.Tensor, shards: list[DTensor]) -> DTensor:
 
 @contextmanager
 def _agreed(generator: torch.Generator | None, value: DTensor) -> Iterator[None]:
-    """Inside, `generator` (None: torch's own of the device) has one state on all ranks that draw for `value`: that of the first
+    """Let `generator` (None: torch's own of the device) have one state on all ranks that draw for `value`: that of the first
     rank, as scripts that seed each rank differently mean it, or that of the parameter's stream. After it only a generator that
     agreed before has moved on, and that of the first rank."""
     device = local_of(value).device
@@ -134,7 +133,7 @@ def _agreed(generator: torch.Generator | None, value: DTensor) -> Iterator[None]
 
 
 def _take_first_state(generator: torch.Generator, own: torch.Tensor, value: DTensor) -> bool:
-    """Sets the generator to the state of the mesh's first rank, and returns whether this rank's moves on with the draw. All ranks
+    """Set the generator to the state of the mesh's first rank, and return whether this rank's moves on with the draw. All ranks
     of the mesh compare a hash first, since a state takes 5 kB."""
     if ranks_agree(int.from_bytes(hashlib.blake2b(bytes(own.tolist()), digest_size=7).digest(), "big"), value):
         return True
@@ -146,11 +145,8 @@ def _take_first_state(generator: torch.Generator, own: torch.Tensor, value: DTen
 
 
 def ranks_agree(number: int, value: DTensor) -> bool:
-    """Whether all ranks of the tensor's mesh have the same number. All of them must call."""
-    bounds = torch.tensor([number, -number], device=local_of(value).device)
-    for group in _groups(value):
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
-    return int(bounds[0]) == -int(bounds[1])
+    """Return whether all ranks of the tensor's mesh have the same number. All of them must call."""
+    return bool(equal_on_ranks(torch.tensor(number, device=local_of(value).device), _groups(value)))
 
 
 def _groups(value: DTensor) -> list[dist.ProcessGroup]:

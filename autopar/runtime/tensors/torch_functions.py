@@ -25,7 +25,7 @@ from .random_draws import stages_in_use
 
 
 def mark_result(result: torch.Tensor, state: State) -> None:
-    """Says whose parameters a result was computed from, for `torch.autograd.grad`."""
+    """Say whose parameters a result was computed from, for `torch.autograd.grad`."""
     if result.grad_fn is not None:
         metadata: Any = result.grad_fn.metadata
         metadata["autopar"] = weakref.ref(state)
@@ -34,8 +34,8 @@ def mark_result(result: torch.Tensor, state: State) -> None:
 def parameter_gradients(
     engine: Callable[..., Any], results: Any, gradients: Any, retain: bool, create: bool, inputs: Any, allow_unused: bool
 ) -> Any:
-    """``torch.autograd.grad`` of a result of a parallel model by its parameters: those of a whole backward, which gathers and
-    reduces. All ``.grad`` stay as they are. NotImplemented for all else."""
+    """Return ``torch.autograd.grad`` of a result of a parallel model by its parameters: those of a whole backward, which gathers
+    and reduces. All ``.grad`` stay as they are. NotImplemented for all else."""
     if not any(place_of(each)[1] for each in inputs):
         return NotImplemented
     nodes = list(graph_of(results))
@@ -56,16 +56,16 @@ def parameter_gradients(
         for each in every.values():
             each.grad = None
         engine(results, gradients, retain, False, (), allow_unreachable=True, accumulate_grad=True)
-        found = tuple(each.grad for each in inputs)
+        gradients_of_inputs = tuple(each.grad for each in inputs)
     finally:
         for each, gradient in before:
             each.grad = gradient
-    if not allow_unused and any(each is None for each in found):
+    if not allow_unused and any(each is None for each in gradients_of_inputs):
         raise RuntimeError(
             "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is the "
             "desired behavior."
         )
-    return found
+    return gradients_of_inputs
 
 
 def refuse_collectives() -> AbstractContextManager[None]:
@@ -82,7 +82,7 @@ def _refuse_collective(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def refuse_one_stage(parameters: Iterable[torch.Tensor]) -> None:
-    """StateError for a full state dict of parameters that are on one stage of a pipeline."""
+    """Raise a StateError for a full state dict of parameters that are on one stage of a pipeline."""
     if any(place_of(each)[0] is not None for each in parameters):
         raise StateError(
             "a full state dict of torch.distributed.checkpoint has the parameters of one stage of a pipeline only: call "
@@ -106,8 +106,8 @@ def allow_empty_optimizers() -> AbstractContextManager[None]:
 
 
 def with_plain_gradient(loss: torch.Tensor, stages: int) -> torch.Tensor:
-    """`loss`, whose gradient may come as a DTensor. RuntimeProblem in the backward where it does on one of several pipeline
-    `stages`: each has added the term of its own parameters only."""
+    """Return `loss`, whose gradient may come as a DTensor. RuntimeProblem in the backward where it does on one of several
+    pipeline `stages`: each has added the term of its own parameters only."""
     return apply(_PlainGradient, loss, stages)  # type: ignore[no-any-return]
 
 

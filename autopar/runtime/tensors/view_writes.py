@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..comm.heartbeat import glancing
 from ..compat.autograd import has_data
-from ..compat.dtensor import in_place_operations, local_of, operations_of_shards, own_part, usual_operation
+from ..compat.dtensor import gathered, in_place_operations, local_of, operations_of_shards, own_part, usual_operation
 from ..compat.hooks import shard_operations
 from ..errors import StateError
 from ..step.same_batch import checksum
@@ -58,7 +58,7 @@ def write_through_views() -> AbstractContextManager[None]:
 
 
 def _make_view(op: Any, args: Any, kwargs: Any) -> Any:
-    """Makes a view, and notes its source where a write into it would not reach that."""
+    """Make a view, and note its source where a write into it would not reach that."""
     results = usual_operation(op, args, kwargs)
     source = args[0]
     for position, view in enumerate(results) if isinstance(results, (list, tuple)) else ((None, results),):
@@ -68,7 +68,7 @@ def _make_view(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_copy(view: DTensor, source: DTensor) -> bool:
-    """Whether the view was gathered. Mostly by the placements, which all ranks know: an empty shard has no address."""
+    """Return whether the view was gathered. Mostly by the placements, which all ranks know: an empty shard has no address."""
     if sum(each.is_shard() for each in view.placements) < sum(each.is_shard() for each in source.placements):
         return True
     own, other = local_of(view), local_of(source)
@@ -90,14 +90,14 @@ def _writing_by(usual: Operation) -> Operation:
             _write_whole(op, args, kwargs)
         if view is not None:
             with glancing("a write into a part of a sharded tensor"):
-                _write_source(view, _gathered(target))
+                _write_source(view, gathered(target).clone())
         return target
 
     return run
 
 
 def _write_whole(op: Any, args: Any, kwargs: Any) -> None:
-    """Runs an operation in place on whole tensors, and keeps this rank's part."""
+    """Run an operation in place on whole tensors, and keep this rank's part."""
     target: DTensor = args[0]
     others = [each for each in tree_flatten((args[1:], kwargs))[0] if isinstance(each, torch.Tensor)]
     plain = [each for each in others if not isinstance(each, DTensor) and each.dim()]
@@ -107,26 +107,15 @@ def _write_whole(op: Any, args: Any, kwargs: Any) -> None:
                 "ranks write different values into a parallel model's parameter or gradient: make the same tensor, and the same "
                 "indices, on every rank"
             )
-        values = _gathered(target)
-        op(values, *tree_map(_whole, args[1:]), **tree_map(_whole, kwargs))
+        values = gathered(target).clone()
+        op(values, *tree_map_only(DTensor, gathered, args[1:]), **tree_map_only(DTensor, gathered, kwargs))
         local_of(target).copy_(own_part(target, values))
 
 
 def _write_source(view: ViewSource, values: torch.Tensor) -> None:
-    """Writes the values of a view into what it is a view of, and so on."""
-    source = _gathered(view.source)
+    """Write the values of a view into what it is a view of, and so on."""
+    source = gathered(view.source).clone()
     view.view(source).copy_(values)
     local_of(view.source).copy_(own_part(view.source, source))
     if (outer := view.source.__dict__.get("autopar_view")) is not None:
         _write_source(outer, source)
-
-
-def _gathered(value: DTensor) -> torch.Tensor:
-    """A copy of the whole tensor."""
-    detached: Any = value.detach()
-    whole: torch.Tensor = detached.full_tensor()
-    return whole.clone()
-
-
-def _whole(value: Any) -> Any:
-    return _gathered(value) if isinstance(value, DTensor) else value

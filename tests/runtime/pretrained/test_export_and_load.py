@@ -195,7 +195,7 @@ def test_headers_with_any_byte_changed_are_refused_or_read(tmp_path: Path) -> No
     """Never another error, and never bytes beyond the file's."""
     import random
 
-    from autopar.runtime.pretrained.header import mapped
+    from autopar.runtime.pretrained.stacked import mapped
     from autopar.runtime.pretrained.weight_files import list_files
 
     crafted("whole", tmp_path)

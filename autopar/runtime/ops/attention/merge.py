@@ -27,7 +27,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, bias: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse [B, h, s]) of scores ``scale * q k^T + bias``; `causal`: a query sees the keys up to its own number. A row
+    """Return (out, lse [B, h, s]) of scores ``scale * q k^T + bias``; `causal`: a query sees the keys up to its own number. A row
     without a key has a log-sum-exp of minus infinity, and zeros."""
     kernel = _kernel(q, v, bias)
     if kernel == "cpu":
@@ -60,7 +60,7 @@ def attend_backward(
 
 
 def _kernel(q: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> str:
-    """``cpu``, ``flash`` or ``plain``."""
+    """Return the kernel that takes these operands: ``cpu``, ``flash`` or ``plain``."""
     if q.shape[-1] != v.shape[-1]:
         return "plain"
     if q.device.type == "cpu":
@@ -102,7 +102,7 @@ def plain_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     *, bias: torch.Tensor | None, causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`attend_backward` by plain operations, and the gradient of what is added to the scores, [B, h, s, t]."""
+    """Return `attend_backward` by plain operations, and the gradient of what is added to the scores, [B, h, s, t]."""
     grouped, scores = _scores(q, k, bias, causal, scale)
     groups = scores.shape[1:3]
     weights = torch.exp(scores - lse.unflatten(1, groups).unsqueeze(-1))
@@ -150,7 +150,7 @@ class AttentionTile:
         return out
 
     def add_mask_gradient(self, total: torch.Tensor, rectangle: Rectangle, scores: torch.Tensor) -> None:
-        """Adds a rectangle's gradient of the scores to a tensor shaped like the mask."""
+        """Add a rectangle's gradient of the scores to a tensor shaped like the mask."""
         at = 0
         for start, end in self.key_ranges(rectangle):
             part = scores[..., at : at + end - start]
@@ -193,7 +193,7 @@ class MergedAttention:
         self.lse = torch.full(q.shape[:-1], LOWEST, dtype=self.dtype, device=q.device)
 
     def add(self, tile: AttentionTile, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Every rectangle of a tile."""
+        """Add every rectangle of a tile."""
         for rectangle in tile.rectangles():
             q = _rows(self.q, rectangle.rows)
             bias, causal = tile.bias(rectangle, q)
@@ -203,10 +203,10 @@ class MergedAttention:
             self._merge(rectangle.rows, out.to(self.dtype), lse.to(self.dtype))
 
     def _merge(self, rows: Range, out: torch.Tensor, lse: torch.Tensor) -> None:
-        before, known = self.lse[..., rows[0] : rows[1]], _rows(self.out, rows)
+        before, sums = self.lse[..., rows[0] : rows[1]], _rows(self.out, rows)
         both = torch.logaddexp(before, lse)
         finite = both.masked_fill(both == LOWEST, 0.0)
-        known.mul_(torch.exp(before - finite).unsqueeze(-1)).add_(out * torch.exp(lse - finite).unsqueeze(-1))
+        sums.mul_(torch.exp(before - finite).unsqueeze(-1)).add_(out * torch.exp(lse - finite).unsqueeze(-1))
         before.copy_(both)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,12 +225,12 @@ class AttentionGradients:
         self.to_q = torch.zeros_like(q, dtype=wide(q.dtype))
 
     def add(self, tile: AttentionTile, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds to the gradient of q; returns those of k and v, in the wide dtype."""
+        """Add to the gradient of q; return those of k and v, in the wide dtype."""
         to_k, to_v = (torch.zeros_like(x, dtype=self.to_q.dtype) for x in (k, v))
         for rectangle in tile.rectangles():
-            found = self._rectangle(tile, rectangle, k, v)
+            parts = self._rectangle(tile, rectangle, k, v)
             for sums, where, part in zip(
-                (self.to_q, to_k, to_v), (rectangle.rows, rectangle.columns, rectangle.columns), found, strict=True
+                (self.to_q, to_k, to_v), (rectangle.rows, rectangle.columns, rectangle.columns), parts, strict=True
             ):
                 _rows(sums, where).add_(part)
         return to_k, to_v
@@ -242,9 +242,9 @@ class AttentionGradients:
         keys, values = _rows(k, rectangle.columns), _rows(v, rectangle.columns)
         if self.to_mask is None:
             return attend_backward(grad, q, keys, values, out, lse, bias=bias, causal=causal, scale=tile.scale)
-        *found, to_scores = plain_backward(grad, q, keys, values, out, lse, bias=bias, causal=causal, scale=tile.scale)
+        *parts, to_scores = plain_backward(grad, q, keys, values, out, lse, bias=bias, causal=causal, scale=tile.scale)
         tile.add_mask_gradient(self.to_mask, rectangle, to_scores)
-        return tuple(found)  # type: ignore[return-value]
+        return tuple(parts)  # type: ignore[return-value]
 
 
 def _rows(x: torch.Tensor, where: Range) -> torch.Tensor:

@@ -37,20 +37,20 @@ def rectangles(rows: Spans, columns: Spans, band: Band, tile: int = TILE) -> tup
     """The rectangles to compute; rows without a key are in none."""
     left, right = band
     wide = 0 if left is None or right is None else left + right + 1
-    found: list[Rectangle] = []
+    inside_band: list[Rectangle] = []
     for row, (first_row, height) in zip(_starts(rows), rows, strict=True):
         for column, (first_column, width) in zip(_starts(columns), columns, strict=True):
             inside = _band_rectangles(
                 (first_row, first_row + height), (first_column, first_column + width), band, max(tile, wide)
             )
             for rectangle in inside:
-                found.append(_moved(rectangle, row - first_row, column - first_column))
-    return tuple(_merged(found))
+                inside_band.append(_moved(rectangle, row - first_row, column - first_column))
+    return tuple(_merged(inside_band))
 
 
 @lru_cache(maxsize=4096)
 def any_visible(rows: Spans, columns: Spans, band: Band) -> bool:
-    """Whether any query sees any key."""
+    """Return whether any query sees any key."""
     left, right = band
     return any(
         (left is None or last - 1 + at >= start - left) and (right is None or at <= start + height - 1 + right)
@@ -108,10 +108,10 @@ def _triangle(rows: Range, columns: Range, right: int) -> Iterator[Rectangle]:
         yield Rectangle((bottom, last), (corner, end), FULL)
 
 
-def _merged(found: list[Rectangle]) -> list[Rectangle]:
+def _merged(parts: list[Rectangle]) -> list[Rectangle]:
     """Adjacent full rectangles merged."""
     out: list[Rectangle] = []
-    for rectangle in found:
+    for rectangle in parts:
         at = 0
         while at < len(out):
             whole = _merge(out[at], rectangle)

@@ -54,7 +54,7 @@ class Ring:
         return (2 * rank * half, half), ((2 * self.size - 1 - 2 * rank) * half, half)
 
     def sees(self, rank: int, step: int) -> bool:
-        """Whether queries of `rank` see keys of the rank that is `step` before it."""
+        """Return whether queries of `rank` see keys of the rank that is `step` before it."""
         return any_visible(self.rows(rank), self.columns((rank - step) % self.size), self.band)
 
     def steps(self) -> list[int]:
@@ -62,7 +62,7 @@ class Ring:
         return [step for step in range(1, self.size) if any(self.sees(rank, step) for rank in range(self.size))]
 
     def send_block(self, step: int, flat: torch.Tensor, back: bool = False) -> torch.Tensor:
-        """Sends `flat` to the rank that is `step` after this one if it needs it, or `back` to the owner of the block; what is
+        """Send `flat` to the rank that is `step` after this one if it needs it, or `back` to the owner of the block; what is
         received here has the same size, or is empty."""
         after, before = (self.coordinate + step) % self.size, (self.coordinate - step) % self.size
         sends, receives = self.sees(after, step), self.sees(self.coordinate, step)
@@ -73,7 +73,7 @@ class Ring:
         return all_to_all_rows(flat[: sum(send)], receive, send, self.group)
 
     def exchange_halves(self, xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Exchanges the second half of each sequence with the mirror rank; its own inverse. Without zigzag nothing is done."""
+        """Exchange the second half of each sequence with the mirror rank; its own inverse. Without zigzag nothing is done."""
         if not self.zigzag:
             return tuple(xs)
         halves = [x.chunk(2, 2) for x in xs]
@@ -114,8 +114,8 @@ class _Ring(torch.autograd.Function):
         ctx: Any, ring: Ring, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.ring, ctx.scale = ring, scale
-        mine, keys, values = ring.exchange_halves((q, k, v))
-        merged, flat = MergedAttention(mine, v.shape[-1]), _flat(keys, values, k.dtype)
+        queries, keys, values = ring.exchange_halves((q, k, v))
+        merged, flat = MergedAttention(queries, v.shape[-1]), _flat(keys, values, k.dtype)
         steps = ring.steps()
         receiving = [ring.send_block(step, flat) for step in steps[:1]]
         merged.add(ring.tile(ring.coordinate, mask, scale), keys, values)
@@ -124,8 +124,8 @@ class _Ring(torch.autograd.Function):
             arrived = wait_tensor(receiving.pop(0))
             if ring.sees(ring.coordinate, step):
                 merged.add(ring.tile((ring.coordinate - step) % ring.size, mask, scale), *_pair(arrived, keys, values))
-        found, lse = merged.finish()
-        (out,) = ring.exchange_halves((found,))
+        result, lse = merged.finish()
+        (out,) = ring.exchange_halves((result,))
         ctx.save_for_backward(q, k, v, mask, out, lse)
         return out
 
@@ -133,8 +133,8 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ring, scale = ctx.ring, ctx.scale
         q, k, v, mask, out, lse = ctx.saved_tensors
-        mine, keys, values, found, above = ring.exchange_halves((q, k, v, out, grad))
-        gradients = AttentionGradients(above, mine, found, lse, mask if ctx.needs_input_grad[-1] else None)
+        queries, keys, values, result, above = ring.exchange_halves((q, k, v, out, grad))
+        gradients = AttentionGradients(above, queries, result, lse, mask if ctx.needs_input_grad[-1] else None)
         flat = _flat(keys, values, k.dtype)
         steps = ring.steps()
         receiving = [ring.send_block(step, flat) for step in steps[:1]]
@@ -156,7 +156,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _add(received: torch.Tensor, to_k: torch.Tensor, to_v: torch.Tensor) -> None:
-    """Adds the gradients of this rank's keys and values that another rank has computed."""
+    """Add the gradients of this rank's keys and values that another rank has computed."""
     flat = wait_tensor(received)
     if flat.numel():
         for total, part in zip((to_k, to_v), _pair(flat, to_k, to_v), strict=True):

@@ -29,7 +29,7 @@ def band_of(is_causal: bool, window: Window | None) -> Band:
 
 
 def scale_of(q: torch.Tensor, scale: float | None) -> float:
-    """``1 / sqrt(d)`` where none is given."""
+    """Return the factor of the scores: ``1 / sqrt(d)`` where none is given."""
     return float(q.shape[-1]) ** -0.5 if scale is None else scale
 
 
@@ -64,7 +64,7 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, window: Window | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``scaled_dot_product_attention`` with windows, on the whole sequence."""
+    """Return ``scaled_dot_product_attention`` with windows, on the whole sequence."""
     return attention_rows(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, window=window, axis=AxisHandle(""))
 
 

@@ -53,7 +53,7 @@ class _GroupNorm(torch.autograd.Function):
 
 
 def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """``[n, groups, elements]``, in full precision."""
+    """Return ``[n, groups, elements]``, in full precision."""
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     return wide.reshape(x.shape[0], groups, prod(x.shape[1:]) // groups)
 
@@ -70,15 +70,15 @@ def group_norm_space(
     x: torch.Tensor, groups: int, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, epsilon: float = 1e-5,
     cudnn: bool = False, *, dim: int, axis: AxisHandle,
 ) -> torch.Tensor:  # fmt: skip
-    """``F.group_norm`` of ``x[n, c, ...]``, sharded along `dim`, whose statistics are those of the whole image."""
+    """Return ``F.group_norm`` of ``x[n, c, ...]``, sharded along `dim`, whose statistics are those of the whole image."""
     return apply(_GroupNorm, axis, groups, epsilon, x, weight, bias)  # type: ignore[no-any-return]
 
 
 def instance_norm_space(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *options: Any, dim: int, axis: AxisHandle
 ) -> torch.Tensor:
-    """``F.instance_norm`` of ``x[n, c, ...]`` without running statistics, sharded along `dim`; `options` are the operation's
-    other arguments, of which the fifth is epsilon."""
+    """Return ``F.instance_norm`` of ``x[n, c, ...]`` without running statistics, sharded along `dim`; `options` are the
+    operation's other arguments, of which the fifth is epsilon."""
     return apply(_GroupNorm, axis, x.shape[1], options[4], x, weight, bias)  # type: ignore[no-any-return]
 
 
