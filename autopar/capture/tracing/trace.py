@@ -18,7 +18,7 @@ from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of, bind_i
 from autopar.capture.loops import unroll_loops
 from autopar.capture.reads import ReadRecord, call_recorded, refuse_counters
 from autopar.capture.results.returned import take_apart
-from autopar.capture.tracing.data.checks import checks_pass, drop_checks
+from autopar.capture.tracing.data.checks import Comparisons, checks_pass, drop_checks
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
 from autopar.capture.tracing.data.hints import cumulative_statistics, masks_are_not_read, to_the_same_device
@@ -223,10 +223,6 @@ class _Attempt:
             stack.enter_context(quiet_logs())
             stack.enter_context(custom_functions(self.allowed))
             stack.enter_context(flex_as_operations())
-            stack.enter_context(ListIndices())
-            stack.enter_context(Refusals())
-            stack.enter_context(self.values)
-            stack.enter_context(CtcLosses())
             stack.enter_context(masks_are_not_read())
             stack.enter_context(to_the_same_device())
             stack.enter_context(cumulative_statistics())
@@ -239,7 +235,15 @@ class _Attempt:
                 return None
             device = device_of(self.model)
             stack.enter_context(under_autocast(device.type, self.results.autocast))
-            return export_copy(clone, self.bound.tensors, batch_of(self.bound.tensors), self.symbolic, self.open_dims, device)
+            with ExitStack() as modes:  # every call of torch passes them, so what torch traces again does without
+                for mode in (ListIndices(), Refusals(), self.values, CtcLosses(), Comparisons(self.checks)):
+                    modes.enter_context(mode)
+                program = export_copy(
+                    clone, self.bound.tensors, batch_of(self.bound.tensors), self.symbolic, self.open_dims, device
+                )  # fmt: skip
+            program = decomposed(program, device)
+            drop_checks(program)
+            return program
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -257,7 +261,7 @@ def export_copy(
     open_dims: Mapping[str, tuple[int, ...]],
     device: torch.device,
 ) -> ExportedProgram:
-    """The functional program of ATen operations. A batch of 1 is traced as 2, since torch specialises 0 and 1."""
+    """The program of ATen operations. A batch of 1 is traced as 2, since torch specialises 0 and 1."""
     batched = {name: bool(tensor.dim()) and tensor.shape[0] == batch for name, tensor in tensors.items()}
     size = max(batch, 2) if symbolic else batch
     example = {
@@ -273,8 +277,6 @@ def export_copy(
     mark_no_grad(program)
     unroll_loops(program)
     join_layers(program)
-    program = decomposed(program)
-    drop_checks(program)
     return program
 
 
