@@ -19,11 +19,19 @@ demo: $(RUNTIME)
 demo-short: $(RUNTIME)
 	$(PY) examples/train_gpt.py --short
 
+# A worker takes half of the tests, in order, so that what the tests of a room share is made once; one that is done takes over half of
+# what another has left.
 test: $(STAMP)
-	$(PYTEST) -m "not slow" -n $(WORKERS) --dist loadfile --durations=10
+	$(PYTEST) -m "not slow" -n $(WORKERS) --dist worksteal --durations=10
+
+# One run a folder of tests, each of which ends: a test of more than three hours writes the stacks of all threads and ends its run.
+PART ?= $(filter-out benchmarks data support __pycache__,$(patsubst tests/%/,%,$(wildcard tests/*/)))
+ENDS := -o faulthandler_timeout=10800 -o faulthandler_exit_on_timeout=true
 
 test-full: $(STAMP)
-	$(PYTEST) --durations=30
+	@failed=; for part in $(PART); do \
+	    echo "-- tests/$$part"; $(PYTEST) tests/$$part --durations=30 $(ENDS) || failed="$$failed $$part"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 check: lint
 	$(PYTEST) tests/architecture

@@ -209,6 +209,7 @@ def without():
 
 
 @pytest.mark.parametrize("made", ["with_loss", "without"])
+@pytest.mark.usefixtures("forked_ranks")
 def test_verify_of_results_that_are_no_loss(made: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``(logits, loss)``, and logits alone, whose sum stands in for a loss."""
     (tmp_path / "models.py").write_text(FACTORY)

@@ -203,6 +203,7 @@ def test_export(run: Run, plan_file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # the README's own `autopar verify` and the plan below stay
+@pytest.mark.usefixtures("forked_ranks")
 def test_verify_passes(run: Run) -> None:
     words = ["--force", "tp=2", "--dtype", "float64"]
     status, out, err = run("verify", "convnet", "--cluster", "local:2", "--batch", 8, "--json", *words)
@@ -218,6 +219,7 @@ def test_a_loss_is_compared_within_its_own_dtype() -> None:
     assert tolerance("loss", "bfloat16", torch.float32) == 5e-2
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_verify_of_a_plan(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert run("plan", "mlp", "--cluster", "local:2", "--batch", 32, "--force", "dp=2,zero=3", "-o", path)[0] == 0
@@ -226,6 +228,7 @@ def test_verify_of_a_plan(run: Run, tmp_path: Path) -> None:
     assert "equal" in out
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_verify_of_a_plan_that_shards_nothing(run: Run) -> None:
     """It said *equal*."""
     status, out, err = run("verify", "mlp", "--cluster", "local:1", "--batch", 8)

@@ -171,6 +171,7 @@ def test_a_large_model_takes_less_than_ten_seconds_of_the_processor(capsys: pyte
     assert processor_seconds(lambda: main(["doctor", "gpt2-xl", "--batch", "8"]), 2) < 10
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_verify_of_a_model_with_a_part_left_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks are processes of their own, which build the model for the code of this part."""
     path = tmp_path / "people.py"

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "make test": "the run that this test is part of",
     "make check": ".ci/run, as make lint and the architecture tests of make test",
     "make test-full": "by hand",
+    "make test-full PART=e2e": "by hand",
     f"pip install --no-deps --target ../zoo -r {ZOO}/requirements.txt": "by hand: it needs the package index",
     "PYTHONPATH=../zoo .venv/bin/python -m pytest tests/e2e/models/test_zoo_verified.py": "by hand",
     f"PYTHONPATH=../zoo .venv/bin/autopar verify {ZOO}/catalog.py:deep_fm --cluster local:4 --dtype float64": "by hand",

@@ -4,13 +4,14 @@ runs."""
 from __future__ import annotations
 
 import ast
+import os
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import msgspec
 import pytest
+from support.harness.rank_pool import RankPool
 
 from autopar.ir.plan_file import document
 from autopar.ir.plan_file.codec import file_type
@@ -74,8 +75,13 @@ def examples() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("heading", "code"), examples(), ids=[heading for heading, _ in examples()])
-def test_examples_of_extending_run(heading: str, code: str, tmp_path: Path) -> None:
+def test_examples_of_extending_run(heading: str, code: str, tmp_path: Path, ranks: RankPool) -> None:
+    """Each in a process of its own, whose imports are done."""
     path = tmp_path / "example.py"
     path.write_text(code)
-    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    ranks.run_alone(run_script, str(path), timeout=240)
+
+
+def run_script(path: str) -> None:
+    os.chdir(Path(path).parent)
+    runpy.run_path(path, run_name="__main__")

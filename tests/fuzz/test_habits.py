@@ -13,7 +13,7 @@ from support.fuzzing.habits.trial import try_many
 from support.harness.rank_pool import RankPool
 
 COUNT = int(os.environ.get("AUTOPAR_FUZZ", "300"))
-TOGETHER = 10
+TOGETHER = 6
 
 
 @pytest.mark.parametrize(

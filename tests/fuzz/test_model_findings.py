@@ -15,6 +15,8 @@ from support.fuzzing.models.writer import HEAD, Written
 from support.harness.rank_pool import RankPool
 from torch import Tensor
 
+from autopar.ir.graph import Graph
+
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -103,10 +105,10 @@ FINDINGS = {
 def trials(name: str, folder: str) -> list[Trial]:
     """Each plan of a finding; drawn ones with some seeds."""
     finding = FINDINGS[name]
-    out = []
+    out, graphs = [], dict[str, Graph]()
     for plan in finding.plans:
         for seed in finding.seeds if plan.startswith("drawn:") else (0,):
-            out.append(prepare(seed, folder, finding.world, plan, finding.written()))
+            out.append(prepare(seed, folder, finding.world, plan, finding.written(), graphs))
     return out
 
 

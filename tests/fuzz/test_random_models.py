@@ -21,9 +21,9 @@ def check(first: int, count: int, world: int, ranks: RankPool) -> None:
     assert tally.refused <= max(3, MOST_REFUSED * count), [trial.refused for trial in tally.refusals]
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(24, COUNT, 24))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(12, COUNT, 12))])
 def test_on_two_ranks(first: int, ranks: RankPool) -> None:
-    check(first, min(24, COUNT - first), 2, ranks)
+    check(first, min(12, COUNT - first), 2, ranks)
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from support.harness.rank_pool import RankPool
 COUNT = int(os.environ.get("AUTOPAR_FUZZ", "30"))
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(15, COUNT, 15))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(10, COUNT, 10))])
 def test_on_four_ranks(first: int, ranks: RankPool) -> None:
-    count = min(15, COUNT - first)
+    count = min(10, COUNT - first)
     tally = many_trials(range(50_000 + first, 50_000 + first + count), ranks, 4)
     assert not tally.wrong and not tally.badly_said, tally.failures
     assert tally.unsteady <= max(1, 0.03 * count)

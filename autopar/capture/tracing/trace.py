@@ -19,7 +19,7 @@ from autopar.capture.control_flow import is_data_dependent
 from autopar.capture.loops import unroll_loops
 from autopar.capture.reads import ReadRecord, call_recorded, refuse_counters
 from autopar.capture.results.returned import take_apart
-from autopar.capture.tracing.data.checks import checks_pass
+from autopar.capture.tracing.data.checks import Comparisons, checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
 from autopar.capture.tracing.data.hints import ListIndices, cumulative_statistics, masks_are_not_read, to_the_same_device
@@ -222,8 +222,8 @@ class _Attempt:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             for context in (
-                quiet_logs(), custom_functions(self.allowed), flex_as_operations(), ListIndices(), Refusals(), self.values,
-                CtcLosses(), masks_are_not_read(), to_the_same_device(), cumulative_statistics(),
+                quiet_logs(), custom_functions(self.allowed), flex_as_operations(), masks_are_not_read(), to_the_same_device(),
+                cumulative_statistics(),
             ):  # fmt: skip
                 stack.enter_context(context)
             self.lines = stack.enter_context(number_lines())
@@ -235,8 +235,13 @@ class _Attempt:
                 return None
             device = device_of(self.model)
             stack.enter_context(under_autocast(device.type, self.results.autocast))
-            program = export_copy(clone, self.bound.tensors, batch_of(self.bound.tensors), self.symbolic, self.open_dims, device)
-            return decomposed(program, self.results.local_batch_norm)
+            with ExitStack() as modes:  # every call of torch passes them, so what torch traces again does without
+                for mode in (ListIndices(), Refusals(), self.values, CtcLosses(), Comparisons(self.checks)):
+                    modes.enter_context(mode)
+                program = export_copy(
+                    clone, self.bound.tensors, batch_of(self.bound.tensors), self.symbolic, self.open_dims, device
+                )  # fmt: skip
+            return decomposed(program, device, self.results.local_batch_norm)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

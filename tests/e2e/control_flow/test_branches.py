@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch._higher_order_ops.while_loop import while_loop
 
 from autopar.capture import capture
 from autopar.errors import AutoparError, CaptureError
-from autopar.ir.graph import Node
+from autopar.ir.graph import Graph, Node
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ir.regions import inner_nodes, read_region, region_arg, regions_of
 from autopar.passes.lower import lower
@@ -136,6 +137,16 @@ def on_rank(text: str, state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, dic
     return stepped(parallel, x), parallel.full_state()
 
 
+@cache
+def graph_of(name: str) -> Graph:
+    return capture(net(name), (batch(),))
+
+
+@cache
+def planned(name: str, cluster: str, force: str) -> Plan:
+    return make_plan(net(name), cluster, (batch(),), force=force, graph=graph_of(name))
+
+
 def branch(plan: Plan) -> Node:
     return next(node for block in plan.graph.blocks for node in block.nodes if node.op in ("ap.cond", "ap.while_loop"))
 
@@ -149,8 +160,7 @@ def branch(plan: Plan) -> Node:
     ],
 )
 def test_equals_one_process(name: str, force: str, ranks: RankPool) -> None:
-    plan = make_plan(net(name), "local:4", (batch(),), force=force)
-    plan = Plan.from_json(plan.to_json())
+    plan = Plan.from_json(planned(name, "local:4", force).to_json())
     text = program_text(plan.graph, plan.candidate)
     node = branch(plan)
     assert f"C.{node.op[3:]}(" in text
@@ -177,7 +187,7 @@ def test_both_branches_run() -> None:
 
 @pytest.mark.parametrize("name", list(BODIES))
 def test_regions_are_read_back(name: str) -> None:
-    graph = capture(net(name), (batch(),))
+    graph = graph_of(name)
     node = next(node for block in graph.blocks for node in block.nodes if node.op in ("ap.cond", "ap.while_loop"))
     assert all(read_region(region_arg(region)) == region for region in regions_of(node))
     assert any(inner.op == "ap.cond" for inner in inner_nodes(node)) == (name == "nested")
@@ -185,7 +195,7 @@ def test_regions_are_read_back(name: str) -> None:
 
 
 def test_an_export_runs(tmp_path: Path) -> None:
-    plan = make_plan(net("by data"), "local:2", (batch(),), force="dp=2")
+    plan = planned("by data", "local:2", "dp=2")
     export_program(lower(plan.graph, plan.candidate), plan.to_json(), tmp_path / "out")
     assert "C.cond(" in "".join(path.read_text() for path in (tmp_path / "out").rglob("*.py"))
 
@@ -204,7 +214,7 @@ def test_random_numbers_inside_of_a_branch_are_refused(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("op", ["aten.from_file", "aten.add_.Tensor", "prims.add", "ap.opaque"])
 def test_a_plan_with_another_operation_inside_is_refused(op: str) -> None:
-    plan = make_plan(net("by data"), "local:2", (batch(),), force="dp=2")
+    plan = planned("by data", "local:2", "dp=2")
     text = plan.to_json()
     crafted = text.replace('"aten.tanh"', f'"{op}"')
     assert crafted != text

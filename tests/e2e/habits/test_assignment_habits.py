@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from support.harness.habits import OTHER_PLANS, check, equals_one_process, parallel_of, refusal, rows_of
-from support.harness.rank_pool import RankPool
+from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
+from support.harness.habits import equals_one_process, parallel_of, refusal
 from support.harness.training_loop import adamw, train
 from support.models.habit_model import WIDTH, WORDS, batch, net
 from torch import nn
@@ -167,18 +165,3 @@ def evaluate_the_plain_model(plan: str) -> None:
         torch.testing.assert_close(model(**batch(3)), reference(**batch(3)))
     model.float()
     equals_one_process(parallel, reference, steps=1)
-
-
-# -- here
-
-
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", OTHER_PLANS)
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], force, ranks, tmp_path)

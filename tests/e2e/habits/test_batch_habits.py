@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 import torch.distributed as dist
 from support.harness.comparison import same_gradients
+from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
 from support.harness.habits import (
-    OTHER_PLANS,
     ROWS,
-    check,
     equals_one_process,
     one_step,
     parallel_of,
     refusal,
-    rows_of,
 )
-from support.harness.rank_pool import RankPool
 from support.harness.training_loop import full_gradients
 from support.models.habit_model import BATCH, batch, net
 
@@ -89,18 +83,3 @@ def input_without_gradient(plan: str) -> None:
     with torch.no_grad():
         found = parallel_of(net(), plan)(**{**given, "x": given["x"].clone().requires_grad_()})
         torch.testing.assert_close(found, net()(**given))
-
-
-# -- here
-
-
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", OTHER_PLANS)
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], force, ranks, tmp_path)

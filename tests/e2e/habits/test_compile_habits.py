@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.harness.comparison import same_gradients
-from support.harness.habits import OTHER_PLANS, ROWS, equals_one_process, refusal, rows_of, warning_of
-from support.harness.rank_pool import RankPool
+from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
+from support.harness.habits import ROWS, equals_one_process, refusal, warning_of
 from support.models.habit_model import net
 from support.models.zoo.output_model import Classifier, classifier, examples
 from torch import Tensor, nn
@@ -99,24 +98,3 @@ def metric_by_item(force: str) -> str:
         parallel = parallel_of(plain, force, outputs=("accuracy",))
         assert parallel(**examples())["accuracy"].item() == plain(**examples())["accuracy"].item()
     return refusal(lambda: parallel_of(Metrics(item=True).double(), force))
-
-
-# -- here
-
-
-def run(habit: str, force: str, ranks: RankPool) -> None:
-    answer, line = ROWS[habit]
-    for said in ranks.run(globals()[habit], force, timeout=300):
-        assert said is None if answer == "right" else line in said, said
-
-
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit(habit: str, ranks: RankPool) -> None:
-    run(habit, "dp=2,tp=2", ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", OTHER_PLANS)
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool) -> None:
-    run(habit, force, ranks)

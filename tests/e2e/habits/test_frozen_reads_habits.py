@@ -7,26 +7,22 @@ import os
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
 from support.harness.habits import (
-    OTHER_PLANS,
     ROWS,
-    check,
     equals_one_process,
     of,
     one_step,
     parallel_of,
     refusal,
-    rows_of,
     warning_of,
 )
-from support.harness.rank_pool import RankPool
 from support.models import habit_model
 from support.models.habit_model import Net, batch, net
 from torch import Tensor, nn
@@ -237,18 +233,3 @@ def read_the_environment(plan: str) -> str:
 
 def read_the_clock(plan: str) -> str:
     return said_at_start(computing(lambda model, x: 1.0 + 0.0 * time.time()), "read_the_clock")
-
-
-# -- here
-
-
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", OTHER_PLANS)
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], force, ranks, tmp_path)

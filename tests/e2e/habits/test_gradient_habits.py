@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.harness.comparison import different_numbers, training_differences
+from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
 from support.harness.habits import (
-    OTHER_PLANS,
     ROWS,
-    check,
     equals_one_process,
     of,
     one_step,
     parallel_of,
     refusal,
-    rows_of,
     warning_of,
 )
-from support.harness.rank_pool import RankPool
 from support.harness.training_loop import adamw, full_gradients, train
 from support.models.habit_model import batch, net
 from torch import Tensor, nn
@@ -269,18 +264,3 @@ def penalty(plan: str) -> None:
         state = parallel.full_state()
         for name, parameter in reference.named_parameters():
             torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-9, atol=1e-11, msg=name)
-
-
-# -- here
-
-
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", OTHER_PLANS)
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], force, ranks, tmp_path)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from support.harness.comparison import different_numbers
-from support.harness.habits import OTHER_PLANS, check, one_step, parallel_of, refusal, rows_of
-from support.harness.rank_pool import RankPool
+from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
+from support.harness.habits import one_step, parallel_of, refusal
 from support.models.habit_model import batch, net
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -92,18 +90,3 @@ def full_states_of_torch(plan: str) -> None:
     assert sorted(found) == sorted(names[number] for number in expected)
     for number, values in expected.items():
         torch.testing.assert_close(found[names[number]]["exp_avg"], values["exp_avg"])
-
-
-# -- here
-
-
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", OTHER_PLANS)
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], force, ranks, tmp_path)

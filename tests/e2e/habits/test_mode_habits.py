@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from support.harness.comparison import same_gradients
+from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
 from support.harness.habits import (
-    OTHER_PLANS,
-    check,
     equals_one_process,
     of,
     one_step,
     parallel_of,
-    rows_of,
 )
-from support.harness.rank_pool import RankPool
 from support.models.habit_model import BATCH, batch, net
 from torch import nn
 
@@ -104,18 +99,3 @@ def inference_mode(plan: str) -> None:
         equals_one_process(parallel, reference, 1)
         one_step(parallel, **batch(seed, 6))
         parallel.zero_grad()
-
-
-# -- here
-
-
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", OTHER_PLANS)
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], force, ranks, tmp_path)

@@ -7,15 +7,13 @@ import io
 import os
 import pickle
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.harness.comparison import different_numbers
-from support.harness.habits import OTHER_PLANS, check, parallel_of, refusal, rows_of
-from support.harness.rank_pool import RankPool
+from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
+from support.harness.habits import parallel_of, refusal
 from support.models.habit_model import WIDTH, batch, net
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -121,18 +119,3 @@ def functional_call(plan: str) -> str:
     said = refusal(lambda: torch.func.functional_call(parallel, others, (), batch()))
     torch.testing.assert_close(parallel(**batch()).detach(), found.detach())
     return said
-
-
-# -- here
-
-
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", OTHER_PLANS)
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], force, ranks, tmp_path)

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from support.harness.comparison import different_numbers, different_tensors
+from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
 from support.harness.habits import (
-    OTHER_PLANS,
-    check,
     equals_one_process,
     one_step,
     parallel_of,
     refusal,
-    rows_of,
 )
-from support.harness.rank_pool import RankPool
 from support.models.habit_model import batch, net
 from torch import Tensor
 
@@ -257,18 +252,3 @@ def scaler(plan: str) -> None:
     for enabled in (False, True):
         parallel.load_state_dict(start)
         assert not (wrong := different_numbers("loss", run(parallel, enabled), run(net(), enabled), 1e-9)), (enabled, wrong)
-
-
-# -- here
-
-
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", OTHER_PLANS)
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], force, ranks, tmp_path)

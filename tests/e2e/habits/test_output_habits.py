@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from support.harness.comparison import same_gradients
-from support.harness.habits import OTHER_PLANS, ROWS, refusal, rows_of
-from support.harness.rank_pool import RankPool
+from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
+from support.harness.habits import refusal
 from support.models.zoo.output_model import classifier, convolutions, examples, pictures
 from torch import Tensor, nn
 
@@ -167,24 +166,3 @@ def autocast_with_batch_norm(force: str) -> None:
             torch.testing.assert_close(*map(torch.tensor, losses), rtol=ROUNDING, atol=0)
         statistics = parallel.full_state()["norm.running_var"]
         torch.testing.assert_close(statistics, plain.norm.running_var, rtol=ROUNDING, atol=1e-3)
-
-
-# -- here
-
-
-def run(habit: str, force: str, ranks: RankPool) -> None:
-    answer, line = ROWS[habit]
-    for said in ranks.run(globals()[habit], force, timeout=300):
-        assert said is None if answer == "right" else line in said, said
-
-
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit(habit: str, ranks: RankPool) -> None:
-    run(habit, "dp=2,tp=2", ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", OTHER_PLANS)
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool) -> None:
-    run(habit, force, ranks)

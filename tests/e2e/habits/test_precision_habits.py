@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.harness.comparison import different_numbers
-from support.harness.habits import OTHER_PLANS, check, parallel_of, refusal, rows_of
-from support.harness.rank_pool import RankPool
+from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
+from support.harness.habits import parallel_of, refusal
 from support.models.habit_model import batch, net
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -76,18 +74,3 @@ def precision_beside_plan(plan: str) -> str:
 
 def force_beside_plan(plan: str) -> str:
     return refusal(lambda: parallel_of(net(), plan, force="tp=4"))
-
-
-# -- here
-
-
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", OTHER_PLANS)
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], force, ranks, tmp_path)

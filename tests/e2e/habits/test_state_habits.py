@@ -11,17 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
 from support.harness.habits import (
-    OTHER_PLANS,
-    check,
     equals_one_process,
     one_step,
     parallel_of,
     refusal,
-    rows_of,
     warning_of,
 )
-from support.harness.rank_pool import RankPool
 from support.harness.training_loop import adamw, train
 from support.models.habit_model import WIDTH, Net, batch, net
 from torch import nn
@@ -227,18 +224,3 @@ class Unresettable(Net):
     """A model that cannot initialise its buffer again."""
 
     reset_parameters = None  # type: ignore[assignment]
-
-
-# -- here
-
-
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", OTHER_PLANS)
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], force, ranks, tmp_path)

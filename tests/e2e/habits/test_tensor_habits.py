@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from support.harness.habits import OTHER_PLANS, ROWS, check, one_step, parallel_of, refusal, rows_of
-from support.harness.rank_pool import RankPool
+from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
+from support.harness.habits import ROWS, one_step, parallel_of, refusal
 from support.models.habit_model import batch, net
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -230,18 +228,3 @@ def reduce_gradients_by_hand(plan: str) -> str:
     said = refusal(lambda: dist.broadcast(parameter.data, 0))
     assert "broadcast of a DTensor" in said
     return refusal(lambda: dist.all_reduce(parameter.grad))
-
-
-# -- here
-
-
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit(habit: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], "dp=2,tp=2", ranks, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("force", OTHER_PLANS)
-@pytest.mark.parametrize("habit", rows_of(globals()))
-def test_habit_under_other_plans(habit: str, force: str, ranks: RankPool, tmp_path: Path) -> None:
-    check(globals()[habit], force, ranks, tmp_path)

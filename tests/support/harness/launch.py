@@ -7,6 +7,7 @@ import os
 import runpy
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -76,3 +77,15 @@ def run(script: str, words: tuple[str, ...], without: str, target: str) -> None:
         sys.meta_path.insert(0, _Without(without))
     runpy.run_path(script, run_name="__main__")
     sys.stdout.flush()
+
+
+def spawn(ranks: RankPool, function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
+    """``torch.multiprocessing.spawn`` of a function of the product, on forked processes."""
+    address = f"{function.__module__}:{function.__name__}"
+    forks = [ranks.template.fork(address, rank, *args, environment={}) for rank in range(nprocs)]
+    try:
+        failed = [rank for rank, fork in enumerate(forks) if fork.wait()]
+    finally:
+        for fork in forks:
+            fork.kill()
+    assert not failed, f"ranks {failed} failed"

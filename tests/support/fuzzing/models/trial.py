@@ -66,15 +66,23 @@ def cluster_of(world: int, wins: bool) -> Cluster:
     return sharding_wins(world) if wins else Cluster.parse(f"local:{world}")
 
 
-def prepare(seed: int, folder: str, world: int = 0, asked: str | None = None, written: Written | None = None) -> Trial:
-    """Everything that one process does. `world`, `asked` and `written` replace what the seed draws."""
+def prepare(
+    seed: int,
+    folder: str,
+    world: int = 0,
+    asked: str | None = None,
+    written: Written | None = None,
+    graphs: dict[str, Graph] | None = None,
+) -> Trial:
+    """Everything that one process does. `world`, `asked` and `written` replace what the seed draws. `graphs`: those of texts that
+    were captured before; what is captured is added."""
     draw = Random(f"plan {seed}")
     drawn_world = draw.choice((2, 2, 4))
     trial = Trial(seed, world or drawn_world, asked or "", written)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _prepare(trial, folder, draw, asked is None)
+            _prepare(trial, folder, draw, asked is None, {} if graphs is None else graphs)
     except AutoparError as error:
         trial.refused = f"{type(error).__name__}: {error}"
     except Unfit:
@@ -98,7 +106,7 @@ def drawn_plan(draw: Random, world: int, graph: Graph) -> str:
     return draw.choice(forces)
 
 
-def _prepare(trial: Trial, folder: str, draw: Random, free: bool) -> None:
+def _prepare(trial: Trial, folder: str, draw: Random, free: bool, graphs: dict[str, Graph]) -> None:
     trial.stage = "written"
     written = trial.written = trial.written or write_model(trial.seed)
     path = Path(folder) / f"fuzzed_{trial.seed}.py"
@@ -107,7 +115,9 @@ def _prepare(trial: Trial, folder: str, draw: Random, free: bool) -> None:
     model = trial.model = model_of(written, trial.seed, str(path))
     trial.expected, draws = single(copy.deepcopy(model), written)
     trial.stage = "captured"
-    graph = capture(model, (), {name: tensor.clone() for name, tensor in written.inputs.items()})
+    if written.text not in graphs:
+        graphs[written.text] = capture(model, (), {name: tensor.clone() for name, tensor in written.inputs.items()})
+    graph = graphs[written.text]
     trial.stage = "planned"
     wins = draw.random() < 0.6
     trial.asked = drawn_plan(draw, trial.world, graph) if free else trial.asked
