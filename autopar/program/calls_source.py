@@ -14,7 +14,7 @@ from autopar.program.block_source import INDENT
 from autopar.program.checks import USED, check_identifiers, quoted
 from autopar.program.loops import Loop, last_uses, loops_of_calls
 from autopar.program.names import attribute_of, class_names
-from autopar.runtime.module import RESERVED_ATTRIBUTES
+from autopar.runtime.attribute_names import RESERVED_ATTRIBUTES
 
 NUMBER = re.compile(r"\d+")
 PATH = re.compile(r"[\w.]*")

@@ -82,5 +82,5 @@ def overrides_of(device: torch.device) -> Iterator[None]:
     lists = ("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE")
     keys = {name: [key for key in getattr(exported_program, name) if key.name in kept] for name in lists}
     listing = cache(utils._materialize_cpp_cia_ops)
-    with patch.multiple(exported_program, **keys), patch.object(utils, "_materialize_cpp_cia_ops", listing):
+    with patch.multiple(exported_program, **keys), patch.object(utils, "_materialize_cpp_cia_ops", listing):  # type: ignore[call-overload]
         yield
