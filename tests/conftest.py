@@ -26,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """A home of its own, before any process is started: see `support.harness.home`."""
     config.stash[HOME] = tempfile.TemporaryDirectory(prefix="autopar_home_")
     os.environ["HOME"] = config.stash[HOME].name
+    os.environ.setdefault("AUTOPAR_TEST_RUN", config.stash[HOME].name)  # workers of xdist have that of who starts them
     os.environ.pop("XDG_CACHE_HOME", None)
     # Stores of torch ask for the name of each client, on their only thread: a DNS server that is slow would stop them for 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -4,7 +4,7 @@ norms and losses are taken apart into sums over the batch (`normalize.batch_norm
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -79,8 +79,9 @@ def overrides_of(device: torch.device) -> Iterator[None]:
 
     It overrides 525 of them on 21 keys, and lists them for each namespace of operations anew: a sixth of a small capture."""
     kept = {f"{prefix}{name}" for prefix in ("", "Autograd") for name in ("CPU", "Meta", device.type.upper())}
-    lists = ("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE")
-    keys = {name: [key for key in getattr(exported_program, name) if key.name in kept] for name in lists}
-    listing = cache(utils._materialize_cpp_cia_ops)
-    with patch.multiple(exported_program, **keys), patch.object(utils, "_materialize_cpp_cia_ops", listing):  # type: ignore[call-overload]
+    with ExitStack() as stack:
+        for name in ("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE"):
+            keys = [key for key in getattr(exported_program, name) if key.name in kept]
+            stack.enter_context(patch.object(exported_program, name, keys))
+        stack.enter_context(patch.object(utils, "_materialize_cpp_cia_ops", cache(utils._materialize_cpp_cia_ops)))
         yield

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
-from support.harness.habits import equals_one_process, parallel_of, refusal
+from support.harness.habits import equals_one_process, parallel_of, refusal, test_habit, test_habit_under_other_plans  # noqa: F401
 from support.harness.training_loop import adamw, train
 from support.models.habit_model import WIDTH, WORDS, batch, net
 from torch import nn

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from support.harness.comparison import same_gradients
-from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
-from support.harness.habits import (
+from support.harness.habits import (  # noqa: F401
     ROWS,
     equals_one_process,
     one_step,
     parallel_of,
     refusal,
+    test_habit,
+    test_habit_under_other_plans,
 )
 from support.harness.training_loop import full_gradients
 from support.models.habit_model import BATCH, batch, net

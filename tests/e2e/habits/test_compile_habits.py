@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.harness.comparison import same_gradients
-from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
-from support.harness.habits import ROWS, equals_one_process, refusal, warning_of
+from support.harness.habits import ROWS, equals_one_process, refusal, test_habit, test_habit_under_other_plans, warning_of  # noqa: F401
 from support.models.habit_model import net
 from support.models.zoo.output_model import Classifier, classifier, examples
 from torch import Tensor, nn

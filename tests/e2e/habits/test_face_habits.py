@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
-from support.harness.habits import (
+from support.harness.habits import (  # noqa: F401
     equals_one_process,
     of,
     one_step,
     parallel_of,
     refusal,
+    test_habit,
+    test_habit_under_other_plans,
 )
 from support.harness.training_loop import adamw, train
 from support.models.habit_model import WIDTH, batch, net

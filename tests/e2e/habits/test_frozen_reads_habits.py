@@ -13,14 +13,15 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
-from support.harness.habits import (
+from support.harness.habits import (  # noqa: F401
     ROWS,
     equals_one_process,
     of,
     one_step,
     parallel_of,
     refusal,
+    test_habit,
+    test_habit_under_other_plans,
     warning_of,
 )
 from support.models import habit_model

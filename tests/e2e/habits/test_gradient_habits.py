@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.harness.comparison import different_numbers, training_differences
-from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
-from support.harness.habits import (
+from support.harness.habits import (  # noqa: F401
     ROWS,
     equals_one_process,
     of,
     one_step,
     parallel_of,
     refusal,
+    test_habit,
+    test_habit_under_other_plans,
     warning_of,
 )
 from support.harness.training_loop import adamw, full_gradients, train

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from support.harness.comparison import different_numbers
-from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
-from support.harness.habits import one_step, parallel_of, refusal
+from support.harness.habits import one_step, parallel_of, refusal, test_habit, test_habit_under_other_plans  # noqa: F401
 from support.models.habit_model import batch, net
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict

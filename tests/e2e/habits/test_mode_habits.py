@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from support.harness.comparison import same_gradients
-from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
-from support.harness.habits import (
+from support.harness.habits import (  # noqa: F401
     equals_one_process,
     of,
     one_step,
     parallel_of,
+    test_habit,
+    test_habit_under_other_plans,
 )
 from support.models.habit_model import BATCH, batch, net
 from torch import nn

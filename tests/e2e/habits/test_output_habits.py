@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 from support.harness.comparison import same_gradients
-from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
-from support.harness.habits import refusal
+from support.harness.habits import refusal, test_habit, test_habit_under_other_plans  # noqa: F401
 from support.models.zoo.output_model import classifier, convolutions, examples, pictures
 from torch import Tensor, nn
 

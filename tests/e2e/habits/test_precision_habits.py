@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.harness.comparison import different_numbers
-from support.harness.habit_tests import test_habit, test_habit_under_other_plans  # noqa: F401
-from support.harness.habits import parallel_of, refusal
+from support.harness.habits import parallel_of, refusal, test_habit, test_habit_under_other_plans  # noqa: F401
 from support.models.habit_model import batch, net
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor

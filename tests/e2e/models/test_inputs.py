@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness.captured_models import Case, case_of
 from support.harness.comparison import training_differences
 from support.harness.rank_pool import RankPool
 from support.harness.training_loop import parallel_model, train
+from support.plans.captured_models import Case, case_of
 from torch import Tensor, nn
 
 from autopar.capture import capture

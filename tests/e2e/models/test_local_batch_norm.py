@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness.captured_models import Case
 from support.harness.comparison import training_differences
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_calls
 from support.harness.training_loop import Training
+from support.plans.captured_models import Case
 from torch import Tensor, nn
 
 import autopar

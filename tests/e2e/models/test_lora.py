@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness.captured_models import Case, case_of
 from support.harness.comparison import training_differences
 from support.harness.end_to_end import plan
 from support.harness.rank_pool import RankPool
 from support.harness.training_loop import parallel_model, train
 from support.models.lift_casts import LiftedCasts, lift_graph
 from support.models.small_models import make
+from support.plans.captured_models import Case, case_of
 from torch import Tensor, nn
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness.captured_models import Case, case_of
 from support.harness.rank_pool import ROOT, RankPool
 from support.harness.training_loop import parallel_model
+from support.plans.captured_models import Case, case_of
 from torch import Tensor, nn
 
 from autopar.capture import capture

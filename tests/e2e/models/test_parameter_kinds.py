@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness.captured_models import Case, case_of
 from support.harness.comparison import training_differences
 from support.harness.end_to_end import plan
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_calls
 from support.harness.training_loop import train
+from support.plans.captured_models import Case, case_of
 from torch import Tensor, nn
 
 WIDTH = 16

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.harness.captured_models import Case, case_of
 from support.harness.end_to_end import plan, program, sharding_wins
 from support.harness.rank_pool import RankPool
 from support.harness.training_loop import parallel_model
+from support.plans.captured_models import Case, case_of
 from torch import Tensor, nn
 
 from autopar.capture import capture

@@ -15,6 +15,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import nn
 
 import autopar
@@ -110,3 +111,18 @@ def _answers(habit: Habit, force: str, ranks: RankPool, folder: Path) -> list[An
         return []
     path.write_text(plan_of(kind, force))
     return ranks.run(habit, str(path))
+
+
+# -- the tests of every module of habits, which imports them; tests/e2e/habits/conftest.py has the parameters
+
+
+def test_habit(habit: str, request: pytest.FixtureRequest, ranks: RankPool, tmp_path: Path) -> None:
+    check(getattr(request.module, habit), "dp=2,tp=2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", OTHER_PLANS)
+def test_habit_under_other_plans(
+    habit: str, force: str, request: pytest.FixtureRequest, ranks: RankPool, tmp_path: Path
+) -> None:
+    check(getattr(request.module, habit), force, ranks, tmp_path)
