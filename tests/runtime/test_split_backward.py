@@ -107,15 +107,14 @@ def waiting(program: str, state: dict[str, torch.Tensor]) -> list[tuple[str, int
     """What each W of a step finds."""
     parallel, found = made(program, state), []
     assert parallel.pipeline_step is not None
-    reductions = parallel.pipeline_step.executor.reductions
-    weights = reductions.backward_weights
+    for position, reductions in parallel.pipeline_step.executor.reductions.chunks.items():
 
-    def look(chunk: int, micro_batch: int, last: bool) -> None:
-        queue = next(each for each in parallel.program.own_chunks if each.position == chunk).weight_grads  # type: ignore[attr-defined]
-        found.append((f"{chunk}W{micro_batch}", sum(map(len, queue.pending[micro_batch].values()))))
-        weights(chunk, micro_batch, last)
+        def look(micro_batch: int, last: bool, position: int = position, reductions: Any = reductions) -> None:
+            waiting = reductions.chunk.weight_grads.pending[micro_batch]
+            found.append((f"{position}W{micro_batch}", sum(map(len, waiting.values()))))
+            type(reductions).backward_weights(reductions, micro_batch, last)
 
-    reductions.backward_weights = look  # type: ignore[method-assign]
+        reductions.backward_weights = look  # type: ignore[method-assign]
     parallel(**batch()).backward()
     return found
 
