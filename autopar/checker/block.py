@@ -51,6 +51,7 @@ class BlockResult:
     """By name of a lemma or row, how many lines rest on it."""
     assumptions: dict[int, str] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)
+    input_bytes: int = 0
     lifetimes: list[tuple[str, int]] = field(default_factory=list)
     """(variable, bytes) of everything that a line makes, in order."""
 
@@ -72,6 +73,7 @@ class BlockProof:
         if len(inputs) != len(self.text.arguments):
             raise NotProven(self.text.line, f"{self.text.name} takes {len(self.text.arguments)} inputs, not {len(inputs)}")
         self.reader.variables.update(zip(self.text.arguments, inputs, strict=True))
+        self.result.input_bytes = sum(each.local.numel() * each.local.element_size() for each in inputs)
         self._statements(self.text.body, outermost=True)
         expected = {self.captured.name(new) for _, new in self.captured.block.updates}
         missing = expected - set(self.updates.values()) if self._is_whole() else set()

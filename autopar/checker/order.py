@@ -79,18 +79,20 @@ class ScheduleProof:
         return home
 
     def _complete(self, home: Mapping[int, int]) -> None:
-        """Every chunk runs each micro-batch forward and backward once, and communicates over each boundary between stages once."""
+        """Every chunk runs each micro-batch forward and backward once, and sends and receives over each boundary once."""
         for stage, steps in enumerate(self.stages):
             if len(set(steps)) != len(steps):
                 twice = next(step for index, step in enumerate(steps) if step in steps[:index])
                 raise self._refuse(stage, twice, "it stands there twice")
-            wanted = {Step(c, kind, part) for c in home if home[c] == stage for part in range(self.parts) for kind in self._kinds(c, home)}
+            own_chunks = [chunk for chunk in home if home[chunk] == stage]
+            wanted = {Step(c, kind, part) for c in own_chunks for part in range(self.parts) for kind in self._kinds(c, home)}
             own = {step for step in steps if step.part >= 0}
             split = {Step(step.chunk, "B", step.part) for step in own if step.kind == "I"}
             done = {step for step in own if step.kind not in ("I", "W")} | split
             weights = {Step(s.chunk, "I", s.part) for s in own if s.kind == "W"} ^ {s for s in own if s.kind == "I"}
             if weights or (split & own):
-                raise self._refuse(stage, min(map(str, weights or split & own)), "one half of a backward has no other half, or runs twice")
+                odd_half = min(map(str, weights or split & own))
+                raise self._refuse(stage, odd_half, "one half of a backward has no other half, or runs twice")
             if done != wanted:
                 odd = min(done ^ wanted, key=str)
                 raise self._refuse(stage, odd, "it is missing" if odd in wanted else "nobody expects it")
@@ -105,8 +107,8 @@ class ScheduleProof:
             yield "RECV_B"
 
     def _play(self, home: Mapping[int, int], buffers: int | None) -> int:
-        """Runs all stages at once, each its actions in order. With ``buffers`` 0 a send ends only after its receive was posted; else
-        receives wait for sends where they are used. Messages of a pair of stages match in the order in which both have them."""
+        """Runs all stages at once, each its actions in order. With ``buffers`` 0 a send ends only after its receive was posted;
+        else receives wait for sends where they are used. Messages of two stages match in the order in which both have them."""
         at = [0] * len(self.stages)
         made: set[Step] = set()
         posted: set[tuple[str, int, int]] = set()
@@ -195,7 +197,7 @@ class ScheduleProof:
 
 
 def state_actions(stages: Sequence[Sequence[Step]], line: int) -> None:
-    """Gradients are reduced after the last backward of a chunk, and weights that were gathered are there for all of its actions."""
+    """Gradients are reduced after the last backward of a chunk; weights that were gathered are there for all its actions."""
     for stage, steps in enumerate(stages):
         last = {step.chunk: index for index, step in enumerate(steps) if step.kind in ("B", "I", "W")}
         first = {step.chunk: index for index, step in reversed(list(enumerate(steps))) if step.kind in COMPUTE}

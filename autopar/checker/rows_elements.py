@@ -280,14 +280,16 @@ def pointwise_loss(call: WholeCall) -> Row:
     return Row((dims,) * len(call.shapes), ((),), {f"d{i}": "sum" for i in range(len(dims))})
 
 
-_POINTWISE = """pow remainder eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor type_as rsqrt sqrt cos sin abs square reciprocal
+_POINTWISE = """
+pow remainder eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor type_as rsqrt sqrt cos sin abs square reciprocal
 masked_fill clamp clamp_min clamp_max logical_not bitwise_not floor ceil round sign isnan isinf exp log tanh
 sigmoid erf relu relu6 mish softplus hardswish hardsigmoid leaky_relu gelu silu elu where maximum minimum
 logical_and logical_or logical_xor full_like zeros_like ones_like empty_like nan_to_num floor_divide acos acosh
 addcdiv addcmul asin asinh atan atan2 atanh bitwise_left_shift bitwise_right_shift celu copysign cosh erfc exp2
 expm1 fmod hardtanh isfinite lerp log10 log1p log2 log_sigmoid logit selu sinh tan trunc xlogy polar complex real
 imag angle _conj conj_physical sgn sinc hypot digamma lgamma erfinv i0 signbit nextafter logaddexp logaddexp2 frac
-rad2deg deg2rad threshold positive _prelu_kernel rsub fill"""
+rad2deg deg2rad threshold positive _prelu_kernel rsub fill
+"""
 
 ROWS: Rows = {
     **aten(_POINTWISE, pointwise),
