@@ -82,7 +82,9 @@ def convert(axes: Axes, shape: Shape, kinds: Kinds, axis: str, text: str, flows:
 
 
 def _normal(dim: int, shape: Shape) -> int:
-    return dim % max(1, len(shape))
+    if not -len(shape) <= dim < len(shape):
+        raise NoConversion(f"a tensor of {len(shape)} dimensions has no dimension {dim}")
+    return dim % len(shape)
 
 
 def parts_of(axes: Axes, shape: Shape, kinds: Kinds, index: int) -> int:
@@ -100,8 +102,6 @@ def parts_of(axes: Axes, shape: Shape, kinds: Kinds, index: int) -> int:
 def cut_of(axes: Axes, shape: Shape, kinds: Kinds, size: int, dim: int, parts: int) -> Cut:
     """The cut that a slice of the local tensor makes, in terms of the whole dimension: what other axes cut more finely lies
     within its runs."""
-    if dim >= len(shape):
-        raise NoConversion(f"a tensor of {len(shape)} dimensions has no dimension {dim}")
     local = shape[dim] // axes.ranks(kinds, dim)
     if local % (parts * size):
         raise NoConversion(f"{local} elements in {parts} parts do not divide over {size} ranks")

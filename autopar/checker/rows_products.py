@@ -197,9 +197,10 @@ def _whole(dims: Dims, names: Sequence[str]) -> Dims:
 
 
 def image(call: WholeCall) -> Row:
-    """Pools and interpolation: examples and channels."""
+    """Pools and interpolation ``_2d``: all but the last two dimensions."""
+    digits = [int(each) for each in call.op if each.isdigit()]
     rank = len(call.shapes[0])
-    return without(lambda c: range(min(2, rank - 1), rank))(call)
+    return without(lambda _: range(rank - (digits[-1] if digits else rank), rank))(call)
 
 
 def examples(call: WholeCall) -> Row:

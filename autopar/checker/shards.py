@@ -103,10 +103,12 @@ class Axes:
             if place is None:
                 out.append(otherwise[name])
             elif isinstance(place, Shard):
-                dim = place.dim % len(shape) if shape else 0
+                if not -len(shape) <= place.dim < len(shape):
+                    raise ValueError(f"a tensor of {len(shape)} dimensions has no {places[name]}")
+                dim = place.dim % len(shape)
                 key = dim, place.parts
                 above[key] = above.get(key, place.parts) * size
-                if not shape or shape[dim] % above[key]:
+                if shape[dim] % above[key]:
                     raise ValueError(f"a tensor of shape {list(shape)} cannot be {places[name]} on {name}")
                 out.append(Cut(dim, shape[dim] // above[key]))
             else:
